@@ -1,0 +1,101 @@
+# Each verb is complete on a fresh machine: it makes .venv, installs the pinned requirements and builds the core.
+# Needed beforehand: Python 3.11 or newer and a C++ compiler. Where the default torch is a CUDA build, choose the
+# CPU one with TORCH_ARGS="--index-url ...".
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# The compiled core may only be missing where nothing could compile it.
+HAVE_CXX := $(if $(shell command -v c++ || command -v g++ || command -v clang++),1,0)
+NATIVE := $(shell find native -type f 2>/dev/null)
+BUILD := REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
+# One thread for each pytest worker; tests about threads ask PyTorch for more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
+PY_DIRS = $(wildcard src tests examples benchmarks docs)
+
+.DEFAULT_GOAL := help
+.PHONY: help build stubs demo test test-all bench lint format docs sanitize clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+$(VENV)/.torch: constraints.txt
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch (the largest download)"
+	@$(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt constraints.txt | $(VENV)/.torch
+	@echo "Installing the pinned requirements"
+	@$(PIP) install -r requirements-dev.txt -c constraints.txt
+	@touch $@
+
+$(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.dev
+	@echo "Building the core"
+	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -e .
+	@touch $@
+
+build: $(VENV)/.built  ## compile the core and install the package, editable
+
+stubs: build  ## write src/regard/_core.pyi from the compiled core
+	@$(BIN)/python -m nanobind.stubgen -q -m regard._core -o src/regard/_core.pyi
+	@$(BIN)/ruff format -q src/regard/_core.pyi
+
+demo: build  ## a short tour
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: build  ## the tests, without the large grids; ARGS="-k mask" narrows
+	@$(PYTEST) -m "not full" -n $(WORKERS) $(ARGS)
+
+test-all: build  ## every test
+	@$(PYTEST) -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+
+bench: build  ## benchmarks against PyTorch, on this machine
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+lint: build  ## ruff, mypy --strict, clang-format
+	@$(BIN)/ruff check -q $(PY_DIRS)
+	@$(BIN)/ruff format --check -q $(PY_DIRS)
+	@$(BIN)/mypy --strict --no-error-summary
+	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+	@echo "lint: clean"
+
+format: $(VENV)/.dev  ## rewrite Python and C++ in the house style
+	@$(BIN)/ruff check -q --fix $(PY_DIRS) || true
+	@$(BIN)/ruff format -q $(PY_DIRS)
+	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+docs: build  ## run every Python block of the README and docs/
+	@$(PYTEST) tests/test_docs.py $(ARGS)
+
+# A second environment borrows the packages of the first, but not its editable install of regard, so the instrumented
+# core never replaces the fast one. Python itself is not instrumented: the runtime must be loaded before it.
+SAN := build/sanitize
+SAN_TESTS ?= $(wildcard tests/test_native*.py)
+
+$(SAN)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(shell find src -name '*.py' 2>/dev/null) $(VENV)/.dev
+	@echo "Building the core with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@$(PYTHON) -m venv $(SAN)/venv
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(SAN)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" REGARD_REQUIRE_CORE=1 $(SAN)/venv/bin/python -m pip -q install \
+	  --no-build-isolation --no-deps --force-reinstall -C build-dir=$(SAN)/core -C install.strip=false \
+	  -C "cmake.define.REGARD_SANITIZE=address;undefined" .
+	@touch $@
+
+sanitize: $(SAN)/.built  ## the native tests under ASan and UBSan
+	@test -n "$(SAN_TESTS)" || { echo "sanitize: no tests match tests/test_native*.py"; exit 1; }
+	@OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  $(SAN)/venv/bin/python -m pytest -q -x --capture=sys -m "not full" -p no:cacheprovider $(SAN_TESTS) $(ARGS)
+
+clean:  ## remove what was built; .venv stays
+	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,217 @@
+#include "forward.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "cpu.h"
+#include "parallel.h"
+#include "spans.h"
+
+namespace regard {
+namespace {
+
+constexpr int64_t kPlainRows = 128, kCopiedRows = 256;  // query rows of a task; copied keys want more to share them
+constexpr int64_t kStateBytes = 256 << 10;              // of a task's panels, so that they stay in L2
+constexpr int64_t kEnoughTasks = 32;
+constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Neighbouring panels of one residue class of query rows.
+struct Tile {
+  int64_t residue, first, count;
+};
+
+int64_t milliseconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+  return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+// Tells running tasks to stop. Only the calling thread may ask Python for signals.
+struct Stopper {
+  Interrupt interrupt;
+  pthread_t caller = pthread_self();
+  int64_t asked = milliseconds();
+  std::atomic<bool> stopped{false};
+
+  static bool ask(void* self) {
+    Stopper& s = *static_cast<Stopper*>(self);
+    if (s.stopped.load(std::memory_order_relaxed)) return true;
+    if (!pthread_equal(s.caller, pthread_self())) return false;
+    const int64_t now = milliseconds();
+    if (now - s.asked < 50) return false;
+    s.asked = now;
+    if (s.interrupt.pending && s.interrupt.pending()) s.stopped = true;
+    return s.stopped;
+  }
+};
+
+struct Free {
+  void operator()(void* p) const { free(p); }
+};
+
+// What a thread keeps between tasks. Tasks that differ only in the head follow each other and share their runs.
+struct Worker {
+  std::unique_ptr<void, Free> scratch;
+  std::vector<std::vector<Run>> runs;
+  std::vector<Panel> panels;
+  int64_t tile = -1, batch = -1, head = -1;
+};
+
+class Forward {
+ public:
+  Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code)
+      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels()) {
+    panel_ = spec.dtype == kFloat64 ? kernels_.panel_double : kernels_.panel_float;
+    shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
+    width_ = first_width();
+    while (lay_tiles(), tasks() < kEnoughTasks && width_ > 2) width_ /= 2;
+    copy_k_ = copies(spec.k, spec.D);
+    copy_v_ = copies(spec.v, spec.Dv);
+  }
+
+  int64_t tasks() const { return tiles_ * spec_.B * head_sets_; }
+  int64_t scratch_bytes() const { return kernels_.scratch_bytes[spec_.dtype](spec_, most_panels(), copy_k_, copy_v_); }
+
+  int workers() const {
+    const double rows = static_cast<double>(ceil_div(spec_.Lq, panel_) * panel_);
+    const double work = 2.0 * static_cast<double>(spec_.B * spec_.Hq) * rows *
+                        static_cast<double>(spec_.Lk) * static_cast<double>(spec_.D + spec_.Dv);
+    return work < kInlineWork ? 1 : static_cast<int>(std::min<int64_t>(threads(), tasks()));
+  }
+
+  Outcome run(Interrupt interrupt) {
+    if (tasks() == 0) return Outcome::kDone;
+    stopper_.interrupt = interrupt;
+    workers_.resize(workers());
+    for (Worker& w : workers_) {
+      w.scratch.reset(aligned_alloc(64, ceil_div(scratch_bytes(), 64) * 64));
+      if (!w.scratch) return Outcome::kOutOfMemory;
+    }
+    parallel(static_cast<int>(workers_.size()), work, this);
+    if (out_of_memory_) return Outcome::kOutOfMemory;
+    return stopper_.stopped ? Outcome::kInterrupted : Outcome::kDone;
+  }
+
+ private:
+  bool strided(const Strides& s, int64_t width) const { return s.d != 1 || s.l != width; }
+  bool narrow() const { return spec_.dtype == kBFloat16 || spec_.dtype == kFloat16; }
+
+  // Rows far apart fall on the same cache sets: copying them pays when several panels share the copy.
+  bool copies(const Strides& s, int64_t width) const {
+    const bool dilated = spans_.dilation(0) > 1 || spans_.dilation_varies();
+    return narrow() || s.d != 1 || ((dilated || s.l != width) && most_panels() >= 4);
+  }
+
+  int64_t first_width() const {
+    const bool copied = narrow() || strided(spec_.k, spec_.D) || strided(spec_.v, spec_.Dv);
+    const int64_t bytes = (spec_.D + spec_.Dv) * panel_ * (spec_.dtype == kFloat64 ? 8 : 4);
+    return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1, (copied ? kCopiedRows : kPlainRows) / panel_);
+  }
+
+  // A task has `heads_` heads of one group and `span_` neighbouring panels of each.
+  void lay_tiles() {
+    heads_ = std::min<int64_t>(shared_, std::max<int64_t>(width_, 1));
+    while (shared_ % heads_) --heads_;
+    head_sets_ = spec_.Hq / heads_;
+    span_ = std::max<int64_t>(1, width_ / heads_);
+    tiles_ = 0;
+    layouts_.assign(spans_.dilation_varies() ? spec_.Hq : 1, {});
+    for (size_t h = 0; h < layouts_.size(); ++h) {
+      const int64_t step = spans_.dilation(static_cast<int64_t>(h));
+      for (int64_t c = 0; c < std::min(step, spec_.Lq); ++c) {
+        const int64_t panels = ceil_div(ceil_div(spec_.Lq - c, step), panel_);
+        for (int64_t p = 0; p < panels; p += span_) layouts_[h].push_back({c, p, std::min(span_, panels - p)});
+      }
+      tiles_ = std::max(tiles_, static_cast<int64_t>(layouts_[h].size()));
+    }
+  }
+
+  int most_panels() const { return static_cast<int>(heads_ * span_); }
+
+  static void work(int worker, void* self) {
+    Forward& f = *static_cast<Forward*>(self);
+    try {
+      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped;) f.task(i, f.workers_[worker]);
+    } catch (...) {  // only memory can run out here
+      f.out_of_memory_ = true;
+    }
+  }
+
+  // The last tiles first: with a causal mask they are the longest.
+  void task(int64_t index, Worker& w) {
+    const int64_t tile_index = tiles_ - 1 - index / (spec_.B * head_sets_), rest = index % (spec_.B * head_sets_);
+    const int64_t batch = rest / head_sets_, head = rest % head_sets_ * heads_;
+    const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? head : 0];
+    if (tile_index >= static_cast<int64_t>(layout.size())) return;
+    const Tile& tile = layout[tile_index];
+    const int64_t step = spans_.dilation(head);
+    find_runs(tile, tile_index, batch, head, step, w);
+    Task t{};
+    t.spec = &spec_;
+    t.call = &call_;
+    t.batch = batch;
+    t.kv_head = head / (spec_.Hq / spec_.Hkv);
+    t.row_step = t.key_step = step;
+    t.key = spans_.first_key({batch, head, tile.residue, step, 1});
+    t.panels = w.panels.data();
+    t.n_panels = static_cast<int>(w.panels.size());
+    t.copy_k = copy_k_;
+    t.copy_v = copy_v_;
+    t.scratch = w.scratch.get();
+    t.stop = Stopper::ask;
+    t.stop_context = &stopper_;
+    kernels_.forward[spec_.dtype](t);
+  }
+
+  // Fills the worker's panels, position by position with the heads inside, and their runs where they are not known yet.
+  void find_runs(const Tile& tile, int64_t tile_index, int64_t batch, int64_t head, int64_t step, Worker& w) {
+    const int64_t distinct = spans_.varies_by_head() ? heads_ : 1;
+    const int64_t same_batch = spans_.varies_by_batch() ? batch : 0, same_head = spans_.varies_by_head() ? head : 0;
+    const bool known = w.tile == tile_index && w.batch == same_batch && w.head == same_head && layouts_.size() == 1;
+    w.tile = tile_index, w.batch = same_batch, w.head = same_head;
+    w.runs.resize(std::max<size_t>(w.runs.size(), tile.count * distinct));
+    w.panels.clear();
+    for (int64_t p = 0; p < tile.count; ++p) {
+      const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
+      const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
+      for (int64_t h = 0; h < heads_; ++h) {
+        std::vector<Run>& runs = w.runs[p * distinct + (distinct > 1 ? h : 0)];
+        if (!known && (h == 0 || distinct > 1)) spans_.find({batch, head + h, row, step, rows}, runs);
+        w.panels.push_back({head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
+      }
+    }
+  }
+
+  const Spec& spec_;
+  const Call& call_;
+  Spans spans_;
+  const Kernels& kernels_;
+  int panel_;
+  int64_t shared_, width_, heads_ = 1, head_sets_ = 0, span_ = 1, tiles_ = 0;
+  bool copy_k_ = false, copy_v_ = false;
+  std::vector<std::vector<Tile>> layouts_;
+  std::vector<Worker> workers_;
+  Stopper stopper_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> out_of_memory_{false};
+};
+
+}  // namespace
+
+Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
+  return Forward(spec, call, code).run(interrupt);
+}
+
+Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
+  const Forward f(spec, call, code);
+  return {f.tasks(), f.scratch_bytes(), f.workers()};
+}
+
+}  // namespace regard

@@ -1,0 +1,25 @@
+// A call, cut into tasks and run.
+#pragma once
+#include <vector>
+
+#include "types.h"
+
+namespace regard {
+
+enum class Outcome { kDone, kInterrupted, kOutOfMemory };
+
+struct Interrupt {
+  bool (*pending)();  // asked by the calling thread a few times a second
+};
+
+Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt);
+
+// How a call of this shape would be cut.
+struct Cut {
+  int64_t tasks;
+  int64_t scratch_bytes;  // of one thread
+  int threads;
+};
+Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code);
+
+}  // namespace regard

@@ -1,0 +1,292 @@
+// A forward task: all its panels walk over the key blocks together, so that a block is read (and converted) once.
+#pragma once
+#include "exact.inl.h"
+#include "gemm.inl.h"
+
+namespace {
+
+constexpr int64_t kBlock = 96;  // keys; the scores of a panel stay in L1
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <class V, class S>
+struct Forward {
+  using Scalar = typename V::Scalar;
+  static constexpr int P = kPanel<V>;
+
+  // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
+  struct State {
+    Scalar *queries, *out, *shift, *total;
+    uint32_t *low, *high;
+    int64_t run;
+    bool partial;
+  };
+
+  const Task& task;
+  const Spec& spec;
+  const Call& call;
+  char* free;
+  State* states;
+  Scalar *scores, *keys, *values, *factor;
+  double* row_sum;
+  Strides k, v;  // of the task's own numbering of keys
+
+  explicit Forward(const Task& t) : task(t), spec(*t.spec), call(*t.call), free(static_cast<char*>(t.scratch)) {
+    k = spec.k;
+    v = spec.v;
+    k.l *= task.key_step;
+    v.l *= task.key_step;
+    states = take<State>(task.n_panels);
+    for (int i = 0; i < task.n_panels; ++i)
+      states[i] = {take<Scalar>(spec.D * P), take<Scalar>(spec.Dv * P), take<Scalar>(P), take<Scalar>(P),
+                   take<uint32_t>(P), take<uint32_t>(P), 0, false};
+    scores = take<Scalar>(kBlock * P);
+    factor = take<Scalar>(P);
+    row_sum = take<double>(spec.Dv);
+    keys = take<Scalar>(task.copy_k ? kBlock * spec.D : 0);
+    values = take<Scalar>(task.copy_v ? kBlock * spec.Dv : 0);
+  }
+
+  static int64_t scratch_bytes(const Spec& s, int panels, bool copy_k, bool copy_v) {
+    const int64_t line = 64, word = sizeof(Scalar);
+    const int64_t panel = round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
+    const int64_t block = kBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
+    return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
+  }
+
+  template <class T>
+  T* take(int64_t count) {
+    T* at = reinterpret_cast<T*>(free);
+    free += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return at;
+  }
+
+  int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
+  uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
+
+  void start(const Panel& p, State& s) {
+    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    const S* q = static_cast<const S*>(call.q) + task.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
+    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
+    pack<V>(q, spec.q.l * task.row_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
+    for (int64_t i = 0; i < spec.Dv * P; ++i) s.out[i] = 0;
+    start_softmax(p, s);
+    for (int t = 0; t < P && spec.drop_below; ++t) {
+      const uint64_t stream = dropout_stream(call.seed, task.batch * spec.Hq + p.head, p.row + t * task.row_step);
+      s.low[t] = static_cast<uint32_t>(stream);
+      s.high[t] = static_cast<uint32_t>(stream >> 32);
+    }
+  }
+
+  // The sink is in the softmax before any key.
+  void start_softmax(const Panel& p, State& s) {
+    V shift = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf())), total = Lanes<V>::zero();
+    if (call.sink) {
+      const V sink = Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[p.head] * kLog2E));
+      shift = ceil(sink);
+      total = exp2(sink - finite(shift));
+    }
+    for (int r = 0; r < P; r += V::N) {
+      Lanes<V>::store(s.shift + r, shift);
+      Lanes<V>::store(s.total + r, total);
+    }
+  }
+
+  // A lane that has seen nothing has shift -inf; 0 stands in for it.
+  static V finite(V shift) {
+    return keep(differs(shift, Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()))), shift);
+  }
+
+  // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
+  void adjust(const Panel& p, const Run* runs, bool partial, int64_t begin, int64_t n) {
+    const Place at{task.batch,
+                   p.head,
+                   p.row,
+                   task.row_step,
+                   position() + p.row,
+                   task.key + begin * task.key_step,
+                   task.key_step,
+                   p.rows};
+    if (spec.softcap > 0) soft_cap<V>(scores, n, static_cast<Scalar>(spec.softcap * kLog2E));
+    add_bias(at, n);
+    if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), scores);
+  }
+
+  void add_bias(const Place& at, int64_t n) {
+    const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
+    if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
+    if (spec.bias == kRelative)
+      add_relative<V>(by_head + at.head * call.distances, call.distance_low, at, n, scores);
+    if (spec.bias != kTensorBias) return;
+    if (spec.bias_dtype == kFloat32)
+      add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
+    else
+      add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
+  }
+
+  // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
+  void raise(State& s, const V (&top)[2], V (&shift)[2]) {
+    V old[2], total;
+    uint32_t grew = 0;
+    for (int i = 0; i < 2; ++i) {
+      old[i] = Lanes<V>::load(s.shift + i * V::N);
+      shift[i] = max(ceil(top[i]), old[i]);
+      grew |= bits(less(old[i], shift[i]));
+    }
+    if (grew)
+      for (int i = 0; i < 2; ++i) {
+        Lanes<V>::store(s.shift + i * V::N, shift[i]);
+        const V shrink = exp2(old[i] - finite(shift[i]));
+        total = Lanes<V>::load(s.total + i * V::N) * shrink;
+        Lanes<V>::store(s.total + i * V::N, total);
+        for (int64_t d = 0; d < spec.Dv; ++d) {
+          Scalar* o = s.out + d * P + i * V::N;
+          Lanes<V>::store(o, Lanes<V>::load(o) * shrink);
+        }
+      }
+    for (int i = 0; i < 2; ++i) shift[i] = finite(shift[i]);
+  }
+
+  // Keys [begin, end) of one block, all seen by some row of the panel.
+  void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end, const Scalar* kb,
+              int64_t ldk, const Scalar* vb, int64_t ldv) {
+    const int64_t n = end - begin;
+    const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
+    V top[2] = {nothing, nothing}, shift[2], sum[2];
+    score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
+    if (partial || spec.softcap > 0 || spec.bias != kNoBias) {
+      adjust(p, runs, partial, begin, n);
+      top[0] = top[1] = nothing;
+      largest<V>(scores, n, top);
+    }
+    raise(s, top, shift);
+    exponentiate<V>(scores, n, shift, sum);
+    for (int i = 0; i < 2; ++i)
+      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) + sum[i]);
+    if (spec.drop_below) drop_block(p, s, begin, n);
+    add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
+    s.partial |= partial;
+  }
+
+  void drop_block(const Panel& p, const State& s, int64_t begin, int64_t n) {
+    Place at{};
+    at.key = task.key + begin * task.key_step;
+    at.key_step = task.key_step;
+    (void)p;
+    drop<V>(s.low, s.high, at, spec.drop_below, n, scores);
+  }
+
+  // The part of a panel's runs that lies in the block [begin, end).
+  void panel_block(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
+                   const Scalar* vb, int64_t ldv) {
+    const uint32_t all = all_lanes(p);
+    while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
+    for (int64_t i = s.run; i < p.n_runs && p.runs[i].begin < end;) {
+      const Run* first = p.runs + i;
+      const int64_t from = first->begin > begin ? first->begin : begin;
+      int64_t to = from;
+      bool partial = false;
+      for (; i < p.n_runs && to < end && (p.runs[i].begin <= to); ++i) {
+        partial |= p.runs[i].lanes != all;
+        to = p.runs[i].end < end ? p.runs[i].end : end;
+      }
+      attend(p, s, first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv);
+    }
+  }
+
+  bool touched(int64_t begin, int64_t end) const {
+    for (int i = 0; i < task.n_panels; ++i) {
+      const Panel& p = task.panels[i];
+      for (int64_t r = states[i].run; r < p.n_runs && p.runs[r].begin < end; ++r)
+        if (p.runs[r].end > begin) return true;
+    }
+    return false;
+  }
+
+  // Rows [begin, end) of K or V where the kernels can read them.
+  const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end, int64_t width,
+                     Scalar* into, int64_t& ld) {
+    const int64_t unit = stride.l / task.key_step;
+    const S* source = static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h + task.key * unit +
+                      begin * stride.l;
+    ld = copy ? width : stride.l;
+    if (!copy) return reinterpret_cast<const Scalar*>(source);
+    copy_rows<V>(source, stride.l, stride.d, end - begin, width, into);
+    return into;
+  }
+
+  void walk() {
+    int64_t first = INT64_MAX, last = 0;
+    for (int i = 0; i < task.n_panels; ++i)
+      if (const Panel& p = task.panels[i]; p.n_runs) {
+        first = p.runs[0].begin < first ? p.runs[0].begin : first;
+        last = p.runs[p.n_runs - 1].end > last ? p.runs[p.n_runs - 1].end : last;
+      }
+    for (int64_t begin = first; begin < last; begin += kBlock) {
+      const int64_t end = begin + kBlock < last ? begin + kBlock : last;
+      if (!touched(begin, end)) continue;
+      if (task.stop(task.stop_context)) return;
+      int64_t ldk, ldv;
+      const Scalar* kb = rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
+      const Scalar* vb = rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
+      for (int i = 0; i < task.n_panels; ++i) panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv);
+    }
+  }
+
+  // Lanes whose sum or output is NaN or infinite.
+  uint32_t broken(const State& s) const {
+    V zero[2];
+    for (int i = 0; i < 2; ++i) {
+      const V total = Lanes<V>::load(s.total + i * V::N);
+      zero[i] = total - total;
+      for (int64_t d = 0; d < spec.Dv; ++d) {
+        const V o = Lanes<V>::load(s.out + d * P + i * V::N);
+        zero[i] = zero[i] + (o - o);
+      }
+    }
+    return bits(differs(zero[0], zero[0])) | bits(differs(zero[1], zero[1])) << V::N;
+  }
+
+  Scalar lse_of(const Panel& p, const State& s, int t) const {
+    if (s.total[t] == 0) return static_cast<Scalar>(-__builtin_inf());
+    if (call.sink && p.n_runs == 0) return static_cast<const Scalar*>(call.sink)[p.head];
+    return static_cast<Scalar>(static_cast<double>(s.shift[t]) * kLn2 + log(static_cast<double>(s.total[t])));
+  }
+
+  void finish(const Panel& p, const State& s) {
+    S* out = static_cast<S*>(call.out) + task.batch * spec.out.b + p.head * spec.out.h + p.row * spec.out.l;
+    Scalar* lse = call.lse ? static_cast<Scalar*>(call.lse) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row : nullptr;
+    for (int t = 0; t < P; ++t)
+      factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
+    unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d);
+    for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
+    uint32_t again = broken(s) & all_lanes(p);
+    for (int t = 0; again; ++t, again >>= 1)
+      if ((again & 1) && !hopeless(p, s, t)) {
+        ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
+        row.walk();
+        row.write(out + t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
+      }
+  }
+
+  // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
+  bool hopeless(const Panel& p, const State& s, int t) const {
+    bool nan = false, sees = false;
+    for (int64_t d = 0; d < spec.D; ++d) nan |= s.queries[d * P + t] != s.queries[d * P + t];
+    for (int64_t n = 0; n < p.n_runs && !sees; ++n) sees = p.runs[n].lanes >> t & 1;
+    return nan && sees && spec.bias != kTensorBias;
+  }
+
+  void run() {
+    for (int i = 0; i < task.n_panels; ++i) start(task.panels[i], states[i]);
+    walk();
+    for (int i = 0; i < task.n_panels; ++i) finish(task.panels[i], states[i]);
+  }
+};
+
+template <class V, class S>
+void forward(const Task& task) {
+  Forward<V, S>(task).run();
+}
+
+}  // namespace

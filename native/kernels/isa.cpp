@@ -1,0 +1,32 @@
+// Compiled once for each instruction set, with that set's flags; everything but the table stays inside.
+#include <math.h>
+#include <stdint.h>
+
+#ifdef __AVX2__
+#include "../simd/avx2.h"
+#else
+#include "../simd/generic.h"
+#endif
+
+#include "../kernels.h"
+
+using namespace regard;
+
+#include "forward.inl.h"
+#include "probe.inl.h"
+
+#define REGARD_JOIN(a, b) a##b
+#define REGARD_TABLE(isa) REGARD_JOIN(regard_kernels_, isa)
+#define REGARD_TEXT(a) #a
+#define REGARD_NAME(isa) REGARD_TEXT(isa)
+
+extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REGARD_ISA) = {
+    REGARD_NAME(REGARD_ISA),
+    kPanel<Floats>,
+    kPanel<Doubles>,
+    {forward<Floats, float>, forward<Doubles, double>, forward<Floats, BHalf>, forward<Floats, Half>},
+    {Forward<Floats, float>::scratch_bytes, Forward<Doubles, double>::scratch_bytes,
+     Forward<Floats, BHalf>::scratch_bytes, Forward<Floats, Half>::scratch_bytes},
+    fma_probe,
+    read_probe,
+};

@@ -1,0 +1,56 @@
+// Elementary functions over vectors, in base 2.
+#pragma once
+
+namespace {
+
+// 2^f = 1 + f * q(f) on [-1/2, 1/2]. `exact` has more terms, for 2^f - 1 without cancellation.
+template <class V>
+struct Exp2;
+
+template <>
+struct Exp2<Floats> {
+  static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40;
+  static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
+  static constexpr float exact[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
+                                    0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
+};
+
+template <>
+struct Exp2<Doubles> {
+  static constexpr double kRound = 0x1.8p52 + 1023, kLowest = -1022, kSaturated = 80;
+  static constexpr double q[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c58fp-3,  0x1.c6b08d704a0c6p-5,
+                                 0x1.3b2ab6fba4e79p-7,  0x1.5d87fe78a3f9cp-10, 0x1.430912f86b7dbp-13,
+                                 0x1.ffcbfc6da6ed1p-17, 0x1.62c02242b879cp-20, 0x1.b524ebd13a55fp-24,
+                                 0x1.e4cf10dec0f59p-28, 0x1.e9ec1fcb69a7fp-32, 0x1.c4a29324a1038p-36};
+  static constexpr const double (&exact)[12] = q;
+};
+
+template <class V, int Count>
+inline V horner(const typename V::Scalar (&c)[Count], V x) {
+  V sum = Lanes<V>::set(c[Count - 1]);
+#pragma GCC unroll 16
+  for (int i = Count - 2; i >= 0; --i) sum = fma(sum, x, Lanes<V>::set(c[i]));
+  return sum;
+}
+
+// 2^z for z up to 126; exactly 0 below the smallest normal exponent and for -inf; NaN stays NaN.
+template <class V>
+inline V exp2(V z) {
+  const V round = Lanes<V>::set(Exp2<V>::kRound);
+  const V t = z + round, f = z - (t - round);
+  const V power = fma(horner(Exp2<V>::q, f), f, Lanes<V>::set(1)) * power_from_bits(t);
+  return keep(not_less(z, Lanes<V>::set(Exp2<V>::kLowest)), power);
+}
+
+// tanh(x) from y = 2 * log2(e) * x, as e / (e + 2) with e = 2^y - 1.
+template <class V>
+inline V tanh_of(V y) {
+  const V low = Lanes<V>::set(-Exp2<V>::kSaturated), zero = Lanes<V>::zero(), one = Lanes<V>::set(1);
+  y = zero - max(low, zero - max(low, y));
+  const V round = Lanes<V>::set(Exp2<V>::kRound);
+  const V t = y + round, f = y - (t - round), power = power_from_bits(t);
+  const V e = fma(horner(Exp2<V>::exact, f) * f, power, power - one);
+  return e / (e + Lanes<V>::set(2));
+}
+
+}  // namespace

@@ -1,0 +1,109 @@
+// Moving blocks between the caller's layout and panels, where query rows are lanes: panel[column][row].
+#pragma once
+
+namespace {
+
+template <class V>
+constexpr int kPanel = 2 * V::N;
+
+// How a value meets what is in the panel: replaces it, scaled ...
+template <class V>
+struct Scaled {
+  using Scalar = typename V::Scalar;
+  Scalar factor;
+  V operator()(V, V x) const { return x * Lanes<V>::set(factor); }
+  Scalar operator()(Scalar, Scalar x) const { return x * factor; }
+};
+
+// ... or is added to a score as a bias. -inf excludes the key; a finite bias is finite, however large.
+template <class V>
+struct Biased {
+  using Scalar = typename V::Scalar;
+  Scalar factor;
+  static constexpr Scalar kInfinity = static_cast<Scalar>(__builtin_inf());
+  static constexpr Scalar kLowest = sizeof(Scalar) == 4 ? static_cast<Scalar>(-__FLT_MAX__) : static_cast<Scalar>(-__DBL_MAX__);
+  V operator()(V score, V x) const {
+    const V finite = max(Lanes<V>::set(kLowest), fma(x, Lanes<V>::set(factor), score));
+    return select(differs(x, Lanes<V>::set(-kInfinity)), finite, x);
+  }
+  Scalar operator()(Scalar score, Scalar x) const {
+    const Scalar sum = score + x * factor;
+    return x == -kInfinity || sum > kLowest || sum != sum ? sum : kLowest;
+  }
+};
+
+template <class V, class S, class Put>
+inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride, int row, int row_end, int64_t col,
+                        int64_t cols, Put put, typename V::Scalar* panel) {
+  for (int64_t c = col; c < cols; ++c)
+    for (int r = row; r < row_end; ++r) {
+      typename V::Scalar& at = panel[c * kPanel<V> + r];
+      at = put(at, static_cast<typename V::Scalar>(to_float(source[r * row_stride + c * col_stride])));
+    }
+}
+
+// panel[c][r] = put(panel[c][r], source[r][c]) for the first `rows` rows; other lanes are left alone.
+template <class V, class S, class Put>
+void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols, Put put,
+          typename V::Scalar* panel) {
+  for (int r = 0; r < rows; r += V::N) {
+    int64_t c = 0;
+    if (col_stride == 1 && r + V::N <= rows)
+      for (; c + V::N <= cols; c += V::N) {
+        V block[V::N];
+        for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
+        transpose(block);
+        for (int i = 0; i < V::N; ++i) {
+          typename V::Scalar* at = panel + (c + i) * kPanel<V> + r;
+          Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
+        }
+      }
+    pack_scalar<V>(source, row_stride, col_stride, r, r + V::N < rows ? r + V::N : rows, c, cols, put, panel);
+  }
+}
+
+// panel[c][r] = put(panel[c][r], source[c]) for every row.
+template <class V, class S, class Put>
+void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, typename V::Scalar* panel) {
+  for (int64_t c = 0; c < cols; ++c) {
+    const V x = Lanes<V>::set(static_cast<typename V::Scalar>(to_float(source[c * col_stride])));
+    for (int r = 0; r < kPanel<V>; r += V::N) {
+      typename V::Scalar* at = panel + c * kPanel<V> + r;
+      Lanes<V>::store(at, put(Lanes<V>::load(at), x));
+    }
+  }
+}
+
+// target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
+template <class V, class S>
+void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Scalar* factor, int rows, S* target,
+            int64_t row_stride, int64_t col_stride) {
+  for (int r = 0; r < rows; r += V::N) {
+    const V scale = Lanes<V>::load(factor + r);
+    const int filled = rows - r < V::N ? rows - r : V::N;
+    int64_t c = 0;
+    for (; col_stride == 1 && c + V::N <= cols; c += V::N) {
+      V block[V::N];
+      for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r) * scale;
+      transpose(block);
+      for (int i = 0; i < filled; ++i) Lanes<V>::store(target + (r + i) * row_stride + c, block[i]);
+    }
+    for (; c < cols; ++c)
+      for (int i = 0; i < filled; ++i)
+        from_float(target + (r + i) * row_stride + c * col_stride, panel[c * kPanel<V> + r + i] * factor[r + i]);
+  }
+}
+
+// Rows of K or V, converted, one after the other.
+template <class V, class S>
+void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
+               typename V::Scalar* target) {
+  for (int64_t r = 0; r < rows; ++r, source += row_stride, target += cols) {
+    int64_t c = 0;
+    if (col_stride == 1)
+      for (; c + V::N <= cols; c += V::N) Lanes<V>::store(target + c, Lanes<V>::load(source + c));
+    for (; c < cols; ++c) target[c] = to_float(source[c * col_stride]);
+  }
+}
+
+}  // namespace

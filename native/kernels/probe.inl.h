@@ -1,0 +1,33 @@
+// What this machine can do at best: the yardsticks of the benchmarks.
+#pragma once
+
+namespace {
+
+// Independent chains of multiply-adds in registers. Returns the operations done.
+double fma_probe(int64_t rounds) {
+  constexpr int kChains = 12;
+  Floats sum[kChains];
+  for (int i = 0; i < kChains; ++i) sum[i] = Lanes<Floats>::set(static_cast<float>(i));
+  const Floats a = Lanes<Floats>::set(0.999f), b = Lanes<Floats>::set(0.001f);
+  for (int64_t n = 0; n < rounds; ++n)
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sum[i] = fma(sum[i], a, b);
+  float check[Floats::N];
+  for (int i = 1; i < kChains; ++i) sum[0] = sum[0] + sum[i];
+  Lanes<Floats>::store(check, sum[0]);
+  return check[0] == 12345.0f ? 0.0 : 2.0 * Floats::N * kChains * static_cast<double>(rounds);
+}
+
+// Reads every float once. Returns a sum, so that nothing is optimised away.
+double read_probe(const float* data, int64_t count) {
+  Floats sum[4] = {Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero()};
+  for (int64_t i = 0; i + 4 * Floats::N <= count; i += 4 * Floats::N)
+    for (int j = 0; j < 4; ++j) sum[j] = sum[j] + Lanes<Floats>::load(data + i + j * Floats::N);
+  float out[Floats::N];
+  Lanes<Floats>::store(out, sum[0] + sum[1] + sum[2] + sum[3]);
+  double total = 0;
+  for (int i = 0; i < Floats::N; ++i) total += static_cast<double>(out[i]);
+  return total;
+}
+
+}  // namespace

@@ -1,0 +1,153 @@
+// What happens to a block of scores between the two products. Blocks are [key][P], scores in units of log2(e).
+#pragma once
+#include "math.inl.h"
+#include "pack.inl.h"
+
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
+
+// Where a block stands: lane t is query `row + t * row_step` at position `position + t * row_step`,
+// block key c is key `key + c * key_step`.
+struct Place {
+  int64_t batch, head;
+  int64_t row, row_step, position;
+  int64_t key, key_step;
+  int rows;
+};
+
+template <class V>
+void soft_cap(typename V::Scalar* scores, int64_t n, typename V::Scalar cap) {
+  const V factor = Lanes<V>::set(cap);
+  for (int64_t i = 0; i < n * kPanel<V>; i += V::N)
+    Lanes<V>::store(scores + i, tanh_of(Lanes<V>::load(scores + i)) * factor);
+}
+
+template <class V, class S>
+void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n, typename V::Scalar* scores) {
+  const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
+  const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
+  if (stride.l == 0)
+    pack_same<V>(first, stride.d * at.key_step, n, put, scores);
+  else
+    pack<V>(first, stride.l * at.row_step, stride.d * at.key_step, at.rows, n, put, scores);
+}
+
+// -slope * |position - key|
+template <class V>
+void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V::Scalar* scores) {
+  using Scalar = typename V::Scalar;
+  const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
+  const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
+  for (int64_t c = 0; c < n; ++c)
+    for (int r = 0; r < kPanel<V>; r += V::N) {
+      const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
+      const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
+      Scalar* s = scores + c * kPanel<V> + r;
+      Lanes<V>::store(s, fma(distance, factor, Lanes<V>::load(s)));
+    }
+}
+
+// table[position - key - low]
+template <class V>
+void add_relative(const typename V::Scalar* table, int64_t low, const Place& at, int64_t n,
+                  typename V::Scalar* scores) {
+  const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
+  const typename V::Scalar* first = table + (at.position - at.key - low);
+  for (int64_t c = 0; c < n; ++c)
+    for (int t = 0; t < at.rows; ++t) {
+      typename V::Scalar& s = scores[c * kPanel<V> + t];
+      s = put(s, first[t * at.row_step - c * at.key_step]);
+    }
+}
+
+// Scores of keys [begin, end) become -inf in the lanes that do not see them; `runs` starts at begin.
+template <class V>
+void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V::Scalar* scores) {
+  const V hidden = Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()));
+  for (int64_t key = begin; key < end; ++runs) {
+    const int64_t stop = runs->end < end ? runs->end : end;
+    if (runs->lanes != all)
+      for (int r = 0; r < kPanel<V>; r += V::N) {
+        const auto seen = Lanes<V>::mask(runs->lanes, r);
+        for (int64_t j = key; j < stop; ++j) {
+          typename V::Scalar* s = scores + (j - begin) * kPanel<V> + r;
+          Lanes<V>::store(s, select(seen, Lanes<V>::load(s), hidden));
+        }
+      }
+    key = stop;
+  }
+}
+
+template <class V>
+void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
+  for (int64_t c = 0; c < n; ++c)
+    for (int i = 0; i < 2; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
+}
+
+// scores -> 2^(scores - shift), and their sum in each lane.
+template <class V>
+void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], V (&sum)[2]) {
+  V s0 = Lanes<V>::zero(), s1 = Lanes<V>::zero();
+#pragma GCC unroll 2
+  for (int64_t c = 0; c < n; ++c) {
+    typename V::Scalar* at = scores + c * kPanel<V>;
+    const V p0 = exp2(Lanes<V>::load(at) - shift[0]), p1 = exp2(Lanes<V>::load(at + V::N) - shift[1]);
+    Lanes<V>::store(at, p0);
+    Lanes<V>::store(at + V::N, p1);
+    s0 = s0 + p0;
+    s1 = s1 + p1;
+  }
+  sum[0] = s0;
+  sum[1] = s1;
+}
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+
+// The two words of a query's dropout stream.
+inline uint64_t dropout_stream(uint64_t seed, int64_t head_index, int64_t row) {
+  const uint64_t call = mix(mix(seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
+  return mix(call + static_cast<uint64_t>(row));
+}
+
+inline bool dropped(uint64_t stream, int64_t key, uint32_t drop_below) {
+  uint32_t x = static_cast<uint32_t>(key >> 1) * 0x9E3779B9u + static_cast<uint32_t>(stream);
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15 ^ static_cast<uint32_t>(stream >> 32)) * 0x846CA68Bu;
+  x ^= x >> 16;
+  return (key & 1 ? x >> 16 : x & 0xFFFF) < drop_below;
+}
+
+inline Words dropout_words(Words a, Words c, int64_t pair) {
+  Words x = words(static_cast<uint32_t>(pair) * 0x9E3779B9u) + a;
+  x = (x ^ shift_right(x, 16)) * words(0x7FEB352Du);
+  x = (x ^ shift_right(x, 15) ^ c) * words(0x846CA68Bu);
+  return x ^ shift_right(x, 16);
+}
+
+// Zeroes the dropped weights of a block. `low` and `high` are the lanes' two stream words.
+template <class V>
+void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t drop_below, int64_t n,
+          typename V::Scalar* weights) {
+  const Words limit = words(drop_below - 1), half = words(0xFFFF);
+  for (int r = 0; r < kPanel<V>; r += Words::N) {
+    const Words a = load_words(low + r), b = load_words(high + r);
+    int64_t pair = -1;
+    Words x = a;
+    for (int64_t c = 0; c < n; ++c) {
+      const int64_t key = at.key + c * at.key_step;
+      if (key >> 1 != pair) x = dropout_words(a, b, pair = key >> 1);
+      const Words kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
+      for (int i = 0; i < Words::N / V::N; ++i) {
+        typename V::Scalar* w = weights + c * kPanel<V> + r + i * V::N;
+        Lanes<V>::store(w, keep(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,184 @@
+// The vector vocabulary on AVX2 + FMA + F16C: 8 floats or 4 doubles.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+struct BHalf {
+  uint16_t bits;
+};
+
+struct Words {
+  static constexpr int N = 8;
+  __m256i v;
+};
+inline Words words(uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
+inline Words load_words(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+inline Words operator+(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Words operator*(Words a, Words b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline Words operator^(Words a, Words b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline Words operator&(Words a, Words b) { return {_mm256_and_si256(a.v, b.v)}; }
+inline Words shift_right(Words a, int n) { return {_mm256_srli_epi32(a.v, n)}; }
+inline Words greater(Words a, Words b) { return {_mm256_cmpgt_epi32(a.v, b.v)}; }
+
+struct Floats {
+  using Scalar = float;
+  using Vector = __m256;
+  static constexpr int N = 8;
+  __m256 v;
+};
+struct FloatMask {
+  __m256 v;
+};
+
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+// b where either is NaN.
+inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Floats ceil(Floats a) { return {_mm256_ceil_ps(a.v)}; }
+inline Floats abs(Floats a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline FloatMask less(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+inline FloatMask not_less(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ)}; }
+inline FloatMask differs(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ)}; }
+inline Floats select(FloatMask m, Floats a, Floats b) { return {_mm256_blendv_ps(b.v, a.v, m.v)}; }
+inline Floats keep(FloatMask m, Floats a) { return {_mm256_and_ps(m.v, a.v)}; }
+inline uint32_t bits(FloatMask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m.v)); }
+// 2^n from a float whose low mantissa bits hold n + 127.
+inline Floats power_from_bits(Floats t) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t.v), 23))}; }
+
+inline void transpose(Floats (&r)[8]) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v);
+    a[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v);
+  }
+  for (int i = 0; i < 2; ++i) {
+    b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+    b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xEE);
+    b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+    b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    r[i + 4].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+  }
+}
+
+struct Doubles {
+  using Scalar = double;
+  using Vector = __m256d;
+  static constexpr int N = 4;
+  __m256d v;
+};
+struct DoubleMask {
+  __m256d v;
+};
+
+inline Doubles operator+(Doubles a, Doubles b) { return {_mm256_add_pd(a.v, b.v)}; }
+inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.v, b.v)}; }
+inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.v, b.v)}; }
+inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)}; }
+inline Doubles fma(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+inline Doubles max(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
+inline Doubles ceil(Doubles a) { return {_mm256_ceil_pd(a.v)}; }
+inline Doubles abs(Doubles a) { return {_mm256_andnot_pd(_mm256_set1_pd(-0.0), a.v)}; }
+inline DoubleMask less(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ)}; }
+inline DoubleMask not_less(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_NLT_UQ)}; }
+inline DoubleMask differs(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_NEQ_UQ)}; }
+inline Doubles select(DoubleMask m, Doubles a, Doubles b) { return {_mm256_blendv_pd(b.v, a.v, m.v)}; }
+inline Doubles keep(DoubleMask m, Doubles a) { return {_mm256_and_pd(m.v, a.v)}; }
+inline uint32_t bits(DoubleMask m) { return static_cast<uint32_t>(_mm256_movemask_pd(m.v)); }
+// 2^n from a double whose low mantissa bits hold n + 1023.
+inline Doubles power_from_bits(Doubles t) { return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t.v), 52))}; }
+
+inline void transpose(Doubles (&r)[4]) {
+  const __m256d a = _mm256_unpacklo_pd(r[0].v, r[1].v), b = _mm256_unpackhi_pd(r[0].v, r[1].v);
+  const __m256d c = _mm256_unpacklo_pd(r[2].v, r[3].v), d = _mm256_unpackhi_pd(r[2].v, r[3].v);
+  r[0].v = _mm256_permute2f128_pd(a, c, 0x20);
+  r[1].v = _mm256_permute2f128_pd(b, d, 0x20);
+  r[2].v = _mm256_permute2f128_pd(a, c, 0x31);
+  r[3].v = _mm256_permute2f128_pd(b, d, 0x31);
+}
+
+// Vocabulary that depends on the vector type alone.
+template <class V>
+struct Lanes;
+
+template <>
+struct Lanes<Floats> {
+  using Mask = FloatMask;
+  static Floats zero() { return {_mm256_setzero_ps()}; }
+  static Floats set(float x) { return {_mm256_set1_ps(x)}; }
+  static Floats load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Floats load(const BHalf* p) {
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16))};
+  }
+  static Floats load(const Half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static void store(float* p, Floats a) { _mm256_storeu_ps(p, a.v); }
+  static void store(BHalf* p, Floats a) {
+    const __m256i x = _mm256_castps_si256(a.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256i quiet = _mm256_or_si256(x, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+    const __m256i top = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(top, top), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  static void store(Half* p, Floats a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  // Lanes `from`, from + 1, ... of a bit set.
+  static Mask mask(uint32_t lanes, int from) {
+    const __m256i bit = _mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i set = _mm256_set1_epi32(static_cast<int>(lanes >> from));
+    return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set, bit), bit))};
+  }
+  static Mask mask(Words w, int) { return {_mm256_castsi256_ps(w.v)}; }
+  static Floats count() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+};
+
+template <>
+struct Lanes<Doubles> {
+  using Mask = DoubleMask;
+  static Doubles zero() { return {_mm256_setzero_pd()}; }
+  static Doubles set(double x) { return {_mm256_set1_pd(x)}; }
+  static Doubles load(const double* p) { return {_mm256_loadu_pd(p)}; }
+  static Doubles load(const float* p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p))}; }
+  static void store(double* p, Doubles a) { _mm256_storeu_pd(p, a.v); }
+  static Mask mask(uint32_t lanes, int from) {
+    const __m256i bit = _mm256_setr_epi64x(1, 2, 4, 8);
+    const __m256i set = _mm256_set1_epi64x(static_cast<int64_t>(lanes >> from));
+    return {_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(set, bit), bit))};
+  }
+  // The half of the words that stands for vector `part` of a panel.
+  static Mask mask(Words w, int part) {
+    const __m128i half = part & 1 ? _mm256_extracti128_si256(w.v, 1) : _mm256_castsi256_si128(w.v);
+    return {_mm256_castsi256_pd(_mm256_cvtepi32_epi64(half))};
+  }
+  static Doubles count() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(BHalf x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(x.bits << 16))); }
+inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
+inline double to_float(double x) { return x; }
+inline void from_float(float* p, float x) { *p = x; }
+inline void from_float(double* p, double x) { *p = x; }
+inline void from_float(Half* p, float x) { p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+inline void from_float(BHalf* p, float x) {
+  const uint32_t u = static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(x))));
+  p->bits = static_cast<uint16_t>(x != x ? (u | 0x400000) >> 16 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+}
+
+}  // namespace

@@ -1,0 +1,188 @@
+// The vector vocabulary in plain C++ with compiler vectors, for any CPU and any width: REGARD_LANES floats or half as many doubles.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+struct BHalf {
+  uint16_t bits;
+};
+
+template <class T, int Count>
+struct Raw {
+  typedef T type __attribute__((vector_size(sizeof(T) * Count)));
+};
+
+// Bit pattern of A as B, both of one size.
+template <class B, class A>
+inline B as(A a) {
+  static_assert(sizeof(A) == sizeof(B), "same size");
+  B b;
+  memcpy(&b, &a, sizeof(B));
+  return b;
+}
+
+struct Words {
+  static constexpr int N = REGARD_LANES;
+  typename Raw<uint32_t, N>::type v;
+};
+inline Words words(uint32_t x) { return {x - typename Raw<uint32_t, Words::N>::type{}}; }
+inline Words load_words(const uint32_t* p) {
+  Words w;
+  memcpy(&w.v, p, sizeof(w.v));
+  return w;
+}
+inline Words operator+(Words a, Words b) { return {a.v + b.v}; }
+inline Words operator*(Words a, Words b) { return {a.v * b.v}; }
+inline Words operator^(Words a, Words b) { return {a.v ^ b.v}; }
+inline Words operator&(Words a, Words b) { return {a.v & b.v}; }
+inline Words shift_right(Words a, int n) { return {a.v >> n}; }
+inline Words greater(Words a, Words b) {
+  using Signed = typename Raw<int32_t, Words::N>::type;
+  return {as<typename Raw<uint32_t, Words::N>::type>(as<Signed>(a.v) > as<Signed>(b.v))};
+}
+
+template <class T, class I, int Count>
+struct Lane {
+  using Scalar = T;
+  using Int = I;
+  using Vector = typename Raw<T, Count>::type;
+  using Bits = typename Raw<I, Count>::type;
+  static constexpr int N = Count;
+  Vector v;
+};
+template <class V>
+struct LaneMask {
+  typename V::Bits v;
+};
+using Floats = Lane<float, int32_t, REGARD_LANES>;
+using Doubles = Lane<double, int64_t, REGARD_LANES / 2>;
+
+#define REGARD_LANE template <class T, class I, int N>
+#define REGARD_V Lane<T, I, N>
+REGARD_LANE inline REGARD_V operator+(REGARD_V a, REGARD_V b) { return {a.v + b.v}; }
+REGARD_LANE inline REGARD_V operator-(REGARD_V a, REGARD_V b) { return {a.v - b.v}; }
+REGARD_LANE inline REGARD_V operator*(REGARD_V a, REGARD_V b) { return {a.v * b.v}; }
+REGARD_LANE inline REGARD_V operator/(REGARD_V a, REGARD_V b) { return {a.v / b.v}; }
+REGARD_LANE inline REGARD_V fma(REGARD_V a, REGARD_V b, REGARD_V c) { return {a.v * b.v + c.v}; }
+REGARD_LANE inline LaneMask<REGARD_V> less(REGARD_V a, REGARD_V b) { return {a.v < b.v}; }
+REGARD_LANE inline LaneMask<REGARD_V> not_less(REGARD_V a, REGARD_V b) { return {~(a.v < b.v)}; }
+REGARD_LANE inline LaneMask<REGARD_V> differs(REGARD_V a, REGARD_V b) { return {a.v != b.v}; }
+REGARD_LANE inline REGARD_V keep(LaneMask<REGARD_V> m, REGARD_V a) {
+  using V = REGARD_V;
+  return {as<typename V::Vector>(m.v & as<typename V::Bits>(a.v))};
+}
+REGARD_LANE inline REGARD_V select(LaneMask<REGARD_V> m, REGARD_V a, REGARD_V b) {
+  using V = REGARD_V;
+  return {as<typename V::Vector>((m.v & as<typename V::Bits>(a.v)) | (~m.v & as<typename V::Bits>(b.v)))};
+}
+// b where either is NaN.
+REGARD_LANE inline REGARD_V max(REGARD_V a, REGARD_V b) { return select(less(b, a), a, b); }
+REGARD_LANE inline REGARD_V ceil(REGARD_V a) {
+  for (int i = 0; i < N; ++i) a.v[i] = static_cast<T>(::ceil(a.v[i]));
+  return a;
+}
+REGARD_LANE inline REGARD_V abs(REGARD_V a) {
+  const REGARD_V zero = a - a;
+  return select(less(a, zero), zero - a, a);
+}
+REGARD_LANE inline uint32_t bits(LaneMask<REGARD_V> m) {
+  uint32_t set = 0;
+  for (int i = 0; i < N; ++i) set |= static_cast<uint32_t>(m.v[i] != 0) << i;
+  return set;
+}
+// 2^n from a number whose low mantissa bits hold n + bias.
+REGARD_LANE inline REGARD_V power_from_bits(REGARD_V t) {
+  using V = REGARD_V;
+  return {as<typename V::Vector>(as<typename V::Bits>(t.v) << (sizeof(T) == 4 ? 23 : 52))};
+}
+REGARD_LANE inline void transpose(REGARD_V (&r)[N]) {
+  for (int i = 0; i < N; ++i)
+    for (int j = 0; j < i; ++j) {
+      const T x = r[i].v[j];
+      r[i].v[j] = r[j].v[i];
+      r[j].v[i] = x;
+    }
+}
+#undef REGARD_LANE
+#undef REGARD_V
+
+inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }
+inline float to_float(BHalf x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
+  if (rest >= 0x7C00) return as<float>(sign | 0x7F800000 | (rest & 0x3FF) << 13 | (rest > 0x7C00 ? 0x400000 : 0));
+  if (rest >= 0x400) return as<float>(sign | ((rest << 13) + (112u << 23)));
+  const float tiny = static_cast<float>(rest) * 0x1p-24f;
+  return sign ? -tiny : tiny;
+}
+inline void from_float(float* p, float x) { *p = x; }
+inline void from_float(double* p, double x) { *p = x; }
+inline void from_float(BHalf* p, float x) {
+  const uint32_t u = as<uint32_t>(x);
+  p->bits = static_cast<uint16_t>(x != x ? (u | 0x400000) >> 16 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+}
+inline void from_float(Half* p, float x) {
+  const uint32_t u = as<uint32_t>(x), sign = u >> 16 & 0x8000, rest = u & 0x7FFFFFFF;
+  uint32_t h;
+  if (rest > 0x7F800000)
+    h = 0x7E00 | (rest >> 13 & 0x3FF);
+  else if (rest >= 0x47800000)
+    h = 0x7C00;
+  else if (rest >= 0x38800000)
+    h = (rest + 0xFFF + (rest >> 13 & 1) - (112u << 23)) >> 13;
+  else
+    h = as<uint32_t>(as<float>(rest) + 0.5f) - 0x3F000000;  // the addition rounds to a multiple of 2^-24
+  p->bits = static_cast<uint16_t>(sign | h);
+}
+
+// Vocabulary that depends on the vector type alone.
+template <class V>
+struct Lanes {
+  using Scalar = typename V::Scalar;
+  using Mask = LaneMask<V>;
+  static V zero() { return {typename V::Vector{}}; }
+  static V set(Scalar x) { return {x - typename V::Vector{}}; }
+  static V load(const Scalar* p) {
+    V a = zero();
+    memcpy(&a.v, p, sizeof(a.v));
+    return a;
+  }
+  template <class S>
+  static V load(const S* p) {
+    V a = zero();
+    for (int i = 0; i < V::N; ++i) a.v[i] = to_float(p[i]);
+    return a;
+  }
+  static void store(Scalar* p, V a) { memcpy(p, &a.v, sizeof(a.v)); }
+  template <class S>
+  static void store(S* p, V a) {
+    for (int i = 0; i < V::N; ++i) from_float(p + i, a.v[i]);
+  }
+  // Lanes `from`, from + 1, ... of a bit set.
+  static Mask mask(uint32_t lanes, int from) {
+    Mask m{typename V::Bits{}};
+    for (int i = 0; i < V::N; ++i) m.v[i] = lanes >> (from + i) & 1 ? -1 : 0;
+    return m;
+  }
+  // The words that stand for vector `part` of a panel.
+  static Mask mask(Words w, int part) {
+    const int from = V::N == Words::N ? 0 : part * V::N;
+    Mask m{typename V::Bits{}};
+    for (int i = 0; i < V::N; ++i) m.v[i] = static_cast<int32_t>(w.v[from + i]);
+    return m;
+  }
+  static V count() {
+    V a = zero();
+    for (int i = 0; i < V::N; ++i) a.v[i] = static_cast<Scalar>(i);
+    return a;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,81 @@
+// Plain data that crosses the borders between files: no behaviour, no library types.
+#pragma once
+#include <stdint.h>
+
+namespace regard {
+
+enum DType : int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+enum BiasKind : int32_t { kNoBias = 0, kTensorBias = 1, kAlibi = 2, kRelative = 3 };
+
+// Query rows of a panel are lanes of a 32-bit set.
+constexpr int kMaxPanel = 32;
+
+// Keys [begin, end) are seen by the panel's rows in `lanes`.
+struct Run {
+  int64_t begin, end;
+  uint32_t lanes;
+};
+
+// A tensor of the mask program; core dims are right-aligned in (b, h, q, k), absent or broadcast ones have stride 0.
+struct MaskTensor {
+  const void* data;
+  int64_t size[4];
+  int64_t stride[4];
+};
+
+// Strides are in elements, in the order (B, H, L, D).
+struct Strides {
+  int64_t b, h, l, d;
+};
+
+// What is known from shapes and options alone.
+struct Spec {
+  DType dtype, bias_dtype;
+  BiasKind bias;
+  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
+  Strides q, k, v, out;
+  Strides bias_stride;  // (B, H, Lq, Lk), 0 where broadcast
+  double scale, softcap;  // softcap 0: none
+  uint32_t drop_below;    // of 65536; 0: no dropout
+  double keep_scale;      // 1 / (1 - p)
+};
+
+// What a single call adds to its Spec.
+struct Call {
+  const void *q, *k, *v;
+  void* out;
+  void* lse;                // (B, Hq, Lq) float or double, or null
+  const void* bias;         // tensor bias
+  const void* by_head;      // kAlibi: slopes (Hq); kRelative: table (Hq, distances); float or double like the compute type
+  int64_t distance_low;     // kRelative: distance of the table's first column
+  int64_t distances;        // kRelative: columns
+  const void* sink;         // (Hq) float or double, or null
+  const int64_t* offsets;   // (B), or null
+  int64_t offset;
+  uint64_t seed;
+  const MaskTensor* tensors;
+};
+
+// Up to a panel's width of query rows of one head, `row_step` apart, and the keys they see (in the task's numbering).
+struct Panel {
+  int64_t head, row;
+  int rows;
+  const Run* runs;
+  int64_t n_runs;
+};
+
+// Panels that walk over the same keys together. Key j of the task is key `key + j * key_step` of the call.
+struct Task {
+  const Spec* spec;
+  const Call* call;
+  int64_t batch, kv_head;
+  int64_t row_step, key, key_step;
+  const Panel* panels;
+  int n_panels;
+  bool copy_k, copy_v;
+  void* scratch;
+  bool (*stop)(void*);  // asked between blocks; true ends the task early
+  void* stop_context;
+};
+
+}  // namespace regard

@@ -1,0 +1,216 @@
+"""The native backend: allocates the results, flattens a Problem to integers and calls the compiled core.
+
+No tensor goes further down than this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._problem import Problem, Spec
+from .scores import Alibi, RelativeBias
+
+VARIABLE = "REGARD_ISA"
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}
+PLAIN = [0] * 7  # the extras of a call that has none
+
+_core: Any = None
+_missing: str | None = None
+try:
+    from . import _core  # type: ignore[no-redef]
+except ImportError as error:
+    _missing = f"the compiled core could not be loaded ({error})"
+
+
+def _start() -> bool:
+    """Choose the instruction set that the environment asks for and find PyTorch's threads."""
+    forced = os.environ.get(VARIABLE)
+    if forced and not _core.use(forced):
+        raise ValueError(
+            f"environment variable {VARIABLE}: expected one of {', '.join(_core.runnable())}, got {forced!r}"
+        )
+    library = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return bool(_core.open_pool(str(library)))
+
+
+_pool = _start() if _core is not None else False
+
+
+def reason_unavailable() -> str | None:
+    """Why no problem can run here, or None."""
+    return _missing
+
+
+def reasons(problem: Problem) -> tuple[str, ...]:
+    """Why this problem cannot run here; () when it can."""
+    device = problem.spec.device.type
+    return () if device == "cpu" else (f"native kernels run on the CPU, the tensors are on {device}",)
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
+    spec = problem.spec
+    memo = spec.memo
+    call = memo.get("native")
+    if call is None:
+        call = memo["native"] = _attention(spec)
+    q, k, v = problem.q, problem.k, problem.v
+    out = torch.empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride, dtype=spec.dtype)
+    lse = torch.empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    lse_address = lse.data_ptr() if lse is not None else 0
+    if spec.is_plain:
+        call.forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset)
+    else:
+        extras, tensors, alive = _extras(problem)
+        call.forward_with(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras, tensors
+        )
+        del alive
+    return (out if spec.rank == 4 else _as_given(out, spec)), lse
+
+
+def _as_given(out: Tensor, spec: Spec) -> Tensor:
+    """(B, Hq, Lq, Dv) with the caller's own batch dims."""
+    if spec.rank == 2:
+        return out[0, 0]
+    return out[0] if spec.rank == 3 else out.unflatten(0, spec.batch)
+
+
+def _attention(spec: Spec) -> Any:
+    bias_dtype = DTYPES[spec.bias_dtype] if spec.bias_dtype is not None else 0
+    sizes = (spec.B, spec.Hq, spec.Hkv, spec.Lq, spec.Lk, spec.D, spec.Dv)
+    strides = (*spec.q_stride, *spec.k_stride, *spec.v_stride, *spec.out_stride, *spec.bias_stride)
+    drop_below = round(spec.dropout * 65536)
+    keep_scale = 1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0
+    return _core.Attention(
+        [DTYPES[spec.dtype], bias_dtype, BIASES[spec.bias], *sizes, *strides],
+        list(spec.code),
+        spec.scale,
+        spec.softcap or 0.0,
+        drop_below,
+        keep_scale,
+    )
+
+
+def _extras(problem: Problem) -> tuple[list[int], list[int], tuple[Any, ...]]:
+    """The rest of a call as integers, and the tensors that must live until it ends."""
+    spec, bias = problem.spec, problem.bias
+    by_head, low, count = _by_head(problem)
+    sink = problem.sink.detach().to(spec.lse_dtype).contiguous() if problem.sink is not None else None
+    offsets = problem.offset.contiguous() if problem.offset is not None else None
+    extras = [
+        bias.data_ptr() if isinstance(bias, Tensor) else 0,
+        _address(by_head), low, count, _address(sink), _address(offsets), problem.seed,
+    ]  # fmt: skip
+    return extras, _mask_numbers(problem.tensors), (by_head, sink, offsets)
+
+
+def _address(x: Tensor | None) -> int:
+    return x.data_ptr() if x is not None else 0
+
+
+def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
+    """ALiBi's slopes, or the relative bias by distance with its first distance and their number."""
+    bias, spec = problem.bias, problem.spec
+    if isinstance(bias, Alibi):
+        return bias.slopes.detach().to(spec.lse_dtype).contiguous(), 0, 0
+    if not isinstance(bias, RelativeBias):
+        return None, 0, 0
+    low, high = _distances(problem)
+    table = bias.by_distance(low, high).detach().to(spec.lse_dtype).contiguous()
+    return table, low, high - low + 1
+
+
+def _distances(problem: Problem) -> tuple[int, int]:
+    """The smallest and largest position - key of the call."""
+    spec, offset = problem.spec, problem.offset
+    first = last = spec.offset or 0
+    if offset is not None and offset.numel():
+        first, last = int(offset.min()), int(offset.max())
+    return first - max(spec.Lk - 1, 0), last + max(spec.Lq - 1, 0)
+
+
+def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Nine integers for each: address, sizes and strides for (b, h, q, k), 0 where broadcast."""
+    numbers: list[int] = []
+    for x in tensors:
+        missing = 4 - x.ndim
+        sizes = (x.shape[0], *(1,) * missing, *x.shape[1:])
+        strides = (x.stride(0), *(0,) * missing, *x.stride()[1:])
+        numbers += [x.data_ptr(), *sizes, *(s if n > 1 else 0 for n, s in zip(sizes, strides))]
+    return numbers
+
+
+class Cost(NamedTuple):
+    """What the kernels would do, from the spans they would use."""
+
+    pairs: int  # (query, key) pairs seen, over all samples and heads
+    touched: int  # pairs computed
+    full: int  # panel x key: all 16 query rows see the key
+    partial: int
+    empty: int
+    tasks: int
+    scratch_bytes: int  # of all threads
+    threads: int
+
+
+def cost(problem: Problem) -> Cost:
+    spec = problem.spec
+    extras = list(PLAIN)
+    offsets = problem.offset.contiguous() if problem.offset is not None else None
+    extras[5] = _address(offsets)
+    numbers = _mask_numbers(problem.tensors) if not problem.q.is_meta else []
+    *counts, tasks, scratch, threads = _attention(spec).cost(spec.offset or 0, extras, numbers)
+    return Cost(*counts, tasks, scratch * threads, threads)
+
+
+def runs(problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1) -> list[tuple[int, int, int]]:
+    """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
+    spec = problem.spec
+    extras = list(PLAIN)
+    offsets = problem.offset.contiguous() if problem.offset is not None else None
+    extras[5] = _address(offsets)
+    found: list[tuple[int, int, int]] = _attention(spec).runs(
+        batch, head, row, step, count, spec.offset or 0, extras, _mask_numbers(problem.tensors)
+    )
+    return found
+
+
+def isas() -> list[str]:
+    """The instruction sets that this CPU can run."""
+    return list(_core.runnable()) if _core is not None else []
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Run with another instruction set for a while."""
+    if name not in isas():
+        raise ValueError(f"name: expected one of {', '.join(isas())}, got {name!r}")
+    before = _core.isa()
+    _core.use(name)
+    try:
+        yield
+    finally:
+        _core.use(before)
+
+
+def info() -> dict[str, Any]:
+    if _core is None:
+        return {"isa": None, "missing": _missing}
+    return {
+        "isa": _core.isa(),
+        "compiled": _core.compiled(),
+        "runnable": _core.runnable(),
+        "forced": os.environ.get(VARIABLE),
+        "threads": _core.threads(),
+        "threads_from": "PyTorch's pool" if _pool else "the calling thread alone (PyTorch's pool was not found)",
+        "compiler": _core.compiler(),
+    }

@@ -1,0 +1,545 @@
+"""What is asked: every check of a call, once, and the frozen result.
+
+A call is split in two. The `Spec` is everything that can be known without looking at data; it is cached by
+the call's signature, so that a repeated call skips the checks. The `Problem` is a Spec and the live tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .masks import Dense, Mask, Program
+from .scores import Alibi, RelativeBias
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MAX_SPECS = 4096
+MAX_OFFSET = 2**48  # positions stay far from the 2^62 that means "unlimited" in a mask program
+
+Bias = Tensor | Alibi | RelativeBias
+Trio = tuple[Tensor, Tensor, Tensor]  # q, k, v
+Strides = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A checked call without its data. Strides are for (B, H, L, D), in elements, 0 in broadcast dims."""
+
+    dtype: torch.dtype
+    device: torch.device
+    batch: tuple[int, ...]  # broadcast leading dims, () for (H, L, D) and (L, D)
+    rank: int  # rank of q as given: 2 is the textbook form without heads
+    B: int
+    Hq: int
+    Hkv: int
+    Lq: int
+    Lk: int
+    D: int
+    Dv: int
+    q_stride: Strides
+    k_stride: Strides
+    v_stride: Strides
+    code: tuple[int, ...]  # the mask program, () when there is no mask
+    offset: int | None  # None: one for each sample, in Problem.offset
+    bias: str  # "none" | "tensor" | "alibi" | "relative"
+    bias_dtype: torch.dtype | None
+    bias_stride: Strides  # for "tensor": (B, H, Lq, Lk), 0 where broadcast
+    scale: float
+    softcap: float | None
+    sink: bool
+    dropout: float
+    return_lse: bool
+    copied: tuple[str, ...]  # tensors whose batch dims cannot be flattened without a copy
+    out_shape: tuple[int, ...]  # as the caller gets it
+    out_stride: Strides  # (B, H, L, Dv), dense, ordered like q's
+    is_plain: bool  # q, k, v and the Spec say it all: no other tensor and no seed
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of the backends
+    # Dispatch's memo: impl -> backend, without and with gradients.
+    choices: tuple[dict[str, str], dict[str, str]] = field(
+        default_factory=lambda: ({}, {}), compare=False, repr=False
+    )
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.out_shape[:-1]
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        return (*self.out_shape[:-1], self.Lk)
+
+
+class Problem(NamedTuple):
+    """A Spec and the live tensors."""
+
+    spec: Spec
+    q: Tensor  # as given, or the one copy named in Spec.copied
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    tensors: tuple[Tensor, ...]  # the mask program's, batch dims flattened to 1 or B
+    offset: Tensor | None  # (B,) int64
+    bias: Bias | None
+    sink: Tensor | None
+    seed: int  # 64 bits, as a signed integer
+    needs_grad: bool  # grad mode is on and a floating input requires grad
+
+    @property
+    def batch_offset(self) -> int | Tensor:
+        """The offset as masks and biases take it: an int, or a tensor of shape `batch`."""
+        if self.offset is None:
+            assert self.spec.offset is not None
+            return self.spec.offset
+        return self.offset.view(self.spec.batch)
+
+
+_specs: dict[tuple[Any, ...], Spec] = {}
+
+
+def make(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    offset: int | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+) -> Problem:
+    """Check a call and freeze it. q (..., Hq, Lq, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
+    if scale is not None and type(scale) is not float:
+        scale = _number("scale", scale)
+    if softcap is not None and type(softcap) is not float:
+        softcap = _number("softcap", softcap)
+    if type(dropout) is not float:
+        dropout = _number("dropout", dropout)
+    try:
+        key: tuple[Any, ...] = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            scale, softcap, dropout, return_lse,
+        )  # fmt: skip
+        if not (q.is_cpu and k.is_cpu and v.is_cpu):
+            key = (*key, q.device, k.device, v.device)
+    except Exception:
+        _check_tensors((q, k, v))
+        raise
+    if mask is None and offset is None and bias is None and sink is None and seed is None and not dropout:
+        spec = _specs.get(key)
+        if spec is not None and not spec.copied:
+            return Problem(spec, q, k, v, None, (), None, None, None, 0, _needs_grad(q, k, v))
+    options = _Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
+    return _make_general(key, q, k, v, options)
+
+
+class _Options(NamedTuple):
+    """The keyword arguments of `make`, numbers already floats."""
+
+    mask: Mask | Tensor | None
+    offset: int | Tensor | None
+    bias: Bias | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    seed: int | Tensor | None
+    return_lse: bool
+
+
+def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
+    """`make` with options, or for a signature seen for the first time."""
+    mask, offset = _as_mask(given.mask), _as_offset(given.offset)
+    program = mask.lower() if mask is not None else None
+    bias, sink = given.bias, given.sink
+    if mask is not None or offset is not None or bias is not None or sink is not None:
+        key = (key, _program_key(program), _signature(offset), _bias_key(bias), _signature(sink))
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _check(q, k, v, mask, program, offset, given)
+        if len(_specs) >= MAX_SPECS:
+            _specs.clear()
+        _specs[key] = spec
+    offsets = _flat_offset(spec, offset, q)
+    if mask is not None and not _is_symbolic(q):
+        mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
+    tensors = program.bind(spec.batch) if program is not None else ()
+    if spec.copied:
+        q, k, v = (_copy(spec, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        bias = _copy_bias(spec, bias)
+    seed = _as_seed(given.seed, spec.dropout)
+    needs_grad = _needs_grad(q, k, v) or _options_need_grad(bias, sink)
+    return Problem(spec, q, k, v, mask, tensors, offsets, bias, sink, seed, needs_grad)
+
+
+# Arguments, one by one
+
+
+def _fail(error: type[Exception], name: str, expected: str, got: object, qkv: Trio | None = None) -> NoReturn:
+    shapes = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", qkv or (), strict=False))
+    raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
+
+
+def _number(name: str, value: Any) -> float:
+    """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__float__") or isinstance(value, complex):
+        _fail(TypeError, name, "a number", _kind(value))
+    return float(value)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def _as_mask(mask: Mask | Tensor | None) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        _fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", _kind(mask))
+    if mask.dtype is torch.bool:
+        return Dense(mask)
+    how = (
+        "numbers to add to the scores go to bias="
+        if mask.dtype.is_floating_point
+        else "convert it: mask.bool()"
+    )
+    _fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", _kind(mask))
+
+
+def _as_offset(offset: int | Tensor | None) -> int | Tensor | None:
+    if offset is None:
+        return None
+    if isinstance(offset, Tensor):
+        if offset.dtype not in INTEGERS:
+            _fail(TypeError, "offset", "an int, or integers of shape (B,)", _kind(offset))
+        return offset
+    if isinstance(offset, bool) or not hasattr(offset, "__index__"):
+        _fail(TypeError, "offset", "an int, or integers of shape (B,)", _kind(offset))
+    offset = operator.index(offset)
+    if abs(offset) > MAX_OFFSET:
+        _fail(ValueError, "offset", "a position between -2**48 and 2**48", offset)
+    return offset
+
+
+def _as_seed(seed: int | Tensor | None, dropout: float) -> int:
+    """The 64 bits that key the dropout pattern; without a seed, from PyTorch's default CPU generator."""
+    if seed is None:
+        return int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
+    if isinstance(seed, Tensor):
+        if seed.dtype not in INTEGERS or seed.numel() != 1:
+            _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", _kind(seed))
+        seed = 0 if _is_symbolic(seed) else int(seed)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", _kind(seed))
+    seed = operator.index(seed)
+    if not -(2**63) <= seed < 2**64:
+        _fail(ValueError, "seed", "an integer of 64 bits", seed)
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+# Keys
+
+
+def _signature(x: int | Tensor | None) -> Any:
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+
+
+def _bias_key(bias: Bias | None) -> Any:
+    if bias is None:
+        return None
+    if isinstance(bias, Alibi):
+        return Alibi, _signature(bias.slopes)
+    if isinstance(bias, RelativeBias):
+        return RelativeBias, _signature(bias.table)
+    return _signature(bias) if isinstance(bias, Tensor) else type(bias)  # another type fails its check
+
+
+def _program_key(program: Program | None) -> Any:
+    if program is None or not program.tensors:
+        return program and program.code
+    return program.code, program.cores, tuple((t.shape, t.device) for t in program.tensors)
+
+
+# What depends on data
+
+
+def _is_symbolic(x: Tensor) -> bool:
+    """Meta and fake tensors have shapes but no values to check."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _options_need_grad(bias: Bias | None, sink: Tensor | None) -> bool:
+    if bias is None and sink is None:
+        return False
+    return is_grad_enabled() and any(x is not None and x.requires_grad for x in (learned(bias), sink))
+
+
+def learned(bias: Bias | None) -> Tensor | None:
+    """The tensor behind a bias: itself, ALiBi's slopes or the relative table."""
+    return bias.slopes if isinstance(bias, Alibi) else bias.table if isinstance(bias, RelativeBias) else bias
+
+
+def _flat_offset(spec: Spec, offset: int | Tensor | None, q: Tensor) -> Tensor | None:
+    """(B,) int64, or None when all samples share Spec.offset."""
+    if not isinstance(offset, Tensor):
+        return None
+    offset = offset.detach().reshape(spec.B).to(torch.int64)
+    if offset.is_cpu and spec.B and not _is_symbolic(offset):
+        low, high = (int(x) for x in torch.aminmax(offset))
+        if low < -MAX_OFFSET or high > MAX_OFFSET:
+            _fail(ValueError, "offset", "positions between -2**48 and 2**48", f"values from {low} to {high}")
+    return offset
+
+
+# Shapes
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    program: Program | None,
+    offset: int | Tensor | None,
+    given: _Options,
+) -> Spec:
+    """Everything that shapes, dtypes and options alone decide."""
+    qkv = (q, k, v)
+    _check_tensors(qkv)
+    _check_scalars(given)
+    batch = _check_sizes(qkv)
+    Hq, Hkv = (1, 1) if q.ndim == 2 else (q.shape[-3], k.shape[-3])
+    Lq, Lk, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    out_shape = (*batch, Hq, Lq, Dv) if q.ndim > 2 else (Lq, Dv)
+    _check_offset(offset, batch, qkv)
+    if mask is not None and program is not None:
+        _check_mask_device(program, q)
+        mask.check_shapes(batch, Hq, Lq, Lk, offset)
+    _check_bias(given.bias, Hq, (*out_shape[:-1], Lk), qkv)
+    _check_sink(given.sink, Hq, qkv)
+    strides, copied = _strides(qkv, given.bias, batch)
+    B = math.prod(batch)
+    return Spec(
+        dtype=q.dtype, device=q.device, batch=batch, rank=q.ndim,
+        B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
+        q_stride=strides["q"], k_stride=strides["k"], v_stride=strides["v"],
+        code=program.code if program is not None else (),
+        offset=Lk - Lq if offset is None else offset if isinstance(offset, int) else None,
+        bias=_bias_kind(given.bias),
+        bias_dtype=given.bias.dtype if isinstance(given.bias, Tensor) else None,
+        bias_stride=strides.get("bias", (0, 0, 0, 0)),
+        scale=(1 / math.sqrt(D) if D else 1.0) if given.scale is None else given.scale,
+        softcap=given.softcap, sink=given.sink is not None, dropout=given.dropout,
+        return_lse=bool(given.return_lse),
+        is_plain=_is_plain(program, offset, given), copied=copied, out_shape=out_shape,
+        out_stride=_ordered_like(strides["q"], (B, Hq, Lq, Dv)),
+    )  # fmt: skip
+
+
+def _is_plain(program: Program | None, offset: int | Tensor | None, given: _Options) -> bool:
+    if isinstance(offset, Tensor) or (program is not None and program.tensors):
+        return False
+    return given.bias is None and given.sink is None and not given.dropout
+
+
+def _check_tensors(qkv: Trio) -> None:
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, Tensor):
+            _fail(TypeError, name, "a torch.Tensor", _kind(x))
+        if x.is_nested or x.layout is not torch.strided:
+            _fail(TypeError, name, "a dense (strided) tensor", "a nested tensor" if x.is_nested else x.layout)
+        if x.dtype not in DTYPES:
+            _fail(TypeError, name, "dtype float64, float32, bfloat16 or float16", x.dtype, qkv)
+    q = qkv[0]
+    for name, x in zip("kv", qkv[1:], strict=True):
+        if x.dtype is not q.dtype:
+            _fail(TypeError, name, f"q's dtype {q.dtype}", x.dtype, qkv)
+        if x.device != q.device:
+            _fail(ValueError, name, f"q's device {q.device}", x.device, qkv)
+
+
+def _check_sizes(qkv: Trio) -> tuple[int, ...]:
+    """The broadcast batch dims."""
+    q, k, v = (x.shape for x in qkv)
+    if len(q) < 2:
+        _fail(ValueError, "q", "(L, D), (H, L, D) or (..., H, L, D)", tuple(q), qkv)
+    for name, x in (("k", k), ("v", v)):
+        if len(x) != len(q):
+            _fail(ValueError, name, f"{len(q)} dims as in q", len(x), qkv)
+    if k[-1] != q[-1]:
+        _fail(ValueError, "k", f"last dim D = {q[-1]} as in q", k[-1], qkv)
+    if v[-2] != k[-2]:
+        _fail(ValueError, "v", f"Lk = {k[-2]} rows as in k", v[-2], qkv)
+    if len(q) == 2:
+        return ()
+    if v[-3] != k[-3]:
+        _fail(ValueError, "v", f"Hkv = {k[-3]} heads as in k", v[-3], qkv)
+    if q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
+        _fail(ValueError, "k", f"a number of heads Hkv that divides Hq = {q[-3]}", k[-3], qkv)
+    return tuple(_broadcast(sizes, qkv) for sizes in zip(q[:-3], k[:-3], v[:-3], strict=True))
+
+
+def _broadcast(sizes: tuple[int, int, int], qkv: Trio) -> int:
+    a, b, c = sizes
+    size = a if a != 1 else b if b != 1 else c
+    if a not in (1, size) or b not in (1, size) or c not in (1, size):
+        _fail(ValueError, "q, k, v", "batch dims that are equal or 1", f"{a}, {b} and {c}", qkv)
+    return size
+
+
+def _check_scalars(given: _Options) -> None:
+    if given.scale is not None and not math.isfinite(given.scale):
+        _fail(ValueError, "scale", "a finite number", given.scale)
+    if given.softcap is not None and not 0 < given.softcap < math.inf:
+        _fail(ValueError, "softcap", "a finite number above 0", given.softcap)
+    if not 0 <= given.dropout <= 1:
+        _fail(ValueError, "dropout", "a probability from 0 to 1", given.dropout)
+
+
+def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: Trio) -> None:
+    if not isinstance(offset, Tensor):
+        return
+    flat = (math.prod(batch),)
+    if tuple(offset.shape) not in (flat, batch):
+        expected = f"shape {flat}" if batch == flat else f"shape {flat} or {batch}"
+        _fail(ValueError, "offset", expected, tuple(offset.shape), qkv)
+    if offset.device != qkv[0].device:
+        _fail(ValueError, "offset", f"q's device {qkv[0].device}", offset.device, qkv)
+
+
+def _check_mask_device(program: Program, q: Tensor) -> None:
+    for x in program.tensors:
+        if x.device != q.device and not q.is_meta:
+            _fail(ValueError, "mask", f"tensors on q's device, as from mask.to({str(q.device)!r})", x.device)
+
+
+def _bias_kind(bias: Bias | None) -> str:
+    if isinstance(bias, Tensor):
+        return "tensor"
+    return "alibi" if isinstance(bias, Alibi) else "relative" if isinstance(bias, RelativeBias) else "none"
+
+
+def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor | Alibi | RelativeBias):
+        _fail(TypeError, "bias", "a float tensor, scores.Alibi or scores.RelativeBias", _kind(bias))
+    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        _fail(TypeError, "bias", "a float tensor (a bool tensor goes to mask=)", _kind(bias))
+    tensor = learned(bias)
+    assert tensor is not None
+    _check_learned("bias", tensor, qkv)
+    if isinstance(bias, Tensor):
+        if not _broadcasts(bias.shape, target):
+            expected = f"a shape broadcastable to (..., Hq, Lq, Lk) = {target}"
+            _fail(ValueError, "bias", expected, tuple(bias.shape), qkv)
+    elif bias.heads != Hq:
+        _fail(ValueError, "bias", f"a {type(bias).__name__} for Hq = {Hq} heads", bias.heads, qkv)
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in sizes)
+
+
+def _check_learned(name: str, x: Tensor, qkv: Trio) -> None:
+    q = qkv[0]
+    if x.dtype not in (q.dtype, torch.float32):
+        _fail(TypeError, name, f"dtype {q.dtype} or torch.float32", x.dtype, qkv)
+    if x.layout is not torch.strided:
+        _fail(TypeError, name, "a dense (strided) tensor", x.layout)
+    if x.device != q.device:
+        _fail(ValueError, name, f"q's device {q.device}", x.device, qkv)
+
+
+def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor):
+        _fail(TypeError, "sink", "a tensor of shape (Hq,)", _kind(sink))
+    _check_learned("sink", sink, qkv)
+    if tuple(sink.shape) != (Hq,):
+        _fail(ValueError, "sink", f"shape (Hq,) = {(Hq,)}", tuple(sink.shape), qkv)
+
+
+# Strides
+
+
+def _strides(
+    qkv: Trio, bias: Bias | None, batch: tuple[int, ...]
+) -> tuple[dict[str, Strides], tuple[str, ...]]:
+    """Strides for (B, H, L, D), and the names of the tensors that must be copied to have them."""
+    given = dict(zip("qkv", qkv, strict=True)) | ({"bias": bias} if isinstance(bias, Tensor) else {})
+    strides, copied = {}, []
+    for name, x in given.items():
+        outer = _merged_stride(x.shape[:-3], x.stride()[:-3], batch)
+        H, L, D = (0, 0, 0, *x.stride())[-3:]
+        if outer is None:
+            copied.append(name)
+            outer, H, L, D = _contiguous(x.shape[-3:])
+        if name == "bias":
+            H, L, D = (s if n != 1 else 0 for n, s in zip((1, 1, 1, *x.shape)[-3:], (H, L, D), strict=True))
+        strides[name] = (outer, H, L, D)
+    return strides, tuple(copied)
+
+
+def _contiguous(own: tuple[int, ...]) -> Strides:
+    """Strides of a contiguous (B, *own)."""
+    H, L, D = own
+    return H * L * D, L * D, D, 1
+
+
+def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
+    """The stride of all batch dims taken as one, or None when no single stride does it."""
+    if 0 in batch:
+        return 0
+    missing = len(batch) - len(shape)
+    shape, stride = (1,) * missing + tuple(shape), (0,) * missing + tuple(stride)
+    dims = [(b, 0 if n == 1 else s) for b, n, s in zip(batch, shape, stride, strict=True) if b != 1]
+    for (_, outer), (size, inner) in pairwise(dims):
+        if outer != size * inner:
+            return None
+    return dims[-1][1] if dims else 0
+
+
+def _ordered_like(stride: Strides, shape: tuple[int, int, int, int]) -> Strides:
+    """Dense strides of `shape`, its dims in the memory order of `stride`; broadcast dims keep their place."""
+    real = [d for d in range(4) if shape[d] > 1 and stride[d] > 0]
+    order = list(range(4))
+    for place, dim in zip(real, sorted(real, key=lambda d: -stride[d]), strict=True):
+        order[place] = dim
+    dense, step = [0] * 4, 1
+    for dim in reversed(order):
+        dense[dim], step = step, step * max(shape[dim], 1)
+    return dense[0], dense[1], dense[2], dense[3]
+
+
+def _copy(spec: Spec, name: str, x: Tensor) -> Tensor:
+    return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
+
+
+def _copy_bias(spec: Spec, bias: Bias | None) -> Bias | None:
+    if "bias" not in spec.copied:
+        return bias
+    assert isinstance(bias, Tensor)
+    return bias.expand(*spec.batch, *bias.shape[-3:]).contiguous()

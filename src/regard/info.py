@@ -1,0 +1,94 @@
+"""`python -m regard.info`: what this installation has, what it would use, and whether it computes correctly.
+
+The exit code is 0 when the self-test passes and 1 when it does not.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import _dispatch, _native
+from ._autograd import run
+from ._problem import make
+
+TOLERANCE = 1e-6  # relative L2 in float32
+
+
+def report() -> dict[str, str]:
+    """Name -> text, in the order to print."""
+    missing = _native.reason_unavailable()
+    facts = {
+        "regard": _version(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads of torch": str(torch.get_num_threads()),
+        "auto means": " then ".join(_auto()),
+        "native core": "available" if missing is None else f"not available: {missing}",
+    }
+    return facts | (dict(_lines(_native.info(), "native ")) if missing is None else {})
+
+
+def self_test(name: str) -> float | None:
+    """Relative L2 error of a backend in float32 against the float64 reference; None when it cannot run."""
+    q, k, v = _inputs()
+    with torch.no_grad():
+        problem = make(q, k, v, scale=0.2)
+        if _dispatch.reasons(problem, name):
+            return None
+        out, _ = run(problem, name)
+        exact, _ = run(make(q.double(), k.double(), v.double(), scale=0.2), "reference")
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def main() -> int:
+    for name, text in report().items():
+        print(f"{name:<20} {text}")
+    errors = {name: self_test(name) for name in _dispatch.BACKENDS}
+    for name, error in errors.items():
+        print(f"{'self-test ' + name:<20} {_verdict(error)}")
+    return 0 if all(error is None or error < TOLERANCE for error in errors.values()) else 1
+
+
+def _verdict(error: float | None) -> str:
+    if error is None:
+        return "cannot run here"
+    return f"error {error:.1e} against float64: {'ok' if error < TOLERANCE else 'WRONG'}"
+
+
+def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (2, 4, 37, 24), k (2, 2, 53, 24), v (2, 2, 53, 40), the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (2, 4, 37, 24), (2, 2, 53, 24), (2, 2, 53, 40)
+    q, k, v = (torch.randn(size, generator=generator) for size in sizes)
+    return q, k, v
+
+
+def _auto() -> tuple[str, ...]:
+    try:
+        return _dispatch.preference(make(*_inputs()))
+    except ValueError as error:
+        return (str(error),)
+
+
+def _version() -> str:
+    try:
+        return version("regard")
+    except PackageNotFoundError:
+        return "not installed (run from source)"
+
+
+def _lines(facts: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{name} ")
+        else:
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield f"{prefix}{name}", ", ".join(map(str, values))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""Checks of the arguments that masks are made from. Messages name the atom, the argument and what came."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 2**62
+
+
+def describe(value: object) -> str:
+    """A value as messages and reprs show it: a few integers as they are, other tensors by dtype and shape."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64 and readable(value):
+        return repr(value.tolist())
+    return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
+
+
+def count(name: str, value: Any, least: int = 0) -> int:
+    """An integer from `least` up to 2^62; a bool, a float or a tensor is refused."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {describe(value)}")
+    number = operator.index(value)
+    if not least <= number < LARGEST:
+        raise ValueError(f"{name} must be an integer from {least} to 2^62 - 1, got {number}")
+    return number
+
+
+def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
+    """A private bool tensor with at least `least_dims` dimensions."""
+    tensor = _tensor(name, value)
+    if tensor.dtype != torch.bool:
+        raise TypeError(
+            f"{name} must be a bool tensor where True means 'may attend', got {describe(tensor)}; "
+            "write `x != 0` if 1 means keep, and pass a float tensor as `bias`"
+        )
+    return snapshot(_deep_enough(name, tensor, least_dims))
+
+
+def int_tensor(name: str, value: Any, least_dims: int) -> Tensor:
+    """A private int64 tensor with at least `least_dims` dimensions."""
+    tensor = _tensor(name, value)
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{name} must be integers, got {describe(tensor)}")
+    return snapshot(_deep_enough(name, tensor, least_dims).to(torch.int64))
+
+
+def _deep_enough(name: str, tensor: Tensor, least_dims: int) -> Tensor:
+    if tensor.ndim < least_dims:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{name} must have at least {least_dims} dimensions, got shape {shape}")
+    return tensor
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a tensor or a list, got {type(value).__name__} {value!r}") from error
+    return tensor.to(torch.int64) if tensor.numel() == 0 and not hasattr(value, "dtype") else tensor
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values can be looked at: not fake, not on the meta device, not inside a transform."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type != "meta"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def common_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in device, dtype, shape and values."""
+    if a is b:
+        return True
+    if (a.device, a.dtype, a.shape) != (b.device, b.dtype, b.shape):
+        return False
+    return readable(a) and readable(b) and torch.equal(a, b)
+
+
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether `shape`, aligned on the right, is `target` or 1 in every dimension."""
+    aligned = target[len(target) - len(shape) :]
+    return len(shape) <= len(target) and all(s in (1, t) for s, t in zip(shape, aligned, strict=True))

@@ -1,0 +1,170 @@
+"""Pictures of masks: text for the terminal, HTML for notebooks, matplotlib figures."""
+
+from __future__ import annotations
+
+import html as escape_html
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._mask import Mask, Offset
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT_SIZE = 32
+# Blue on warm white: told apart by lightness alone, so safe for every kind of colour vision.
+NOTHING, SEEN, SELF, INK = "#f3efe6", "#14508c", "#e69f00", "#33312c"
+SHADES = ("· ", "░░", "▒▒", "▓▓", "██")
+
+
+class Picture(NamedTuple):
+    title: str
+    seen: Tensor  # bool (Lq, Lk)
+    start: int  # position of query 0
+
+    @property
+    def caption(self) -> str:
+        Lq, Lk = self.seen.shape
+        density = 100 * self.seen.double().mean().item()
+        return f"{Lq} queries x {Lk} keys, offset {self.start}, {density:.1f} % may attend"
+
+
+def picture(mask: Mask, Lq: int | None, Lk: int | None, offset: Offset, head: int, sample: int) -> Picture:
+    """One head of one sample of a mask, at the sizes given or guessed."""
+    Lq, Lk = _guess(mask, Lq, Lk)
+    if Lq < 1 or Lk < 1:
+        raise ValueError(f"there is nothing to draw for Lq = {Lq}, Lk = {Lk}")
+    dense = mask.to_dense(Lq, Lk, offset).cpu()
+    many = f" (head {head})" if dense.ndim > 2 and dense.shape[-3] > 1 else ""
+    if dense.ndim > 2:
+        dense = _pick(dense.movedim(-3, 0), "head", head)
+    if dense.ndim > 2:
+        dense = _pick(dense.flatten(0, -3), "sample", sample)
+        many += f" (sample {sample})"
+    return Picture(f"{mask!r}{many}", dense, _start(Lq, Lk, offset, sample))
+
+
+def _guess(mask: Mask, Lq: int | None, Lk: int | None) -> tuple[int, int]:
+    own_Lq, own_Lk = mask._sizes()
+    guess = own_Lk or Lq or own_Lq or max(DEFAULT_SIZE, mask._longest)
+    Lk = guess if Lk is None else Lk
+    return (own_Lq or Lk) if Lq is None else Lq, Lk
+
+
+def _pick(dense: Tensor, name: str, index: int) -> Tensor:
+    if len(dense) == 1:
+        return dense[0]
+    if not 0 <= index < len(dense):
+        raise ValueError(f"{name} must be from 0 to {len(dense) - 1}, got {index}")
+    return dense[index]
+
+
+def _start(Lq: int, Lk: int, offset: Offset, sample: int) -> int:
+    if isinstance(offset, Tensor):
+        flat = offset.flatten()
+        return int(flat[sample if len(flat) > 1 else 0])
+    return Lk - Lq if offset is None else offset
+
+
+def _cells(seen: Tensor, most: int) -> tuple[Tensor, int]:
+    """The share of pairs seen in square cells, at most `most` cells each way, and the size of a cell."""
+    step = -(-max(seen.shape) // most)
+    shares = torch.nn.functional.avg_pool2d(seen[None, None].double(), step, step, ceil_mode=True)
+    return shares[0, 0], step
+
+
+def text(image: Picture, width: int | None) -> str:
+    width = width or min(shutil.get_terminal_size().columns, 100)
+    Lq = len(image.seen)
+    margin = max(len(str(image.start)), len(str(image.start + Lq - 1))) + 1
+    cells, step = _cells(image.seen, max(1, (width - margin) // 2))
+    lines = [image.title, image.caption, " " * margin + _ticks(cells.shape[1], step)]
+    for number, shares in enumerate(cells.tolist()):
+        label = str(image.start + number * step).rjust(margin - 1)
+        lines.append(f"{label} {''.join(map(_shade, shares))}".rstrip())
+    if step > 1:
+        lines.append(f"{' ' * margin}each cell is {step} x {step} pairs: ██ all, ▓▒░ some, · none")
+    return "\n".join(lines)
+
+
+def _ticks(cells: int, step: int) -> str:
+    """Key positions over the columns, as often as they fit."""
+    widest = len(str(cells * step)) + 1
+    every = max(5, -(-widest // 2))
+    return "".join(str(n * step).ljust(2 * every) for n in range(0, cells, every)).rstrip()
+
+
+def _shade(share: float) -> str:
+    """Only a cell with no pair looks empty, only a cell with all of them looks full."""
+    if share in (0.0, 1.0):
+        return SHADES[-1] if share else SHADES[0]
+    return SHADES[1 + min(int(share * 3), 2)]
+
+
+def html(image: Picture) -> str:
+    """An inline SVG, so that notebooks need nothing installed."""
+    cells, _ = _cells(image.seen, 96)
+    rows, columns = cells.shape
+    unit = max(3, min(14, 420 // max(rows, columns)))
+    marks = "".join(
+        f'<rect x="{c * unit}" y="{r * unit}" width="{unit}" height="{unit}" fill-opacity="{share:.2f}"/>'
+        for r, line in enumerate(cells.tolist())
+        for c, share in enumerate(line)
+        if share > 0
+    )
+    size = f'width="{columns * unit}" height="{rows * unit}"'
+    return (
+        f'<figure style="margin:0;font-family:monospace"><div>{escape_html.escape(image.title)}</div>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="background:{NOTHING}">'
+        f'<g fill="{SEEN}" stroke="{NOTHING}" stroke-width="0.5">{marks}</g></svg>'
+        f"<figcaption>{escape_html.escape(image.caption)}</figcaption></figure>"
+    )
+
+
+def image(image: Picture, path: str | os.PathLike[str] | None) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing an image of a mask needs matplotlib: pip install regard[plot]") from error
+    cells, _ = _cells(image.seen, 1024)
+    tall = 5.2 * max(0.25, min(2.5, cells.shape[0] / cells.shape[1]))
+    figure = Figure(figsize=(5.8, tall + 1.0), layout="constrained", facecolor="white")
+    _paint(figure.subplots(), image, cells)
+    if path is not None:
+        figure.savefig(path, dpi=160)
+    return figure
+
+
+def _paint(axes: Any, image: Picture, cells: Tensor) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    Lq, Lk = image.seen.shape
+    edges = (-0.5, Lk - 0.5, image.start + Lq - 0.5, image.start - 0.5)
+    colours = LinearSegmentedColormap.from_list("regard", [NOTHING, SEEN])
+    axes.imshow(cells.numpy(), cmap=colours, vmin=0, vmax=1, extent=edges, interpolation="nearest")
+    if max(Lq, Lk) <= 64:
+        _paint_details(axes, image)
+    axes.set_xlabel("key position", color=INK)
+    axes.set_ylabel("query position", color=INK)
+    axes.set_title(_wrapped(image.title) + "\n" + image.caption, fontsize=9, color=INK, loc="left")
+    axes.tick_params(colors=INK, labelsize=8, length=2)
+    axes.spines[:].set_visible(False)
+
+
+def _paint_details(axes: Any, image: Picture) -> None:
+    """Thin lines between the pairs, and a dot where a query meets its own position."""
+    Lq, Lk = image.seen.shape
+    own = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
+    axes.set_xticks([j - 0.5 for j in range(1, Lk)], minor=True)
+    axes.set_yticks([image.start + i - 0.5 for i in range(1, Lq)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.tick_params(which="minor", length=0)
+    axes.scatter(own, own, s=max(2.0, 220 / max(Lq, Lk)), color=SELF, linewidths=0, zorder=3)
+
+
+def _wrapped(title: str, most: int = 76) -> str:
+    return title if len(title) <= most else title[: most - 1] + "…"

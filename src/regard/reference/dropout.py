@@ -1,0 +1,48 @@
+"""Which weights dropout keeps: a hash of (seed, batch, head, query, key), so no tiling can change it.
+
+Each query has 64 bits from splitmix64, each pair of keys 32 bits of a second hash, each key 16 of them.
+torch lacks unsigned 64-bit arithmetic; int64 wraps the same way, and a mask makes right shifts logical.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+LOW = 0xFFFFFFFF
+
+
+def kept(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:
+    """Bool (B, Hq, Lq, Lk): True where the weight is kept."""
+    row = _query_words(seed, B, Hq, Lq, device)[..., None]
+    key = torch.arange(Lk, device=device)
+    x = ((key >> 1) * 0x9E3779B9 + (row & LOW)) & LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
+    x = ((x ^ (x >> 15) ^ _shift(row, 32)) * 0x846CA68B) & LOW
+    x = x ^ (x >> 16)
+    u = torch.where(key % 2 == 0, x & 0xFFFF, x >> 16)
+    return u >= round(p * 65536)
+
+
+def _query_words(seed: int, B: int, Hq: int, Lq: int, device: torch.device) -> Tensor:
+    """int64 (B, Hq, Lq)."""
+    start = _mix(torch.tensor(_signed(seed + GOLDEN), device=device))
+    head = _mix(start + torch.arange(B * Hq, device=device).view(B, Hq, 1))
+    return _mix(head + torch.arange(Lq, device=device))
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of splitmix64."""
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, n: int) -> Tensor:
+    return (z >> n) & ((1 << (64 - n)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the low 64 bits of x."""
+    return (x + 2**63) % 2**64 - 2**63
