@@ -46,16 +46,20 @@ bool signal_pending() {
 // One checked call, with everything but its data.
 class Attention {
  public:
-  // numbers: dtype, bias dtype, bias kind, B, Hq, Hkv, Lq, Lk, D, Dv, then four strides each of q, k, v, out and bias
-  Attention(const Ints& numbers, const Ints& code, double scale, double softcap, int64_t drop_below, double keep_scale)
+  // numbers: dtype, bias dtype, bias kind, B, Hq, Hkv, Lq, Lk, D, Dv, then four strides each of q, k, v, out
+  // and bias
+  Attention(const Ints& numbers, const Ints& code, double scale, double softcap, int64_t drop_below,
+            double keep_scale)
       : code_(code) {
     if (numbers.size() != 30) throw nb::value_error("expected 30 numbers");
     const int64_t* n = numbers.data();
     spec_.dtype = static_cast<DType>(n[0]);
     spec_.bias_dtype = static_cast<DType>(n[1]);
     spec_.bias = static_cast<BiasKind>(n[2]);
-    spec_.B = n[3], spec_.Hq = n[4], spec_.Hkv = n[5], spec_.Lq = n[6], spec_.Lk = n[7], spec_.D = n[8], spec_.Dv = n[9];
-    spec_.q = strides(n + 10), spec_.k = strides(n + 14), spec_.v = strides(n + 18), spec_.out = strides(n + 22);
+    spec_.B = n[3], spec_.Hq = n[4], spec_.Hkv = n[5], spec_.Lq = n[6], spec_.Lk = n[7], spec_.D = n[8],
+    spec_.Dv = n[9];
+    spec_.q = strides(n + 10), spec_.k = strides(n + 14), spec_.v = strides(n + 18),
+    spec_.out = strides(n + 22);
     spec_.bias_stride = strides(n + 26);
     spec_.scale = scale;
     spec_.softcap = softcap;
@@ -70,8 +74,8 @@ class Attention {
   }
 
   // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed
-  void forward_with(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, const Ints& extras,
-                    const Ints& tensors) const {
+  void forward_with(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
+                    const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     set(call, q, k, v, out, lse, offset);
@@ -79,8 +83,8 @@ class Attention {
     run(call);
   }
 
-  std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int> cost(int64_t offset, const Ints& extras,
-                                                                                    const Ints& tensors) const {
+  std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int> cost(
+      int64_t offset, const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     call.offset = offset;
@@ -90,8 +94,9 @@ class Attention {
     return {c.pairs, c.touched, c.full, c.partial, c.empty, plan.tasks, plan.scratch_bytes, plan.threads};
   }
 
-  std::vector<std::tuple<int64_t, int64_t, uint32_t>> runs(int64_t batch, int64_t head, int64_t row, int64_t step, int count,
-                                                           int64_t offset, const Ints& extras, const Ints& tensors) const {
+  std::vector<std::tuple<int64_t, int64_t, uint32_t>> runs(int64_t batch, int64_t head, int64_t row,
+                                                           int64_t step, int count, int64_t offset,
+                                                           const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     call.offset = offset;
@@ -138,8 +143,9 @@ class Attention {
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // cached calls live as long as the process
   nb::class_<Attention>(m, "Attention")
-      .def(nb::init<const Ints&, const Ints&, double, double, int64_t, double>(), nb::arg("numbers"), nb::arg("code"),
-           nb::arg("scale"), nb::arg("softcap"), nb::arg("drop_below"), nb::arg("keep_scale"))
+      .def(nb::init<const Ints&, const Ints&, double, double, int64_t, double>(), nb::arg("numbers"),
+           nb::arg("code"), nb::arg("scale"), nb::arg("softcap"), nb::arg("drop_below"),
+           nb::arg("keep_scale"))
       .def("forward", &Attention::forward)
       .def("forward_with", &Attention::forward_with)
       .def("cost", &Attention::cost)
@@ -151,8 +157,11 @@ NB_MODULE(_core, m) {
   m.def("open_pool", &open_pool);
   m.def("threads", &threads);
   m.def("compiler", [] { return std::string("C++ " __VERSION__); });
-  m.def("fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); }, nb::call_guard<nb::gil_scoped_release>());
   m.def(
-      "read_probe", [](int64_t data, int64_t count) { return kernels().read_probe(pointer<const float>(data), count); },
+      "fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_probe",
+      [](int64_t data, int64_t count) { return kernels().read_probe(pointer<const float>(data), count); },
       nb::call_guard<nb::gil_scoped_release>());
 }

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 
 #include "cpu.h"
 #include "parallel.h"
@@ -15,9 +14,11 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kPlainRows = 128, kCopiedRows = 256;  // query rows of a task; copied keys want more to share them
-constexpr int64_t kStateBytes = 256 << 10;              // of a task's panels, so that they stay in L2
+constexpr int64_t kPlainRows = 128,
+                  kCopiedRows = 256;        // query rows of a task; copied keys want more to share them
+constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
 constexpr int64_t kEnoughTasks = 32;
+constexpr int64_t kTogether = 4;     // tiles of one head that are handed out in a row
 constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -52,16 +53,49 @@ struct Stopper {
   }
 };
 
-struct Free {
-  void operator()(void* p) const { free(p); }
+// Working memory of one thread of a call.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(Scratch&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+    other.data_ = nullptr, other.bytes_ = 0;
+  }
+  ~Scratch() { free(data_); }
+  void* data() const { return data_; }
+
+  bool hold(int64_t bytes) {
+    if (bytes <= bytes_) return true;
+    free(data_);
+    bytes_ = ceil_div(bytes, 4096) * 4096;
+    data_ = aligned_alloc(4096, bytes_);
+    if (!data_) bytes_ = 0;
+    return data_ != nullptr;
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
 };
 
-// What a thread keeps between tasks. Tasks that differ only in the head follow each other and share their runs.
-struct Worker {
-  std::unique_ptr<void, Free> scratch;
-  std::vector<std::vector<Run>> runs;
-  std::vector<Panel> panels;
+// Kept by the calling thread from call to call: fresh pages would cost more than a small call itself.
+thread_local std::vector<Scratch> kept;
+
+// The runs of a tile's panels, which tasks of other heads can use again.
+struct Known {
   int64_t tile = -1, batch = -1, head = -1;
+  std::vector<std::vector<Run>> runs;
+};
+
+// What a thread keeps between tasks.
+struct Worker {
+  void* scratch = nullptr;
+  Known known[kTogether];
+  std::vector<Panel> panels;
+};
+
+// Which queries a task has: a tile of `heads` heads from `head` on.
+struct Place {
+  int64_t tile, batch, head;
 };
 
 class Forward {
@@ -77,12 +111,14 @@ class Forward {
   }
 
   int64_t tasks() const { return tiles_ * spec_.B * head_sets_; }
-  int64_t scratch_bytes() const { return kernels_.scratch_bytes[spec_.dtype](spec_, most_panels(), copy_k_, copy_v_); }
+  int64_t scratch_bytes() const {
+    return kernels_.scratch_bytes[spec_.dtype](spec_, most_panels(), copy_k_, copy_v_);
+  }
 
   int workers() const {
     const double rows = static_cast<double>(ceil_div(spec_.Lq, panel_) * panel_);
-    const double work = 2.0 * static_cast<double>(spec_.B * spec_.Hq) * rows *
-                        static_cast<double>(spec_.Lk) * static_cast<double>(spec_.D + spec_.Dv);
+    const double work = 2.0 * static_cast<double>(spec_.B * spec_.Hq) * rows * static_cast<double>(spec_.Lk) *
+                        static_cast<double>(spec_.D + spec_.Dv);
     return work < kInlineWork ? 1 : static_cast<int>(std::min<int64_t>(threads(), tasks()));
   }
 
@@ -90,9 +126,10 @@ class Forward {
     if (tasks() == 0) return Outcome::kDone;
     stopper_.interrupt = interrupt;
     workers_.resize(workers());
-    for (Worker& w : workers_) {
-      w.scratch.reset(aligned_alloc(64, ceil_div(scratch_bytes(), 64) * 64));
-      if (!w.scratch) return Outcome::kOutOfMemory;
+    kept.resize(std::max(kept.size(), workers_.size()));
+    for (size_t i = 0; i < workers_.size(); ++i) {
+      if (!kept[i].hold(scratch_bytes())) return Outcome::kOutOfMemory;
+      workers_[i].scratch = kept[i].data();
     }
     parallel(static_cast<int>(workers_.size()), work, this);
     if (out_of_memory_) return Outcome::kOutOfMemory;
@@ -112,7 +149,8 @@ class Forward {
   int64_t first_width() const {
     const bool copied = narrow() || strided(spec_.k, spec_.D) || strided(spec_.v, spec_.Dv);
     const int64_t bytes = (spec_.D + spec_.Dv) * panel_ * (spec_.dtype == kFloat64 ? 8 : 4);
-    return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1, (copied ? kCopiedRows : kPlainRows) / panel_);
+    return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1,
+                               (copied ? kCopiedRows : kPlainRows) / panel_);
   }
 
   // A task has `heads_` heads of one group and `span_` neighbouring panels of each.
@@ -127,7 +165,8 @@ class Forward {
       const int64_t step = spans_.dilation(static_cast<int64_t>(h));
       for (int64_t c = 0; c < std::min(step, spec_.Lq); ++c) {
         const int64_t panels = ceil_div(ceil_div(spec_.Lq - c, step), panel_);
-        for (int64_t p = 0; p < panels; p += span_) layouts_[h].push_back({c, p, std::min(span_, panels - p)});
+        for (int64_t p = 0; p < panels; p += span_)
+          layouts_[h].push_back({c, p, std::min(span_, panels - p)});
       }
       tiles_ = std::max(tiles_, static_cast<int64_t>(layouts_[h].size()));
     }
@@ -138,55 +177,71 @@ class Forward {
   static void work(int worker, void* self) {
     Forward& f = *static_cast<Forward*>(self);
     try {
-      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped;) f.task(i, f.workers_[worker]);
+      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped;)
+        f.task(i, f.workers_[worker]);
     } catch (...) {  // only memory can run out here
       f.out_of_memory_ = true;
     }
   }
 
-  // The last tiles first: with a causal mask they are the longest.
+  // The last tiles first: with a causal mask they are the longest. A few tiles of one head follow each other,
+  // so that its keys stay in the cache, then the same tiles of the next head, whose runs are mostly the same.
+  Place place(int64_t index) const {
+    const int64_t sets = spec_.B * head_sets_, base = tiles_ - index / (kTogether * sets) * kTogether;
+    const int64_t together = std::min(kTogether, base), inside = index % (kTogether * sets),
+                  set = inside / together;
+    return {base - 1 - inside % together, set / head_sets_, set % head_sets_ * heads_};
+  }
+
   void task(int64_t index, Worker& w) {
-    const int64_t tile_index = tiles_ - 1 - index / (spec_.B * head_sets_), rest = index % (spec_.B * head_sets_);
-    const int64_t batch = rest / head_sets_, head = rest % head_sets_ * heads_;
-    const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? head : 0];
-    if (tile_index >= static_cast<int64_t>(layout.size())) return;
-    const Tile& tile = layout[tile_index];
-    const int64_t step = spans_.dilation(head);
-    find_runs(tile, tile_index, batch, head, step, w);
+    const Place at = place(index);
+    const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? at.head : 0];
+    if (at.tile >= static_cast<int64_t>(layout.size())) return;
+    const Tile& tile = layout[at.tile];
+    const int64_t step = spans_.dilation(at.head);
+    fill_panels(tile, at, step, w);
     Task t{};
     t.spec = &spec_;
     t.call = &call_;
-    t.batch = batch;
-    t.kv_head = head / (spec_.Hq / spec_.Hkv);
+    t.batch = at.batch;
+    t.kv_head = at.head / (spec_.Hq / spec_.Hkv);
     t.row_step = t.key_step = step;
-    t.key = spans_.first_key({batch, head, tile.residue, step, 1});
+    t.key = spans_.first_key({at.batch, at.head, tile.residue, step, 1});
     t.panels = w.panels.data();
     t.n_panels = static_cast<int>(w.panels.size());
     t.copy_k = copy_k_;
     t.copy_v = copy_v_;
-    t.scratch = w.scratch.get();
+    t.scratch = w.scratch;
     t.stop = Stopper::ask;
     t.stop_context = &stopper_;
     kernels_.forward[spec_.dtype](t);
   }
 
-  // Fills the worker's panels, position by position with the heads inside, and their runs where they are not known yet.
-  void find_runs(const Tile& tile, int64_t tile_index, int64_t batch, int64_t head, int64_t step, Worker& w) {
+  // Position by position, with the heads inside. Runs are derived where this thread does not know them yet.
+  void fill_panels(const Tile& tile, const Place& at, int64_t step, Worker& w) {
     const int64_t distinct = spans_.varies_by_head() ? heads_ : 1;
-    const int64_t same_batch = spans_.varies_by_batch() ? batch : 0, same_head = spans_.varies_by_head() ? head : 0;
-    const bool known = w.tile == tile_index && w.batch == same_batch && w.head == same_head && layouts_.size() == 1;
-    w.tile = tile_index, w.batch = same_batch, w.head = same_head;
-    w.runs.resize(std::max<size_t>(w.runs.size(), tile.count * distinct));
+    Known& known = w.known[at.tile % kTogether];
+    const bool again = recall(known, at);
+    known.runs.resize(std::max<size_t>(known.runs.size(), tile.count * distinct));
     w.panels.clear();
     for (int64_t p = 0; p < tile.count; ++p) {
       const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
       for (int64_t h = 0; h < heads_; ++h) {
-        std::vector<Run>& runs = w.runs[p * distinct + (distinct > 1 ? h : 0)];
-        if (!known && (h == 0 || distinct > 1)) spans_.find({batch, head + h, row, step, rows}, runs);
-        w.panels.push_back({head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
+        std::vector<Run>& runs = known.runs[p * distinct + (distinct > 1 ? h : 0)];
+        if (!again && (h == 0 || distinct > 1)) spans_.find({at.batch, at.head + h, row, step, rows}, runs);
+        w.panels.push_back({at.head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
       }
     }
+  }
+
+  // True when the runs at hand are this place's; otherwise they are about to be.
+  bool recall(Known& known, const Place& at) const {
+    const int64_t batch = spans_.varies_by_batch() ? at.batch : 0,
+                  head = spans_.varies_by_head() ? at.head : 0;
+    const bool same = known.tile == at.tile && known.batch == batch && known.head == head;
+    known.tile = at.tile, known.batch = batch, known.head = head;
+    return same;
   }
 
   const Spec& spec_;

@@ -54,8 +54,12 @@ void merge(const std::vector<Run>& a, const std::vector<Run>& b, int64_t lo, int
     while (j < b.size() && b[j].end <= lo) ++j;
     int64_t stop = hi;
     uint32_t x = 0, y = 0;
-    if (i < a.size()) (a[i].begin <= lo) ? (x = a[i].lanes, stop = std::min(stop, a[i].end)) : stop = std::min(stop, a[i].begin);
-    if (j < b.size()) (b[j].begin <= lo) ? (y = b[j].lanes, stop = std::min(stop, b[j].end)) : stop = std::min(stop, b[j].begin);
+    if (i < a.size())
+      (a[i].begin <= lo) ? (x = a[i].lanes, stop = std::min(stop, a[i].end))
+                         : stop = std::min(stop, a[i].begin);
+    if (j < b.size())
+      (b[j].begin <= lo) ? (y = b[j].lanes, stop = std::min(stop, b[j].end))
+                         : stop = std::min(stop, b[j].begin);
     append(out, lo, stop, join(x, y));
     lo = stop;
   }
@@ -93,8 +97,10 @@ const int64_t* child_of(const int64_t* node, int64_t n) {
 int64_t dilation_of(const int64_t* node, int64_t head) {
   const int64_t* end = node + node[1];
   switch (node[0]) {
-    case kDilated: return node[2];
-    case kPerHead: return dilation_of(child_of(node, head), head);
+    case kDilated:
+      return node[2];
+    case kPerHead:
+      return dilation_of(child_of(node, head), head);
     case kAnd:
     case kOr: {
       int64_t step = dilation_of(node + 2, head);
@@ -104,13 +110,15 @@ int64_t dilation_of(const int64_t* node, int64_t head) {
       }
       return step;
     }
-    default: return 1;
+    default:
+      return 1;
   }
 }
 
 template <class T>
 const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k) {
-  return static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1] + q * t.stride[2] + k * t.stride[3];
+  return static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1] + q * t.stride[2] +
+         k * t.stride[3];
 }
 
 }  // namespace
@@ -134,19 +142,28 @@ void Spans::inspect(const int64_t* node) {
     by_head_ |= call_.tensors[t].size[1] > 1;
   };
   switch (node[0]) {
-    case kDocuments: look(node[3]); [[fallthrough]];
-    case kTokens: segment(node); [[fallthrough]];
+    case kDocuments:
+      look(node[3]);
+      [[fallthrough]];
+    case kTokens:
+      segment(node);
+      [[fallthrough]];
     case kLengths:
     case kGlobal:
     case kDense:
-    case kBlocks: look(node[2]); break;
-    case kPerHead: by_head_ = true; [[fallthrough]];
+    case kBlocks:
+      look(node[2]);
+      break;
+    case kPerHead:
+      by_head_ = true;
+      [[fallthrough]];
     case kAnd:
     case kOr:
     case kNot:
       for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
       break;
-    default: break;
+    default:
+      break;
   }
 }
 
@@ -189,7 +206,11 @@ void Spans::find(const Rows& rows, Runs& out) const {
   for (Run run : out) {
     run.begin = std::max<int64_t>(ceil_div(run.begin - first, rows.step), 0);
     run.end = ceil_div(run.end - first, rows.step);
-    if (run.begin < run.end) out[kept++] = run;
+    if (run.begin >= run.end) continue;
+    if (kept && out[kept - 1].end == run.begin && out[kept - 1].lanes == run.lanes)
+      out[kept - 1].end = run.end;
+    else
+      out[kept++] = run;
   }
   out.resize(kept);
 }
@@ -197,21 +218,31 @@ void Spans::find(const Rows& rows, Runs& out) const {
 void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   out.clear();
   switch (node[0]) {
-    case kWindow: return window(node, p, lo, hi, out);
+    case kWindow:
+      return window(node, p, lo, hi, out);
     case kLengths: {
       const MaskTensor& n = call_.tensors[node[2]];
       return append(out, lo, std::min(hi, *element<int64_t>(n, p.rows.batch, 0, 0, 0)), p.all);
     }
     case kDocuments:
-    case kTokens: return documents(node, p, lo, hi, out);
-    case kPrefix: return append(out, lo, std::min(hi, node[2]), p.all);
-    case kGlobal: return global(node, p, lo, hi, out);
-    case kRandom: return random(node, p, lo, hi, out);
-    case kDilated: return dilated(node, p, lo, hi, out);
-    case kDense: return dense(node, p, lo, hi, out);
-    case kBlocks: return blocks(node, p, lo, hi, out);
-    case kPerHead: return evaluate(child_of(node, p.rows.head), p, lo, hi, out);
-    default: return combine(node, p, lo, hi, out);
+    case kTokens:
+      return documents(node, p, lo, hi, out);
+    case kPrefix:
+      return append(out, lo, std::min(hi, node[2]), p.all);
+    case kGlobal:
+      return global(node, p, lo, hi, out);
+    case kRandom:
+      return random(node, p, lo, hi, out);
+    case kDilated:
+      return dilated(node, p, lo, hi, out);
+    case kDense:
+      return dense(node, p, lo, hi, out);
+    case kBlocks:
+      return blocks(node, p, lo, hi, out);
+    case kPerHead:
+      return evaluate(child_of(node, p.rows.head), p, lo, hi, out);
+    default:
+      return combine(node, p, lo, hi, out);
   }
 }
 
@@ -236,7 +267,8 @@ void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
 
 void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const MaskTensor& ids = call_.tensors[node[2]];
-  const size_t which = std::find(document_nodes_.begin(), document_nodes_.end(), node) - document_nodes_.begin();
+  const size_t which =
+      std::find(document_nodes_.begin(), document_nodes_.end(), node) - document_nodes_.begin();
   const auto& samples = segments_[which];
   const auto& segments = samples[samples.size() > 1 ? p.rows.batch : 0];
   int64_t own[kMaxPanel];
@@ -247,7 +279,8 @@ void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t h
     own[t] = *element<int64_t>(ids, p.rows.batch, 0, 0, at);
     known |= 1u << t;
   }
-  auto s = std::upper_bound(segments.begin(), segments.end(), lo, [](int64_t key, const Segment& x) { return key < x.begin; });
+  auto s = std::upper_bound(segments.begin(), segments.end(), lo,
+                            [](int64_t key, const Segment& x) { return key < x.begin; });
   if (s != segments.begin()) --s;
   for (; s != segments.end() && s->begin < hi; ++s) {
     uint32_t lanes = 0;

@@ -21,7 +21,8 @@ class Spans {
   // The largest step that divides every allowed distance of this head.
   int64_t dilation(int64_t head) const;
   bool dilation_varies() const;
-  // Ascending, disjoint runs. With step > 1 keys are numbered inside the rows' residue class: first_key, + step, ...
+  // Ascending, disjoint runs. With step > 1 keys are numbered inside the rows' residue class: first_key, +
+  // step, ...
   void find(const Rows& rows, std::vector<Run>& out) const;
   // The key that is number 0 in the residue class of these rows.
   int64_t first_key(const Rows& rows) const;

@@ -16,7 +16,8 @@ struct Run {
   uint32_t lanes;
 };
 
-// A tensor of the mask program; core dims are right-aligned in (b, h, q, k), absent or broadcast ones have stride 0.
+// A tensor of the mask program; core dims are right-aligned in (b, h, q, k), absent or broadcast ones have
+// stride 0.
 struct MaskTensor {
   const void* data;
   int64_t size[4];
@@ -34,7 +35,7 @@ struct Spec {
   BiasKind bias;
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
   Strides q, k, v, out;
-  Strides bias_stride;  // (B, H, Lq, Lk), 0 where broadcast
+  Strides bias_stride;    // (B, H, Lq, Lk), 0 where broadcast
   double scale, softcap;  // softcap 0: none
   uint32_t drop_below;    // of 65536; 0: no dropout
   double keep_scale;      // 1 / (1 - p)
@@ -44,19 +45,21 @@ struct Spec {
 struct Call {
   const void *q, *k, *v;
   void* out;
-  void* lse;                // (B, Hq, Lq) float or double, or null
-  const void* bias;         // tensor bias
-  const void* by_head;      // kAlibi: slopes (Hq); kRelative: table (Hq, distances); float or double like the compute type
-  int64_t distance_low;     // kRelative: distance of the table's first column
-  int64_t distances;        // kRelative: columns
-  const void* sink;         // (Hq) float or double, or null
-  const int64_t* offsets;   // (B), or null
+  void* lse;               // (B, Hq, Lq) float or double, or null
+  const void* bias;        // tensor bias
+  const void* by_head;     // kAlibi: slopes (Hq); kRelative: table (Hq, distances); float or double like the
+                           // compute type
+  int64_t distance_low;    // kRelative: distance of the table's first column
+  int64_t distances;       // kRelative: columns
+  const void* sink;        // (Hq) float or double, or null
+  const int64_t* offsets;  // (B), or null
   int64_t offset;
   uint64_t seed;
   const MaskTensor* tensors;
 };
 
-// Up to a panel's width of query rows of one head, `row_step` apart, and the keys they see (in the task's numbering).
+// Up to a panel's width of query rows of one head, `row_step` apart, and the keys they see (in the task's
+// numbering).
 struct Panel {
   int64_t head, row;
   int rows;

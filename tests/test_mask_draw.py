@@ -14,7 +14,8 @@ from regard import masks as M
 
 def body(text: str) -> list[str]:
     """The rows of the matrix without their labels."""
-    return [line.split(" ", 1)[1] for line in text.splitlines()[3:] if line.lstrip()[:1].isdigit()]
+    lines = (line.lstrip() for line in text.splitlines()[3:])
+    return [line.split(" ", 1)[1] for line in lines if line[:1].isdigit()]
 
 
 def test_each_pair_is_a_cell() -> None:
@@ -36,7 +37,7 @@ def test_drawings_fit(L: int, width: int) -> None:
 def test_cells_of_many_pairs() -> None:
     text = M.Causal().draw(400, 400, width=24)
     rows = body(text)
-    assert rows[0].startswith("▒▒·") or rows[0].startswith("▓▓·") or rows[0].startswith("░░·")
+    assert rows[0] == "▒▒" + "· " * 8 + "·"
     assert rows[-1].startswith("██")
     assert "each cell is 40 x 40 pairs" in text
     single = M.Global([0]).draw(400, 400, width=24)

@@ -254,7 +254,7 @@ def test_masks_work_on_fake_tensors() -> None:
         mask = M.Lengths(torch.tensor([3, 4])) & M.Global(torch.tensor([[0, 1], [2, 3]])) & M.Causal()
         mask.check((2,), 4, 5, 7)
         assert hash(mask) == hash(mask)
-        assert mask == mask  # noqa: PLR0124
+        assert mask == mask
         assert [tuple(t.shape) for t in mask.lower().bind((2,))] == [(2,), (2, 2)]
 
 

@@ -7,23 +7,33 @@ namespace {
 
 inline double bias_element(const Spec& spec, const Call& call, int64_t at) {
   switch (spec.bias_dtype) {
-    case kFloat32: return static_cast<const float*>(call.bias)[at];
-    case kFloat64: return static_cast<const double*>(call.bias)[at];
-    case kBFloat16: return to_float(static_cast<const BHalf*>(call.bias)[at]);
-    default: return to_float(static_cast<const Half*>(call.bias)[at]);
+    case kFloat32:
+      return static_cast<const float*>(call.bias)[at];
+    case kFloat64:
+      return static_cast<const double*>(call.bias)[at];
+    case kBFloat16:
+      return to_float(static_cast<const BHalf*>(call.bias)[at]);
+    default:
+      return to_float(static_cast<const Half*>(call.bias)[at]);
   }
 }
 
 // What the bias adds for query row i at `position` and key j.
 template <class Scalar>
-double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t i, int64_t position, int64_t j) {
+double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t i, int64_t position,
+                int64_t j) {
   const Strides& s = spec.bias_stride;
   const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
   switch (spec.bias) {
-    case kTensorBias: return bias_element(spec, call, b * s.b + h * s.h + i * s.l + j * s.d);
-    case kAlibi: return -static_cast<double>(by_head[h]) * static_cast<double>(position < j ? j - position : position - j);
-    case kRelative: return by_head[h * call.distances + position - j - call.distance_low];
-    default: return 0;
+    case kTensorBias:
+      return bias_element(spec, call, b * s.b + h * s.h + i * s.l + j * s.d);
+    case kAlibi:
+      return -static_cast<double>(by_head[h]) *
+             static_cast<double>(position < j ? j - position : position - j);
+    case kRelative:
+      return by_head[h * call.distances + position - j - call.distance_low];
+    default:
+      return 0;
   }
 }
 
@@ -38,14 +48,39 @@ struct ExactRow {
 
   int64_t row() const { return panel.row + lane * task.row_step; }
 
-  double score(const S* q, const S* k, int64_t position, int64_t j) const {
+  int64_t position() const {
+    return (task.call->offsets ? task.call->offsets[task.batch] : task.call->offset) + row();
+  }
+
+  double bias(int64_t j) const {
+    return bias_for<Scalar>(*task.spec, *task.call, task.batch, panel.head, row(), position(), j);
+  }
+
+  // Calls visit(key) for every key that the row sees.
+  template <class Visit>
+  void each_key(Visit visit) const {
+    for (int64_t n = 0; n < panel.n_runs; ++n) {
+      const Run& run = panel.runs[n];
+      if (!(run.lanes >> lane & 1)) continue;
+      for (int64_t c = run.begin; c < run.end; ++c) visit(task.key + c * task.key_step);
+    }
+  }
+
+  // The LSE where biases are so large that they swallow everything else.
+  double largest_bias() const {
+    double most = -__builtin_inf();
+    each_key([&](int64_t j) { most = bias(j) > most ? bias(j) : most; });
+    return most;
+  }
+
+  double score(const S* q, const S* k, int64_t j) const {
     const Spec& spec = *task.spec;
     double dot = 0;
     for (int64_t d = 0; d < spec.D; ++d)
       dot += static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * spec.k.d]));
     dot *= spec.scale;
     if (spec.softcap > 0) dot = spec.softcap * tanh(dot / spec.softcap);
-    return dot + bias_for<Scalar>(spec, *task.call, task.batch, panel.head, row(), position, j);
+    return dot + bias(j);
   }
 
   void add(double s, const S* v, bool kept) {
@@ -54,8 +89,8 @@ struct ExactRow {
     const double old = total == 0 && top == -__builtin_inf() ? 0 : exp(top - shift), now = exp(s - shift);
     const int64_t Dv = task.spec->Dv, stride = task.spec->v.d;
     for (int64_t d = 0; d < Dv; ++d) sum[d] = (old == 0 ? 0 : sum[d] * old);
-    if (kept)
-      for (int64_t d = 0; d < Dv; ++d) sum[d] += now * static_cast<double>(to_float(v[d * stride]));
+    const double weight = kept ? now : 0;  // a dropped NaN is attended all the same
+    for (int64_t d = 0; d < Dv; ++d) sum[d] += weight * static_cast<double>(to_float(v[d * stride]));
     total = total * old + now;
     top = shift;
   }
@@ -63,7 +98,7 @@ struct ExactRow {
   void walk() {
     const Spec& spec = *task.spec;
     const Call& call = *task.call;
-    const int64_t b = task.batch, h = panel.head, position = (call.offsets ? call.offsets[b] : call.offset) + row();
+    const int64_t b = task.batch, h = panel.head;
     const S* q = static_cast<const S*>(call.q) + b * spec.q.b + h * spec.q.h + row() * spec.q.l;
     const S* k = static_cast<const S*>(call.k) + b * spec.k.b + task.kv_head * spec.k.h;
     const S* v = static_cast<const S*>(call.v) + b * spec.v.b + task.kv_head * spec.v.h;
@@ -71,21 +106,17 @@ struct ExactRow {
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     top = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();
     total = call.sink ? 1 : 0;
-    for (int64_t n = 0; n < panel.n_runs; ++n) {
-      const Run& run = panel.runs[n];
-      if (!(run.lanes >> lane & 1)) continue;
-      for (int64_t c = run.begin; c < run.end; ++c) {
-        const int64_t j = task.key + c * task.key_step;
-        const bool kept = !spec.drop_below || !dropped(stream, j, spec.drop_below);
-        add(score(q, k + j * spec.k.l, position, j), v + j * spec.v.l, kept);
-      }
-    }
+    each_key([&](int64_t j) {
+      const bool kept = !spec.drop_below || !dropped(stream, j, spec.drop_below);
+      add(score(q, k + j * spec.k.l, j), v + j * spec.v.l, kept);
+    });
   }
 
   void write(S* out, Scalar* lse) const {
     const Spec& spec = *task.spec;
     for (int64_t d = 0; d < spec.Dv; ++d)
-      from_float(out + d * spec.out.d, static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale));
+      from_float(out + d * spec.out.d,
+                 static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale));
     if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : top + log(total));
   }
 };

@@ -1,6 +1,8 @@
-// A forward task: all its panels walk over the key blocks together, so that a block is read (and converted) once.
+// A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
+// once.
 #pragma once
 #include "exact.inl.h"
+#include "few.inl.h"
 #include "gemm.inl.h"
 
 namespace {
@@ -15,11 +17,11 @@ struct Forward {
   static constexpr int P = kPanel<V>;
 
   // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
+  // With few rows queries are [row][D] and out is [row][Dv].
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
     int64_t run;
-    bool partial;
   };
 
   const Task& task;
@@ -31,15 +33,21 @@ struct Forward {
   double* row_sum;
   Strides k, v;  // of the task's own numbering of keys
 
-  explicit Forward(const Task& t) : task(t), spec(*t.spec), call(*t.call), free(static_cast<char*>(t.scratch)) {
+  explicit Forward(const Task& t)
+      : task(t), spec(*t.spec), call(*t.call), free(static_cast<char*>(t.scratch)) {
     k = spec.k;
     v = spec.v;
     k.l *= task.key_step;
     v.l *= task.key_step;
     states = take<State>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
-      states[i] = {take<Scalar>(spec.D * P), take<Scalar>(spec.Dv * P), take<Scalar>(P), take<Scalar>(P),
-                   take<uint32_t>(P), take<uint32_t>(P), 0, false};
+      states[i] = {take<Scalar>(spec.D * P),
+                   take<Scalar>(spec.Dv * P),
+                   take<Scalar>(P),
+                   take<Scalar>(P),
+                   take<uint32_t>(P),
+                   take<uint32_t>(P),
+                   0};
     scores = take<Scalar>(kBlock * P);
     factor = take<Scalar>(P);
     row_sum = take<double>(spec.Dv);
@@ -49,7 +57,8 @@ struct Forward {
 
   static int64_t scratch_bytes(const Spec& s, int panels, bool copy_k, bool copy_v) {
     const int64_t line = 64, word = sizeof(Scalar);
-    const int64_t panel = round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
+    const int64_t panel =
+        round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
     const int64_t block = kBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
     return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
   }
@@ -62,27 +71,42 @@ struct Forward {
   }
 
   int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
+  static bool few(const Panel& p) { return p.rows <= kFew<V>; }
   uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
 
   void start(const Panel& p, State& s) {
     const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     const S* q = static_cast<const S*>(call.q) + task.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
-    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
-    pack<V>(q, spec.q.l * task.row_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
-    for (int64_t i = 0; i < spec.Dv * P; ++i) s.out[i] = 0;
+    start_queries(p, s, q, static_cast<Scalar>(scale));
+    const int64_t lanes = few(p) ? p.rows : P;
+    for (int64_t i = 0; i < spec.Dv * lanes; ++i) s.out[i] = 0;
     start_softmax(p, s);
     for (int t = 0; t < P && spec.drop_below; ++t) {
-      const uint64_t stream = dropout_stream(call.seed, task.batch * spec.Hq + p.head, p.row + t * task.row_step);
+      const uint64_t stream =
+          dropout_stream(call.seed, task.batch * spec.Hq + p.head, p.row + t * task.row_step);
       s.low[t] = static_cast<uint32_t>(stream);
       s.high[t] = static_cast<uint32_t>(stream >> 32);
     }
+  }
+
+  void start_queries(const Panel& p, State& s, const S* q, Scalar scale) {
+    const int64_t stride = spec.q.l * task.row_step;
+    if (few(p)) {
+      for (int r = 0; r < p.rows; ++r)
+        for (int64_t d = 0; d < spec.D; ++d)
+          s.queries[r * spec.D + d] = to_float(q[r * stride + d * spec.q.d]) * scale;
+      return;
+    }
+    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
+    pack<V>(q, stride, spec.q.d, p.rows, spec.D, Scaled<V>{scale}, s.queries);
   }
 
   // The sink is in the softmax before any key.
   void start_softmax(const Panel& p, State& s) {
     V shift = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf())), total = Lanes<V>::zero();
     if (call.sink) {
-      const V sink = Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[p.head] * kLog2E));
+      const V sink =
+          Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[p.head] * kLog2E));
       shift = ceil(sink);
       total = exp2(sink - finite(shift));
     }
@@ -99,14 +123,9 @@ struct Forward {
 
   // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
   void adjust(const Panel& p, const Run* runs, bool partial, int64_t begin, int64_t n) {
-    const Place at{task.batch,
-                   p.head,
-                   p.row,
-                   task.row_step,
-                   position() + p.row,
-                   task.key + begin * task.key_step,
-                   task.key_step,
-                   p.rows};
+    const Place at{
+        task.batch,    p.head, p.row, task.row_step, position() + p.row, task.key + begin * task.key_step,
+        task.key_step, p.rows};
     if (spec.softcap > 0) soft_cap<V>(scores, n, static_cast<Scalar>(spec.softcap * kLog2E));
     add_bias(at, n);
     if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), scores);
@@ -125,54 +144,66 @@ struct Forward {
   }
 
   // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
-  void raise(State& s, const V (&top)[2], V (&shift)[2]) {
-    V old[2], total;
+  void raise(const Panel& p, State& s, const V (&top)[2], V (&shift)[2]) {
+    V old[2], shrink[2];
     uint32_t grew = 0;
     for (int i = 0; i < 2; ++i) {
       old[i] = Lanes<V>::load(s.shift + i * V::N);
       shift[i] = max(ceil(top[i]), old[i]);
       grew |= bits(less(old[i], shift[i]));
+      Lanes<V>::store(s.shift + i * V::N, shift[i]);
+      shift[i] = finite(shift[i]);
     }
-    if (grew)
+    if (!grew) return;
+    for (int i = 0; i < 2; ++i) {
+      shrink[i] = exp2(old[i] - shift[i]);
+      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) * shrink[i]);
+      Lanes<V>::store(factor + i * V::N, shrink[i]);
+    }
+    if (few(p)) {
+      for (int64_t r = 0; r < p.rows; ++r)
+        for (int64_t d = 0; d < spec.Dv; ++d) s.out[r * spec.Dv + d] *= factor[r];
+      return;
+    }
+    for (int64_t d = 0; d < spec.Dv; ++d)
       for (int i = 0; i < 2; ++i) {
-        Lanes<V>::store(s.shift + i * V::N, shift[i]);
-        const V shrink = exp2(old[i] - finite(shift[i]));
-        total = Lanes<V>::load(s.total + i * V::N) * shrink;
-        Lanes<V>::store(s.total + i * V::N, total);
-        for (int64_t d = 0; d < spec.Dv; ++d) {
-          Scalar* o = s.out + d * P + i * V::N;
-          Lanes<V>::store(o, Lanes<V>::load(o) * shrink);
-        }
+        Scalar* o = s.out + d * P + i * V::N;
+        Lanes<V>::store(o, Lanes<V>::load(o) * shrink[i]);
       }
-    for (int i = 0; i < 2; ++i) shift[i] = finite(shift[i]);
   }
 
   // Keys [begin, end) of one block, all seen by some row of the panel.
-  void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end, const Scalar* kb,
-              int64_t ldk, const Scalar* vb, int64_t ldv) {
+  void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end,
+              const Scalar* kb, int64_t ldk, const Scalar* vb, int64_t ldv) {
     const int64_t n = end - begin;
     const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
-    V top[2] = {nothing, nothing}, shift[2], sum[2];
-    score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
+    V top[2] = {nothing, nothing}, shift[2];
+    bool known = false;
+    if (few(p))
+      score_keys_few<V>(kb, ldk, n, s.queries, spec.D, p.rows, scores);
+    else
+      known = score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
     if (partial || spec.softcap > 0 || spec.bias != kNoBias) {
       adjust(p, runs, partial, begin, n);
-      top[0] = top[1] = nothing;
-      largest<V>(scores, n, top);
+      known = false;
     }
-    raise(s, top, shift);
-    exponentiate<V>(scores, n, shift, sum);
-    for (int i = 0; i < 2; ++i)
-      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) + sum[i]);
-    if (spec.drop_below) drop_block(p, s, begin, n);
-    add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
-    s.partial |= partial;
+    if (!known) {
+      top[0] = top[1] = nothing;
+      few(p) ? largest<V, 1>(scores, n, top) : largest<V, 2>(scores, n, top);
+    }
+    raise(p, s, top, shift);
+    few(p) ? exponentiate<V, 1>(scores, n, shift, s.total) : exponentiate<V, 2>(scores, n, shift, s.total);
+    if (spec.drop_below) drop_block(s, begin, n);
+    if (few(p))
+      add_values_few<V>(vb, ldv, n, scores, spec.Dv, p.rows, s.out);
+    else
+      add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
   }
 
-  void drop_block(const Panel& p, const State& s, int64_t begin, int64_t n) {
+  void drop_block(const State& s, int64_t begin, int64_t n) {
     Place at{};
     at.key = task.key + begin * task.key_step;
     at.key_step = task.key_step;
-    (void)p;
     drop<V>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
@@ -204,11 +235,11 @@ struct Forward {
   }
 
   // Rows [begin, end) of K or V where the kernels can read them.
-  const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end, int64_t width,
-                     Scalar* into, int64_t& ld) {
+  const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
+                     int64_t width, Scalar* into, int64_t& ld) {
     const int64_t unit = stride.l / task.key_step;
-    const S* source = static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h + task.key * unit +
-                      begin * stride.l;
+    const S* source = static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h +
+                      task.key * unit + begin * stride.l;
     ld = copy ? width : stride.l;
     if (!copy) return reinterpret_cast<const Scalar*>(source);
     copy_rows<V>(source, stride.l, stride.d, end - begin, width, into);
@@ -229,38 +260,56 @@ struct Forward {
       int64_t ldk, ldv;
       const Scalar* kb = rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
       const Scalar* vb = rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
-      for (int i = 0; i < task.n_panels; ++i) panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv);
+      for (int i = 0; i < task.n_panels; ++i)
+        panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv);
     }
   }
 
-  // Lanes whose sum or output is NaN or infinite.
-  uint32_t broken(const State& s) const {
-    V zero[2];
+  // Lanes whose sum or output is NaN or infinite: x - x is 0 for all others.
+  uint32_t broken(const Panel& p, const State& s) const {
+    if (few(p)) return broken_few(p, s);
+    V zero[2][2];
     for (int i = 0; i < 2; ++i) {
       const V total = Lanes<V>::load(s.total + i * V::N);
-      zero[i] = total - total;
-      for (int64_t d = 0; d < spec.Dv; ++d) {
-        const V o = Lanes<V>::load(s.out + d * P + i * V::N);
-        zero[i] = zero[i] + (o - o);
-      }
+      zero[0][i] = zero[1][i] = total - total;
     }
-    return bits(differs(zero[0], zero[0])) | bits(differs(zero[1], zero[1])) << V::N;
+    for (int64_t d = 0; d < spec.Dv; ++d)
+      for (int i = 0; i < 2; ++i) {
+        const V o = Lanes<V>::load(s.out + d * P + i * V::N);
+        zero[d & 1][i] = zero[d & 1][i] + (o - o);
+      }
+    for (int i = 0; i < 2; ++i) zero[0][i] = zero[0][i] + zero[1][i];
+    return bits(differs(zero[0][0], zero[0][0])) | bits(differs(zero[0][1], zero[0][1])) << V::N;
+  }
+
+  uint32_t broken_few(const Panel& p, const State& s) const {
+    uint32_t lanes = 0;
+    for (int r = 0; r < p.rows; ++r) {
+      Scalar zero = s.total[r] - s.total[r];
+      for (int64_t d = 0; d < spec.Dv; ++d) zero += s.out[r * spec.Dv + d] - s.out[r * spec.Dv + d];
+      lanes |= zero != 0 ? 1u << r : 0;
+    }
+    return lanes;
   }
 
   Scalar lse_of(const Panel& p, const State& s, int t) const {
     if (s.total[t] == 0) return static_cast<Scalar>(-__builtin_inf());
     if (call.sink && p.n_runs == 0) return static_cast<const Scalar*>(call.sink)[p.head];
+    if (s.shift[t] < Biased<V>::kLowest / 2)
+      return static_cast<Scalar>(ExactRow<V, S>{task, p, t, row_sum, 0, 0}.largest_bias());
     return static_cast<Scalar>(static_cast<double>(s.shift[t]) * kLn2 + log(static_cast<double>(s.total[t])));
   }
 
   void finish(const Panel& p, const State& s) {
     S* out = static_cast<S*>(call.out) + task.batch * spec.out.b + p.head * spec.out.h + p.row * spec.out.l;
-    Scalar* lse = call.lse ? static_cast<Scalar*>(call.lse) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row : nullptr;
+    Scalar* lse = call.lse
+                      ? static_cast<Scalar*>(call.lse) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row
+                      : nullptr;
     for (int t = 0; t < P; ++t)
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
-    unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d);
+    write(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
-    uint32_t again = broken(s) & all_lanes(p);
+    uint32_t again = broken(p, s) & all_lanes(p);
     for (int t = 0; again; ++t, again >>= 1)
       if ((again & 1) && !hopeless(p, s, t)) {
         ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
@@ -269,10 +318,21 @@ struct Forward {
       }
   }
 
+  void write(const Panel& p, const State& s, S* out) const {
+    const int64_t stride = spec.out.l * task.row_step;
+    if (!few(p)) return unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d);
+    for (int r = 0; r < p.rows; ++r)
+      for (int64_t d = 0; d < spec.Dv; ++d)
+        from_float(out + r * stride + d * spec.out.d, s.out[r * spec.Dv + d] * factor[r]);
+  }
+
   // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
   bool hopeless(const Panel& p, const State& s, int t) const {
     bool nan = false, sees = false;
-    for (int64_t d = 0; d < spec.D; ++d) nan |= s.queries[d * P + t] != s.queries[d * P + t];
+    for (int64_t d = 0; d < spec.D; ++d) {
+      const Scalar q = s.queries[few(p) ? t * spec.D + d : d * P + t];
+      nan |= q != q;
+    }
     for (int64_t n = 0; n < p.n_runs && !sees; ++n) sees = p.runs[n].lanes >> t & 1;
     return nan && sees && spec.bias != kTensorBias;
   }

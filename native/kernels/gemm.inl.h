@@ -1,6 +1,8 @@
 // The one micro-kernel: a tile of R rows by one panel, C[r][0:P] = sum over k of A(r, k) * B[k][0:P].
 #pragma once
 
+#define REGARD_INLINE __attribute__((always_inline)) inline
+
 namespace {
 
 // Tiles of 6 rows, and remainders that leave no tile of 1 or 2 rows where it can be helped.
@@ -11,8 +13,8 @@ inline int tile_rows(int64_t left) {
 
 // A(r, k) = a[r * lda + k] when RowMajor, else a[r + k * lda].
 template <class V, int R, bool RowMajor>
-inline void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b, int64_t depth,
-                     V (&sum)[R][2]) {
+REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
+                            int64_t depth, V (&sum)[R][2]) {
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
 #pragma GCC unroll 4
@@ -27,74 +29,87 @@ inline void multiply(const typename V::Scalar* a, int64_t lda, const typename V:
   }
 }
 
-// Scores of R keys, and the largest of each lane.
+template <int R>
+struct Count {
+  static constexpr int value = R;
+};
+
+// Calls tile(Count<R>, first row) for tiles of R rows that together cover n rows.
+template <class Tile>
+REGARD_INLINE void tiles(int64_t n, Tile tile) {
+  for (int64_t at = 0, rows; at < n; at += rows) {
+    rows = tile_rows(n - at);
+    if (rows == 6)
+      tile(Count<6>{}, at);
+    else if (rows == 4)
+      tile(Count<4>{}, at);
+    else if (rows == 5)
+      tile(Count<5>{}, at);
+    else if (rows == 3)
+      tile(Count<3>{}, at);
+    else if (rows == 2)
+      tile(Count<2>{}, at);
+    else
+      tile(Count<1>{}, at);
+  }
+}
+
+// C = A * B for R rows, and the largest of each lane.
 template <class V, int R>
-inline void score_tile(const typename V::Scalar* keys, int64_t ld, const typename V::Scalar* queries, int64_t D,
-                       typename V::Scalar* scores, V (&top)[2]) {
+REGARD_INLINE void set_tile(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
+                            int64_t depth, typename V::Scalar* c, V (&top)[2]) {
   V sum[R][2];
-  multiply<V, R, true>(keys, ld, queries, D, sum);
+  multiply<V, R, true>(a, lda, b, depth, sum);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      Lanes<V>::store(scores + (2 * r + i) * V::N, sum[r][i]);
+      Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
       top[i] = max(sum[r][i], top[i]);
     }
 }
 
-// Adds R columns of the values, weighted, to the output panel.
-template <class V, int R>
-inline void value_tile(const typename V::Scalar* values, int64_t ld, const typename V::Scalar* weights, int64_t n,
-                       typename V::Scalar* out) {
+// C += A * B for R rows.
+template <class V, int R, bool RowMajor>
+REGARD_INLINE void add_tile(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
+                            int64_t depth, typename V::Scalar* c) {
   V sum[R][2];
-  multiply<V, R, false>(values, ld, weights, n, sum);
+  multiply<V, R, RowMajor>(a, lda, b, depth, sum);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      typename V::Scalar* at = out + (2 * r + i) * V::N;
+      typename V::Scalar* at = c + (2 * r + i) * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
 }
 
-// scores[n][P] = keys[n][D] * queries[D][P]
+// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `top` holds the largest of each lane.
 template <class V>
-void score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typename V::Scalar* queries, int64_t D,
-                typename V::Scalar* scores, V (&top)[2]) {
-  for (int64_t done = 0; done < n;) {
-    const int rows = tile_rows(n - done);
-    const typename V::Scalar* k = keys + done * ld;
-    typename V::Scalar* s = scores + done * 2 * V::N;
-    switch (rows) {
-      case 6: score_tile<V, 6>(k, ld, queries, D, s, top); break;
-      case 5: score_tile<V, 5>(k, ld, queries, D, s, top); break;
-      case 4: score_tile<V, 4>(k, ld, queries, D, s, top); break;
-      case 3: score_tile<V, 3>(k, ld, queries, D, s, top); break;
-      case 2: score_tile<V, 2>(k, ld, queries, D, s, top); break;
-      default: score_tile<V, 1>(k, ld, queries, D, s, top);
-    }
-    done += rows;
-  }
+bool score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typename V::Scalar* queries,
+                int64_t D, typename V::Scalar* scores, V (&top)[2]) {
+  constexpr int P = 2 * V::N;
+  V best[2] = {top[0], top[1]};
+  tiles(n, [&](auto rows, int64_t at) {
+    set_tile<V, rows.value>(keys + at * ld, ld, queries, D < kChain ? D : kChain, scores + at * P, best);
+  });
+  top[0] = best[0];
+  top[1] = best[1];
+  for (int64_t d = kChain; d < D; d += kChain)
+    tiles(n, [&](auto rows, int64_t at) {
+      const int64_t depth = D - d < kChain ? D - d : kChain;
+      add_tile<V, rows.value, true>(keys + at * ld + d, ld, queries + d * P, depth, scores + at * P);
+    });
+  return D <= kChain;
 }
 
 // out[Dv][P] += values[n][Dv]^T * weights[n][P]
 template <class V>
-void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const typename V::Scalar* weights, int64_t Dv,
-                typename V::Scalar* out) {
-  for (int64_t done = 0; done < Dv;) {
-    const int rows = tile_rows(Dv - done);
-    const typename V::Scalar* v = values + done;
-    typename V::Scalar* o = out + done * 2 * V::N;
-    switch (rows) {
-      case 6: value_tile<V, 6>(v, ld, weights, n, o); break;
-      case 5: value_tile<V, 5>(v, ld, weights, n, o); break;
-      case 4: value_tile<V, 4>(v, ld, weights, n, o); break;
-      case 3: value_tile<V, 3>(v, ld, weights, n, o); break;
-      case 2: value_tile<V, 2>(v, ld, weights, n, o); break;
-      default: value_tile<V, 1>(v, ld, weights, n, o);
-    }
-    done += rows;
-  }
+void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const typename V::Scalar* weights,
+                int64_t Dv, typename V::Scalar* out) {
+  tiles(Dv, [&](auto rows, int64_t at) {
+    add_tile<V, rows.value, false>(values + at, ld, weights, n, out + at * 2 * V::N);
+  });
 }
 
 }  // namespace

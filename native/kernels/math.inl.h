@@ -10,7 +10,8 @@ struct Exp2;
 template <>
 struct Exp2<Floats> {
   static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40;
-  static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
+  static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f,
+                                0x1.5bba14p-10f};
   static constexpr float exact[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
                                     0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
 };

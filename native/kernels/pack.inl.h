@@ -21,7 +21,8 @@ struct Biased {
   using Scalar = typename V::Scalar;
   Scalar factor;
   static constexpr Scalar kInfinity = static_cast<Scalar>(__builtin_inf());
-  static constexpr Scalar kLowest = sizeof(Scalar) == 4 ? static_cast<Scalar>(-__FLT_MAX__) : static_cast<Scalar>(-__DBL_MAX__);
+  static constexpr Scalar kLowest =
+      sizeof(Scalar) == 4 ? static_cast<Scalar>(-__FLT_MAX__) : static_cast<Scalar>(-__DBL_MAX__);
   V operator()(V score, V x) const {
     const V finite = max(Lanes<V>::set(kLowest), fma(x, Lanes<V>::set(factor), score));
     return select(differs(x, Lanes<V>::set(-kInfinity)), finite, x);
@@ -33,8 +34,8 @@ struct Biased {
 };
 
 template <class V, class S, class Put>
-inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride, int row, int row_end, int64_t col,
-                        int64_t cols, Put put, typename V::Scalar* panel) {
+inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride, int row, int row_end,
+                        int64_t col, int64_t cols, Put put, typename V::Scalar* panel) {
   for (int64_t c = col; c < cols; ++c)
     for (int r = row; r < row_end; ++r) {
       typename V::Scalar& at = panel[c * kPanel<V> + r];
@@ -76,8 +77,8 @@ void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, typen
 
 // target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
 template <class V, class S>
-void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Scalar* factor, int rows, S* target,
-            int64_t row_stride, int64_t col_stride) {
+void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Scalar* factor, int rows,
+            S* target, int64_t row_stride, int64_t col_stride) {
   for (int r = 0; r < rows; r += V::N) {
     const V scale = Lanes<V>::load(factor + r);
     const int filled = rows - r < V::N ? rows - r : V::N;
@@ -90,7 +91,8 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
     }
     for (; c < cols; ++c)
       for (int i = 0; i < filled; ++i)
-        from_float(target + (r + i) * row_stride + c * col_stride, panel[c * kPanel<V> + r + i] * factor[r + i]);
+        from_float(target + (r + i) * row_stride + c * col_stride,
+                   panel[c * kPanel<V> + r + i] * factor[r + i]);
   }
 }
 

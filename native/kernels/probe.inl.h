@@ -20,7 +20,8 @@ double fma_probe(int64_t rounds) {
 
 // Reads every float once. Returns a sum, so that nothing is optimised away.
 double read_probe(const float* data, int64_t count) {
-  Floats sum[4] = {Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero()};
+  Floats sum[4] = {Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero(),
+                   Lanes<Floats>::zero()};
   for (int64_t i = 0; i + 4 * Floats::N <= count; i += 4 * Floats::N)
     for (int j = 0; j < 4; ++j) sum[j] = sum[j] + Lanes<Floats>::load(data + i + j * Floats::N);
   float out[Floats::N];

@@ -1,4 +1,5 @@
-// What happens to a block of scores between the two products. Blocks are [key][P], scores in units of log2(e).
+// What happens to a block of scores between the two products. Blocks are [key][P], scores in units of
+// log2(e).
 #pragma once
 #include "math.inl.h"
 #include "pack.inl.h"
@@ -24,7 +25,8 @@ void soft_cap(typename V::Scalar* scores, int64_t n, typename V::Scalar cap) {
 }
 
 template <class V, class S>
-void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n, typename V::Scalar* scores) {
+void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n,
+                     typename V::Scalar* scores) {
   const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
   const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
   if (stride.l == 0)
@@ -79,27 +81,29 @@ void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V:
   }
 }
 
-template <class V>
+// The first `Vectors` vectors of a panel are in use.
+template <class V, int Vectors>
 void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
   for (int64_t c = 0; c < n; ++c)
-    for (int i = 0; i < 2; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
+    for (int i = 0; i < Vectors; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
 }
 
-// scores -> 2^(scores - shift), and their sum in each lane.
-template <class V>
-void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], V (&sum)[2]) {
-  V s0 = Lanes<V>::zero(), s1 = Lanes<V>::zero();
+// scores -> 2^(scores - shift); each lane's sum is added to its total.
+template <class V, int Vectors>
+void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
+  V sum[Vectors];
+  for (int i = 0; i < Vectors; ++i) sum[i] = Lanes<V>::zero();
 #pragma GCC unroll 2
-  for (int64_t c = 0; c < n; ++c) {
-    typename V::Scalar* at = scores + c * kPanel<V>;
-    const V p0 = exp2(Lanes<V>::load(at) - shift[0]), p1 = exp2(Lanes<V>::load(at + V::N) - shift[1]);
-    Lanes<V>::store(at, p0);
-    Lanes<V>::store(at + V::N, p1);
-    s0 = s0 + p0;
-    s1 = s1 + p1;
-  }
-  sum[0] = s0;
-  sum[1] = s1;
+  for (int64_t c = 0; c < n; ++c)
+#pragma GCC unroll 2
+    for (int i = 0; i < Vectors; ++i) {
+      typename V::Scalar* at = scores + (2 * c + i) * V::N;
+      const V weight = exp2(Lanes<V>::load(at) - shift[i]);
+      Lanes<V>::store(at, weight);
+      sum[i] = sum[i] + weight;
+    }
+  for (int i = 0; i < Vectors; ++i)
+    Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + sum[i]);
 }
 
 inline uint64_t mix(uint64_t x) {

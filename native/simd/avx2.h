@@ -5,6 +5,9 @@
 
 namespace {
 
+// Terms summed in one chain before the chain starts anew, to keep rounding errors small.
+constexpr int64_t kChain = 128;
+
 struct Half {
   uint16_t bits;
 };
@@ -17,7 +20,9 @@ struct Words {
   __m256i v;
 };
 inline Words words(uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
-inline Words load_words(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+inline Words load_words(const uint32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+}
 inline Words operator+(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Words operator*(Words a, Words b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 inline Words operator^(Words a, Words b) { return {_mm256_xor_si256(a.v, b.v)}; }
@@ -51,7 +56,9 @@ inline Floats select(FloatMask m, Floats a, Floats b) { return {_mm256_blendv_ps
 inline Floats keep(FloatMask m, Floats a) { return {_mm256_and_ps(m.v, a.v)}; }
 inline uint32_t bits(FloatMask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m.v)); }
 // 2^n from a float whose low mantissa bits hold n + 127.
-inline Floats power_from_bits(Floats t) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t.v), 23))}; }
+inline Floats power_from_bits(Floats t) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t.v), 23))};
+}
 
 inline void transpose(Floats (&r)[8]) {
   __m256 a[8], b[8];
@@ -96,7 +103,9 @@ inline Doubles select(DoubleMask m, Doubles a, Doubles b) { return {_mm256_blend
 inline Doubles keep(DoubleMask m, Doubles a) { return {_mm256_and_pd(m.v, a.v)}; }
 inline uint32_t bits(DoubleMask m) { return static_cast<uint32_t>(_mm256_movemask_pd(m.v)); }
 // 2^n from a double whose low mantissa bits hold n + 1023.
-inline Doubles power_from_bits(Doubles t) { return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t.v), 52))}; }
+inline Doubles power_from_bits(Doubles t) {
+  return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t.v), 52))};
+}
 
 inline void transpose(Doubles (&r)[4]) {
   const __m256d a = _mm256_unpacklo_pd(r[0].v, r[1].v), b = _mm256_unpackhi_pd(r[0].v, r[1].v);

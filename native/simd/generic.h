@@ -1,10 +1,15 @@
-// The vector vocabulary in plain C++ with compiler vectors, for any CPU and any width: REGARD_LANES floats or half as many doubles.
+// The vector vocabulary in plain C++ with compiler vectors, for any CPU and any width: REGARD_LANES floats or
+// half as many doubles.
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 namespace {
+
+// Terms summed in one chain before the chain starts anew: fewer than with fused multiply-adds, which round
+// once.
+constexpr int64_t kChain = 32;
 
 struct Half {
   uint16_t bits;
@@ -117,7 +122,8 @@ inline double to_float(double x) { return x; }
 inline float to_float(BHalf x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
-  if (rest >= 0x7C00) return as<float>(sign | 0x7F800000 | (rest & 0x3FF) << 13 | (rest > 0x7C00 ? 0x400000 : 0));
+  if (rest >= 0x7C00)
+    return as<float>(sign | 0x7F800000 | (rest & 0x3FF) << 13 | (rest > 0x7C00 ? 0x400000 : 0));
   if (rest >= 0x400) return as<float>(sign | ((rest << 13) + (112u << 23)));
   const float tiny = static_cast<float>(rest) * 0x1p-24f;
   return sign ? -tiny : tiny;

@@ -31,7 +31,7 @@ FORCED = os.environ.get(VARIABLE) or None
 def choose(problem: Problem, impl: str = "auto") -> str:
     """The name of the backend that runs the problem. Remembered in the Spec."""
     memo = problem.spec.choices[problem.needs_grad]
-    name = memo.get(impl)
+    name = memo.get(impl) if type(impl) is str else None
     if name is None:
         name = memo[impl] = _choose(problem, impl)
     return name
@@ -63,9 +63,14 @@ def _choose(problem: Problem, impl: str) -> str:
         if not found:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
-    others = [name for name in BACKENDS if name not in names and not reasons(problem, name)]
+    others = [name for name in _candidates(problem) if name not in names and not reasons(problem, name)]
     hint = f"; possible here: impl={' or '.join(map(repr, others))}" if others else ""
     raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}{hint}")
+
+
+def _candidates(problem: Problem) -> tuple[str, ...]:
+    """Backends to recommend: without gradients all, with them those that differentiate."""
+    return tuple(name for name in BACKENDS if name != "native" or not problem.needs_grad)
 
 
 def _check_name(name: object, argument: str, *more: str) -> None:

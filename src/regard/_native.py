@@ -25,7 +25,7 @@ PLAIN = [0] * 7  # the extras of a call that has none
 _core: Any = None
 _missing: str | None = None
 try:
-    from . import _core  # type: ignore[no-redef]
+    from . import _core
 except ImportError as error:
     _missing = f"the compiled core could not be loaded ({error})"
 
@@ -71,7 +71,14 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     else:
         extras, tensors, alive = _extras(problem)
         call.forward_with(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras, tensors
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            lse_address,
+            spec.offset or 0,
+            extras,
+            tensors,
         )
         del alive
     return (out if spec.rank == 4 else _as_given(out, spec)), lse
@@ -168,11 +175,13 @@ def cost(problem: Problem) -> Cost:
     offsets = problem.offset.contiguous() if problem.offset is not None else None
     extras[5] = _address(offsets)
     numbers = _mask_numbers(problem.tensors) if not problem.q.is_meta else []
-    *counts, tasks, scratch, threads = _attention(spec).cost(spec.offset or 0, extras, numbers)
-    return Cost(*counts, tasks, scratch * threads, threads)
+    found = Cost(*_attention(spec).cost(spec.offset or 0, extras, numbers))
+    return found._replace(scratch_bytes=found.scratch_bytes * found.threads)
 
 
-def runs(problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1) -> list[tuple[int, int, int]]:
+def runs(
+    problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1
+) -> list[tuple[int, int, int]]:
     """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
     spec = problem.spec
     extras = list(PLAIN)
@@ -211,6 +220,8 @@ def info() -> dict[str, Any]:
         "runnable": _core.runnable(),
         "forced": os.environ.get(VARIABLE),
         "threads": _core.threads(),
-        "threads_from": "PyTorch's pool" if _pool else "the calling thread alone (PyTorch's pool was not found)",
+        "threads_from": "PyTorch's pool"
+        if _pool
+        else "the calling thread alone (PyTorch's pool was not found)",
         "compiler": _core.compiler(),
     }

@@ -61,6 +61,7 @@ class Spec:
     out_shape: tuple[int, ...]  # as the caller gets it
     out_stride: Strides  # (B, H, L, Dv), dense, ordered like q's
     is_plain: bool  # q, k, v and the Spec say it all: no other tensor and no seed
+    is_direct: bool  # q, k and v are used as given: nothing copied, and rows of unit stride
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of the backends
     # Dispatch's memo: impl -> backend, without and with gradients.
     choices: tuple[dict[str, str], dict[str, str]] = field(
@@ -129,6 +130,8 @@ def make(
         softcap = _number("softcap", softcap)
     if type(dropout) is not float:
         dropout = _number("dropout", dropout)
+    if return_lse is not False and return_lse is not True:
+        _fail(TypeError, "return_lse", "a bool", _kind(return_lse))
     try:
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -139,12 +142,23 @@ def make(
     except Exception:
         _check_tensors((q, k, v))
         raise
-    if mask is None and offset is None and bias is None and sink is None and seed is None and not dropout:
-        spec = _specs.get(key)
-        if spec is not None and not spec.copied:
-            return Problem(spec, q, k, v, None, (), None, None, None, 0, _needs_grad(q, k, v))
+    if bias is None and sink is None and seed is None and not dropout:
+        spec = _specs.get(key) if mask is None and offset is None else _remembered(key, mask, offset)
+        if spec is not None and spec.is_direct:
+            needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            return Problem(spec, q, k, v, mask, (), None, None, None, 0, needs_grad)  # type: ignore[arg-type]
     options = _Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
     return _make_general(key, q, k, v, options)
+
+
+def _remembered(key: tuple[Any, ...], mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
+    """The Spec of a call that has been seen and has no tensor besides q, k and v."""
+    if type(offset) is not int and offset is not None:
+        return None
+    if mask is None:
+        return _specs.get((key, None, offset, None, None))
+    program = mask.lower() if isinstance(mask, Mask) else None
+    return _specs.get((key, program.code, offset, None, None)) if program and not program.tensors else None
 
 
 class _Options(NamedTuple):
@@ -162,7 +176,9 @@ class _Options(NamedTuple):
 
 
 def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
-    """`make` with options, or for a signature seen for the first time."""
+    """`make` with options, for unusual strides, or for a signature seen for the first time."""
+    if any(isinstance(x, Tensor) and x.is_neg() for x in (q, k, v, given.bias, given.sink)):
+        return _without_negation(q, k, v, given)
     mask, offset = _as_mask(given.mask), _as_offset(given.offset)
     program = mask.lower() if mask is not None else None
     bias, sink = given.bias, given.sink
@@ -174,7 +190,7 @@ def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: 
         if len(_specs) >= MAX_SPECS:
             _specs.clear()
         _specs[key] = spec
-    offsets = _flat_offset(spec, offset, q)
+    offsets = _flat_offset(spec, offset)
     if mask is not None and not _is_symbolic(q):
         mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
     tensors = program.bind(spec.batch) if program is not None else ()
@@ -184,6 +200,15 @@ def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: 
     seed = _as_seed(given.seed, spec.dropout)
     needs_grad = _needs_grad(q, k, v) or _options_need_grad(bias, sink)
     return Problem(spec, q, k, v, mask, tensors, offsets, bias, sink, seed, needs_grad)
+
+
+def _without_negation(q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
+    """Views like `z.conj().imag` hold the negated numbers in memory (and never have unit stride)."""
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    options: dict[str, Any] = {
+        name: x.resolve_neg() if isinstance(x, Tensor) else x for name, x in given._asdict().items()
+    }
+    return make(q, k, v, **options)
 
 
 # Arguments, one by one
@@ -257,7 +282,9 @@ def _as_seed(seed: int | Tensor | None, dropout: float) -> int:
 
 
 def _signature(x: int | Tensor | None) -> Any:
-    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    return x if x is None or isinstance(x, int) else type(x)  # another type fails its check
 
 
 def _bias_key(bias: Bias | None) -> Any:
@@ -267,7 +294,7 @@ def _bias_key(bias: Bias | None) -> Any:
         return Alibi, _signature(bias.slopes)
     if isinstance(bias, RelativeBias):
         return RelativeBias, _signature(bias.table)
-    return _signature(bias) if isinstance(bias, Tensor) else type(bias)  # another type fails its check
+    return _signature(bias) if isinstance(bias, Tensor) else type(bias)
 
 
 def _program_key(program: Program | None) -> Any:
@@ -299,7 +326,7 @@ def learned(bias: Bias | None) -> Tensor | None:
     return bias.slopes if isinstance(bias, Alibi) else bias.table if isinstance(bias, RelativeBias) else bias
 
 
-def _flat_offset(spec: Spec, offset: int | Tensor | None, q: Tensor) -> Tensor | None:
+def _flat_offset(spec: Spec, offset: int | Tensor | None) -> Tensor | None:
     """(B,) int64, or None when all samples share Spec.offset."""
     if not isinstance(offset, Tensor):
         return None
@@ -350,8 +377,9 @@ def _check(
         bias_stride=strides.get("bias", (0, 0, 0, 0)),
         scale=(1 / math.sqrt(D) if D else 1.0) if given.scale is None else given.scale,
         softcap=given.softcap, sink=given.sink is not None, dropout=given.dropout,
-        return_lse=bool(given.return_lse),
-        is_plain=_is_plain(program, offset, given), copied=copied, out_shape=out_shape,
+        return_lse=given.return_lse,
+        is_plain=_is_plain(program, offset, given),
+        is_direct=not copied and all(s[3] == 1 for s in strides.values()), copied=copied, out_shape=out_shape,
         out_stride=_ordered_like(strides["q"], (B, Hq, Lq, Dv)),
     )  # fmt: skip
 
@@ -368,6 +396,7 @@ def _check_tensors(qkv: Trio) -> None:
             _fail(TypeError, name, "a torch.Tensor", _kind(x))
         if x.is_nested or x.layout is not torch.strided:
             _fail(TypeError, name, "a dense (strided) tensor", "a nested tensor" if x.is_nested else x.layout)
+    for name, x in zip("qkv", qkv, strict=True):
         if x.dtype not in DTYPES:
             _fail(TypeError, name, "dtype float64, float32, bfloat16 or float16", x.dtype, qkv)
     q = qkv[0]

@@ -13,12 +13,17 @@ LARGEST = 2**62
 
 
 def describe(value: object) -> str:
-    """A value as messages and reprs show it: a few integers as they are, other tensors by dtype and shape."""
+    """A value as messages show it: tensors by dtype and shape."""
     if not isinstance(value, Tensor):
         return repr(value)
-    if value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64 and readable(value):
-        return repr(value.tolist())
     return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
+
+
+def brief(value: object) -> str:
+    """A value as reprs show it: a few integers as they are."""
+    if isinstance(value, Tensor) and value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64:
+        return repr(value.tolist()) if readable(value) else describe(value)
+    return describe(value)
 
 
 def count(name: str, value: Any, least: int = 0) -> int:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._arguments import bool_tensor, broadcasts, common_shape, count, describe, int_tensor, readable
+from ._arguments import bool_tensor, brief, broadcasts, common_shape, count, describe, int_tensor, readable
 from ._mask import Grid, Mask, Sizes, column, row, value
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
@@ -103,7 +103,7 @@ class Documents(Mask):
 
     def __repr__(self) -> str:
         ids = [self.q_ids] if self.k_ids is None else [self.q_ids, self.k_ids]
-        return f"Documents({', '.join(map(describe, ids))})"
+        return f"Documents({', '.join(map(brief, ids))})"
 
     def _sizes(self) -> tuple[int, int]:
         own = self.q_ids.shape[-1]

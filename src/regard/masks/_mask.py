@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import broadcasts, common_shape, count, describe, readable, same
+from ._arguments import brief, broadcasts, common_shape, count, describe, readable, same
 from ._program import Op, Pool, Program, node
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class Mask:
         return self._hash
 
     def __repr__(self) -> str:
-        shown = ", ".join(describe(content) for _, content in self._items())
+        shown = ", ".join(brief(content) for _, content in self._items())
         return f"{type(self).__name__}({shown})"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,184 @@
+"""Timing that is fair to both sides, the machine's limits, and the check without which no number is shown."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from cases import Case, Inputs
+from torch import Tensor
+
+import regard
+from regard import _native
+from regard.info import report as installation
+
+# Largest error of a row by the mean norm of a row, against float64: far above rounding, far below a fault.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+ROWS = 6  # query rows in each of the three samples that are compared
+
+
+class WrongResult(Exception):
+    """A side computed something else: its time means nothing."""
+
+
+def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
+    """The shortest time of each call in seconds. They take turns, so that a slow spell meets all of them."""
+    best = dict.fromkeys(calls, float("inf"))
+    end, rounds = perf_counter() + seconds, 0
+    while rounds < least or perf_counter() < end:
+        for name, call in calls.items():
+            begin = perf_counter()
+            call()
+            best[name] = min(best[name], perf_counter() - begin)
+        rounds += 1
+    return best
+
+
+# Correctness
+
+
+def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
+    """The worst row's error against the float64 reference; WrongResult when it is too large."""
+    error = max(row_error(out[..., rows, :], exact(case, inputs, rows)) for rows in sample_rows(case))
+    if not error < TOLERANCE[case.dtype]:
+        raise WrongResult(f"{who}, {case.name}: error {error:.1e} against float64")
+    return error
+
+
+def sample_rows(case: Case) -> list[slice]:
+    """First, middle and last queries; all of them with dropout, whose pattern depends on the row's number."""
+    if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
+        return [slice(0, case.Lq)]
+    return [slice(first, first + ROWS) for first in (0, case.Lq // 2, case.Lq - ROWS)]
+
+
+def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
+    """The result of some rows in float64: a query keeps its position through `offset`."""
+    q, k, v, options = inputs
+    bias = options.get("bias")
+    if isinstance(bias, Tensor):
+        options = options | {"bias": bias[..., rows, :].double()}
+    return regard.attention(
+        q[..., rows, :].double(), k.double(), v.double(), mask=case.make_mask(),
+        offset=case.Lk - case.Lq + rows.start, impl="reference", **options,
+    )  # fmt: skip
+
+
+def row_error(out: Tensor, exact: Tensor) -> float:
+    """NaN when `out` has one."""
+    error = (out.double() - exact).norm(dim=-1)
+    return float(error.max() / exact.norm(dim=-1).mean())
+
+
+def useful_flops(case: Case, inputs: Inputs) -> int:
+    q, k, v, options = inputs
+    return case.calls * regard.plan(q, k, v, mask=case.make_mask(), **options).flops
+
+
+# The machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    facts: dict[str, str]
+    threads: int
+    fma: tuple[float, float]  # FLOP/s in float32, of one thread and of all
+    read: tuple[float, float]  # bytes/s
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of all threads; 16-bit inputs are computed in float32."""
+        return self.fma[1] / 2 if dtype == torch.float64 else self.fma[1]
+
+
+def machine(threads: int, repeats: int = 10) -> Machine:
+    fma = {n: max(fma_rate(n) for _ in range(repeats)) for n in {1, threads}}
+    buffer = torch.ones(2**26)
+    read = {n: max(read_rate(buffer, n) for _ in range(repeats)) for n in {1, threads}}
+    return Machine(facts(threads), threads, (fma[1], fma[threads]), (read[1], read[threads]))
+
+
+def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
+    return together(lambda _: _native._core.fma_probe(rounds), threads)
+
+
+def read_rate(buffer: Tensor, threads: int) -> float:
+    part = buffer.numel() // threads
+
+    def read(index: int) -> float:
+        _native._core.read_probe(buffer.data_ptr() + 4 * part * index, part)
+        return 4.0 * part
+
+    return together(read, threads)
+
+
+def together(work: Callable[[int], float], threads: int) -> float:
+    """What the threads did in all, by second. The core releases the GIL."""
+    barrier = threading.Barrier(threads)
+    done: list[tuple[float, float, float]] = []
+
+    def run(index: int) -> None:
+        barrier.wait()
+        begin = perf_counter()
+        amount = float(work(index))
+        done.append((begin, perf_counter(), amount))
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    begins, ends, amounts = zip(*done, strict=True)
+    return float(sum(amounts) / (max(ends) - min(begins)))
+
+
+def facts(threads: int) -> dict[str, str]:
+    installed = installation()
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "CPU": cpu_name(),
+        "threads": f"{threads} of {os.cpu_count()}",
+        "regard": f"{installed['regard']}, kernels {installed.get('native isa', 'none')}",
+        "torch": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): value.strip() for key, value in named.items()}
+    return f"{named.get('model name', platform.machine())}, family {named.get('cpu family', '?')}"
+
+
+class Load:
+    """The share of the CPUs that other processes take. Numbers from a busy machine need care."""
+
+    def __init__(self) -> None:
+        self.begin = self._read()
+
+    def others(self) -> float | None:
+        if self.begin is None or (end := self._read()) is None:
+            return None
+        total, idle, own = (b - a for a, b in zip(self.begin, end, strict=True))
+        return max(0.0, (total - idle - own) / total) if total else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds in all, idle, and of this process and the children that ended."""
+        try:
+            line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        except OSError:
+            return None
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in line.split()[1:9]]
+        return sum(ticks), ticks[3] + ticks[4], sum(os.times()[:4])

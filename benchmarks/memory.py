@@ -1,0 +1,101 @@
+"""Peak extra memory of each side of each case, in a process of its own so that timings are not disturbed.
+
+`python benchmarks/memory.py CASE:SIDE ...` prints ["CASE:SIDE", bytes] in a line for each. Counted is
+what q, k and v do not hold yet: the mask, the result, and everything in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# Freed blocks go back to the system at once, else they would hide the next allocation.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def available() -> bool:
+    return os.access(REFS, os.W_OK)
+
+
+def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterator[tuple[str, int]]:
+    """("CASE:SIDE", bytes) as they come from the child process; nothing where the system cannot tell."""
+    if not available():
+        return
+    command = [sys.executable, __file__, "--threads", str(threads), *(["--shrink", str(L)] if L else [])]
+    environment = os.environ | ALLOCATOR
+    with subprocess.Popen([*command, *labels], stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            label, extra = json.loads(line)
+            yield label, extra
+
+
+def extra(run: Callable[[], Any]) -> int:
+    """Bytes beyond what the process held. In a new thread, since the core keeps scratch for its caller."""
+    found: list[int] = []
+
+    def work() -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        REFS.write_text("5")  # the high-water mark starts again from here
+        before = status("VmRSS")
+        result = run()
+        found.append(status("VmHWM") - before)
+        del result
+
+    in_thread(work)
+    return max(found[0], 0)
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def status(name: str) -> int:
+    line = next(s for s in STATUS.read_text(encoding="ascii").splitlines() if s.startswith(name + ":"))
+    return 1024 * int(line.split()[1])
+
+
+def measure_here(label: str, L: int | None) -> int:
+    from cases import Case, chosen
+    from peers import prepare
+    from scaling import LONG
+
+    name, side = label.split(":")
+    case: Case = next(c for c in (*chosen([]), LONG) if c.name == name)
+    case = replace(case.shrunk(L) if L else case, calls=1)
+    inputs = case.inputs()
+    first = case if side == "flex" else case.shrunk(64)  # compiles, starts the threads
+    in_thread(prepare(side, first, inputs if side == "flex" else first.inputs()))
+    return extra(lambda: prepare(side, case, inputs)())
+
+
+def main(arguments: list[str]) -> None:
+    import torch
+
+    threads = int(arguments[arguments.index("--threads") + 1])
+    L = int(arguments[arguments.index("--shrink") + 1]) if "--shrink" in arguments else None
+    torch.set_num_threads(threads)
+    for label in arguments:
+        if ":" in label:
+            print(json.dumps([label, measure_here(label, L)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

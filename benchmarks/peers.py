@@ -1,0 +1,144 @@
+"""The two sides of a case: Regard, and what PyTorch offers for the same result.
+
+A side has two steps. `prepare` builds what the call needs besides q, k and v (a mask): it is outside the
+clock, but its memory counts. What it returns is the call that is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import Case, Inputs, Options
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard.scores import Alibi
+
+Call = Callable[[], Any]
+INF = float("inf")
+
+
+def prepare(side: str, case: Case, inputs: Inputs) -> Call:
+    """The call of "regard", "sdpa", "eager" or "flex", ready to be timed."""
+    return repeated(SIDES[side](case, inputs), case.calls)
+
+
+def repeated(call: Call, times: int) -> Call:
+    if times == 1:
+        return call
+
+    def loop() -> Any:
+        for _ in range(times - 1):
+            call()
+        return call()
+
+    return loop
+
+
+def regard_side(case: Case, inputs: Inputs) -> Call:
+    q, k, v, options = inputs
+    mask = case.make_mask()
+    return lambda: regard.attention(q, k, v, mask=mask, **options)
+
+
+def sdpa_side(case: Case, inputs: Inputs) -> Call:
+    q, k, v = sdpa_tensors(inputs)
+    options = sdpa_options(case, inputs)
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def sdpa_tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v; for a sink with one more key and value of zeros, whose score is the sink's bias."""
+    q, k, v, options = inputs
+    return (q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))) if "sink" in options else (q, k, v)
+
+
+def sdpa_options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    mask, options = case.make_mask(), inputs.options
+    plain = not {"bias", "sink"} & options.keys()
+    is_causal = plain and isinstance(mask, M.Causal) and case.Lq == case.Lk
+    return {
+        "attn_mask": None if is_causal else additive(case, options, mask),
+        "dropout_p": options.get("dropout", 0.0),
+        "is_causal": is_causal,
+        "enable_gqa": case.Hq != case.Hkv,
+    }
+
+
+def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None:
+    """Mask, bias and sink as one float tensor with -inf: SDPA turns a bool mask into one at every call."""
+    bias, sink = options.get("bias"), options.get("sink")
+    total = bias.dense(case.Lq, case.Lk)[None] if isinstance(bias, Alibi) else bias
+    if total is not None:
+        total = total.to(case.dtype)
+    if mask is not None:
+        start = torch.zeros((), dtype=case.dtype) if total is None else total
+        total = torch.where(mask.to_dense(case.Lq, case.Lk), start, -INF)
+    return total if sink is None else with_column(total, sink, case)
+
+
+def with_column(total: Tensor | None, sink: Tensor, case: Case) -> Tensor:
+    """(1, Hq, Lq, Lk + 1): the sink's logit stands after the keys."""
+    pairs = torch.zeros(1, dtype=case.dtype) if total is None else total
+    column = sink.to(case.dtype)[:, None, None].expand(1, case.Hq, case.Lq, 1)
+    return torch.cat([pairs.expand(1, case.Hq, case.Lq, case.Lk), column], -1)
+
+
+def sdpa_path(case: Case, inputs: Inputs) -> str:
+    """Which of SDPA's two CPU paths runs: "fused" or "math"."""
+    options = sdpa_options(case, inputs)
+    gqa = options.pop("enable_gqa")
+    choice = torch._fused_sdp_choice(*sdpa_tensors(inputs), *options.values(), enable_gqa=gqa)
+    return "math" if choice == 0 else "fused"
+
+
+def eager_side(case: Case, inputs: Inputs) -> Call:
+    """The formula in plain PyTorch, for what SDPA cannot express."""
+    q, k, v, options = inputs
+    added, change = additive(case, {}, case.make_mask()), score_mod(options)
+
+    def call() -> Tensor:
+        s = q @ k.mT * case.D**-0.5
+        s = change(s, None, None, None, None) if change else s
+        return torch.softmax(s if added is None else s + added, -1) @ v
+
+    return call
+
+
+def flex_side(case: Case, inputs: Inputs) -> Call:
+    """Compiled FlexAttention, its BlockMask made beforehand."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    q, k, v, options = inputs
+    mask = case.make_mask()
+    run = torch.compile(flex_attention, dynamic=False)
+    fixed: dict[str, Any] = {
+        "block_mask": None if mask is None else M.to_flex(mask, case.Lq, case.Lk),
+        "score_mod": score_mod(options),
+        "enable_gqa": case.Hq != case.Hkv,
+    }
+    return lambda: run(q, k, v, **fixed)
+
+
+def score_mod(options: Options) -> Callable[..., Tensor] | None:
+    cap, bias = options.get("softcap"), options.get("bias")
+    if cap is not None:
+        return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
+    if isinstance(bias, Alibi):
+        slopes = bias.slopes
+        return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+    return None
+
+
+SIDES: dict[str, Callable[[Case, Inputs], Call]] = {
+    "regard": regard_side,
+    "sdpa": sdpa_side,
+    "eager": eager_side,
+    "flex": flex_side,
+}
+NAMES = {"regard": "Regard", "sdpa": "SDPA", "eager": "plain PyTorch", "flex": "Flex, compiled"}

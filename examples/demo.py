@@ -1,0 +1,160 @@
+"""`make demo`: what Regard does on this machine, in less than a minute."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.table import Table
+
+import regard
+from regard import masks as M
+from regard import scores
+from regard.info import report as installation
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import heatmap  # noqa: E402
+import memory  # noqa: E402
+from cases import CASES, Case  # noqa: E402
+from measure import best_times, cpu_name, row_error  # noqa: E402
+from report import mebibytes, milliseconds  # noqa: E402
+from run import ready, remark  # noqa: E402
+
+EVERYDAY = (
+    "dense-2048-64", "causal-2048-64", "padded-512", "window-4096", "documents-4096", "dropout-1024",
+    "gqa-1024", "bf16-2048",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, for a smoke test")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo" / "head.png")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    found = Console()
+    console = found if found.is_terminal else Console(width=110)
+    with torch.no_grad():
+        show_machine(console)
+        show_correctness(console)
+        show_masks(console)
+        show_speed(console, options)
+        show_head(console, options.output)
+    return 0
+
+
+def heading(console: Console, text: str) -> None:
+    console.print(f"\n[bold #0072b2]{text}[/]")
+
+
+def show_machine(console: Console) -> None:
+    heading(console, "Regard: exact attention, every option in one call")
+    facts = installation()
+    console.print(f"{cpu_name()}, {torch.get_num_threads()} threads", highlight=False)
+    kernels = facts.get("native isa", "none: " + facts["native core"])
+    console.print(f"regard {facts['regard']}, kernels {kernels}; torch {facts['torch']}", highlight=False)
+
+
+def show_correctness(console: Console) -> None:
+    """Everything at once, in float32, against the formula in float64."""
+    heading(console, "Is it right?")
+    q, k, v = torch.randn(2, 8, 333, 64), torch.randn(2, 2, 333, 64), torch.randn(2, 2, 333, 96)
+    mask = M.Window(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
+    options = {"bias": scores.Alibi.standard(8), "softcap": 20.0, "sink": torch.randn(8), "dropout": 0.1}
+    out = regard.attention(q, k, v, mask=mask, seed=1, **options)
+    exact = regard.attention(
+        q.double(), k.double(), v.double(), mask=mask, seed=1, impl="reference", **options
+    )
+    console.print(
+        f"Grouped heads, Dv = 96, {mask}, ALiBi, softcap, sink and dropout together:\n"
+        f"the worst of {out.shape[:3].numel():,} rows is {row_error(out, exact):.1e} away from float64.",
+        highlight=False,
+    )
+
+
+def show_masks(console: Console, L: int = 16) -> None:
+    heading(console, "Masks are values")
+    masks = {
+        "Causal()": M.Causal(),
+        "Window(4)": M.Window(4),
+        "packed documents": M.Documents(torch.tensor([0] * 5 + [1] * 7 + [2] * 4)) & M.Causal(),
+        "longformer": M.longformer(2, global_tokens=[0]),
+    }
+    panels = [Panel(f"[#56b4e9]{picture(m, L)}[/]", title=name, expand=False) for name, m in masks.items()]
+    console.print(Columns(panels, padding=(0, 0)))
+
+
+def picture(mask: M.Mask, L: int) -> str:
+    """(L, L) in L columns and L / 2 lines: a character is two queries, one above the other."""
+    seen = mask.to_dense(L, L).expand(1, 1, L, L)[0, 0].long()
+    pairs = (2 * seen[::2] + seen[1::2]).tolist()
+    return "\n".join("".join("·▄▀█"[pair] for pair in line) for line in pairs)
+
+
+def show_speed(console: Console, options: argparse.Namespace) -> None:
+    heading(console, "Time and peak memory beside PyTorch's scaled_dot_product_attention")
+    table = Table(box=SIMPLE_HEAD)
+    for i, name in enumerate(
+        ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "faster", "MiB", "PyTorch's MiB")
+    ):
+        table.add_column(name, justify="left" if i < 2 else "right")
+    notes = set()
+    for case, cells, note in measured(console, options):
+        table.add_row(case.title, case.shape, *cells)
+        notes |= {f"{case.title}: {note}"} if note else set()
+    console.print(table)
+    for text in sorted(notes):
+        console.print(f"[dim]{text}[/]", highlight=False)
+    console.print("[dim]Best of several turns; `make bench` measures longer, and more.[/]", highlight=False)
+
+
+def measured(console: Console, options: argparse.Namespace) -> Iterator[tuple[Case, list[str], str]]:
+    """(case, its cells, a note). Time first, then memory in a process of its own."""
+    L = 64 if options.quick else None
+    cases = [c.shrunk(L) if L else c for name in EVERYDAY for c in CASES if c.name == name]
+    labels = [f"{c.name}:{side}" for c in cases for side in ("regard", "sdpa")]
+    rows, sizes = {}, {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=4 * len(cases))
+        for case in cases:
+            progress.update(task, description=case.title, advance=2)
+            rows[case.name] = times(case, 0.02 if options.quick else 1.0)
+        for label, extra in memory.measure(labels, options.threads, L):
+            progress.update(task, description="memory", advance=1)
+            sizes[label] = mebibytes(extra)
+    for case in cases:
+        cells, note = rows[case.name]
+        yield case, [*cells, *(sizes.get(f"{case.name}:{side}", "") for side in ("regard", "sdpa"))], note
+
+
+def times(case: Case, seconds: float) -> tuple[list[str], str]:
+    """Our time, theirs and the ratio; refused when a result is wrong."""
+    inputs = case.inputs()
+    calls, faults = ready(case, inputs, ["regard", "sdpa"])
+    if faults:
+        return ["refused", "", ""], "; ".join(faults.values())
+    best = best_times(calls, seconds)
+    ratio = f"{best['sdpa'] / best['regard']:.1f} x"
+    return [*map(milliseconds, best.values()), ratio], remark(case, inputs, "sdpa")
+
+
+def show_head(console: Console, path: Path) -> None:
+    heading(console, "One head, drawn")
+    words, weights = heatmap.words_and_weights()
+    heatmap.draw(words, weights, path)
+    console.print(f"Each word attends to what followed it before. Saved in {path}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
