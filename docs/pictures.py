@@ -17,6 +17,7 @@ from regard import masks as M
 HERE = Path(__file__).parent
 IMAGES = HERE / "images"
 NOTHING, SEEN, INK = "#f3efe6", "#14508c", "#33312c"
+UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
 L = 16
 IDS = torch.tensor([0] * 5 + [1] * 7 + [2] * 4)
 
@@ -63,17 +64,17 @@ def pixels(mask: M.Mask, size: int = 6) -> Tensor:
 def small_pictures() -> None:
     """One for each mask, for the tables."""
     for name, mask in ATOMS.items():
-        imsave(IMAGES / f"{name}.png", pixels(mask).numpy(), metadata={"Software": None})
+        imsave(IMAGES / f"{name}.png", pixels(mask).numpy(), metadata=UNSIGNED)
 
 
 def hero() -> None:
     """Six masks in a row, for the top of the README."""
-    figure = Figure(figsize=(12, 2.5), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12, 2.2), layout="constrained", facecolor="white")
     for axes, (title, name) in zip(figure.subplots(1, len(HERO)), HERO.items(), strict=True):
         axes.imshow(pixels(ATOMS[name], 12).numpy(), interpolation="nearest")
         axes.set_title(title, fontsize=9, color=INK, family="monospace")
         bare(axes)
-    figure.savefig(IMAGES / "masks.png", dpi=80, metadata={"Software": None})
+    figure.savefig(IMAGES / "masks.png", dpi=80, metadata=UNSIGNED)
 
 
 def alignment() -> None:
@@ -93,7 +94,7 @@ def alignment() -> None:
         axes.set_yticks(range(3), [f"q{i}" for i in range(3)], fontsize=8)
         axes.tick_params(length=0, colors=INK)
         axes.spines[:].set_visible(False)
-    figure.savefig(IMAGES / "alignment.png", dpi=80, metadata={"Software": None})
+    figure.savefig(IMAGES / "alignment.png", dpi=80, metadata=UNSIGNED)
 
 
 def head() -> None:

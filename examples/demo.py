@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -71,13 +72,18 @@ def show_correctness(console: Console) -> None:
     heading(console, "Is it right?")
     q, k, v = torch.randn(2, 8, 333, 64), torch.randn(2, 2, 333, 64), torch.randn(2, 2, 333, 96)
     mask = M.Window(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
-    options = {"bias": scores.Alibi.standard(8), "softcap": 20.0, "sink": torch.randn(8), "dropout": 0.1}
+    options: dict[str, Any] = {
+        "bias": scores.Alibi.standard(8),
+        "softcap": 20.0,
+        "sink": torch.randn(8),
+        "dropout": 0.1,
+    }
     out = regard.attention(q, k, v, mask=mask, seed=1, **options)
     exact = regard.attention(
         q.double(), k.double(), v.double(), mask=mask, seed=1, impl="reference", **options
     )
     console.print(
-        f"Grouped heads, Dv = 96, {mask}, ALiBi, softcap, sink and dropout together:\n"
+        f"Grouped heads, Dv = 96, {mask}, ALiBi, softcap, sink and dropout:\n"
         f"the worst of {out.shape[:3].numel():,} rows is {row_error(out, exact):.1e} away from float64.",
         highlight=False,
     )

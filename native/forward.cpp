@@ -23,6 +23,8 @@ constexpr double kInlineWork = 1e6;  // floating point operations that are not w
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
+
 // Neighbouring panels of one residue class of query rows.
 struct Tile {
   int64_t residue, first, count;
@@ -261,10 +263,11 @@ class Forward {
 }  // namespace
 
 Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
-  return Forward(spec, call, code).run(interrupt);
+  return is_empty(spec) ? Outcome::kDone : Forward(spec, call, code).run(interrupt);
 }
 
 Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
+  if (is_empty(spec)) return {0, 0, 1};
   const Forward f(spec, call, code);
   return {f.tasks(), f.scratch_bytes(), f.workers()};
 }

@@ -59,7 +59,10 @@ def test_every_number_of_keys(isa: str, dtype: torch.dtype, poison: None) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width(isa: str, dtype: torch.dtype, poison: None) -> None:
     for n in [*range(1, 34), *WIDTHS]:
-        for call in (make(isa, 1, 1, 1, 5, 7, n, 3, dtype=dtype), make(isa, 1, 1, 1, 5, 7, 3, n, dtype=dtype)):
+        for call in (
+            make(isa, 1, 1, 1, 5, 7, n, 3, dtype=dtype),
+            make(isa, 1, 1, 1, 5, 7, 3, n, dtype=dtype),
+        ):
             assert not faults(call), call
 
 
@@ -71,12 +74,27 @@ def test_groups_of_heads(isa: str, group: int, poison: None) -> None:
 
 
 def test_broadcast_batches(isa: str, poison: None) -> None:
-    q, k, v = torch.randn(3, 2, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(3, 1, 7, 8)[:, :1].expand(3, 2, 7, 8)
+    q, k, v = (
+        torch.randn(3, 2, 5, 8),
+        torch.randn(1, 2, 7, 8),
+        torch.randn(3, 1, 7, 8)[:, :1].expand(3, 2, 7, 8),
+    )
     assert not faults(Call(q, k, v, {}, isa))
     assert not faults(Call(q[:1], k, v, {"mask": M.Lengths([7, 0, 3])}, isa))
 
 
-BIAS_SHAPES = [(), (9,), (1, 9), (17, 1), (17, 9), (4, 1, 1), (4, 17, 9), (2, 1, 1, 9), (2, 4, 17, 9), (1, 1, 17, 9)]
+BIAS_SHAPES = [
+    (),
+    (9,),
+    (1, 9),
+    (17, 1),
+    (17, 9),
+    (4, 1, 1),
+    (4, 17, 9),
+    (2, 1, 1, 9),
+    (2, 4, 17, 9),
+    (1, 1, 17, 9),
+]
 
 
 @pytest.mark.parametrize("shape", BIAS_SHAPES)
@@ -127,7 +145,9 @@ def bias_of(kind: str, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     sink=st.booleans(),
     dropout=st.sampled_from((0.0, 0.0, 0.3)),
 )
-def test_masks_and_options(case: Case, isa: str, dtype: torch.dtype, widths: tuple[int, int], **chosen: Any) -> None:
+def test_masks_and_options(
+    case: Case, isa: str, dtype: torch.dtype, widths: tuple[int, int], **chosen: Any
+) -> None:
     q = torch.randn(*case.batch, case.heads, case.Lq, widths[0], dtype=dtype)
     k = torch.randn(*case.batch, case.heads, case.Lk, widths[0], dtype=dtype)
     v = torch.randn(*case.batch, case.heads, case.Lk, widths[1], dtype=dtype)
@@ -172,7 +192,13 @@ def test_pairs_of_options(isa: str, first: str, poison: None) -> None:
 def test_all_options_at_once(isa: str, poison: None) -> None:
     for dtype in DTYPES:
         options = {"mask": M.Causal() & M.Lengths([101, 40]), "bias": torch.randn(4, 33, 101), "softcap": 3.0}
-        options |= {"sink": torch.randn(4), "dropout": 0.2, "seed": 3, "offset": torch.tensor([60, 68]), "scale": 0.2}
+        options |= {
+            "sink": torch.randn(4),
+            "dropout": 0.2,
+            "seed": 3,
+            "offset": torch.tensor([60, 68]),
+            "scale": 0.2,
+        }
         call = make(isa, 2, 4, 2, 33, 101, 16, 8, dtype=dtype, **options)
         assert not faults(call), call
 

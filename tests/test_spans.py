@@ -84,7 +84,12 @@ def test_no_mask_is_one_full_run() -> None:
 
 def test_causal_runs_are_a_staircase() -> None:
     problem = make(*[torch.zeros(1, 4, 1)] * 3, mask=M.Causal())
-    assert _native.runs(problem, 0, 0, 0, 4) == [(0, 1, 0b1111), (1, 2, 0b1110), (2, 3, 0b1100), (3, 4, 0b1000)]
+    assert _native.runs(problem, 0, 0, 0, 4) == [
+        (0, 1, 0b1111),
+        (1, 2, 0b1110),
+        (2, 3, 0b1100),
+        (3, 4, 0b1000),
+    ]
 
 
 @pytest.mark.parametrize("offset", [-(2**48), -7, 2**48 - 9])

@@ -75,12 +75,14 @@ struct ExactRow {
 
   double score(const S* q, const S* k, int64_t j) const {
     const Spec& spec = *task.spec;
+    const double added = bias(j);
+    if (added == -__builtin_inf()) return added;
     double dot = 0;
     for (int64_t d = 0; d < spec.D; ++d)
       dot += static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * spec.k.d]));
     dot *= spec.scale;
     if (spec.softcap > 0) dot = spec.softcap * tanh(dot / spec.softcap);
-    return dot + bias(j);
+    return dot + added;
   }
 
   void add(double s, const S* v, bool kept) {
@@ -88,9 +90,9 @@ struct ExactRow {
     const double shift = s > top ? s : top;
     const double old = total == 0 && top == -__builtin_inf() ? 0 : exp(top - shift), now = exp(s - shift);
     const int64_t Dv = task.spec->Dv, stride = task.spec->v.d;
-    for (int64_t d = 0; d < Dv; ++d) sum[d] = (old == 0 ? 0 : sum[d] * old);
-    const double weight = kept ? now : 0;  // a dropped NaN is attended all the same
-    for (int64_t d = 0; d < Dv; ++d) sum[d] += weight * static_cast<double>(to_float(v[d * stride]));
+    const double weight = kept ? now : 0;  // 0 * NaN is NaN: an attended NaN shows, dropped or negligible
+    for (int64_t d = 0; d < Dv; ++d)
+      sum[d] = sum[d] * old + weight * static_cast<double>(to_float(v[d * stride]));
     total = total * old + now;
     top = shift;
   }

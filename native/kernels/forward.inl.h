@@ -22,6 +22,7 @@ struct Forward {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
     int64_t run;
+    Scalar first_shift, first_total;  // before any key
   };
 
   const Task& task;
@@ -47,6 +48,8 @@ struct Forward {
                    take<Scalar>(P),
                    take<uint32_t>(P),
                    take<uint32_t>(P),
+                   0,
+                   0,
                    0};
     scores = take<Scalar>(kBlock * P);
     factor = take<Scalar>(P);
@@ -114,6 +117,8 @@ struct Forward {
       Lanes<V>::store(s.shift + r, shift);
       Lanes<V>::store(s.total + r, total);
     }
+    s.first_shift = s.shift[0];
+    s.first_total = s.total[0];
   }
 
   // A lane that has seen nothing has shift -inf; 0 stands in for it.
@@ -253,7 +258,8 @@ struct Forward {
         first = p.runs[0].begin < first ? p.runs[0].begin : first;
         last = p.runs[p.n_runs - 1].end > last ? p.runs[p.n_runs - 1].end : last;
       }
-    for (int64_t begin = first; begin < last; begin += kBlock) {
+    // Blocks start at multiples of their size, so that a panel's result does not depend on its task.
+    for (int64_t begin = first / kBlock * kBlock; begin < last; begin += kBlock) {
       const int64_t end = begin + kBlock < last ? begin + kBlock : last;
       if (!touched(begin, end)) continue;
       if (task.stop(task.stop_context)) return;
@@ -294,8 +300,9 @@ struct Forward {
 
   Scalar lse_of(const Panel& p, const State& s, int t) const {
     if (s.total[t] == 0) return static_cast<Scalar>(-__builtin_inf());
-    if (call.sink && p.n_runs == 0) return static_cast<const Scalar*>(call.sink)[p.head];
-    if (s.shift[t] < Biased<V>::kLowest / 2)
+    if (call.sink && s.shift[t] == s.first_shift && s.total[t] == s.first_total)
+      return static_cast<const Scalar*>(call.sink)[p.head];
+    if (s.total[t] == s.total[t] && s.shift[t] < Biased<V>::kLowest / 2)
       return static_cast<Scalar>(ExactRow<V, S>{task, p, t, row_sum, 0, 0}.largest_bias());
     return static_cast<Scalar>(static_cast<double>(s.shift[t]) * kLn2 + log(static_cast<double>(s.total[t])));
   }

@@ -41,12 +41,13 @@ void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V:
   using Scalar = typename V::Scalar;
   const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
   const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
+  const V lowest = Lanes<V>::set(Biased<V>::kLowest);
   for (int64_t c = 0; c < n; ++c)
     for (int r = 0; r < kPanel<V>; r += V::N) {
       const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
       const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
       Scalar* s = scores + c * kPanel<V> + r;
-      Lanes<V>::store(s, fma(distance, factor, Lanes<V>::load(s)));
+      Lanes<V>::store(s, max(lowest, fma(distance, factor, Lanes<V>::load(s))));
     }
 }
 

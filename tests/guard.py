@@ -1,0 +1,131 @@
+"""Calls whose tensors lie flush against pages that must not be touched. `python guard.py first count isa...`
+
+A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
+slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from typing import Any
+
+import torch
+from cases import Call, sample
+from torch import Tensor
+
+from regard import _native
+from regard._problem import make
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+LIBC.mprotect.argtypes = LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+PAGE, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE = 4096, 3, 0x4022
+SENTINEL = 0xA5
+
+
+def mapped(size: int) -> int:
+    """Address of fresh memory that costs nothing until it is written."""
+    address = LIBC.mmap(None, size, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(address)
+
+
+def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+class Region:
+    """Room for one tensor between two forbidden pages, at the end or at the start of what is allowed."""
+
+    def __init__(self, count: int, dtype: torch.dtype, at_end: bool) -> None:
+        used = max(count, 1) * dtype.itemsize
+        self.inner = -(-used // PAGE) * PAGE
+        self.base = mapped(self.inner + 2 * PAGE)
+        for page in (self.base, self.base + PAGE + self.inner):
+            if LIBC.mprotect(page, PAGE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        first = self.base + PAGE
+        slack = self.inner - used
+        self.tensor = tensor_at(first + (slack if at_end else 0), max(count, 1), dtype)[:count]
+        self.slack = tensor_at(first + (0 if at_end else used), slack, torch.uint8) if slack else None
+        if self.slack is not None:
+            self.slack.fill_(SENTINEL)
+
+    def close(self) -> None:
+        intact = self.slack is None or bool((self.slack == SENTINEL).all())
+        LIBC.munmap(self.base, self.inner + 2 * PAGE)
+        assert intact, "bytes beside a tensor were changed"
+
+
+class Guard:
+    """Makes guarded tensors and closes them all."""
+
+    def __init__(self, seed: int) -> None:
+        self.pick = random.Random(seed)
+        self.regions: list[Region] = []
+
+    def flat(self, count: int, dtype: torch.dtype) -> Tensor:
+        self.regions.append(Region(count, dtype, self.pick.random() < 0.5))
+        return self.regions[-1].tensor
+
+    def moved(self, x: Tensor) -> Tensor:
+        """The same numbers and strides in guarded memory."""
+        if not x.numel():
+            return x
+        extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        copy = self.flat(extent, x.dtype).zero_().as_strided(x.shape, x.stride())
+        return copy.copy_(x) if 0 not in x.stride() else self.flat(x.numel(), x.dtype).view(x.shape).copy_(x)
+
+    def empty(self, shape: Any, *, dtype: torch.dtype) -> Tensor:
+        return self.flat(torch.Size(shape).numel(), dtype).view(shape)
+
+    def empty_strided(self, shape: Any, stride: Any, *, dtype: torch.dtype) -> Tensor:
+        return self.flat(torch.Size(shape).numel(), dtype).as_strided(shape, stride)
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.close()
+
+
+def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
+    """out and LSE, copied out of guarded memory; every input and output of the kernel lies in it."""
+    options = {
+        n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
+    }
+    problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
+    problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
+    before = torch.empty, torch.empty_strided
+    torch.empty, torch.empty_strided = guard.empty, guard.empty_strided  # type: ignore[assignment]
+    try:
+        out, lse = _native.forward(problem)
+    finally:
+        torch.empty, torch.empty_strided = before
+    assert lse is not None
+    return out.clone(), lse.clone()
+
+
+def check(seed: int, isa: str) -> None:
+    call, guard = sample(seed, 2e6)._replace(isa=isa), Guard(seed)
+    with _native.use_isa(isa):
+        results = guarded_forward(call, guard)
+    guard.close()
+    for ours, plain in zip(results, call.run(), strict=True):
+        assert torch.equal(ours, plain), f"seed {seed} on {isa}: {call}"
+
+
+def main(first: int, count: int, isas: list[str]) -> None:
+    torch.set_num_threads(1)
+    for seed in range(first, first + count):
+        for isa in isas:
+            print(seed, isa, flush=True)
+            check(seed, isa)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,66 @@
+"""The examples run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import HAVE_CORE
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "100", "MPLBACKEND": "Agg"}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, timeout=200, env=ENVIRONMENT, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+def test_demo(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "head.png"
+    text = run(str(ROOT / "examples" / "demo.py"), "--quick", "--threads", "1", "--output", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for part in ("away from float64", "packed documents", "dropout 0.1", "bfloat16 dense", "Saved in"):
+        assert part in text
+    assert "refused" not in text
+
+
+def test_quickstart() -> None:
+    text = run(str(ROOT / "examples" / "quickstart.py"))
+    assert "(2, 8, 1, 64)" in text
+    assert "visible pairs" in text
+
+
+def test_the_head_finds_what_followed() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import heatmap
+    finally:
+        sys.path.pop(0)
+    words, weights = heatmap.words_and_weights("a b c a b c")
+    assert words == list("abcabc")
+    assert weights.argmax(-1).tolist() == [0, 0, 0, 1, 2, 3]
+
+
+def test_every_picture_of_the_pages_is_there() -> None:
+    """And no picture is left over."""
+    import re
+
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    used = {
+        (page.parent / link).resolve()
+        for page in pages
+        for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    }
+    missing = {path.name for path in used if not path.exists()} - {"results.png"}
+    assert not missing
+    assert {p.name for p in (ROOT / "docs" / "images").glob("*.png")} <= {p.name for p in used}
