@@ -14,13 +14,14 @@ import report
 import scaling
 import torch
 from cases import CASES, Case, Inputs, chosen
-from measure import Load, Machine, WrongResult, best_times, check, machine, useful_flops
+from measure import Load, Machine, WrongResult, best_times, check, looked_again, machine, useful_flops
 from peers import prepare, sdpa_path
 from report import Row
 from rich.progress import Progress
 from scaling import Fact
 
 Calls = dict[str, Callable[[], Any]]
+BUSY = 0.1  # share of the CPUs that others may take before results are not kept
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 
@@ -36,14 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with torch.no_grad(), Progress(console=console, transient=True) as progress:
         here = machine(options.threads, 3 if options.quick else 10)
         report.show_machine(console, here)
-        rows = with_memory(timed(options, here, progress), options, progress)
+        rows, here = timed(options, here, progress)
+        rows = with_memory(rows, options, progress)
         facts = [] if options.only else list(growth(options, progress))
-    header = report.where(here, command(options), load.others())
+    others = load.others()
+    header = report.where(here, command(options), others)
     report.show(console, rows, facts, header)
     if options.markdown:
         print("\n\n".join([header, report.markdown_rows(rows), report.markdown_facts(facts)]))
     if not (options.quick or options.only):
-        write(rows, facts, here, header)
+        if others is not None and others > BUSY and not options.write:
+            console.print(f"No files written: other processes took {others:.0%} of the CPUs. Or --write.")
+        else:
+            write(rows, facts, here, header)
     return 1 if any(r.fault for r in rows) else 0
 
 
@@ -53,6 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="part of a case's name")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--write", action="store_true", help="write the files even if the machine was busy")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="for each case (default 4; 0.3 with --quick)")
     parser.add_argument("--shrink", type=int, metavar="L", help="cut cases to L tokens (implies --quick)")
@@ -68,24 +75,26 @@ def command(options: argparse.Namespace) -> str:
     return "make bench" + (f' ARGS="{" ".join(extra)}"' if extra else "")
 
 
-def timed(options: argparse.Namespace, here: Machine, progress: Progress) -> list[Row]:
+def timed(options: argparse.Namespace, here: Machine, progress: Progress) -> tuple[list[Row], Machine]:
+    """The rows, with their share of the peak, and the machine with the best peak seen on the way."""
     cases = chosen(options.only)
     task = progress.add_task("timing", total=len(cases))
     rows = []
     for case in cases:
         progress.update(task, description=f"timing {case.title}")
-        rows += measure_case(case.shrunk(options.shrink) if options.shrink else case, options, here)
+        rows += measure_case(case.shrunk(options.shrink) if options.shrink else case, options)
+        here = looked_again(here)
         progress.advance(task)
-    return rows
+    return [replace(row, share=row.speed / here.fma[1]) for row in rows], here
 
 
-def measure_case(case: Case, options: argparse.Namespace, here: Machine) -> list[Row]:
+def measure_case(case: Case, options: argparse.Namespace) -> list[Row]:
     """One row for each peer."""
     peers = [p for p in case.peers if not (options.quick and p == "flex")]
     inputs = case.inputs()
     calls, faults = ready(case, inputs, ["regard", *peers])
     best = best_times(calls, options.seconds)
-    rate = useful_flops(case, inputs) / here.peak(case.dtype)
+    work = useful_flops(case, inputs) * (2 if case.dtype == torch.float64 else 1)
 
     def row(peer: str) -> Row:
         empty = Row(case.name, case.title, case.shape, peer, asked=case.asked.get(peer))
@@ -93,7 +102,7 @@ def measure_case(case: Case, options: argparse.Namespace, here: Machine) -> list
         if fault:
             return replace(empty, fault=fault)
         ours, theirs = best["regard"], best[peer]
-        return replace(empty, ours=ours, theirs=theirs, share=rate / ours, note=remark(case, inputs, peer))
+        return replace(empty, ours=ours, theirs=theirs, speed=work / ours, note=remark(case, inputs, peer))
 
     return [row(peer) for peer in peers]
 

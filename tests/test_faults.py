@@ -1,4 +1,4 @@
-"""What must not go wrong around the kernels: memory, addresses, forks, signals, threads, and between instruction sets."""
+"""What must not go wrong around the kernels: memory, addresses, forks, signals, threads, instruction sets."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ OPTIONS = (
     "alibi",
     "relative",
 )
-OPTIONS += ("softcap", "sink", "dropout", "lse", "offsets", "bfloat16", "strided", "grouped", "wide_values")
+OPTIONS += ("softcap", "sink", "dropout", "lse", "offsets", "bfloat16", "strided", "grouped")
 MASKS, BIASES = set(OPTIONS[:6]), set(OPTIONS[6:10])
 PAIRS = [(a, b) for a, b in combinations(OPTIONS, 2) if not ({a, b} <= MASKS or {a, b} <= BIASES)]
 

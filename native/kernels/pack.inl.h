@@ -24,11 +24,11 @@ struct Biased {
   static constexpr Scalar kLowest =
       sizeof(Scalar) == 4 ? static_cast<Scalar>(-__FLT_MAX__) : static_cast<Scalar>(-__DBL_MAX__);
   V operator()(V score, V x) const {
-    const V finite = max(Lanes<V>::set(kLowest), fma(x, Lanes<V>::set(factor), score));
+    const V finite = max(Lanes<V>::set(kLowest), fma_once(x, Lanes<V>::set(factor), score));
     return select(differs(x, Lanes<V>::set(-kInfinity)), finite, x);
   }
   Scalar operator()(Scalar score, Scalar x) const {
-    const Scalar sum = score + x * factor;
+    const Scalar sum = fma_once(x, factor, score);
     return x == -kInfinity || sum > kLowest || sum != sum ? sum : kLowest;
   }
 };

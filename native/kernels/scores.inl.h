@@ -47,7 +47,7 @@ void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V:
       const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
       const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
       Scalar* s = scores + c * kPanel<V> + r;
-      Lanes<V>::store(s, max(lowest, fma(distance, factor, Lanes<V>::load(s))));
+      Lanes<V>::store(s, max(lowest, fma_once(distance, factor, Lanes<V>::load(s))));
     }
 }
 

@@ -45,6 +45,7 @@ inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats fma_once(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 // b where either is NaN.
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Floats ceil(Floats a) { return {_mm256_ceil_ps(a.v)}; }
@@ -93,6 +94,9 @@ inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.v, b.v)
 inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.v, b.v)}; }
 inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)}; }
 inline Doubles fma(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+inline Doubles fma_once(Doubles a, Doubles b, Doubles c) { return fma(a, b, c); }
+inline float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma_once(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline Doubles max(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
 inline Doubles ceil(Doubles a) { return {_mm256_ceil_pd(a.v)}; }
 inline Doubles abs(Doubles a) { return {_mm256_andnot_pd(_mm256_set1_pd(-0.0), a.v)}; }

@@ -75,6 +75,15 @@ REGARD_LANE inline REGARD_V operator-(REGARD_V a, REGARD_V b) { return {a.v - b.
 REGARD_LANE inline REGARD_V operator*(REGARD_V a, REGARD_V b) { return {a.v * b.v}; }
 REGARD_LANE inline REGARD_V operator/(REGARD_V a, REGARD_V b) { return {a.v / b.v}; }
 REGARD_LANE inline REGARD_V fma(REGARD_V a, REGARD_V b, REGARD_V c) { return {a.v * b.v + c.v}; }
+// The same with a single rounding: slow here, for the few places where it matters.
+inline float fma_once(float a, float b, float c) {
+  return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c));
+}
+inline double fma_once(double a, double b, double c) { return ::fma(a, b, c); }
+REGARD_LANE inline REGARD_V fma_once(REGARD_V a, REGARD_V b, REGARD_V c) {
+  for (int i = 0; i < N; ++i) c.v[i] = fma_once(a.v[i], b.v[i], c.v[i]);
+  return c;
+}
 REGARD_LANE inline LaneMask<REGARD_V> less(REGARD_V a, REGARD_V b) { return {a.v < b.v}; }
 REGARD_LANE inline LaneMask<REGARD_V> not_less(REGARD_V a, REGARD_V b) { return {~(a.v < b.v)}; }
 REGARD_LANE inline LaneMask<REGARD_V> differs(REGARD_V a, REGARD_V b) { return {a.v != b.v}; }
