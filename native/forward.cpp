@@ -118,8 +118,8 @@ class Forward {
   }
 
   int workers() const {
-    const double rows = static_cast<double>(ceil_div(spec_.Lq, panel_) * panel_);
-    const double work = 2.0 * static_cast<double>(spec_.B * spec_.Hq) * rows * static_cast<double>(spec_.Lk) *
+    const int64_t rows = spec_.Lq > panel_ / 4 ? ceil_div(spec_.Lq, panel_) * panel_ : 2 * spec_.Lq;
+    const double work = 2.0 * static_cast<double>(spec_.B * spec_.Hq * rows) * static_cast<double>(spec_.Lk) *
                         static_cast<double>(spec_.D + spec_.Dv);
     return work < kInlineWork ? 1 : static_cast<int>(std::min<int64_t>(threads(), tasks()));
   }

@@ -12,7 +12,7 @@ import regard
 from regard import masks as M
 from regard.scores import Alibi, RelativeBias
 
-L, H, D = 4096, 4, 64
+L, H, D = 4096, 8, 64
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "causal": lambda: {"mask": M.Causal()},

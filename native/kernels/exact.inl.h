@@ -31,7 +31,7 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
       return -static_cast<double>(by_head[h]) *
              static_cast<double>(position < j ? j - position : position - j);
     case kRelative:
-      return by_head[h * call.distances + position - j - call.distance_low];
+      return by_head[h * call.distances + clamped(position - j - call.distance_low, call.distances)];
     default:
       return 0;
   }

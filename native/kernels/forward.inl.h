@@ -140,7 +140,7 @@ struct Forward {
     const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
     if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
     if (spec.bias == kRelative)
-      add_relative<V>(by_head + at.head * call.distances, call.distance_low, at, n, scores);
+      add_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
     if (spec.bias != kTensorBias) return;
     if (spec.bias_dtype == kFloat32)
       add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
@@ -181,6 +181,8 @@ struct Forward {
   void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end,
               const Scalar* kb, int64_t ldk, const Scalar* vb, int64_t ldv) {
     const int64_t n = end - begin;
+    if (p.rows == 1 && spec.softcap == 0 && spec.bias == kNoBias && !spec.drop_below)
+      return attend_row(p, s, n, kb, ldk, vb, ldv);
     const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     V top[2] = {nothing, nothing}, shift[2];
     bool known = false;
@@ -203,6 +205,16 @@ struct Forward {
       add_values_few<V>(vb, ldv, n, scores, spec.Dv, p.rows, s.out);
     else
       add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
+  }
+
+  // A single row with nothing to adjust (it sees all keys of its runs).
+  void attend_row(const Panel& p, State& s, int64_t n, const Scalar* kb, int64_t ldk, const Scalar* vb,
+                  int64_t ldv) {
+    const V most = Lanes<V>::set(score_row<V>(kb, ldk, n, s.queries, spec.D, scores));
+    V top[2] = {most, most}, shift[2];
+    raise(p, s, top, shift);
+    s.total[0] += exponentiate_row<V>(scores, n, shift[0]);
+    add_values_row<V, 1>(vb, ldv, n, scores, spec.Dv, s.out);
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
@@ -291,9 +303,12 @@ struct Forward {
   uint32_t broken_few(const Panel& p, const State& s) const {
     uint32_t lanes = 0;
     for (int r = 0; r < p.rows; ++r) {
-      Scalar zero = s.total[r] - s.total[r];
-      for (int64_t d = 0; d < spec.Dv; ++d) zero += s.out[r * spec.Dv + d] - s.out[r * spec.Dv + d];
-      lanes |= zero != 0 ? 1u << r : 0;
+      const Scalar* o = s.out + r * spec.Dv;
+      V zero = Lanes<V>::set(s.total[r] - s.total[r]);
+      int64_t d = 0;
+      for (; d + V::N <= spec.Dv; d += V::N) zero = zero + (Lanes<V>::load(o + d) - Lanes<V>::load(o + d));
+      for (; d < spec.Dv; ++d) zero = zero + Lanes<V>::set(o[d] - o[d]);
+      lanes |= bits(differs(zero, zero)) ? 1u << r : 0;
     }
     return lanes;
   }
@@ -312,7 +327,7 @@ struct Forward {
     Scalar* lse = call.lse
                       ? static_cast<Scalar*>(call.lse) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row
                       : nullptr;
-    for (int t = 0; t < P; ++t)
+    for (int t = 0; t < p.rows; ++t)
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
     write(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);

@@ -110,7 +110,8 @@ void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const t
   for (int64_t k = 0; k < n; k += kChain)
     tiles(Dv, [&](auto rows, int64_t at) {
       const int64_t depth = n - k < kChain ? n - k : kChain;
-      add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth, out + at * 2 * V::N);
+      add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth,
+                                     out + at * 2 * V::N);
     });
 }
 

@@ -17,6 +17,8 @@ struct Place {
   int rows;
 };
 
+inline int64_t clamped(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
+
 template <class V>
 void soft_cap(typename V::Scalar* scores, int64_t n, typename V::Scalar cap) {
   const V factor = Lanes<V>::set(cap);
@@ -51,17 +53,25 @@ void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V:
     }
 }
 
-// table[position - key - low]
+// table[position - key], whose `count` columns run from distance `low` on; beyond its ends the table goes on
+// unchanged.
 template <class V>
-void add_relative(const typename V::Scalar* table, int64_t low, const Place& at, int64_t n,
+void add_relative(const typename V::Scalar* table, int64_t low, int64_t count, const Place& at, int64_t n,
                   typename V::Scalar* scores) {
   const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
-  const typename V::Scalar* first = table + (at.position - at.key - low);
-  for (int64_t c = 0; c < n; ++c)
-    for (int t = 0; t < at.rows; ++t) {
-      typename V::Scalar& s = scores[c * kPanel<V> + t];
-      s = put(s, first[t * at.row_step - c * at.key_step]);
+  for (int64_t c = 0; c < n; ++c) {
+    typename V::Scalar* s = scores + c * kPanel<V>;
+    const int64_t first = at.position - (at.key + c * at.key_step) - low,
+                  last = first + (kPanel<V> - 1) * at.row_step;
+    const bool inside = at.row_step == 1 && first >= 0 && last < count, outside = last < 0 || first >= count;
+    for (int r = 0; r < kPanel<V> && (inside || outside); r += V::N) {
+      const V bias =
+          inside ? Lanes<V>::load(table + first + r) : Lanes<V>::set(table[last < 0 ? 0 : count - 1]);
+      Lanes<V>::store(s + r, put(Lanes<V>::load(s + r), bias));
     }
+    for (int t = 0; t < at.rows && !inside && !outside; ++t)
+      s[t] = put(s[t], table[clamped(first + t * at.row_step, count)]);
+  }
 }
 
 // Scores of keys [begin, end) become -inf in the lanes that do not see them; `runs` starts at begin.

@@ -57,31 +57,36 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
-    spec = problem.spec
-    memo = spec.memo
-    call = memo.get("native")
-    if call is None:
-        call = memo["native"] = _attention(spec)
-    q, k, v = problem.q, problem.k, problem.v
-    out = torch.empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride, dtype=spec.dtype)
+    spec, q, k, v = problem[:4]
+    prepared = spec.memo.get("native") or _prepare(spec, q)
+    call, like_q, plain = prepared
+    out = torch.empty_like(q) if like_q else _empty_out(spec)
     lse = torch.empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     lse_address = lse.data_ptr() if lse is not None else 0
-    if spec.is_plain:
+    if plain:
         call.forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset)
     else:
         extras, tensors, alive = _extras(problem)
         call.forward_with(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            lse_address,
-            spec.offset or 0,
-            extras,
-            tensors,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras, tensors
         )
         del alive
     return (out if spec.rank == 4 else _as_given(out, spec)), lse
+
+
+def _prepare(spec: Spec, q: Tensor) -> tuple[Any, bool, bool]:
+    """The compiled call, whether the output is laid out just like q, and whether q, k and v are all it takes."""
+    like_q = spec.rank == 4 and q.shape == spec.out_shape and _strides_agree(torch.empty_like(q, device="meta"), spec)
+    prepared = spec.memo["native"] = (_attention(spec), like_q, spec.is_plain)
+    return prepared
+
+
+def _strides_agree(x: Tensor, spec: Spec) -> bool:
+    return all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), spec.out_stride, strict=True))
+
+
+def _empty_out(spec: Spec) -> Tensor:
+    return torch.empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride, dtype=spec.dtype)
 
 
 def _as_given(out: Tensor, spec: Spec) -> Tensor:
@@ -131,18 +136,8 @@ def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
         return bias.slopes.detach().to(spec.lse_dtype).contiguous(), 0, 0
     if not isinstance(bias, RelativeBias):
         return None, 0, 0
-    low, high = _distances(problem)
-    table = bias.by_distance(low, high).detach().to(spec.lse_dtype).contiguous()
-    return table, low, high - low + 1
-
-
-def _distances(problem: Problem) -> tuple[int, int]:
-    """The smallest and largest position - key of the call."""
-    spec, offset = problem.spec, problem.offset
-    first = last = spec.offset or 0
-    if offset is not None and offset.numel():
-        first, last = int(offset.min()), int(offset.max())
-    return first - max(spec.Lk - 1, 0), last + max(spec.Lq - 1, 0)
+    far = bias.max_distance  # beyond it the bias does not change
+    return bias.by_distance(-far, far).detach().to(spec.lse_dtype).contiguous(), -far, 2 * far + 1
 
 
 def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:
