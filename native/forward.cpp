@@ -14,8 +14,7 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kPlainRows = 128,
-                  kCopiedRows = 256;        // query rows of a task; copied keys want more to share them
+constexpr int64_t kRows = 256;              // query rows of a task: the more, the less often keys are read (and copied)
 constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
 constexpr int64_t kEnoughTasks = 32;
 constexpr int64_t kTogether = 4;     // tiles of one head that are handed out in a row
@@ -139,7 +138,6 @@ class Forward {
   }
 
  private:
-  bool strided(const Strides& s, int64_t width) const { return s.d != 1 || s.l != width; }
   bool narrow() const { return spec_.dtype == kBFloat16 || spec_.dtype == kFloat16; }
 
   // Rows far apart fall on the same cache sets: copying them pays when several panels share the copy.
@@ -149,10 +147,8 @@ class Forward {
   }
 
   int64_t first_width() const {
-    const bool copied = narrow() || strided(spec_.k, spec_.D) || strided(spec_.v, spec_.Dv);
     const int64_t bytes = (spec_.D + spec_.Dv) * panel_ * (spec_.dtype == kFloat64 ? 8 : 4);
-    return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1,
-                               (copied ? kCopiedRows : kPlainRows) / panel_);
+    return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1, kRows / panel_);
   }
 
   // A task has `heads_` heads of one group and `span_` neighbouring panels of each.

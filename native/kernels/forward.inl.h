@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kBlock = 96;  // keys; the scores of a panel stay in L1
+constexpr int64_t kBlock = 192;  // keys; the scores of a panel stay in L1
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -251,12 +251,16 @@ struct Forward {
     return false;
   }
 
+  const S* row(const void* base, const Strides& stride, int64_t key) const {
+    const int64_t unit = stride.l / task.key_step;
+    return static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h + task.key * unit +
+           key * stride.l;
+  }
+
   // Rows [begin, end) of K or V where the kernels can read them.
   const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
                      int64_t width, Scalar* into, int64_t& ld) {
-    const int64_t unit = stride.l / task.key_step;
-    const S* source = static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h +
-                      task.key * unit + begin * stride.l;
+    const S* source = row(base, stride, begin);
     ld = copy ? width : stride.l;
     if (!copy) return reinterpret_cast<const Scalar*>(source);
     copy_rows<V>(source, stride.l, stride.d, end - begin, width, into);

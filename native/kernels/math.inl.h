@@ -9,7 +9,7 @@ struct Exp2;
 
 template <>
 struct Exp2<Floats> {
-  static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40;
+  static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40, kLargestShift = 0x1p20f;
   static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f,
                                 0x1.5bba14p-10f};
   static constexpr float exact[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
@@ -18,7 +18,7 @@ struct Exp2<Floats> {
 
 template <>
 struct Exp2<Doubles> {
-  static constexpr double kRound = 0x1.8p52 + 1023, kLowest = -1022, kSaturated = 80;
+  static constexpr double kRound = 0x1.8p52 + 1023, kLowest = -1022, kSaturated = 80, kLargestShift = 0x1p40;
   static constexpr double q[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c58fp-3,  0x1.c6b08d704a0c6p-5,
                                  0x1.3b2ab6fba4e79p-7,  0x1.5d87fe78a3f9cp-10, 0x1.430912f86b7dbp-13,
                                  0x1.ffcbfc6da6ed1p-17, 0x1.62c02242b879cp-20, 0x1.b524ebd13a55fp-24,
@@ -42,6 +42,21 @@ inline V exp2(V z) {
   const V power = fma(horner(Exp2<V>::q, f), f, Lanes<V>::set(1)) * power_from_bits(t);
   return keep(not_less(z, Lanes<V>::set(Exp2<V>::kLowest)), power);
 }
+
+// 2^(s - shift) for an integer shift of moderate size: the subtraction joins the rounding.
+template <class V>
+struct ShiftedExp2 {
+  V round, lowest;
+  explicit ShiftedExp2(V shift)
+      : round(Lanes<V>::set(Exp2<V>::kRound) - shift), lowest(shift + Lanes<V>::set(Exp2<V>::kLowest)) {}
+  // Whether `round` is exact.
+  static bool fits(V shift) { return bits(less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift))) == 0; }
+  V operator()(V s) const {
+    const V t = s + round, f = s - (t - round);
+    const V power = fma(horner(Exp2<V>::q, f), f, Lanes<V>::set(1)) * power_from_bits(t);
+    return keep(not_less(s, lowest), power);
+  }
+};
 
 // tanh(x) from y = 2 * log2(e) * x, as e / (e + 2) with e = 2^y - 1.
 template <class V>

@@ -99,9 +99,9 @@ void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
     for (int i = 0; i < Vectors; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
 }
 
-// scores -> 2^(scores - shift); each lane's sum is added to its total.
-template <class V, int Vectors>
-void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
+// scores -> power(scores), by vector; each lane's sum is added to its total.
+template <class V, int Vectors, class Power>
+inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (&power)[2], typename V::Scalar* total) {
   V sum[Vectors];
   for (int i = 0; i < Vectors; ++i) sum[i] = Lanes<V>::zero();
 #pragma GCC unroll 2
@@ -109,12 +109,27 @@ void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], ty
 #pragma GCC unroll 2
     for (int i = 0; i < Vectors; ++i) {
       typename V::Scalar* at = scores + (2 * c + i) * V::N;
-      const V weight = exp2(Lanes<V>::load(at) - shift[i]);
+      const V weight = power[i](Lanes<V>::load(at));
       Lanes<V>::store(at, weight);
       sum[i] = sum[i] + weight;
     }
-  for (int i = 0; i < Vectors; ++i)
-    Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + sum[i]);
+  for (int i = 0; i < Vectors; ++i) Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + sum[i]);
+}
+
+template <class V>
+struct PlainExp2 {
+  V shift;
+  V operator()(V s) const { return exp2(s - shift); }
+};
+
+// scores -> 2^(scores - shift)
+template <class V, int Vectors>
+void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
+  using Quick = ShiftedExp2<V>;
+  if (Quick::fits(shift[0]) && Quick::fits(shift[1]))
+    raise_to_powers<V, Vectors, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
+  else
+    raise_to_powers<V, Vectors, PlainExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
 }
 
 inline uint64_t mix(uint64_t x) {
