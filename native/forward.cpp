@@ -14,7 +14,7 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kRows = 256;              // query rows of a task: the more, the less often keys are read (and copied)
+constexpr int64_t kRows = 256;  // query rows of a task: the more, the less often keys are read (and copied)
 constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
 constexpr int64_t kEnoughTasks = 32;
 constexpr int64_t kTogether = 4;     // tiles of one head that are handed out in a row

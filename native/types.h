@@ -45,10 +45,10 @@ struct Spec {
 struct Call {
   const void *q, *k, *v;
   void* out;
-  void* lse;            // (B, Hq, Lq) float or double, or null
-  const void* bias;     // tensor bias
-  const void* by_head;  // kAlibi: slopes (Hq); kRelative: table (Hq, distances), constant beyond its ends;
-                        // float or double like the compute type
+  void* lse;               // (B, Hq, Lq) float or double, or null
+  const void* bias;        // tensor bias
+  const void* by_head;     // kAlibi: slopes (Hq); kRelative: table (Hq, distances), constant beyond its ends;
+                           // float or double like the compute type
   int64_t distance_low;    // kRelative: distance of the table's first column
   int64_t distances;       // kRelative: columns
   const void* sink;        // (Hq) float or double, or null

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from cases import Call, sample
+from forward_cases import Call, sample
 from torch import Tensor
 
 from regard import _native

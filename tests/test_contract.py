@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, INF, Call, Sampler, faults, sample
 from conftest import HAVE_CORE, assert_close, rel_l2
+from forward_cases import DTYPES, INF, Call, Sampler, faults, sample
 from torch import Tensor
 
 import regard

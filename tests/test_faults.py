@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, computed, sample
 from conftest import HAVE_CORE, assert_close, rel_l2
+from forward_cases import Call, computed, sample
 from guard import mapped, tensor_at
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from regard._problem import make
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 HERE = Path(__file__).parent
-MEMORY = HERE / "memory.py"
+MEMORY = HERE / "peak_memory.py"
 
 
 def python(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -388,7 +388,7 @@ def test_a_hundred_thousand_tokens() -> None:
 def test_memory_does_not_grow() -> None:
     code = """
         import torch, regard
-        from memory import resident
+        from peak_memory import resident
         from regard import masks as M
         q = torch.randn(1, 2, 64, 16)
         def calls(n):

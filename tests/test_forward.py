@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, GROUPS, WIDTHS, Call, failures, faults, fused
 from conftest import HAVE_CORE, rel_l2
+from forward_cases import DTYPES, GROUPS, WIDTHS, Call, failures, faults, fused
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, mask_strategy

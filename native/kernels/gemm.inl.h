@@ -107,9 +107,10 @@ bool score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typ
 template <class V>
 void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const typename V::Scalar* weights,
                 int64_t Dv, typename V::Scalar* out) {
-  for (int64_t k = 0; k < n; k += kChain)
+  constexpr int64_t chain = kChain < 96 ? kChain : 96;
+  for (int64_t k = 0; k < n; k += chain)
     tiles(Dv, [&](auto rows, int64_t at) {
-      const int64_t depth = n - k < kChain ? n - k : kChain;
+      const int64_t depth = n - k < chain ? n - k : chain;
       add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth,
                                      out + at * 2 * V::N);
     });

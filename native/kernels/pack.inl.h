@@ -52,8 +52,10 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
     if (col_stride == 1 && r + V::N <= rows)
       for (; c + V::N <= cols; c += V::N) {
         V block[V::N];
+#pragma GCC unroll 16
         for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
         transpose(block);
+#pragma GCC unroll 16
         for (int i = 0; i < V::N; ++i) {
           typename V::Scalar* at = panel + (c + i) * kPanel<V> + r;
           Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
@@ -85,9 +87,12 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
     int64_t c = 0;
     for (; col_stride == 1 && c + V::N <= cols; c += V::N) {
       V block[V::N];
+#pragma GCC unroll 16
       for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r) * scale;
       transpose(block);
-      for (int i = 0; i < filled; ++i) Lanes<V>::store(target + (r + i) * row_stride + c, block[i]);
+#pragma GCC unroll 16
+      for (int i = 0; i < V::N; ++i)
+        if (i < filled) Lanes<V>::store(target + (r + i) * row_stride + c, block[i]);
     }
     for (; c < cols; ++c)
       for (int i = 0; i < filled; ++i)

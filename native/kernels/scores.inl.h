@@ -99,27 +99,39 @@ void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
     for (int i = 0; i < Vectors; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
 }
 
-// scores -> power(scores), by vector; each lane's sum is added to its total.
+// scores -> power(scores), by vector; each lane's sum is added to its total. Two sums in turn halve the
+// chain.
 template <class V, int Vectors, class Power>
-inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (&power)[2], typename V::Scalar* total) {
-  V sum[Vectors];
-  for (int i = 0; i < Vectors; ++i) sum[i] = Lanes<V>::zero();
-#pragma GCC unroll 2
-  for (int64_t c = 0; c < n; ++c)
+inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (&power)[2],
+                            typename V::Scalar* total) {
+  V sum[2][Vectors];
+  for (int i = 0; i < Vectors; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
+  const auto step = [&](int64_t c, V(&into)[Vectors]) {
 #pragma GCC unroll 2
     for (int i = 0; i < Vectors; ++i) {
       typename V::Scalar* at = scores + (2 * c + i) * V::N;
       const V weight = power[i](Lanes<V>::load(at));
       Lanes<V>::store(at, weight);
-      sum[i] = sum[i] + weight;
+      into[i] = into[i] + weight;
     }
-  for (int i = 0; i < Vectors; ++i) Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + sum[i]);
+  };
+  for (int64_t c = 0; c + 1 < n; c += 2) {
+    step(c, sum[0]);
+    step(c + 1, sum[1]);
+  }
+  if (n & 1) step(n - 1, sum[0]);
+  for (int i = 0; i < Vectors; ++i)
+    Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + (sum[0][i] + sum[1][i]));
 }
 
+// Lanes with a large shift take the plain way, and the others do not notice.
 template <class V>
-struct PlainExp2 {
+struct CarefulExp2 {
   V shift;
-  V operator()(V s) const { return exp2(s - shift); }
+  V operator()(V s) const {
+    const auto large = less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift));
+    return select(large, exp2(s - shift), ShiftedExp2<V>(shift)(s));
+  }
 };
 
 // scores -> 2^(scores - shift)
@@ -129,7 +141,7 @@ void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], ty
   if (Quick::fits(shift[0]) && Quick::fits(shift[1]))
     raise_to_powers<V, Vectors, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
   else
-    raise_to_powers<V, Vectors, PlainExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
+    raise_to_powers<V, Vectors, CarefulExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
 }
 
 inline uint64_t mix(uint64_t x) {

@@ -67,16 +67,16 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
         call.forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset)
     else:
         extras, tensors, alive = _extras(problem)
-        call.forward_with(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras, tensors
-        )
+        where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0)
+        call.forward_with(*where, extras, tensors)
         del alive
     return (out if spec.rank == 4 else _as_given(out, spec)), lse
 
 
 def _prepare(spec: Spec, q: Tensor) -> tuple[Any, bool, bool]:
-    """The compiled call, whether the output is laid out just like q, and whether q, k and v are all it takes."""
-    like_q = spec.rank == 4 and q.shape == spec.out_shape and _strides_agree(torch.empty_like(q, device="meta"), spec)
+    """The compiled call, whether the output is laid out like q, and whether q, k and v are all it takes."""
+    like_q = spec.rank == 4 and q.shape == spec.out_shape
+    like_q = like_q and _strides_agree(torch.empty_like(q, device="meta"), spec)
     prepared = spec.memo["native"] = (_attention(spec), like_q, spec.is_plain)
     return prepared
 
@@ -147,7 +147,7 @@ def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:
         missing = 4 - x.ndim
         sizes = (x.shape[0], *(1,) * missing, *x.shape[1:])
         strides = (x.stride(0), *(0,) * missing, *x.stride()[1:])
-        numbers += [x.data_ptr(), *sizes, *(s if n > 1 else 0 for n, s in zip(sizes, strides))]
+        numbers += [x.data_ptr(), *sizes, *(s if n > 1 else 0 for n, s in zip(sizes, strides, strict=True))]
     return numbers
 
 
