@@ -1,4 +1,4 @@
-"""Peak memory that a call of 4096 tokens adds: `python peak_memory.py plain causal bias+dropout` prints bytes."""
+"""Peak memory that a call of 4096 tokens adds: `python peak_memory.py plain bias+dropout` prints bytes."""
 
 from __future__ import annotations
 
