@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
@@ -23,6 +24,22 @@ constexpr double kInlineWork = 1e6;  // floating point operations that are not w
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
+
+int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
+
+// A large result is mostly fresh pages; taking them 2 MB at a time saves the kernel tens of milliseconds.
+void ask_for_large_pages(const Spec& spec, void* out) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = 4096, large = 4 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(out) + page - 1) / page * page;
+  const uintptr_t end =
+      (reinterpret_cast<uintptr_t>(out) + spec.B * spec.Hq * spec.Lq * spec.Dv * item_bytes(spec.dtype)) /
+      page * page;
+  if (begin + large <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)spec, (void)out;
+#endif
+}
 
 // Neighbouring panels of one residue class of query rows.
 struct Tile {
@@ -125,6 +142,7 @@ class Forward {
 
   Outcome run(Interrupt interrupt) {
     if (tasks() == 0) return Outcome::kDone;
+    ask_for_large_pages(spec_, call_.out);
     stopper_.interrupt = interrupt;
     workers_.resize(workers());
     kept.resize(std::max(kept.size(), workers_.size()));
