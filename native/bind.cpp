@@ -89,7 +89,7 @@ class Attention {
     Call call{};
     call.offset = offset;
     set_extras(call, extras, mask);
-    const Cost c = measure(Spans(code_, spec_, call), spec_, 16);
+    const Cost c = measure(Spans(code_, spec_, call), spec_, panel_rows(spec_.dtype));
     const Cut plan = cut(spec_, call, code_);
     return {c.pairs, c.touched, c.full, c.partial, c.empty, plan.tasks, plan.scratch_bytes, plan.threads};
   }

@@ -58,6 +58,8 @@ const Kernels& kernels() {
   return *now;
 }
 
+int panel_rows(DType dtype) { return dtype == kFloat64 ? kernels().panel_double : kernels().panel_float; }
+
 bool use(const std::string& name) {
   for (const Entry& e : kEntries)
     if (name == e.kernels->name && e.can_run()) {

@@ -10,6 +10,8 @@ namespace regard {
 std::vector<std::string> compiled();
 std::vector<std::string> runnable();
 const Kernels& kernels();
+// Query rows of a panel with these kernels.
+int panel_rows(DType dtype);
 // False when the name is unknown or this CPU cannot run it.
 bool use(const std::string& name);
 

@@ -120,7 +120,7 @@ class Forward {
  public:
   Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code)
       : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels()) {
-    panel_ = spec.dtype == kFloat64 ? kernels_.panel_double : kernels_.panel_float;
+    panel_ = panel_rows(spec.dtype);
     shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
     width_ = first_width();
     while (lay_tiles(), tasks() < kEnoughTasks && width_ > 2) width_ /= 2;

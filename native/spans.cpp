@@ -94,11 +94,15 @@ const int64_t* child_of(const int64_t* node, int64_t n) {
   return child;
 }
 
+// Steps beyond this are not worth classes of their own, and products with them must not overflow.
+constexpr int64_t kLargestStep = int64_t{1} << 31;
+
+// Divides every allowed distance; 1 where nothing is known.
 int64_t dilation_of(const int64_t* node, int64_t head) {
   const int64_t* end = node + node[1];
   switch (node[0]) {
     case kDilated:
-      return node[2];
+      return node[2] < kLargestStep ? node[2] : 1;
     case kPerHead:
       return dilation_of(child_of(node, head), head);
     case kAnd:
@@ -106,7 +110,9 @@ int64_t dilation_of(const int64_t* node, int64_t head) {
       int64_t step = dilation_of(node + 2, head);
       for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
         const int64_t other = dilation_of(child, head);
+        // Both factors are below 2^31, so the lcm fits.
         step = node[0] == kAnd ? std::lcm(step, other) : std::gcd(step, other);
+        if (step >= kLargestStep) step = 1;
       }
       return step;
     }
@@ -417,7 +423,7 @@ Cost measure(const Spans& spans, const Spec& spec, int panel) {
             cost.pairs += repeat * n * __builtin_popcount(run.lanes);
             (run.lanes == first_lanes(count) ? cost.full : cost.partial) += repeat * n;
           }
-          cost.touched += repeat * seen * panel;
+          cost.touched += repeat * seen * (count <= panel / 4 ? count : panel);
           cost.empty += repeat * (ceil_div(spec.Lk, step) - seen);
         }
     }

@@ -12,12 +12,15 @@ import pytest
 import torch
 from conftest import assert_close
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 
 import regard
 from regard import _dispatch, _native, _torch, info, reference
 from regard import masks as M
 from regard._problem import make
 
+needs_core = pytest.mark.skipif(_native.reason_unavailable() is not None, reason="no compiled core")
 IMPLS = ["native", "torch", "reference"]
 OPTIONS = ["mask", "offset", "bias", "scale", "softcap", "sink", "dropout", "seed"]
 
@@ -183,3 +186,62 @@ def test_info_fails_when_a_backend_is_wrong(
     monkeypatch.setattr(_torch, "forward", lambda problem: (torch.zeros(problem.spec.out_shape), None))
     assert info.main() == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_negated_view_after_the_plain_tensor() -> None:
+    """The second call finds the first one's Spec; its memory holds the opposite numbers."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    for options in ({}, {"mask": M.Causal()}):
+        regard.attention(q, k, v, **options)
+        assert_close(
+            regard.attention(torch._neg_view(q), k, v, **options), regard.attention(-q, k, v, **options)
+        )
+
+
+def test_fake_tensors_give_shapes() -> None:
+    with FakeTensorMode():
+        q = torch.randn(2, 4, 5, 8)
+        k = torch.randn(2, 2, 7, 8)
+        out, lse = regard.attention(q, k, k[..., :3], mask=M.Causal(), return_lse=True)
+    assert isinstance(out, FakeTensor)
+    assert isinstance(lse, FakeTensor)
+    assert (out.shape, lse.shape) == ((2, 4, 5, 3), (2, 4, 5))
+    assert regard.attention(q, q, q).shape == q.shape
+
+
+@needs_core
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_forward_mode_is_not_detached() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="native backward"):
+            regard.attention(dual, k, v)
+        tangent = forward_ad.unpack_dual(regard.attention(dual, k, v, impl="reference")).tangent
+    assert tangent is not None
+
+
+def test_a_bool_tensor_is_not_copied_and_may_have_any_rank() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    keep = torch.tensor([True, False, True, True, False])
+    assert_close(regard.attention(q, k, v, mask=keep), regard.attention(q, k, v, mask=keep.expand(5, 5)))
+    assert_close(regard.attention(q, k, v, mask=torch.tensor(True)), regard.attention(q, k, v))
+    square = torch.rand(5, 5) < 0.5
+    assert make(q, k, v, mask=square).tensors[0].data_ptr() == square.data_ptr()
+
+
+@needs_core
+def test_the_plan_refuses_what_attention_refuses() -> None:
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="native backward"):
+        regard.plan(q, q, q)
+
+
+@needs_core
+@pytest.mark.parametrize("step", [2**31 - 1, 2**31, 2**54, 2**61])
+def test_dilation_far_beyond_the_keys(step: int) -> None:
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 4096)[..., :8], torch.randn(1, 2, 7, 8)
+    for mask in (M.Dilated(step), M.Dilated(step) & M.Dilated(step - 2)):
+        assert_close(
+            regard.attention(q, k, v, mask=mask), regard.attention(q, k, v, mask=mask, impl="reference")
+        )

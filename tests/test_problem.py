@@ -267,7 +267,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"bias": torch.zeros(LQ, LK).double()},
         TypeError,
-        "bias: expected dtype torch.float32 .* got torch.float64",
+        "bias: expected dtype torch.float32, got torch.float64 .*q ",
     ),
     ({"bias": torch.zeros(LQ + 1, LK)}, ValueError, r"bias: .* = \(2, 6, 5, 7\), got \(6, 7\) " + SHAPES),
     ({"bias": torch.zeros(1, 1, 1, LQ, LK)}, ValueError, "bias: expected a shape broadcastable"),

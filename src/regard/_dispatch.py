@@ -63,14 +63,9 @@ def _choose(problem: Problem, impl: str) -> str:
         if not found:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
-    others = [name for name in _candidates(problem) if name not in names and not reasons(problem, name)]
+    others = [name for name in BACKENDS if name not in names and not reasons(problem, name)]
     hint = f"; possible here: impl={' or '.join(map(repr, others))}" if others else ""
     raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}{hint}")
-
-
-def _candidates(problem: Problem) -> tuple[str, ...]:
-    """Backends to recommend: without gradients all, with them those that differentiate."""
-    return tuple(name for name in BACKENDS if name != "native" or not problem.needs_grad)
 
 
 def _check_name(name: object, argument: str, *more: str) -> None:

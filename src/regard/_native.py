@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ._problem import Problem, Spec
 from .scores import Alibi, RelativeBias
@@ -52,7 +53,14 @@ def reason_unavailable() -> str | None:
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Why this problem cannot run here; () when it can."""
     device = problem.spec.device.type
-    return () if device == "cpu" else (f"native kernels run on the CPU, the tensors are on {device}",)
+    if device != "cpu":
+        return (f"native kernels run on the CPU, the tensors are on {device}",)
+    if problem.needs_grad:
+        return (
+            "an input requires grad, and the native backward is not in this version: "
+            "use torch.no_grad(), or impl='torch' or impl='reference' to train",
+        )
+    return ()
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
@@ -60,8 +68,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     spec, q, k, v = problem[:4]
     prepared = spec.memo.get("native") or _prepare(spec, q)
     call, like_q, plain = prepared
-    out = torch.empty_like(q) if like_q else _empty_out(spec)
-    lse = torch.empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    out = torch.empty_like(q) if like_q else _empty_out(spec, q)
+    lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    if type(out) is not Tensor and isinstance(out, FakeTensor):
+        return _as_given(out, spec), lse
     lse_address = lse.data_ptr() if lse is not None else 0
     if plain:
         call.forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset)
@@ -70,7 +80,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
         where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0)
         call.forward_with(*where, extras, tensors)
         del alive
-    return (out if spec.rank == 4 else _as_given(out, spec)), lse
+    return _as_given(out, spec), lse
 
 
 def _prepare(spec: Spec, q: Tensor) -> tuple[Any, bool, bool]:
@@ -85,12 +95,14 @@ def _strides_agree(x: Tensor, spec: Spec) -> bool:
     return all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), spec.out_stride, strict=True))
 
 
-def _empty_out(spec: Spec) -> Tensor:
-    return torch.empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride, dtype=spec.dtype)
+def _empty_out(spec: Spec, q: Tensor) -> Tensor:
+    return q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
 
 
 def _as_given(out: Tensor, spec: Spec) -> Tensor:
     """(B, Hq, Lq, Dv) with the caller's own batch dims."""
+    if spec.rank == 4:
+        return out
     if spec.rank == 2:
         return out[0, 0]
     return out[0] if spec.rank == 3 else out.unflatten(0, spec.batch)
@@ -166,11 +178,9 @@ class Cost(NamedTuple):
 
 def cost(problem: Problem) -> Cost:
     spec = problem.spec
-    extras = list(PLAIN)
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras[5] = _address(offsets)
-    numbers = _mask_numbers(problem.tensors) if not problem.q.is_meta else []
-    found = Cost(*_attention(spec).cost(spec.offset or 0, extras, numbers))
+    extras = [*PLAIN[:5], _address(offsets), 0]
+    found = Cost(*_attention(spec).cost(spec.offset or 0, extras, _mask_numbers(problem.tensors)))
     return found._replace(scratch_bytes=found.scratch_bytes * found.threads)
 
 
@@ -179,9 +189,8 @@ def runs(
 ) -> list[tuple[int, int, int]]:
     """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
     spec = problem.spec
-    extras = list(PLAIN)
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras[5] = _address(offsets)
+    extras = [*PLAIN[:5], _address(offsets), 0]
     found: list[tuple[int, int, int]] = _attention(spec).runs(
         batch, head, row, step, count, spec.offset or 0, extras, _mask_numbers(problem.tensors)
     )

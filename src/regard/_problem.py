@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .masks import Dense, Mask, Program
 from .scores import Alibi, RelativeBias
@@ -144,9 +145,8 @@ def make(
         raise
     if bias is None and sink is None and seed is None and not dropout:
         spec = _specs.get(key) if mask is None and offset is None else _remembered(key, mask, offset)
-        if spec is not None and spec.is_direct:
-            needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-            return Problem(spec, q, k, v, mask, (), None, None, None, 0, needs_grad)  # type: ignore[arg-type]
+        if spec is not None and spec.is_direct and not (q.is_neg() or k.is_neg() or v.is_neg()):
+            return Problem(spec, q, k, v, mask, (), None, None, None, 0, _needs_grad(q, k, v))  # type: ignore[arg-type]
     options = _Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
     return _make_general(key, q, k, v, options)
 
@@ -203,7 +203,7 @@ def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: 
 
 
 def _without_negation(q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
-    """Views like `z.conj().imag` hold the negated numbers in memory (and never have unit stride)."""
+    """Views like `z.conj().imag` hold the negated numbers in memory."""
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     options: dict[str, Any] = {
         name: x.resolve_neg() if isinstance(x, Tensor) else x for name, x in given._asdict().items()
@@ -223,7 +223,10 @@ def _number(name: str, value: Any) -> float:
     """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
     if isinstance(value, bool | Tensor) or not hasattr(value, "__float__") or isinstance(value, complex):
         _fail(TypeError, name, "a number", _kind(value))
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        _fail(TypeError, name, "a number", _kind(value))
 
 
 def _kind(value: object) -> str:
@@ -238,7 +241,7 @@ def _as_mask(mask: Mask | Tensor | None) -> Mask | None:
     if not isinstance(mask, Tensor):
         _fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", _kind(mask))
     if mask.dtype is torch.bool:
-        return Dense(mask)
+        return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
     how = (
         "numbers to add to the scores go to bias="
         if mask.dtype.is_floating_point
@@ -312,13 +315,20 @@ def _is_symbolic(x: Tensor) -> bool:
 
 
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return True
+    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _options_need_grad(bias: Bias | None, sink: Tensor | None) -> bool:
-    if bias is None and sink is None:
-        return False
-    return is_grad_enabled() and any(x is not None and x.requires_grad for x in (learned(bias), sink))
+    given = [x for x in (learned(bias), sink) if x is not None]
+    if is_grad_enabled() and any(x.requires_grad for x in given):
+        return True
+    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in given)
 
 
 def learned(bias: Bias | None) -> Tensor | None:
@@ -494,7 +504,8 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 def _check_learned(name: str, x: Tensor, qkv: Trio) -> None:
     q = qkv[0]
     if x.dtype not in (q.dtype, torch.float32):
-        _fail(TypeError, name, f"dtype {q.dtype} or torch.float32", x.dtype, qkv)
+        both = "" if q.dtype is torch.float32 else " or torch.float32"
+        _fail(TypeError, name, f"dtype {q.dtype}{both}", x.dtype, qkv)
     if x.layout is not torch.strided:
         _fail(TypeError, name, "a dense (strided) tensor", x.layout)
     if x.device != q.device:

@@ -38,7 +38,7 @@ def count(name: str, value: Any, least: int = 0) -> int:
 
 def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
     """A private bool tensor with at least `least_dims` dimensions."""
-    tensor = _tensor(name, value)
+    tensor = tensor_of(name, value)
     if tensor.dtype != torch.bool:
         raise TypeError(
             f"{name} must be a bool tensor where True means 'may attend', got {describe(tensor)}; "
@@ -49,7 +49,7 @@ def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
 
 def int_tensor(name: str, value: Any, least_dims: int) -> Tensor:
     """A private int64 tensor with at least `least_dims` dimensions."""
-    tensor = _tensor(name, value)
+    tensor = tensor_of(name, value)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must be integers, got {describe(tensor)}")
     return snapshot(_deep_enough(name, tensor, least_dims).to(torch.int64))
@@ -62,7 +62,8 @@ def _deep_enough(name: str, tensor: Tensor, least_dims: int) -> Tensor:
     return tensor
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def tensor_of(name: str, value: Any) -> Tensor:
+    """A tensor as it is, or one made from a list."""
     if isinstance(value, Tensor):
         return value
     try:

@@ -280,6 +280,13 @@ class Dense(Mask):
     def __init__(self, keep: Tensor) -> None:
         self._set(keep=bool_tensor("Dense(keep)", keep, 2))
 
+    @classmethod
+    def borrow(cls, keep: Tensor) -> Dense:
+        """A Dense that does not own its tensor: for a single call, which does not outlive it."""
+        mask = cls.__new__(cls)
+        mask._set(keep=keep)
+        return mask
+
     def _sizes(self) -> tuple[int, int]:
         Lq, Lk = self.keep.shape[-2:]
         return Lq if Lq > 1 else 0, Lk if Lk > 1 else 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import describe
+from ._arguments import describe, tensor_of
 from ._atoms import Causal, Dense, Documents, Lengths, Prefix
 from ._mask import And, Mask, Not, Offset, Or
 
@@ -32,6 +32,7 @@ def from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> Argum
         return Arguments(mask=Causal(), offset=0)
     if attn_mask is None:
         return Arguments()
+    attn_mask = tensor_of("attn_mask", attn_mask)
     if attn_mask.is_floating_point():
         return Arguments(bias=attn_mask)
     return Arguments(mask=Dense(attn_mask))
@@ -56,10 +57,11 @@ def from_mha(
     parts: list[Mask] = [Causal()] if is_causal else []
     biases: list[Tensor] = []
     if attn_mask is not None:
-        shaped = _split_heads(attn_mask, heads)
+        shaped = _split_heads(tensor_of("attn_mask", attn_mask), heads)
         biases += [shaped] if shaped.is_floating_point() else []
         parts += [] if shaped.is_floating_point() else [Dense(~_ignored("attn_mask", shaped))]
     if key_padding_mask is not None:
+        key_padding_mask = tensor_of("key_padding_mask", key_padding_mask)
         if key_padding_mask.is_floating_point():
             biases.append(_key_matrix(key_padding_mask))
         else:
@@ -78,6 +80,7 @@ def to_mha(mask: Mask, batch: int, heads: int, Lq: int, Lk: int, offset: Offset 
 
 def from_hf_2d(attention_mask: Tensor) -> Mask:
     """From the (B, L) mask of a tokenizer: 1 or True = real token, 0 = padding, left or right or both."""
+    attention_mask = tensor_of("attention_mask", attention_mask)
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have shape (B, L), got {describe(attention_mask)}")
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
@@ -97,6 +100,7 @@ def from_hf_4d(attention_mask: Tensor) -> Arguments:
 
     A float mask of zeros and the lowest number of its dtype (or -inf) becomes a bool mask; others are a bias.
     """
+    attention_mask = tensor_of("attention_mask", attention_mask)
     if attention_mask.ndim != 4:
         came = describe(attention_mask)
         raise ValueError(f"attention_mask must have shape (B, 1 or Hq, Lq, Lk), got {came}")
@@ -133,9 +137,11 @@ def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) ->
     With one tensor queries and keys are the same tokens, and `& Causal()` is causal attention inside each
     sequence. With two the sequences differ in length, and positions run through the whole pack.
     """
+    cu_seqlens_q = tensor_of("cu_seqlens_q", cu_seqlens_q)
     q_ids = _ids("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_k is None:
         return Documents(q_ids)
+    cu_seqlens_k = tensor_of("cu_seqlens_k", cu_seqlens_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must describe equally many sequences, "
@@ -161,6 +167,7 @@ def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
 
 def padding(keep: Tensor) -> Mask:
     """Which keys are real, bool (L,) or (B, L), True = real: lengths where they suffice, else Dense."""
+    keep = tensor_of("keep", keep)
     L = keep.shape[-1]
     at = torch.arange(L, device=keep.device)
     end = torch.where(keep, at + 1, 0).amax(-1) if L else keep.sum(-1)
