@@ -153,11 +153,11 @@ def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
     if options.shrink:
         yield scaling.linearity(options.seconds, short=options.shrink, times=2)
         return
-    task = progress.add_task("growth", total=len(scaling.MASKED) + 2)
+    task = progress.add_task("growth", total=len(scaling.masks_of(64)) + 2)
     yield scaling.linearity(5 * options.seconds)
     progress.advance(task)
-    for case in (c for c in CASES if c.name in scaling.MASKED):
-        yield scaling.mask_overhead(case, options.threads, options.seconds / 4)
+    for fact in scaling.mask_overheads(options.seconds / 4):
+        yield fact
         progress.advance(task)
     if not options.quick:
         yield scaling.long_context(options.threads)

@@ -252,21 +252,21 @@ void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi
   }
 }
 
-// Row t sees one interval, and both of its ends grow with t: sweep over the ends.
+// Row t sees [begin + t * step, end + t * step): sweep over both ends, which grow with t.
 void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
-  const int64_t left = node[2], right = node[3];
-  const auto begin = [&](int t) { return left == kUnlimited ? lo : std::clamp(p.at(t) - left, lo, hi); };
-  const auto end = [&](int t) { return right == kUnlimited ? hi : std::clamp(p.at(t) + right + 1, lo, hi); };
+  const int64_t step = p.rows.step, begin = node[2] == kUnlimited ? -kUnlimited : p.position - node[2];
+  const int64_t end = node[3] == kUnlimited ? kUnlimited : p.position + node[3] + 1;
   const int rows = p.rows.count;
   int opened = 0, closed = 0;
-  for (int64_t key = lo; closed < rows;) {
-    while (opened < rows && begin(opened) <= key) ++opened;
-    while (closed < opened && end(closed) <= key) ++closed;
-    if (closed == rows) break;
-    int64_t stop = closed < opened ? end(closed) : hi;
-    if (opened < rows) stop = std::min(stop, begin(opened));
-    if (stop <= key) break;
-    append(out, key, stop, first_lanes(opened) & ~first_lanes(closed));
+  out.reserve(2 * rows + 1);
+  for (int64_t key = lo; key < hi;) {
+    while (opened < rows && begin + opened * step <= key) ++opened;
+    while (closed < opened && end + closed * step <= key) ++closed;
+    if (closed == rows) return;
+    int64_t stop = closed < opened ? std::min(hi, end + closed * step) : hi;
+    if (opened < rows) stop = std::min(stop, begin + opened * step);
+    const uint32_t lanes = first_lanes(opened) & ~first_lanes(closed);
+    if (lanes) out.push_back({key, stop, lanes});
     key = stop;
   }
 }
