@@ -252,13 +252,35 @@ void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi
   }
 }
 
-// Row t sees [begin + t * step, end + t * step): sweep over both ends, which grow with t.
+// Row t sees [begin + t * step, end + t * step).
 void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const int64_t step = p.rows.step, begin = node[2] == kUnlimited ? -kUnlimited : p.position - node[2];
   const int64_t end = node[3] == kUnlimited ? kUnlimited : p.position + node[3] + 1;
+  const int64_t last = (p.rows.count - 1) * step;
+  const bool opens = begin >= lo, closes = end + last <= hi;
+  if ((opens || begin + last <= lo) && (closes || end >= hi) && begin + last < std::min(end, hi) && end > lo)
+    band(p, opens ? begin : lo, closes ? end : hi, opens, closes, out);
+  else
+    sweep(p, begin, end, lo, hi, out);
+}
+
+// The usual panel: rows join one by one, all see the middle, rows leave one by one.
+void Spans::band(const Panel& p, int64_t begin, int64_t end, bool opens, bool closes, Runs& out) {
+  const int64_t step = p.rows.step;
+  const int edges = p.rows.count - 1;
+  out.resize((opens ? edges : 0) + 1 + (closes ? edges : 0));
+  Run* run = out.data();
+  for (int t = 0; opens && t < edges; ++t, begin += step) *run++ = {begin, begin + step, first_lanes(t + 1)};
+  *run++ = {begin, end, p.all};
+  for (int t = 0; closes && t < edges; ++t, end += step)
+    *run++ = {end, end + step, p.all & ~first_lanes(t + 1)};
+}
+
+// A panel at the edge of the keys: sweep over both ends, which grow with t.
+void Spans::sweep(const Panel& p, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out) {
+  const int64_t step = p.rows.step;
   const int rows = p.rows.count;
   int opened = 0, closed = 0;
-  out.reserve(2 * rows + 1);
   for (int64_t key = lo; key < hi;) {
     while (opened < rows && begin + opened * step <= key) ++opened;
     while (closed < opened && end + closed * step <= key) ++closed;
@@ -321,6 +343,7 @@ void Spans::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
     one.clear();
     for (int64_t b : choose(per_row, static_cast<uint64_t>(node[4]), r, blocks))
       append(one, std::max(lo, b * block), std::min(hi, (b + 1) * block), lanes);
+    if (lanes == p.all) return out.swap(one);
     merge(out, one, lo, hi, [](uint32_t x, uint32_t y) { return x | y; }, both);
     out.swap(both);
   }
@@ -370,12 +393,23 @@ void Spans::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, R
 void Spans::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const MaskTensor& t = call_.tensors[node[2]];
   const int64_t block = node[3];
+  // Rows of the table that the panel touches, and the lanes of each.
+  const uint8_t* row[kMaxPanel];
+  uint32_t lanes_of[kMaxPanel];
+  int rows = 0;
+  int64_t before = -1;
+  for (int i = 0; i < p.rows.count; ++i) {
+    const int64_t qb = (p.rows.row + i * p.rows.step) / block;
+    if (qb != before) {
+      row[rows] = element<uint8_t>(t, p.rows.batch, p.rows.head, qb, 0);
+      lanes_of[rows++] = 0;
+    }
+    lanes_of[rows - 1] |= 1u << i;
+    before = qb;
+  }
   for (int64_t kb = lo / block; kb * block < hi; ++kb) {
     uint32_t lanes = 0;
-    for (int i = 0; i < p.rows.count; ++i) {
-      const int64_t qb = (p.rows.row + i * p.rows.step) / block;
-      lanes |= *element<uint8_t>(t, p.rows.batch, p.rows.head, qb, kb) ? 1u << i : 0;
-    }
+    for (int i = 0; i < rows; ++i) lanes |= row[i][kb * t.stride[3]] ? lanes_of[i] : 0;
     append(out, std::max(lo, kb * block), std::min(hi, (kb + 1) * block), lanes);
   }
 }

@@ -40,6 +40,8 @@ class Spans {
   void segment(const int64_t* node);
   void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  static void band(const Panel& p, int64_t begin, int64_t end, bool opens, bool closes, Runs& out);
+  static void sweep(const Panel& p, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out);
   void documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
