@@ -67,7 +67,7 @@ def plan(
 ) -> Plan:
     """What `attention` with these arguments would run, why not something else, and what it would cost.
 
-    Nothing is computed; meta tensors will do where the mask has no tensors.
+    Nothing is computed. Meta tensors are planned for the torch backend, without counting the mask.
 
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
