@@ -6,6 +6,7 @@
 
 #include <new>
 
+#include "backward.h"
 #include "cpu.h"
 #include "forward.h"
 #include "parallel.h"
@@ -36,6 +37,17 @@ std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
     }
   }
   return tensors;
+}
+
+Gradients unpack_gradients(const int64_t* n) {
+  Gradients g{};
+  g.out = pointer<const void>(n[0]), g.dout = pointer<const void>(n[1]), g.dlse = pointer<const void>(n[2]);
+  g.stats = pointer<const void>(n[3]), g.delta = pointer<void>(n[4]);
+  g.dq = pointer<void>(n[5]), g.dk = pointer<void>(n[6]), g.dv = pointer<void>(n[7]);
+  g.dbias = pointer<void>(n[8]), g.dby_head = pointer<void>(n[9]), g.dsink = pointer<void>(n[10]);
+  g.dout_stride = strides(n + 11), g.dk_stride = strides(n + 15), g.dv_stride = strides(n + 19);
+  g.dbias_stride = strides(n + 23);
+  return g;
 }
 
 bool signal_pending() {
@@ -70,17 +82,30 @@ class Attention {
   void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset) const {
     Call call{};
     set(call, q, k, v, out, lse, offset);
-    run(call);
+    run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
-  // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed
+  // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed, stats
   void forward_with(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
                     const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     set(call, q, k, v, out, lse, offset);
     set_extras(call, extras, mask);
-    run(call);
+    run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
+  }
+
+  // gradients: the addresses of out, dout, dlse, stats, delta, dq, dk, dv, dbias, dby_head, dsink, then four
+  // strides each of dout, dk, dv and dbias
+  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Ints& extras, const Ints& tensors,
+                const Ints& gradients) const {
+    if (gradients.size() != 27) throw nb::value_error("expected 27 gradients");
+    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
+    Call call{};
+    set(call, q, k, v, 0, 0, offset);
+    set_extras(call, extras, mask);
+    const Gradients grads = unpack_gradients(gradients.data());
+    run([&] { return regard::backward(spec_, call, grads, code_, {signal_pending}); });
   }
 
   std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int> cost(
@@ -116,19 +141,20 @@ class Attention {
   }
 
   static void set_extras(Call& call, const Ints& x, const std::vector<MaskTensor>& tensors) {
-    if (x.size() != 7) throw nb::value_error("expected 7 extras");
+    if (x.size() != 8) throw nb::value_error("expected 8 extras");
     call.bias = pointer<const void>(x[0]), call.by_head = pointer<const void>(x[1]);
     call.distance_low = x[2], call.distances = x[3];
     call.sink = pointer<const void>(x[4]), call.offsets = pointer<const int64_t>(x[5]);
-    call.seed = static_cast<uint64_t>(x[6]);
+    call.seed = static_cast<uint64_t>(x[6]), call.stats = pointer<void>(x[7]);
     call.tensors = tensors.data();
   }
 
-  void run(const Call& call) const {
+  template <class Work>
+  static void run(Work work) {
     Outcome outcome;
     {
       nb::gil_scoped_release release;
-      outcome = regard::forward(spec_, call, code_, {signal_pending});
+      outcome = work();
     }
     if (outcome == Outcome::kInterrupted) throw nb::python_error();
     if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
@@ -148,6 +174,7 @@ NB_MODULE(_core, m) {
            nb::arg("keep_scale"))
       .def("forward", &Attention::forward)
       .def("forward_with", &Attention::forward_with)
+      .def("backward", &Attention::backward)
       .def("cost", &Attention::cost)
       .def("runs", &Attention::runs);
   m.def("compiled", &compiled);

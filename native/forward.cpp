@@ -1,9 +1,6 @@
 #include "forward.h"
 
-#include <pthread.h>
-#include <stdlib.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,8 +17,6 @@ constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they 
 constexpr int64_t kEnoughTasks = 32;
 constexpr int64_t kTogether = 4;     // tiles of one head that are handed out in a row
 constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
 
@@ -46,58 +41,6 @@ struct Tile {
   int64_t residue, first, count;
 };
 
-int64_t milliseconds() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
-  return t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-// Tells running tasks to stop. Only the calling thread may ask Python for signals.
-struct Stopper {
-  Interrupt interrupt;
-  pthread_t caller = pthread_self();
-  int64_t asked = milliseconds();
-  std::atomic<bool> stopped{false};
-
-  static bool ask(void* self) {
-    Stopper& s = *static_cast<Stopper*>(self);
-    if (s.stopped.load(std::memory_order_relaxed)) return true;
-    if (!pthread_equal(s.caller, pthread_self())) return false;
-    const int64_t now = milliseconds();
-    if (now - s.asked < 50) return false;
-    s.asked = now;
-    if (s.interrupt.pending && s.interrupt.pending()) s.stopped = true;
-    return s.stopped;
-  }
-};
-
-// Working memory of one thread of a call.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(Scratch&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
-    other.data_ = nullptr, other.bytes_ = 0;
-  }
-  ~Scratch() { free(data_); }
-  void* data() const { return data_; }
-
-  bool hold(int64_t bytes) {
-    if (bytes <= bytes_) return true;
-    free(data_);
-    bytes_ = ceil_div(bytes, 4096) * 4096;
-    data_ = aligned_alloc(4096, bytes_);
-    if (!data_) bytes_ = 0;
-    return data_ != nullptr;
-  }
-
- private:
-  void* data_ = nullptr;
-  int64_t bytes_ = 0;
-};
-
-// Kept by the calling thread from call to call: fresh pages would cost more than a small call itself.
-thread_local std::vector<Scratch> kept;
-
 // The runs of a tile's panels, which tasks of other heads can use again.
 struct Known {
   int64_t tile = -1, batch = -1, head = -1;
@@ -118,8 +61,8 @@ struct Place {
 
 class Forward {
  public:
-  Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code)
-      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels()) {
+  Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
+      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels()), stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
     shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
     width_ = first_width();
@@ -140,19 +83,15 @@ class Forward {
     return work < kInlineWork ? 1 : static_cast<int>(std::min<int64_t>(threads(), tasks()));
   }
 
-  Outcome run(Interrupt interrupt) {
+  Outcome run() {
     if (tasks() == 0) return Outcome::kDone;
     ask_for_large_pages(spec_, call_.out);
-    stopper_.interrupt = interrupt;
     workers_.resize(workers());
-    kept.resize(std::max(kept.size(), workers_.size()));
-    for (size_t i = 0; i < workers_.size(); ++i) {
-      if (!kept[i].hold(scratch_bytes())) return Outcome::kOutOfMemory;
-      workers_[i].scratch = kept[i].data();
-    }
+    for (size_t i = 0; i < workers_.size(); ++i)
+      if (!(workers_[i].scratch = scratch(static_cast<int>(i), scratch_bytes())))
+        return Outcome::kOutOfMemory;
     parallel(static_cast<int>(workers_.size()), work, this);
-    if (out_of_memory_) return Outcome::kOutOfMemory;
-    return stopper_.stopped ? Outcome::kInterrupted : Outcome::kDone;
+    return stopper_.outcome();
   }
 
  private:
@@ -193,10 +132,10 @@ class Forward {
   static void work(int worker, void* self) {
     Forward& f = *static_cast<Forward*>(self);
     try {
-      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped;)
+      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped();)
         f.task(i, f.workers_[worker]);
     } catch (...) {  // only memory can run out here
-      f.out_of_memory_ = true;
+      f.stopper_.out_of_memory();
     }
   }
 
@@ -271,18 +210,17 @@ class Forward {
   std::vector<Worker> workers_;
   Stopper stopper_;
   std::atomic<int64_t> next_{0};
-  std::atomic<bool> out_of_memory_{false};
 };
 
 }  // namespace
 
 Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
-  return is_empty(spec) ? Outcome::kDone : Forward(spec, call, code).run(interrupt);
+  return is_empty(spec) ? Outcome::kDone : Forward(spec, call, code, interrupt).run();
 }
 
 Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
   if (is_empty(spec)) return {0, 0, 1};
-  const Forward f(spec, call, code);
+  const Forward f(spec, call, code, {});
   return {f.tasks(), f.scratch_bytes(), f.workers()};
 }
 

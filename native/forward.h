@@ -3,14 +3,9 @@
 #include <vector>
 
 #include "types.h"
+#include "work.h"
 
 namespace regard {
-
-enum class Outcome { kDone, kInterrupted, kOutOfMemory };
-
-struct Interrupt {
-  bool (*pending)();  // asked by the calling thread a few times a second
-};
 
 Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt);
 

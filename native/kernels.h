@@ -4,12 +4,30 @@
 
 namespace regard {
 
+// Panels of query rows that meet a chunk of keys together in backward, and the keys of a block there.
+constexpr int kTilePanels = 4;
+constexpr int64_t kBackwardBlock = 96;
+
+struct BackwardKernels {
+  int64_t (*scratch_bytes)(const Spec&, const Gradients&, int64_t keys, bool copy_k, bool copy_v);
+  // delta of some rows of one head; returns their share of the sink's gradient.
+  double (*rows)(const Spec&, const Call&, const Gradients&, int64_t batch, int64_t head, int64_t begin,
+                 int64_t end);
+  // A chunk: opened, given tiles of queries one after the other, closed. add_queries adds what the last tile
+  // gave to dq.
+  void (*open)(const Chunk&);
+  void (*tile)(const Chunk&, const Panel* panels, int count);
+  void (*add_queries)(const Chunk&, const Panel* panels, int count);
+  void (*close)(const Chunk&);
+};
+
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows in a panel
   // Indexed by DType.
   void (*forward[4])(const Task&);
   int64_t (*scratch_bytes[4])(const Spec&, int panels, bool copy_k, bool copy_v);
+  BackwardKernels backward[4];
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

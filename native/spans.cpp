@@ -199,14 +199,19 @@ int64_t Spans::position(const Rows& rows) const {
 
 int64_t Spans::first_key(const Rows& rows) const { return modulo(position(rows), rows.step); }
 
-void Spans::find(const Rows& rows, Runs& out) const {
+void Spans::find(const Rows& rows, Runs& out) const { find(rows, 0, ceil_div(spec_.Lk, rows.step), out); }
+
+void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const {
   out.clear();
   const Panel p{rows, position(rows), first_lanes(rows.count)};
   const int64_t first = first_key(rows);
+  const int64_t lo = std::min(first + begin * rows.step, spec_.Lk),
+                hi = std::min(first + end * rows.step, spec_.Lk);
+  if (lo >= hi) return;
   if (code_.empty())
-    append(out, 0, spec_.Lk, p.all);
+    append(out, lo, hi, p.all);
   else
-    evaluate(code_.data(), p, 0, spec_.Lk, out);
+    evaluate(code_.data(), p, lo, hi, out);
   if (rows.step == 1) return;
   size_t kept = 0;
   for (Run run : out) {

@@ -24,6 +24,8 @@ class Spans {
   // Ascending, disjoint runs. With step > 1 keys are numbered inside the rows' residue class: first_key, +
   // step, ...
   void find(const Rows& rows, std::vector<Run>& out) const;
+  // The same for keys [begin, end) of that numbering alone.
+  void find(const Rows& rows, int64_t begin, int64_t end, std::vector<Run>& out) const;
   // The key that is number 0 in the residue class of these rows.
   int64_t first_key(const Rows& rows) const;
 

@@ -46,6 +46,7 @@ struct Call {
   const void *q, *k, *v;
   void* out;
   void* lse;               // (B, Hq, Lq) float or double, or null
+  void* stats;             // (2, B, Hq, Lq): each row's shift and sum, which backward starts from; or null
   const void* bias;        // tensor bias
   const void* by_head;     // kAlibi: slopes (Hq); kRelative: table (Hq, distances), constant beyond its ends;
                            // float or double like the compute type
@@ -79,6 +80,36 @@ struct Task {
   void* scratch;
   bool (*stop)(void*);  // asked between blocks; true ends the task early
   void* stop_context;
+};
+
+// What the backward pass adds to its Call. "Compute type" is double for float64 and float for all others.
+struct Gradients {
+  const void *out, *dout;  // the result, with Spec::out's strides, and its gradient
+  Strides dout_stride, dk_stride, dv_stride;
+  const void* dlse;      // (B, Hq, Lq) compute type, or null
+  const void* stats;     // as forward left them
+  void* delta;           // (B, Hq, Lq) compute type, for our own use
+  void* dq;              // (B, Hq, Lq, D) compute type, zeros to add to; or null
+  void *dk, *dv;         // in the dtype of k and v, or null
+  void* dbias;           // zeros to add to: compute type if it has both rows and keys, else double; or null
+  Strides dbias_stride;  // (B, H, Lq, Lk), 0 where it was broadcast
+  void* dby_head;        // (Hq, 1 or distances) compute type, or null
+  void* dsink;           // (Hq) compute type, or null
+};
+
+// Keys [begin, end) of one head (in the numbering of their class, like a Task's) and room for the sums of
+// their gradients.
+struct Chunk {
+  const Spec* spec;
+  const Call* call;
+  const Gradients* grads;
+  int64_t batch, kv_head;
+  int64_t row_step, key, key_step;
+  int64_t begin, end;
+  bool copy_k, copy_v;
+  bool bias_only;   // the pass that sums a broadcast bias's gradient
+  double* by_head;  // (heads of the group, columns): this chunk's share of dby_head; or null
+  void* scratch;
 };
 
 }  // namespace regard

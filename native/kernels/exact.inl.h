@@ -114,6 +114,12 @@ struct ExactRow {
     });
   }
 
+  // The sum as backward wants it: times 2^-shift, for an integer shift in base 2.
+  Scalar shift() const { return static_cast<Scalar>(::ceil(top * kLog2E)); }
+  Scalar sum_at_shift() const {
+    return static_cast<Scalar>(total == 0 ? 0 : total * ::exp2(top * kLog2E - ::ceil(top * kLog2E)));
+  }
+
   void write(S* out, Scalar* lse) const {
     const Spec& spec = *task.spec;
     for (int64_t d = 0; d < spec.Dv; ++d)

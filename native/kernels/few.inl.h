@@ -1,6 +1,7 @@
 // Panels with few query rows: lanes run along D instead, so that no lane is idle. Scores keep the panel
 // layout [key][P]; queries and output are rows here, [row][D] and [row][Dv].
 #pragma once
+#include "math.inl.h"
 #include "pack.inl.h"
 
 namespace {
@@ -8,14 +9,6 @@ namespace {
 // Up to this many rows are better off here.
 template <class V>
 constexpr int kFew = V::N / 2;
-
-template <class V>
-inline typename V::Scalar sum_of(V x) {
-  typename V::Scalar lane[V::N], sum = 0;
-  Lanes<V>::store(lane, x);
-  for (int i = 0; i < V::N; ++i) sum += lane[i];
-  return sum;
-}
 
 // Dot products of one query with V::N keys.
 template <class V>

@@ -1,6 +1,7 @@
 // A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
 // once.
 #pragma once
+#include "arena.inl.h"
 #include "exact.inl.h"
 #include "few.inl.h"
 #include "gemm.inl.h"
@@ -8,8 +9,6 @@
 namespace {
 
 constexpr int64_t kBlock = 192;  // keys; the scores of a panel stay in L1
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 template <class V, class S>
 struct Forward {
@@ -28,34 +27,34 @@ struct Forward {
   const Task& task;
   const Spec& spec;
   const Call& call;
-  char* free;
+  Arena arena;
   State* states;
   Scalar *scores, *keys, *values, *factor;
   double* row_sum;
   Strides k, v;  // of the task's own numbering of keys
 
   explicit Forward(const Task& t)
-      : task(t), spec(*t.spec), call(*t.call), free(static_cast<char*>(t.scratch)) {
+      : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
     k = spec.k;
     v = spec.v;
     k.l *= task.key_step;
     v.l *= task.key_step;
-    states = take<State>(task.n_panels);
+    states = arena.take<State>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
-      states[i] = {take<Scalar>(spec.D * P),
-                   take<Scalar>(spec.Dv * P),
-                   take<Scalar>(P),
-                   take<Scalar>(P),
-                   take<uint32_t>(P),
-                   take<uint32_t>(P),
+      states[i] = {arena.take<Scalar>(spec.D * P),
+                   arena.take<Scalar>(spec.Dv * P),
+                   arena.take<Scalar>(P),
+                   arena.take<Scalar>(P),
+                   arena.take<uint32_t>(P),
+                   arena.take<uint32_t>(P),
                    0,
                    0,
                    0};
-    scores = take<Scalar>(kBlock * P);
-    factor = take<Scalar>(P);
-    row_sum = take<double>(spec.Dv);
-    keys = take<Scalar>(task.copy_k ? kBlock * spec.D : 0);
-    values = take<Scalar>(task.copy_v ? kBlock * spec.Dv : 0);
+    scores = arena.take<Scalar>(kBlock * P);
+    factor = arena.take<Scalar>(P);
+    row_sum = arena.take<double>(spec.Dv);
+    keys = arena.take<Scalar>(task.copy_k ? kBlock * spec.D : 0);
+    values = arena.take<Scalar>(task.copy_v ? kBlock * spec.Dv : 0);
   }
 
   static int64_t scratch_bytes(const Spec& s, int panels, bool copy_k, bool copy_v) {
@@ -64,13 +63,6 @@ struct Forward {
         round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
     const int64_t block = kBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
     return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
-  }
-
-  template <class T>
-  T* take(int64_t count) {
-    T* at = reinterpret_cast<T*>(free);
-    free += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return at;
   }
 
   int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
@@ -84,12 +76,8 @@ struct Forward {
     const int64_t lanes = few(p) ? p.rows : P;
     for (int64_t i = 0; i < spec.Dv * lanes; ++i) s.out[i] = 0;
     start_softmax(p, s);
-    for (int t = 0; t < P && spec.drop_below; ++t) {
-      const uint64_t stream =
-          dropout_stream(call.seed, task.batch * spec.Hq + p.head, p.row + t * task.row_step);
-      s.low[t] = static_cast<uint32_t>(stream);
-      s.high[t] = static_cast<uint32_t>(stream >> 32);
-    }
+    if (spec.drop_below)
+      dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
   }
 
   void start_queries(const Panel& p, State& s, const S* q, Scalar scale) {
@@ -111,7 +99,7 @@ struct Forward {
       const V sink =
           Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[p.head] * kLog2E));
       shift = ceil(sink);
-      total = exp2(sink - finite(shift));
+      total = exp2(sink - finite_shift(shift));
     }
     for (int r = 0; r < P; r += V::N) {
       Lanes<V>::store(s.shift + r, shift);
@@ -121,31 +109,14 @@ struct Forward {
     s.first_total = s.total[0];
   }
 
-  // A lane that has seen nothing has shift -inf; 0 stands in for it.
-  static V finite(V shift) {
-    return keep(differs(shift, Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()))), shift);
-  }
-
   // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
   void adjust(const Panel& p, const Run* runs, bool partial, int64_t begin, int64_t n) {
     const Place at{
         task.batch,    p.head, p.row, task.row_step, position() + p.row, task.key + begin * task.key_step,
         task.key_step, p.rows};
     if (spec.softcap > 0) soft_cap<V>(scores, n, static_cast<Scalar>(spec.softcap * kLog2E));
-    add_bias(at, n);
+    add_bias<V, S>(spec, call, at, n, scores);
     if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), scores);
-  }
-
-  void add_bias(const Place& at, int64_t n) {
-    const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
-    if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
-    if (spec.bias == kRelative)
-      add_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
-    if (spec.bias != kTensorBias) return;
-    if (spec.bias_dtype == kFloat32)
-      add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
-    else
-      add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
   }
 
   // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
@@ -157,7 +128,7 @@ struct Forward {
       shift[i] = max(ceil(top[i]), old[i]);
       grew |= bits(less(old[i], shift[i]));
       Lanes<V>::store(s.shift + i * V::N, shift[i]);
-      shift[i] = finite(shift[i]);
+      shift[i] = finite_shift(shift[i]);
     }
     if (!grew) return;
     for (int i = 0; i < 2; ++i) {
@@ -221,7 +192,7 @@ struct Forward {
     Place at{};
     at.key = task.key + begin * task.key_step;
     at.key_step = task.key_step;
-    drop<V>(s.low, s.high, at, spec.drop_below, n, scores);
+    drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
   // The part of a panel's runs that lies in the block [begin, end).
@@ -335,13 +306,23 @@ struct Forward {
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
     write(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
+    for (int t = 0; call.stats && t < p.rows; ++t) write_stats(p, t, s.shift[t], s.total[t]);
     uint32_t again = broken(p, s) & all_lanes(p);
     for (int t = 0; again; ++t, again >>= 1)
       if ((again & 1) && !hopeless(p, s, t)) {
         ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
         row.walk();
         row.write(out + t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
+        if (call.stats) write_stats(p, t, row.shift(), row.sum_at_shift());
       }
+  }
+
+  void write_stats(const Panel& p, int t, Scalar shift, Scalar total) const {
+    const int64_t rows = spec.B * spec.Hq * spec.Lq;
+    Scalar* at = static_cast<Scalar*>(call.stats) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row +
+                 t * task.row_step;
+    at[0] = shift;
+    at[rows] = total;
   }
 
   void write(const Panel& p, const State& s, S* out) const {

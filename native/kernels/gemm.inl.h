@@ -103,6 +103,21 @@ bool score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typ
   return D <= kChain;
 }
 
+// finish(row, half, products) for each row of rows[n][depth] * panel[depth][P], by vectors. Depth is at most
+// kChain.
+template <class V, class Finish>
+void multiply_rows(const typename V::Scalar* rows, int64_t ld, int64_t n, const typename V::Scalar* panel,
+                   int64_t depth, Finish finish) {
+  tiles(n, [&](auto count, int64_t at) {
+    V sum[count.value][2];
+    multiply<V, count.value, true>(rows + at * ld, ld, panel, depth, sum);
+#pragma GCC unroll 6
+    for (int r = 0; r < count.value; ++r)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) finish(at + r, i, sum[r][i]);
+  });
+}
+
 // out[Dv][P] += values[n][Dv]^T * weights[n][P]
 template <class V>
 void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const typename V::Scalar* weights,
@@ -114,6 +129,57 @@ void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const t
       add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth,
                                      out + at * 2 * V::N);
     });
+}
+
+// C[r][0:P] += sum over the chosen panels and their lanes of A[panel][r][lane] * B[panel][lane][0:P].
+template <class V, int R>
+REGARD_INLINE void add_lanes(const typename V::Scalar* a, int64_t panel_stride, uint32_t panels,
+                             const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
+  constexpr int P = 2 * V::N;
+  V sum[R][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
+  for (; panels; panels >>= 1, a += panel_stride, b += P * P) {
+    if (!(panels & 1)) continue;
+#pragma GCC unroll 4
+    for (int k = 0; k < P; ++k) {
+      const V b0 = Lanes<V>::load(b + k * P), b1 = Lanes<V>::load(b + k * P + V::N);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const V x = Lanes<V>::set(a[r * P + k]);
+        sum[r][0] = fma(x, b0, sum[r][0]);
+        sum[r][1] = fma(x, b1, sum[r][1]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      typename V::Scalar* at = c + r * ldc + i * V::N;
+      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+    }
+}
+
+// The same for up to kLanesRows rows.
+constexpr int kLanesRows = 6;
+template <class V>
+void add_lanes(int64_t rows, const typename V::Scalar* a, int64_t panel_stride, uint32_t panels,
+               const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
+  switch (rows) {
+    case 6:
+      return add_lanes<V, 6>(a, panel_stride, panels, b, c, ldc);
+    case 5:
+      return add_lanes<V, 5>(a, panel_stride, panels, b, c, ldc);
+    case 4:
+      return add_lanes<V, 4>(a, panel_stride, panels, b, c, ldc);
+    case 3:
+      return add_lanes<V, 3>(a, panel_stride, panels, b, c, ldc);
+    case 2:
+      return add_lanes<V, 2>(a, panel_stride, panels, b, c, ldc);
+    default:
+      return add_lanes<V, 1>(a, panel_stride, panels, b, c, ldc);
+  }
 }
 
 }  // namespace

@@ -69,4 +69,12 @@ inline V tanh_of(V y) {
   return e / (e + Lanes<V>::set(2));
 }
 
+template <class V>
+inline typename V::Scalar sum_of(V x) {
+  typename V::Scalar lane[V::N], sum = 0;
+  Lanes<V>::store(lane, x);
+  for (int i = 0; i < V::N; ++i) sum += lane[i];
+  return sum;
+}
+
 }  // namespace

@@ -101,6 +101,48 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
   }
 }
 
+// target[r][c] += panel[c][r] * factor for the first `rows` rows.
+template <class V>
+void unpack_add(const typename V::Scalar* panel, int64_t cols, typename V::Scalar factor, int rows,
+                typename V::Scalar* target, int64_t row_stride, int64_t col_stride) {
+  const V scale = Lanes<V>::set(factor);
+  for (int r = 0; r < rows; r += V::N) {
+    const int filled = rows - r < V::N ? rows - r : V::N;
+    int64_t c = 0;
+    for (; col_stride == 1 && c + V::N <= cols; c += V::N) {
+      V block[V::N];
+#pragma GCC unroll 16
+      for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < V::N; ++i)
+        if (typename V::Scalar* at = target + (r + i) * row_stride + c; i < filled)
+          Lanes<V>::store(at, fma(block[i], scale, Lanes<V>::load(at)));
+    }
+    for (; c < cols; ++c)
+      for (int i = 0; i < filled; ++i)
+        target[(r + i) * row_stride + c * col_stride] += panel[c * kPanel<V> + r + i] * factor;
+  }
+}
+
+// Rows as slices of P columns, the last filled up with zeros: slices[slice][row][P]; row r times factor[r].
+// `ld` is the distance of slices in rows.
+template <class V, class S>
+void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
+                 const typename V::Scalar* factor, int64_t ld, typename V::Scalar* slices) {
+  constexpr int P = kPanel<V>;
+  for (int r = 0; r < rows; ++r) {
+    const V scale = Lanes<V>::set(factor[r]);
+    int64_t c = 0;
+    for (; col_stride == 1 && c + V::N <= cols; c += V::N)
+      Lanes<V>::store(slices + (c / P * ld + r) * P + c % P,
+                      Lanes<V>::load(source + r * row_stride + c) * scale);
+    for (; c < (cols + P - 1) / P * P; ++c)
+      slices[(c / P * ld + r) * P + c % P] =
+          c < cols ? to_float(source[r * row_stride + c * col_stride]) * factor[r] : 0;
+  }
+}
+
 // Rows of K or V, converted, one after the other.
 template <class V, class S>
 void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,

@@ -74,6 +74,21 @@ void add_relative(const typename V::Scalar* table, int64_t low, int64_t count, c
   }
 }
 
+// Whatever bias the call has.
+template <class V, class S>
+void add_bias(const Spec& spec, const Call& call, const Place& at, int64_t n, typename V::Scalar* scores) {
+  using Scalar = typename V::Scalar;
+  const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
+  if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
+  if (spec.bias == kRelative)
+    add_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
+  if (spec.bias != kTensorBias) return;
+  if (spec.bias_dtype == kFloat32)
+    add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
+  else
+    add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
+}
+
 // Scores of keys [begin, end) become -inf in the lanes that do not see them; `runs` starts at begin.
 template <class V>
 void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V::Scalar* scores) {
@@ -134,6 +149,12 @@ struct CarefulExp2 {
   }
 };
 
+// A lane that has seen nothing has shift -inf; 0 stands in for it.
+template <class V>
+inline V finite_shift(V shift) {
+  return keep(differs(shift, Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()))), shift);
+}
+
 // scores -> 2^(scores - shift)
 template <class V, int Vectors>
 void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
@@ -156,6 +177,17 @@ inline uint64_t dropout_stream(uint64_t seed, int64_t head_index, int64_t row) {
   return mix(call + static_cast<uint64_t>(row));
 }
 
+// Those of a panel's lanes.
+template <class V>
+void dropout_streams(uint64_t seed, int64_t head_index, int64_t row, int64_t row_step, uint32_t* low,
+                     uint32_t* high) {
+  for (int t = 0; t < kPanel<V>; ++t) {
+    const uint64_t stream = dropout_stream(seed, head_index, row + t * row_step);
+    low[t] = static_cast<uint32_t>(stream);
+    high[t] = static_cast<uint32_t>(stream >> 32);
+  }
+}
+
 inline bool dropped(uint64_t stream, int64_t key, uint32_t drop_below) {
   uint32_t x = static_cast<uint32_t>(key >> 1) * 0x9E3779B9u + static_cast<uint32_t>(stream);
   x = (x ^ x >> 16) * 0x7FEB352Du;
@@ -171,8 +203,20 @@ inline Words dropout_words(Words a, Words c, int64_t pair) {
   return x ^ shift_right(x, 16);
 }
 
-// Zeroes the dropped weights of a block. `low` and `high` are the lanes' two stream words.
+// How a dropped weight is shown: as zero, or (in backward, which needs its size) by its sign.
 template <class V>
+struct Zeroed {
+  V operator()(typename Lanes<V>::Mask kept, V weight) const { return keep(kept, weight); }
+};
+template <class V>
+struct Negated {
+  V operator()(typename Lanes<V>::Mask kept, V weight) const {
+    return select(kept, weight, Lanes<V>::zero() - weight);
+  }
+};
+
+// Drops weights of a block. `low` and `high` are the lanes' two stream words.
+template <class V, template <class> class Shown>
 void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t drop_below, int64_t n,
           typename V::Scalar* weights) {
   const Words limit = words(drop_below - 1), half = words(0xFFFF);
@@ -186,7 +230,7 @@ void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t d
       const Words kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
       for (int i = 0; i < Words::N / V::N; ++i) {
         typename V::Scalar* w = weights + c * kPanel<V> + r + i * V::N;
-        Lanes<V>::store(w, keep(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
+        Lanes<V>::store(w, Shown<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
       }
     }
   }

@@ -23,6 +23,17 @@ class Attention:
         arg7: Sequence[int],
         /,
     ) -> None: ...
+    def backward(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: Sequence[int],
+        arg5: Sequence[int],
+        arg6: Sequence[int],
+        /,
+    ) -> None: ...
     def cost(
         self, arg0: int, arg1: Sequence[int], arg2: Sequence[int], /
     ) -> tuple[int, int, int, int, int, int, int, int]: ...

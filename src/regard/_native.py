@@ -21,7 +21,7 @@ from .scores import Alibi, RelativeBias
 VARIABLE = "REGARD_ISA"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}
-PLAIN = [0] * 7  # the extras of a call that has none
+PLAIN = [0] * 8  # the extras of a call that has none
 
 _core: Any = None
 _missing: str | None = None
@@ -83,6 +83,100 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return _as_given(out, spec), lse
 
 
+def forward_saving(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor]:
+    """out, LSE or None, and what backward starts from: stats (2, B, Hq, Lq).
+
+    These are each row's shift, an integer in base 2, and the sum of its softmax at that shift. They say what
+    the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so would be all weights.
+    """
+    spec, q, k, v = problem[:4]
+    out = _empty_out(spec, q)
+    lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
+    if isinstance(out, FakeTensor):
+        return out, lse, stats
+    extras, tensors, alive = _extras(problem, stats)
+    where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _address(lse), spec.offset or 0)
+    (spec.memo.get("native") or _prepare(spec, q))[0].forward_with(*where, extras, tensors)
+    del alive
+    return out, lse, stats
+
+
+class Gradients(NamedTuple):
+    """Of (B, H, L, D) inputs; None where not asked for."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
+    by_head: Tensor | None  # (Hq,) ALiBi's slopes or (Hq, distances)
+    sink: Tensor | None  # (Hq,)
+
+
+def backward(
+    problem: Problem,
+    out: Tensor,
+    stats: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: tuple[bool, bool, bool, bool, bool, bool],
+) -> Gradients:
+    """The gradients asked for, in the order of `Gradients`; those of q, k and v have q's dtype."""
+    spec, q, k, v = problem[:4]
+    grads = _empty_gradients(problem, wanted)
+    dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
+    dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
+    delta = torch.empty_like(stats[0])
+    extras, tensors, alive = _extras(problem)
+    numbers = [
+        *map(_address, (out, dout, dlse, stats, delta, *grads)),
+        *dout.stride(), *_strides(grads.k), *_strides(grads.v), *_broadcast_strides(grads.bias),
+    ]  # fmt: skip
+    where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0)
+    (spec.memo.get("native") or _prepare(spec, q))[0].backward(*where, extras, tensors, numbers)
+    del alive
+    bias = grads.bias.to(spec.bias_dtype) if grads.bias is not None else None
+    return grads._replace(q=grads.q.to(spec.dtype) if grads.q is not None else None, bias=bias)
+
+
+def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
+    """Room for the gradients. Those that are added to piece by piece are zeros in the type of computation."""
+    spec, q, k, v = problem[:4]
+    nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
+    like = torch.zeros_like if nothing else torch.empty_like
+    by_head, _, _ = _by_head(problem)
+    return Gradients(
+        q=q.new_zeros((spec.B, spec.Hq, spec.Lq, spec.D), dtype=spec.lse_dtype) if wanted[0] else None,
+        k=like(k) if wanted[1] else None,
+        v=like(v) if wanted[2] else None,
+        bias=_zero_bias(problem) if wanted[3] else None,
+        by_head=torch.zeros_like(by_head) if wanted[4] and by_head is not None else None,
+        sink=q.new_zeros(spec.Hq, dtype=spec.lse_dtype) if wanted[5] else None,
+    )
+
+
+def _zero_bias(problem: Problem) -> Tensor | None:
+    """A bias without rows or without keys gets sums of many pairs: in float64."""
+    spec, bias = problem.spec, problem.bias
+    if not isinstance(bias, Tensor):
+        return None
+    whole = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
+    return torch.zeros(bias.shape, dtype=spec.lse_dtype if whole else torch.float64, device=bias.device)
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return x.stride() if x is not None else (0, 0, 0, 0)
+
+
+def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """0 in dims of size 1."""
+    return (
+        tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
+        if x is not None
+        else (0,) * 4
+    )
+
+
 def _prepare(spec: Spec, q: Tensor) -> tuple[Any, bool, bool]:
     """The compiled call, whether the output is laid out like q, and whether q, k and v are all it takes."""
     like_q = spec.rank == 4 and q.shape == spec.out_shape
@@ -124,7 +218,7 @@ def _attention(spec: Spec) -> Any:
     )
 
 
-def _extras(problem: Problem) -> tuple[list[int], list[int], tuple[Any, ...]]:
+def _extras(problem: Problem, stats: Tensor | None = None) -> tuple[list[int], list[int], tuple[Any, ...]]:
     """The rest of a call as integers, and the tensors that must live until it ends."""
     spec, bias = problem.spec, problem.bias
     by_head, low, count = _by_head(problem)
@@ -133,6 +227,7 @@ def _extras(problem: Problem) -> tuple[list[int], list[int], tuple[Any, ...]]:
     extras = [
         bias.data_ptr() if isinstance(bias, Tensor) else 0,
         _address(by_head), low, count, _address(sink), _address(offsets), problem.seed,
+        _address(stats),
     ]  # fmt: skip
     return extras, _mask_numbers(problem.tensors), (by_head, sink, offsets)
 
@@ -179,7 +274,7 @@ class Cost(NamedTuple):
 def cost(problem: Problem) -> Cost:
     spec = problem.spec
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras = [*PLAIN[:5], _address(offsets), 0]
+    extras = [*PLAIN[:5], _address(offsets), 0, 0]
     found = Cost(*_attention(spec).cost(spec.offset or 0, extras, _mask_numbers(problem.tensors)))
     return found._replace(scratch_bytes=found.scratch_bytes * found.threads)
 
@@ -190,7 +285,7 @@ def runs(
     """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
     spec = problem.spec
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras = [*PLAIN[:5], _address(offsets), 0]
+    extras = [*PLAIN[:5], _address(offsets), 0, 0]
     found: list[tuple[int, int, int]] = _attention(spec).runs(
         batch, head, row, step, count, spec.offset or 0, extras, _mask_numbers(problem.tensors)
     )
