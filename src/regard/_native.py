@@ -87,7 +87,7 @@ def forward_saving(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor]:
     """out, LSE or None, and what backward starts from: stats (2, B, Hq, Lq).
 
     These are each row's shift, an integer in base 2, and the sum of its softmax at that shift. They say what
-    the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so would be all weights.
+    the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so are all weights.
     """
     spec, q, k, v = problem[:4]
     out = _empty_out(spec, q)
