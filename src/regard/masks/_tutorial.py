@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._arguments import describe
+from .._arguments import describe
 from ._atoms import Causal, Documents, Prefix, Window
 
 
