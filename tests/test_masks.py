@@ -386,10 +386,12 @@ def test_tutorial_helpers(L: int) -> None:
     ones = torch.ones(L, L, dtype=torch.bool)
     assert torch.equal(M.create_causal_mask(L), ones.tril())
     assert torch.equal(M.create_window_mask(L, 2, 1), ones.tril(1).triu(-2))
-    assert torch.equal(M.create_prefix_mask(L, 2)[0], torch.arange(L) < 2)
+    assert torch.equal(M.create_prefix_mask(L, 2), ones.tril() | (torch.arange(L) < 2))
     tokens = torch.randint(0, 3, (2, L))
     assert torch.equal(M.create_padding_mask(tokens)[:, 0, 0], tokens != 0)
-    assert M.create_decoder_mask(tokens).shape == (2, 1, L, L)
+    assert torch.equal(M.create_decoder_mask(tokens), (tokens != 0)[:, None, None] & ones.tril())
     assert torch.equal(M.create_document_mask(tokens)[1, 0], tokens[1][:, None] == tokens[1])
     with pytest.raises(ValueError, match=r"tokens must have shape \(B, L\)"):
         M.create_padding_mask(tokens[0])
+    with pytest.raises(TypeError, match=r"must be a tensor or a list, got str 'a b'"):
+        M.create_decoder_mask("a b")  # type: ignore[arg-type]
