@@ -135,7 +135,7 @@ def markdown_facts(found: Sequence[Fact]) -> str:
 
 def short_table(rows: Sequence[Row]) -> str:
     """For the README: the numbers that a reader asks for first."""
-    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "", "faster", "MiB, Regard", "MiB, PyTorch")
+    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "through", "faster", "MiB, Regard", "MiB, PyTorch")
     lines = [
         [r.title, r.shape, *cells(r)[3:5], _path(r), f"{r.ratio:.1f} x", *map(mebibytes, r.memory)]
         for r in rows

@@ -41,6 +41,11 @@ def runnable_isas() -> list[Any]:
     return list(_native.isas())
 
 
+def repeats(quick: int, asked: int) -> pytest.MarkDecorator:
+    """The argument `times`: `quick` in `make test`, and also `asked` in `make test-all`."""
+    return pytest.mark.parametrize("times", [quick, pytest.param(asked, marks=pytest.mark.full)])
+
+
 @pytest.fixture(params=runnable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs once on every instruction set that this CPU can run."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HAVE_CORE, assert_close, rel_l2
+from conftest import HAVE_CORE, assert_close, rel_l2, repeats
 from forward_cases import DTYPES, INF, Call, Sampler, faults, sample
 from torch import Tensor
 
@@ -428,7 +428,7 @@ def test_ranks(isa: str, poison: None) -> None:
 
 def shapes_for_threads() -> list[Call]:
     isas = _native.isas()
-    made = [Sampler(seed, 4e7, isas).call() for seed in range(900, 930)]
+    made = [Sampler(seed, 4e7, isas).call() for seed in range(900, 944)]
     x = torch.randn(1, 2, 700, 32)
     masks = (
         None,
@@ -441,12 +441,13 @@ def shapes_for_threads() -> list[Call]:
     return made + [Call(x, x, x, {"mask": mask, "dropout": 0.1, "seed": 4}, isas[0]) for mask in masks]
 
 
-def test_any_number_of_threads() -> None:
+@repeats(1, 20)
+def test_any_number_of_threads(times: int) -> None:
     for call in shapes_for_threads():
         results = []
         for threads in (1, 2, 3, 4, 8):
             torch.set_num_threads(threads)
-            results.append(call.run())
+            results += [call.run() for _ in range(times)]
         assert all(same_bits(results[0], other) for other in results[1:]), call
 
 

@@ -18,7 +18,7 @@ FLOORS = """
     3    _autograd _ops
     2    _dispatch
     1    _native _torch reference
-    0    _problem _dense masks scores positions
+    0    _arguments _problem _dense masks scores positions
     -1   _core
 """
 FLOOR = {name: float(line.split()[0]) for line in FLOORS.strip().splitlines() for name in line.split()[1:]}

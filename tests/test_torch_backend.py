@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,17 @@ def test_which_of_the_two_runs() -> None:
     assert _torch.kernel(make(*arguments, bias=scores.Alibi.standard(HQ))) == "sdpa"
     for extra in ("lse", "softcap", "sink"):
         assert _torch.kernel(make(*arguments, **EXTRAS[extra])) == "flex"
+
+
+def promises(text: str) -> list[list[str]]:
+    """The cells of the table of promises, without the line under its head."""
+    head, _, *rows = text[text.index("| promise") :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
+
+
+def test_the_docs_promise_what_the_module_does() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert promises(page) == promises(_torch.__doc__ or "")
 
 
 def test_sdpa_gets_no_tensor_for_a_plain_causal_mask() -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import _native, _torch, reference
+from ._arguments import describe
 from ._problem import Problem
 
 
@@ -71,6 +72,6 @@ def _choose(problem: Problem, impl: str) -> str:
 def _check_name(name: object, argument: str, *more: str) -> None:
     known = (*more, *BACKENDS)
     if not isinstance(name, str):
-        raise TypeError(f"{argument}: expected one of {', '.join(known)}, got {type(name).__name__} {name!r}")
+        raise TypeError(f"{argument}: expected one of {', '.join(known)}, got {describe(name)}")
     if name not in known:
         raise ValueError(f"{argument}: expected one of {', '.join(known)}, got {name!r}")

@@ -17,11 +17,11 @@ from torch import Tensor, is_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from ._arguments import broadcasts, describe, holds_integers, is_integer
 from .masks import Dense, Mask, Program
 from .scores import Alibi, RelativeBias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_SPECS = 4096
 MAX_OFFSET = 2**48  # positions stay far from the 2^62 that means "unlimited" in a mask program
 
@@ -132,7 +132,7 @@ def make(
     if type(dropout) is not float:
         dropout = _number("dropout", dropout)
     if return_lse is not False and return_lse is not True:
-        _fail(TypeError, "return_lse", "a bool", _kind(return_lse))
+        _fail(TypeError, "return_lse", "a bool", describe(return_lse))
     try:
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -222,24 +222,18 @@ def _fail(error: type[Exception], name: str, expected: str, got: object, qkv: Tr
 def _number(name: str, value: Any) -> float:
     """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
     if isinstance(value, bool | Tensor) or not hasattr(value, "__float__") or isinstance(value, complex):
-        _fail(TypeError, name, "a number", _kind(value))
+        _fail(TypeError, name, "a number", describe(value))
     try:
         return float(value)
     except (TypeError, ValueError):
-        _fail(TypeError, name, "a number", _kind(value))
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {value!r}"[:80]
+        _fail(TypeError, name, "a number", describe(value))
 
 
 def _as_mask(mask: Mask | Tensor | None) -> Mask | None:
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
-        _fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", _kind(mask))
+        _fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", describe(mask))
     if mask.dtype is torch.bool:
         return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
     how = (
@@ -247,18 +241,18 @@ def _as_mask(mask: Mask | Tensor | None) -> Mask | None:
         if mask.dtype.is_floating_point
         else "convert it: mask.bool()"
     )
-    _fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", _kind(mask))
+    _fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", describe(mask))
 
 
 def _as_offset(offset: int | Tensor | None) -> int | Tensor | None:
     if offset is None:
         return None
     if isinstance(offset, Tensor):
-        if offset.dtype not in INTEGERS:
-            _fail(TypeError, "offset", "an int, or integers of shape (B,)", _kind(offset))
+        if not holds_integers(offset):
+            _fail(TypeError, "offset", "an int, or integers of shape (B,)", describe(offset))
         return offset
-    if isinstance(offset, bool) or not hasattr(offset, "__index__"):
-        _fail(TypeError, "offset", "an int, or integers of shape (B,)", _kind(offset))
+    if not is_integer(offset):
+        _fail(TypeError, "offset", "an int, or integers of shape (B,)", describe(offset))
     offset = operator.index(offset)
     if abs(offset) > MAX_OFFSET:
         _fail(ValueError, "offset", "a position between -2**48 and 2**48", offset)
@@ -270,11 +264,11 @@ def _as_seed(seed: int | Tensor | None, dropout: float) -> int:
     if seed is None:
         return int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
     if isinstance(seed, Tensor):
-        if seed.dtype not in INTEGERS or seed.numel() != 1:
-            _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", _kind(seed))
+        if not holds_integers(seed) or seed.numel() != 1:
+            _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
         seed = 0 if _is_symbolic(seed) else int(seed)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", _kind(seed))
+    if not is_integer(seed):
+        _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
     seed = operator.index(seed)
     if not -(2**63) <= seed < 2**64:
         _fail(ValueError, "seed", "an integer of 64 bits", seed)
@@ -403,7 +397,7 @@ def _is_plain(program: Program | None, offset: int | Tensor | None, given: _Opti
 def _check_tensors(qkv: Trio) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
-            _fail(TypeError, name, "a torch.Tensor", _kind(x))
+            _fail(TypeError, name, "a torch.Tensor", describe(x))
         if x.is_nested or x.layout is not torch.strided:
             _fail(TypeError, name, "a dense (strided) tensor", "a nested tensor" if x.is_nested else x.layout)
     for name, x in zip("qkv", qkv, strict=True):
@@ -482,23 +476,18 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) 
     if bias is None:
         return
     if not isinstance(bias, Tensor | Alibi | RelativeBias):
-        _fail(TypeError, "bias", "a float tensor, scores.Alibi or scores.RelativeBias", _kind(bias))
+        _fail(TypeError, "bias", "a float tensor, scores.Alibi or scores.RelativeBias", describe(bias))
     if isinstance(bias, Tensor) and bias.dtype is torch.bool:
-        _fail(TypeError, "bias", "a float tensor (a bool tensor goes to mask=)", _kind(bias))
+        _fail(TypeError, "bias", "a float tensor (a bool tensor goes to mask=)", describe(bias))
     tensor = learned(bias)
     assert tensor is not None
     _check_learned("bias", tensor, qkv)
     if isinstance(bias, Tensor):
-        if not _broadcasts(bias.shape, target):
+        if not broadcasts(bias.shape, target):
             expected = f"a shape broadcastable to (..., Hq, Lq, Lk) = {target}"
             _fail(ValueError, "bias", expected, tuple(bias.shape), qkv)
     elif bias.heads != Hq:
         _fail(ValueError, "bias", f"a {type(bias).__name__} for Hq = {Hq} heads", bias.heads, qkv)
-
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    sizes = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def _check_learned(name: str, x: Tensor, qkv: Trio) -> None:
@@ -516,7 +505,7 @@ def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
     if sink is None:
         return
     if not isinstance(sink, Tensor):
-        _fail(TypeError, "sink", "a tensor of shape (Hq,)", _kind(sink))
+        _fail(TypeError, "sink", "a tensor of shape (Hq,)", describe(sink))
     _check_learned("sink", sink, qkv)
     if tuple(sink.shape) != (Hq,):
         _fail(ValueError, "sink", f"shape (Hq,) = {(Hq,)}", tuple(sink.shape), qkv)

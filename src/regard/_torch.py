@@ -3,14 +3,14 @@
 It is how GPU tensors run, and on request CPU tensors. The mathematics is the contract's; where PyTorch's
 kernels promise less, so does this backend:
 
-| promise                             | sdpa                         | flex                           |
-|-------------------------------------|------------------------------|--------------------------------|
-| options beside mask, bias and scale | dropout                      | softcap, sink, LSE             |
-| NaN or Inf in a masked key or value | may reach the output         | may reach the output           |
-| dropout pattern                     | PyTorch's, repeats with seed | no dropout                     |
-| memory                              | n x n for a mask or bias     | n x n on a CPU                 |
-| gradients                           | yes                          | on a GPU                       |
-| bitwise equal for any thread count  | not promised                 | not promised                   |
+| promise                             | through SDPA                              | through FlexAttention |
+|-------------------------------------|-------------------------------------------|-----------------------|
+| options beside mask, bias and scale | dropout                                   | softcap, sink, LSE    |
+| NaN or Inf in a masked key or value | may reach the output                      | may reach the output  |
+| dropout pattern                     | PyTorch's, repeats with the seed          | no dropout            |
+| memory                              | n x n for a mask or bias, or if not fused | n x n on a CPU        |
+| gradients                           | yes                                       | on a GPU              |
+| bitwise equal for any thread count  | not promised                              | not promised          |
 
 SDPA draws dropout from PyTorch's generator; so that a seed repeats, it is set around the call and restored.
 """

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Offset = int | Tensor | None
+from ._arguments import Offset, brief, count, describe, first_position, same
 
 
 class Alibi:
@@ -30,7 +30,7 @@ class Alibi:
 
         For another H, those of the power of two below it, then every second one of the power of two above it.
         """
-        _at_least("heads", heads, 1)
+        heads = count("heads", heads, 1)
         whole = 2 ** int(math.log2(heads))
         slopes = _powers(whole) + _powers(2 * whole)[::2][: heads - whole]
         return cls(torch.tensor(slopes, dtype=dtype, device=device))
@@ -48,13 +48,13 @@ class Alibi:
         return Alibi(self.slopes.to(device))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alibi) and _same(self.slopes, other.slopes)
+        return isinstance(other, Alibi) and same(self.slopes, other.slopes)
 
     def __hash__(self) -> int:
         return hash((Alibi, self.slopes.shape, self.slopes.dtype))
 
     def __repr__(self) -> str:
-        return f"Alibi({_show(self.slopes)})"
+        return f"Alibi({brief(self.slopes)})"
 
 
 class RelativeBias:
@@ -66,7 +66,7 @@ class RelativeBias:
     def __init__(self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> None:
         self.table = _parameter("RelativeBias(table)", table, 2, "(num_buckets, Hq)")
         if not isinstance(bidirectional, bool):
-            raise TypeError(f"bidirectional must be a bool, got {bidirectional!r}")
+            raise TypeError(f"bidirectional must be a bool, got {describe(bidirectional)}")
         self.bidirectional = bidirectional
         buckets = table.shape[0]
         if buckets < 2 or (bidirectional and (buckets % 2 or buckets < 4)):
@@ -76,7 +76,7 @@ class RelativeBias:
                 f"got shape {tuple(table.shape)}"
             )
         exact = buckets // (4 if bidirectional else 2)
-        self.max_distance = _at_least("max_distance", max_distance, exact + 1)
+        self.max_distance = count("max_distance", max_distance, exact + 1)
 
     @property
     def heads(self) -> int:
@@ -109,7 +109,7 @@ class RelativeBias:
         return (
             isinstance(other, RelativeBias)
             and self._options == other._options
-            and _same(self.table, other.table)
+            and same(self.table, other.table)
         )
 
     def __hash__(self) -> int:
@@ -117,7 +117,7 @@ class RelativeBias:
 
     def __repr__(self) -> str:
         return (
-            f"RelativeBias({_show(self.table)}, bidirectional={self.bidirectional}, "
+            f"RelativeBias({brief(self.table)}, bidirectional={self.bidirectional}, "
             f"max_distance={self.max_distance})"
         )
 
@@ -145,36 +145,13 @@ def _powers(heads: int) -> list[float]:
 
 def _distance(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor:
     """pos - j: (Lq, Lk), or (B, Lq, Lk) for an offset (B,)."""
-    queries, keys = torch.arange(Lq, device=device), torch.arange(Lk, device=device)
-    if isinstance(offset, Tensor):
-        queries = offset.to(device, torch.int64)[..., None] + queries
-    else:
-        queries = queries + (Lk - Lq if offset is None else offset)
-    return queries[..., :, None] - keys
+    queries = first_position(Lq, Lk, offset, device) + torch.arange(Lq, device=device)
+    return queries[..., :, None] - torch.arange(Lk, device=device)
 
 
 def _parameter(name: str, tensor: Tensor, dims: int, shape: str) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        what = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a float tensor {shape}, got {what}")
+        raise TypeError(f"{name} must be a float tensor {shape}, got {describe(tensor)}")
     if tensor.ndim != dims or 0 in tensor.shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     return tensor
-
-
-def _at_least(name: str, number: int, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} must be an int, got {type(number).__name__} {number!r}")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    return (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) and torch.equal(a, b)
-
-
-def _show(tensor: Tensor) -> str:
-    return f"<{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}>"

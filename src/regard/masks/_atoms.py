@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._arguments import bool_tensor, brief, broadcasts, common_shape, count, describe, int_tensor, readable
+from .._arguments import (
+    bool_tensor,
+    brief,
+    broadcasts,
+    common_shape,
+    count,
+    describe,
+    int_tensor,
+    is_integer,
+    readable,
+)
 from ._mask import Grid, Mask, Sizes, column, row, value
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
@@ -242,8 +252,8 @@ class RandomBlocks(Mask):
 
 
 def _seed(seed: int) -> int:
-    if isinstance(seed, (bool, Tensor)) or not hasattr(seed, "__index__"):
-        raise TypeError(f"RandomBlocks(seed) must be an int, got {type(seed).__name__} {describe(seed)}")
+    if not is_integer(seed):
+        raise TypeError(f"RandomBlocks(seed) must be an int, got {describe(seed)}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"RandomBlocks(seed) must fit in 64 bits, got {seed}")
     return int(seed)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import describe, tensor_of
+from .._arguments import Offset, describe, holds_integers, tensor_of
 from ._atoms import Causal, Dense, Documents, Lengths, Prefix
-from ._mask import And, Mask, Not, Offset, Or
+from ._mask import And, Mask, Not, Or
 
 
 class Arguments(NamedTuple):
@@ -210,7 +210,7 @@ def _keys_alone(mask: Mask) -> bool:
 
 
 def _ids(name: str, borders: Tensor) -> Tensor:
-    if borders.ndim != 1 or len(borders) < 2 or borders.is_floating_point() or borders.dtype == torch.bool:
+    if borders.ndim != 1 or len(borders) < 2 or not holds_integers(borders):
         raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(borders)}")
     lengths = borders.diff()
     if int(borders[0]) != 0 or bool((lengths < 0).any()):

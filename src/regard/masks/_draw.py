@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._mask import Mask, Offset
+from .._arguments import Offset
+from ._mask import Mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,13 +12,12 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import brief, broadcasts, common_shape, count, describe, readable, same
+from .._arguments import Offset, brief, broadcasts, common_shape, count, first_position, readable, same
 from ._program import Op, Pool, Program, node
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Offset = int | Tensor | None
 M = TypeVar("M", bound="Mask")
 
 
@@ -395,20 +394,7 @@ def _one_head(dense: Tensor, head: int) -> Tensor:
 
 def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
     query = torch.arange(Lq, device=device)
-    return Grid(query, _start(Lq, Lk, offset, device) + query, torch.arange(Lk, device=device))
-
-
-def _start(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor | int:
-    """The position of query 0: an int, or (*batch, 1)."""
-    if offset is None:
-        return Lk - Lq
-    if isinstance(offset, Tensor):
-        if offset.dtype == torch.bool or offset.is_floating_point() or offset.is_complex():
-            raise TypeError(f"offset must be integers, got {describe(offset)}")
-        return offset.to(device, torch.int64)[..., None]
-    if isinstance(offset, bool) or not hasattr(offset, "__index__"):
-        raise TypeError(f"offset must be an int or a (B,) int tensor, got {type(offset).__name__} {offset!r}")
-    return operator.index(offset)
+    return Grid(query, first_position(Lq, Lk, offset, device) + query, torch.arange(Lk, device=device))
 
 
 def _combinable(other: object, symbol: str) -> bool:

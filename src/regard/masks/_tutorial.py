@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._arguments import describe
-from ._atoms import Causal, Documents, Prefix, Window
+from .._arguments import describe, tensor_of
+from ._atoms import Causal, Documents, Window
+from ._patterns import prefix_lm
 
 
 def create_causal_mask(Lq: int, Lk: int | None = None) -> Tensor:
@@ -20,16 +21,19 @@ def create_window_mask(Lq: int, left: int, right: int = 0, Lk: int | None = None
 
 def create_prefix_mask(L: int, n: int) -> Tensor:
     """(L, L): causal, and everybody sees the first n keys."""
-    return (Causal() | Prefix(n)).to_dense(L, L)
+    return prefix_lm(n).to_dense(L, L)
 
 
 def create_document_mask(ids: Tensor) -> Tensor:
     """(L,) -> (L, L), (B, L) -> (B, 1, L, L): tokens see the tokens with the same id."""
-    return Documents(ids).to_dense(ids.shape[-1], ids.shape[-1])
+    same = Documents(ids)
+    L = same.q_ids.shape[-1]
+    return same.to_dense(L, L)
 
 
 def create_padding_mask(tokens: Tensor, pad: int = 0) -> Tensor:
     """(B, L) token numbers -> (B, 1, 1, L): everybody sees the tokens that are not `pad`."""
+    tokens = tensor_of("tokens", tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape (B, L), got {describe(tokens)}")
     return (tokens != pad)[:, None, None, :]
@@ -37,4 +41,5 @@ def create_padding_mask(tokens: Tensor, pad: int = 0) -> Tensor:
 
 def create_decoder_mask(tokens: Tensor, pad: int = 0) -> Tensor:
     """(B, L) token numbers -> (B, 1, L, L): causal and not `pad`."""
-    return create_padding_mask(tokens, pad) & create_causal_mask(tokens.shape[-1]).to(tokens.device)
+    real = create_padding_mask(tokens, pad)
+    return real & create_causal_mask(real.shape[-1]).to(real.device)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that masks are made from. Messages name the atom, the argument and what came."""
+"""Arguments: what messages and reprs show of them, checks that several modules share, where queries stand."""
 
 from __future__ import annotations
 
@@ -8,28 +8,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 LARGEST = 2**62
 
+Offset = int | Tensor | None
+
 
 def describe(value: object) -> str:
-    """A value as messages show it: tensors by dtype and shape."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
+    """A value as messages show it: tensors by dtype and shape, others by type and the start of their repr."""
+    if isinstance(value, Tensor):
+        return f"{_dtype(value)} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:80]
 
 
 def brief(value: object) -> str:
-    """A value as reprs show it: a few integers as they are."""
-    if isinstance(value, Tensor) and value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64:
-        return repr(value.tolist()) if readable(value) else describe(value)
-    return describe(value)
+    """A value as reprs show it: a few integers as they are, other tensors as <dtype shape>."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64 and readable(value):
+        return repr(value.tolist())
+    return f"<{_dtype(value)} {tuple(value.shape)}>"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is one integer, Python's or NumPy's; a bool or a tensor is not."""
+    if isinstance(value, bool | Tensor):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex())
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
     """An integer from `least` up to 2^62; a bool, a float or a tensor is refused."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {describe(value)}")
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an int, got {describe(value)}")
     number = operator.index(value)
     if not least <= number < LARGEST:
         raise ValueError(f"{name} must be an integer from {least} to 2^62 - 1, got {number}")
@@ -50,7 +74,7 @@ def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
 def int_tensor(name: str, value: Any, least_dims: int) -> Tensor:
     """A private int64 tensor with at least `least_dims` dimensions."""
     tensor = tensor_of(name, value)
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+    if not holds_integers(tensor):
         raise TypeError(f"{name} must be integers, got {describe(tensor)}")
     return snapshot(_deep_enough(name, tensor, least_dims).to(torch.int64))
 
@@ -69,7 +93,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a tensor or a list, got {type(value).__name__} {value!r}") from error
+        raise TypeError(f"{name} must be a tensor or a list, got {describe(value)}") from error
     return tensor.to(torch.int64) if tensor.numel() == 0 and not hasattr(value, "dtype") else tensor
 
 
@@ -80,7 +104,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 def readable(tensor: Tensor) -> bool:
     """Whether the values can be looked at: not fake, not on the meta device, not inside a transform."""
     return (
-        type(tensor) is Tensor
+        type(tensor) in (Tensor, Parameter)
         and tensor.device.type != "meta"
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -104,3 +128,16 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether `shape`, aligned on the right, is `target` or 1 in every dimension."""
     aligned = target[len(target) - len(shape) :]
     return len(shape) <= len(target) and all(s in (1, t) for s, t in zip(shape, aligned, strict=True))
+
+
+def first_position(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor | int:
+    """Where query 0 stands among the keys: an int, or (*batch, 1)."""
+    if offset is None:
+        return Lk - Lq
+    if isinstance(offset, Tensor):
+        if not holds_integers(offset):
+            raise TypeError(f"offset must be integers, got {describe(offset)}")
+        return offset.to(device, torch.int64)[..., None]
+    if not is_integer(offset):
+        raise TypeError(f"offset must be an int or a (B,) int tensor, got {describe(offset)}")
+    return operator.index(offset)
