@@ -13,9 +13,10 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kChunkBytes = 256 << 10;  // of a chunk's sums, so that they stay in L2
-constexpr int64_t kRowsTogether = 1024;     // rows of a task that only prepares rows
-constexpr double kInlineWork = 1e6;         // floating point operations that are not worth a second thread
+constexpr int64_t kMostBytes = 1 << 20, kEnoughBytes = 256 << 10;  // of a chunk's sums
+constexpr int64_t kEnoughUnits = 16;     // of one sample: beyond that, larger chunks are better
+constexpr int64_t kRowsTogether = 1024;  // rows of a task that only prepares rows
+constexpr double kInlineWork = 1e6;      // floating point operations that are not worth a second thread
 
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
@@ -92,12 +93,13 @@ class Backward {
 
   void cut(Layout& at) const {
     const int64_t item = spec_.dtype == kFloat64 ? 8 : 4, width = (spec_.D + spec_.Dv) * item;
-    const int64_t keys = ceil_div(spec_.Lk, at.step), most = kChunkBytes / std::max<int64_t>(width, 1);
-    const int64_t limit = std::max(most / kBackwardBlock, int64_t{1}) * kBackwardBlock;
+    const int64_t keys = std::max<int64_t>(ceil_div(spec_.Lk, at.step), 1);
+    const auto chunks = [&](int64_t bytes) { return ceil_div(keys * width, bytes); };
+    const int64_t wanted = std::min(ceil_div(kEnoughUnits, spec_.Hkv), chunks(kEnoughBytes));
+    const int64_t count = std::max<int64_t>({wanted, chunks(kMostBytes), 1});
     at.classes = std::min(at.step, std::max<int64_t>(spec_.Lk, 1));
-    at.chunks = std::max<int64_t>(ceil_div(keys, limit), 1);
-    at.chunk = std::max<int64_t>(ceil_div(ceil_div(keys, at.chunks), kBackwardBlock), 1) * kBackwardBlock;
-    at.chunks = std::max<int64_t>(ceil_div(keys, at.chunk), 1);
+    at.chunk = ceil_div(ceil_div(keys, count), kBackwardBlock) * kBackwardBlock;
+    at.chunks = ceil_div(keys, at.chunk);
     at.tiles = ceil_div(ceil_div(spec_.Lq, at.step), tile_rows());
   }
 

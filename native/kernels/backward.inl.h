@@ -17,19 +17,27 @@ inline V score_gradient(V weight, V dp, V delta) {
   return keep(differs(weight, zero), (Dropped ? abs(weight) : weight) * (dp - delta));
 }
 
+// x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
 template <class V>
 inline bool all_finite(const typename V::Scalar* x, int64_t n) {
-  V zero = Lanes<V>::zero();
+  V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
   int64_t i = 0;
-  for (; i + V::N <= n; i += V::N) zero = zero + (Lanes<V>::load(x + i) - Lanes<V>::load(x + i));
-  for (; i < n; ++i) zero = zero + Lanes<V>::set(x[i] - x[i]);
-  return bits(differs(zero, zero)) == 0;
+  for (; i + 4 * V::N <= n; i += 4 * V::N)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const V y = Lanes<V>::load(x + i + j * V::N);
+      zero[j] = zero[j] + (y - y);
+    }
+  for (; i < n; ++i) zero[0] = zero[0] + Lanes<V>::set(x[i] - x[i]);
+  const V sum = (zero[0] + zero[1]) + (zero[2] + zero[3]);
+  return bits(differs(sum, sum)) == 0;
 }
 
 template <class V, class S>
 struct Backward {
   using Scalar = typename V::Scalar;
   static constexpr int P = kPanel<V>;
+  static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
   static constexpr int64_t kKeys = kBackwardBlock;
   static constexpr int64_t kTileKeys = kKeys / kLanesRows;  // tiles of keys in a block
   static constexpr int64_t kBlockSize = kKeys * P;
@@ -53,7 +61,8 @@ struct Backward {
   Scalar *keys, *values;              // copies, where needed
   Scalar* table;                      // a tile's and block's sums by distance
   State states[kTilePanels];
-  bool want_ds, want_k, want_v, finite_rows = true;
+  bool want_ds, want_k, want_v;
+  enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
   int64_t ldk, ldv;
   const Scalar *k, *v;
 
@@ -136,13 +145,15 @@ struct Backward {
 
   // Queries
 
-  void load(const Panel* panels, int count) {
-    const int64_t tile = kTilePanels * P;
-    for (int i = 0; i < count; ++i) load_panel(panels[i], states[i], i);
-    finite_rows = true;
-    for (int64_t c = 0; c < q_slices; ++c) finite_rows &= all_finite<V>(q_rows + c * tile * P, count * P * P);
-    for (int64_t c = 0; c < v_slices; ++c)
-      finite_rows &= all_finite<V>(dout_rows + c * tile * P, count * P * P);
+  // Asked at most once for a tile.
+  bool rows_are_finite(int count) {
+    if (finite_rows != kUnknown) return finite_rows == kYes;
+    const int64_t tile = kTilePanels * P * P;
+    bool finite = true;
+    for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<V>(q_rows + c * tile, count * P * P);
+    for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<V>(dout_rows + c * tile, count * P * P);
+    finite_rows = finite ? kYes : kNo;
+    return finite;
   }
 
   void load_panel(const Panel& p, State& s, int i) {
@@ -234,7 +245,7 @@ struct Backward {
     score_keys<V>(rows, ldk, n, s.queries, spec.D, w, ignored_top);
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, place, n, w);
-    if (partial) hide<V>(runs, from, to, P == 32 ? ~0u : (1u << P) - 1, w);
+    if (partial) hide<V>(runs, from, to, kAllLanes, w);
     exponentiate<V, 2>(w, n, shift, ignored);
   }
 
@@ -332,22 +343,29 @@ struct Backward {
 
   // Products
 
-  void add_queries_of(State& s, int64_t begin, int64_t from, int64_t to, bool ragged, const Scalar* w,
+  void add_queries_of(State& s, const Run* runs, int64_t begin, int64_t from, int64_t to, const Scalar* w,
                       const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
     const int64_t n = to - from;
     w += (from - begin) * P;
     g += (from - begin) * P;
-    if (!ragged || rows_are_finite(rows, n)) return add_values<V>(rows, ldk, n, g, spec.D, s.dq);
+    if (keys_are_safe(runs, from, to)) return add_values<V>(rows, ldk, n, g, spec.D, s.dq);
     for (int64_t c = 0; c < n; ++c)
       for (int t = 0; t < P; ++t)
         for (int64_t d = 0; d < spec.D && w[c * P + t] != 0; ++d)
           s.dq[d * P + t] += g[c * P + t] * rows[c * ldk + d];
   }
 
-  bool rows_are_finite(const Scalar* rows, int64_t n) const {
+  // Whether keys that some lane must not meet are finite.
+  bool keys_are_safe(const Run* runs, int64_t from, int64_t to) const {
+    const bool excludes = spec.bias == kTensorBias || spec.bias == kRelative;  // by -inf
     bool finite = true;
-    for (int64_t c = 0; c < n && finite; ++c) finite = all_finite<V>(rows + c * ldk, spec.D);
+    for (int64_t key = from; key < to; ++runs) {
+      const int64_t stop = runs->end < to ? runs->end : to;
+      const bool partial = excludes || runs->lanes != kAllLanes;
+      for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
+      key = stop;
+    }
     return finite;
   }
 
@@ -383,7 +401,6 @@ struct Backward {
 
   // A panel's part in the block [begin, end). Returns whether it sees all of it.
   bool panel_block(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* seen) {
-    const uint32_t all = P == 32 ? ~0u : (1u << P) - 1;
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
     bool whole = false;
     while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
@@ -393,14 +410,12 @@ struct Backward {
       int64_t to = from;
       bool partial = false;
       for (; i < p.n_runs && to < end && p.runs[i].begin <= to; ++i) {
-        partial |= p.runs[i].lanes != all;
+        partial |= p.runs[i].lanes != kAllLanes;
         to = p.runs[i].end < end ? p.runs[i].end : end;
       }
       mark(panel, from - begin, to - begin, end - begin, seen);
       weigh(p, s, first, begin, from, to, partial, w, g);
-      if (grads.dq && !chunk.bias_only)
-        add_queries_of(s, begin, from, to, partial || spec.bias == kTensorBias || spec.bias == kRelative, w,
-                       g);
+      if (grads.dq && !chunk.bias_only) add_queries_of(s, first, begin, from, to, w, g);
       whole = !partial && from == begin && to == end;
     }
     return whole;
@@ -419,7 +434,7 @@ struct Backward {
     uint32_t seen[kTileKeys] = {};
     bool whole = spec.bias == kNoBias || spec.bias == kAlibi;
     for (int i = 0; i < count; ++i) whole &= panel_block(panels[i], states[i], i, begin, end, seen);
-    const auto add = whole || finite_rows ? &Backward::add_keys : &Backward::add_keys_by_pairs;
+    const auto add = whole || rows_are_finite(count) ? &Backward::add_keys : &Backward::add_keys_by_pairs;
     const int64_t at = begin - chunk.begin, n = end - begin;
     if (want_v) (this->*add)(at, n, seen, weights, dout_rows, v_slices, dv_sum);
     if (want_k) (this->*add)(at, n, seen, ds, q_rows, q_slices, dk_sum);
@@ -427,7 +442,7 @@ struct Backward {
 
   void tile(const Panel* panels, int count) {
     find_rows();
-    load(panels, count);
+    for (int i = 0; i < count; ++i) load_panel(panels[i], states[i], i);
     for (int64_t begin = chunk.begin; begin < chunk.end; begin += kKeys)
       block(panels, count, begin, begin + kKeys < chunk.end ? begin + kKeys : chunk.end);
   }
