@@ -225,7 +225,7 @@ class Backward {
 
   void mark_tile(const Unit& u, const Layout& at, int64_t tile) {
     uint64_t* word = marks(u, tile);
-    std::vector<Run> runs;
+    Runs runs;
     for (int64_t g = 0; g < (spans_.varies_by_head() ? group_ : 1); ++g)
       each_panel(tile_of(u, at, tile, u.kv_head * group_ + g), [&](const Rows& rows) {
         spans_.find(rows, runs);
@@ -287,7 +287,7 @@ class Backward {
   // False when the call has been stopped.
   bool run_tile(const Unit& u, const Layout& at, const Chunk& chunk, int64_t tile, int64_t before) {
     if (Stopper::ask(&stopper_)) return false;
-    std::vector<Run> runs[kTilePanels];
+    Runs runs[kTilePanels];
     Panel panels[kTilePanels];
     std::atomic<int64_t>* turn =
         grads_.dq ? &turns_[at.turns_at + (u.batch * at.classes + u.of_class) * at.tiles + tile] : nullptr;
@@ -303,8 +303,7 @@ class Backward {
     return true;
   }
 
-  int find_panels(const Tile& t, const Chunk& chunk, std::vector<Run>* runs, Panel* panels,
-                  bool known) const {
+  int find_panels(const Tile& t, const Chunk& chunk, Runs* runs, Panel* panels, bool known) const {
     int count = 0;
     each_panel(t, [&](const Rows& rows) {
       if (!known) spans_.find(rows, chunk.begin, chunk.end, runs[count]);
@@ -360,7 +359,7 @@ class Backward {
     Chunk chunk = open(u, at, worker);
     chunk.bias_only = true;
     kernels_.open(chunk);
-    std::vector<Run> runs[kTilePanels];
+    Runs runs[kTilePanels];
     Panel panels[kTilePanels];
     for (; tile < end && !Stopper::ask(&stopper_); ++tile) {
       const int count = find_panels(tile_of(u, at, tile, head), chunk, runs, panels, false);

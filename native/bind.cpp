@@ -126,7 +126,7 @@ class Attention {
     Call call{};
     call.offset = offset;
     set_extras(call, extras, mask);
-    std::vector<Run> found;
+    Runs found;
     Spans(code_, spec_, call).find({batch, head, row, step, count}, found);
     std::vector<std::tuple<int64_t, int64_t, uint32_t>> list;
     for (const Run& r : found) list.emplace_back(r.begin, r.end, r.lanes);

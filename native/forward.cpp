@@ -44,7 +44,7 @@ struct Tile {
 // The runs of a tile's panels, which tasks of other heads can use again.
 struct Known {
   int64_t tile = -1, batch = -1, head = -1;
-  std::vector<std::vector<Run>> runs;
+  std::vector<Runs> runs;
 };
 
 // What a thread keeps between tasks.
@@ -183,7 +183,7 @@ class Forward {
       const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
       for (int64_t h = 0; h < heads_; ++h) {
-        std::vector<Run>& runs = known.runs[p * distinct + (distinct > 1 ? h : 0)];
+        Runs& runs = known.runs[p * distinct + (distinct > 1 ? h : 0)];
         if (!again && (h == 0 || distinct > 1)) spans_.find({at.batch, at.head + h, row, step, rows}, runs);
         w.panels.push_back({at.head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
       }

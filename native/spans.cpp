@@ -3,6 +3,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <functional>
+#include <limits>
 #include <numeric>
 
 namespace regard {
@@ -30,12 +32,14 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 uint32_t first_lanes(int n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
-int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+int64_t floor_div(int64_t a, int64_t b) {
+  return b == 1 ? a : a / b - (a % b != 0 && (a < 0) != (b < 0));  // steps are mostly 1, divisions slow
+}
 int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 int64_t modulo(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
 
 // Adds a run, joined to the last one where they touch and agree.
-void append(std::vector<Run>& out, int64_t begin, int64_t end, uint32_t lanes) {
+void append(Runs& out, int64_t begin, int64_t end, uint32_t lanes) {
   if (begin >= end || lanes == 0) return;
   if (!out.empty() && out.back().end == begin && out.back().lanes == lanes)
     out.back().end = end;
@@ -43,26 +47,101 @@ void append(std::vector<Run>& out, int64_t begin, int64_t end, uint32_t lanes) {
     out.push_back({begin, end, lanes});
 }
 
-// Walks two run lists together over [lo, hi) and writes join(lanes of a, lanes of b).
+// Operands lie one after the other in one vector, like on a stack, so that combining them allocates nothing.
+// kEnd stands between them: it touches no run and comes after all.
+constexpr int64_t kLast = std::numeric_limits<int64_t>::max();
+constexpr Run kEnd = {kLast, kLast, 0};
+
+// Where the next list begins, when the last one began at `before`. An empty one is replaced.
+size_t begin_list(Runs& out, size_t before) {
+  if (out.size() > before) out.push_back(kEnd);
+  return out.size();
+}
+
+// Whether the last list, which begins at a, says that all rows see [lo, hi).
+bool is_full(const Runs& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
+  return out.size() == a + 1 && out[a].begin == lo && out[a].end == hi && out[a].lanes == all;
+}
+
+// The last two lists, which begin at a and b, become one: join(lanes of a, lanes of b) for every key.
 template <class Join>
-void merge(const std::vector<Run>& a, const std::vector<Run>& b, int64_t lo, int64_t hi, Join join,
-           std::vector<Run>& out) {
-  size_t i = 0, j = 0;
-  out.clear();
-  while (lo < hi) {
-    while (i < a.size() && a[i].end <= lo) ++i;
-    while (j < b.size() && b[j].end <= lo) ++j;
-    int64_t stop = hi;
-    uint32_t x = 0, y = 0;
-    if (i < a.size())
-      (a[i].begin <= lo) ? (x = a[i].lanes, stop = std::min(stop, a[i].end))
-                         : stop = std::min(stop, a[i].begin);
-    if (j < b.size())
-      (b[j].begin <= lo) ? (y = b[j].lanes, stop = std::min(stop, b[j].end))
-                         : stop = std::min(stop, b[j].begin);
-    append(out, lo, stop, join(x, y));
-    lo = stop;
+void merge(Runs& out, size_t a, size_t b, Join join) {
+  out.push_back(kEnd);
+  const size_t top = out.size();
+  out.resize(top + 2 * (top - a));  // a run for every end of a run is more than enough
+  const Run *x = &out[a], *y = &out[b];
+  Run* last = &out[top - 1];
+  for (int64_t key = 0; (key = std::max(key, std::min(x->begin, y->begin))) < kLast;) {
+    const bool in_x = x->begin <= key, in_y = y->begin <= key;
+    const int64_t stop = std::min(in_x ? x->end : x->begin, in_y ? y->end : y->begin);
+    const uint32_t lanes = join(in_x ? x->lanes : 0, in_y ? y->lanes : 0);
+    if (last->end == key && last->lanes == lanes)
+      last->end = stop;
+    else if (lanes)
+      *++last = {key, stop, lanes};
+    x += x->end == stop;
+    y += y->end == stop;
+    key = stop;
   }
+  out.resize(last + 1 - out.data());
+  out.erase(out.begin() + a, out.begin() + top);
+}
+
+// The last list, which begins at a, becomes what it leaves of [lo, hi).
+void invert(Runs& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
+  const size_t top = out.size() + 1;
+  out.push_back(kEnd);
+  for (size_t i = a; i + 1 < top; ++i) {
+    const Run run = out[i];
+    append(out, lo, run.begin, all);
+    append(out, run.begin, run.end, all & ~run.lanes);
+    lo = run.end;
+  }
+  append(out, lo, hi, all);
+  out.erase(out.begin() + a, out.begin() + top);
+}
+
+// Row t sees [begin + t, end + t). In the usual panel rows join one by one, all see the middle, rows leave
+// one by one.
+void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Runs& out) {
+  const int edges = rows - 1;
+  const uint32_t all = first_lanes(rows);
+  const size_t before = out.size();
+  out.resize(before + (opens ? edges : 0) + 1 + (closes ? edges : 0));
+  Run* run = &out[before];
+  for (uint32_t lanes = 1; opens && lanes != all; lanes = lanes << 1 | 1, ++begin)
+    *run++ = {begin, begin + 1, lanes};
+  *run++ = {begin, end, all};
+  for (uint32_t lanes = all; closes && (lanes = lanes << 1 & all); ++end) *run++ = {end, end + 1, lanes};
+}
+
+// A panel at the edge of the keys: sweep over both ends, which grow with t.
+void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out) {
+  int opened = 0, closed = 0;
+  for (int64_t key = lo; key < hi;) {
+    while (opened < rows && begin + opened <= key) ++opened;
+    while (closed < opened && end + closed <= key) ++closed;
+    if (closed == rows) return;
+    int64_t stop = closed < opened ? std::min(hi, end + closed) : hi;
+    if (opened < rows) stop = std::min(stop, begin + opened);
+    const uint32_t lanes = first_lanes(opened) & ~first_lanes(closed);
+    if (lanes) out.push_back({key, stop, lanes});
+    key = stop;
+  }
+}
+
+// Adds a key that comes after all others.
+void extend(Segments& segments, int64_t key, int64_t id) {
+  if (!segments.empty() && segments.back().end == key && segments.back().id == id)
+    segments.back().end = key + 1;
+  else
+    segments.push_back({key, key + 1, id});
+}
+
+// The first segment that has this key or a later one.
+Segments::const_iterator reaching(const Segments& segments, int64_t key) {
+  return std::upper_bound(segments.begin(), segments.end(), key,
+                          [](int64_t k, const Segment& s) { return k < s.end; });
 }
 
 uint64_t mix(uint64_t x) {
@@ -74,6 +153,7 @@ uint64_t mix(uint64_t x) {
 // The key blocks chosen for block row r, ascending.
 std::vector<int64_t> choose(int64_t per_row, uint64_t seed, int64_t r, int64_t blocks) {
   std::vector<int64_t> chosen;
+  chosen.reserve(std::min(per_row, blocks));
   if (per_row >= blocks) {
     chosen.resize(blocks);
     std::iota(chosen.begin(), chosen.end(), int64_t{0});
@@ -129,18 +209,30 @@ const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k
 
 }  // namespace
 
+// The rows of a panel, and the keys of their residue class by number: number n is key first + n * step.
 struct Spans::Panel {
   const Rows& rows;
-  int64_t position;
+  int64_t position;    // of the first row
+  int64_t first, own;  // own: the number of the key at `position`
   uint32_t all;
+
   int64_t at(int t) const { return position + t * rows.step; }
+  int64_t key(int64_t number) const { return first + number * rows.step; }
+  // The number of the first key that is not before this one.
+  int64_t number(int64_t key) const { return ceil_div(key - first, rows.step); }
 };
 
 Spans::Spans(const std::vector<int64_t>& code, const Spec& spec, const Call& call)
     : code_(code), spec_(spec), call_(call) {
-  by_batch_ = !code.empty() && call.offsets;
-  if (!code.empty()) inspect(code.data());
+  if (code.empty()) return;
+  by_batch_ = call.offsets != nullptr;
+  inspect(code.data());
+  if (code[0] != kPerHead) return;
+  for (const int64_t* child = &code[2]; child < &code[0] + code[1]; child += child[1])
+    heads_.push_back(child);
 }
+
+const int64_t* Spans::code_of(int64_t head) const { return heads_.empty() ? code_.data() : heads_[head]; }
 
 void Spans::inspect(const int64_t* node) {
   const auto look = [&](int64_t t) {
@@ -152,10 +244,10 @@ void Spans::inspect(const int64_t* node) {
       look(node[3]);
       [[fallthrough]];
     case kTokens:
+    case kGlobal:
       segment(node);
       [[fallthrough]];
     case kLengths:
-    case kGlobal:
     case kDense:
     case kBlocks:
       look(node[2]);
@@ -174,18 +266,27 @@ void Spans::inspect(const int64_t* node) {
 }
 
 void Spans::segment(const int64_t* node) {
-  const MaskTensor& ids = call_.tensors[node[0] == kDocuments ? node[3] : node[2]];
-  std::vector<std::vector<Segment>> samples(ids.size[0]);
-  for (int64_t b = 0; b < ids.size[0]; ++b)
-    for (int64_t j = 0; j < spec_.Lk; ++j) {
-      const int64_t id = *element<int64_t>(ids, b, 0, 0, j);
-      if (samples[b].empty() || samples[b].back().id != id) samples[b].push_back({j, id});
+  const MaskTensor& t = call_.tensors[node[0] == kDocuments ? node[3] : node[2]];
+  std::vector<Segments> samples(t.size[0]);
+  for (int64_t b = 0; b < t.size[0]; ++b)
+    for (int64_t i = 0; i < t.size[3]; ++i) {
+      const int64_t value = *element<int64_t>(t, b, 0, 0, i);
+      if (node[0] != kGlobal)
+        extend(samples[b], i, value);
+      else if (value >= 0 && value < kUnlimited)
+        extend(samples[b], value, 0);
     }
-  document_nodes_.push_back(node);
+  segmented_.push_back(node);
   segments_.push_back(std::move(samples));
 }
 
-int64_t Spans::dilation(int64_t head) const { return code_.empty() ? 1 : dilation_of(code_.data(), head); }
+const Segments& Spans::segments(const int64_t* node, const Panel& p) const {
+  const size_t which = std::find(segmented_.begin(), segmented_.end(), node) - segmented_.begin();
+  const std::vector<Segments>& samples = segments_[which];
+  return samples[samples.size() > 1 ? p.rows.batch : 0];
+}
+
+int64_t Spans::dilation(int64_t head) const { return code_.empty() ? 1 : dilation_of(code_of(head), head); }
 
 bool Spans::dilation_varies() const {
   for (int64_t h = 1; h < spec_.Hq; ++h)
@@ -199,47 +300,32 @@ int64_t Spans::position(const Rows& rows) const {
 
 int64_t Spans::first_key(const Rows& rows) const { return modulo(position(rows), rows.step); }
 
-void Spans::find(const Rows& rows, Runs& out) const { find(rows, 0, ceil_div(spec_.Lk, rows.step), out); }
+void Spans::find(const Rows& rows, Runs& out) const { find(rows, 0, spec_.Lk, out); }
 
 void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const {
+  const int64_t at = position(rows), own = floor_div(at, rows.step);
+  const Panel p{rows, at, at - own * rows.step, own, first_lanes(rows.count)};
+  end = std::min(end, p.number(spec_.Lk));
   out.clear();
-  const Panel p{rows, position(rows), first_lanes(rows.count)};
-  const int64_t first = first_key(rows);
-  const int64_t lo = std::min(first + begin * rows.step, spec_.Lk),
-                hi = std::min(first + end * rows.step, spec_.Lk);
-  if (lo >= hi) return;
   if (code_.empty())
-    append(out, lo, hi, p.all);
-  else
-    evaluate(code_.data(), p, lo, hi, out);
-  if (rows.step == 1) return;
-  size_t kept = 0;
-  for (Run run : out) {
-    run.begin = std::max<int64_t>(ceil_div(run.begin - first, rows.step), 0);
-    run.end = ceil_div(run.end - first, rows.step);
-    if (run.begin >= run.end) continue;
-    if (kept && out[kept - 1].end == run.begin && out[kept - 1].lanes == run.lanes)
-      out[kept - 1].end = run.end;
-    else
-      out[kept++] = run;
-  }
-  out.resize(kept);
+    append(out, begin, end, p.all);
+  else if (begin < end)
+    evaluate(code_of(rows.head), p, begin, end, out);
 }
 
 void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
-  out.clear();
   switch (node[0]) {
     case kWindow:
       return window(node, p, lo, hi, out);
     case kLengths: {
       const MaskTensor& n = call_.tensors[node[2]];
-      return append(out, lo, std::min(hi, *element<int64_t>(n, p.rows.batch, 0, 0, 0)), p.all);
+      return append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
     }
     case kDocuments:
     case kTokens:
       return documents(node, p, lo, hi, out);
     case kPrefix:
-      return append(out, lo, std::min(hi, node[2]), p.all);
+      return append(out, lo, std::min(hi, p.number(node[2])), p.all);
     case kGlobal:
       return global(node, p, lo, hi, out);
     case kRandom:
@@ -257,53 +343,19 @@ void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi
   }
 }
 
-// Row t sees [begin + t * step, end + t * step).
 void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
-  const int64_t step = p.rows.step, begin = node[2] == kUnlimited ? -kUnlimited : p.position - node[2];
-  const int64_t end = node[3] == kUnlimited ? kUnlimited : p.position + node[3] + 1;
-  const int64_t last = (p.rows.count - 1) * step;
+  const int64_t begin = node[2] == kUnlimited ? -kUnlimited : p.own - floor_div(node[2], p.rows.step);
+  const int64_t end = node[3] == kUnlimited ? kUnlimited : p.own + floor_div(node[3], p.rows.step) + 1;
+  const int64_t last = p.rows.count - 1;
   const bool opens = begin >= lo, closes = end + last <= hi;
   if ((opens || begin + last <= lo) && (closes || end >= hi) && begin + last < std::min(end, hi) && end > lo)
-    band(p, opens ? begin : lo, closes ? end : hi, opens, closes, out);
+    band(p.rows.count, opens ? begin : lo, closes ? end : hi, opens, closes, out);
   else
-    sweep(p, begin, end, lo, hi, out);
-}
-
-// The usual panel: rows join one by one, all see the middle, rows leave one by one.
-void Spans::band(const Panel& p, int64_t begin, int64_t end, bool opens, bool closes, Runs& out) {
-  const int64_t step = p.rows.step;
-  const int edges = p.rows.count - 1;
-  out.resize((opens ? edges : 0) + 1 + (closes ? edges : 0));
-  Run* run = out.data();
-  for (int t = 0; opens && t < edges; ++t, begin += step) *run++ = {begin, begin + step, first_lanes(t + 1)};
-  *run++ = {begin, end, p.all};
-  for (int t = 0; closes && t < edges; ++t, end += step)
-    *run++ = {end, end + step, p.all & ~first_lanes(t + 1)};
-}
-
-// A panel at the edge of the keys: sweep over both ends, which grow with t.
-void Spans::sweep(const Panel& p, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out) {
-  const int64_t step = p.rows.step;
-  const int rows = p.rows.count;
-  int opened = 0, closed = 0;
-  for (int64_t key = lo; key < hi;) {
-    while (opened < rows && begin + opened * step <= key) ++opened;
-    while (closed < opened && end + closed * step <= key) ++closed;
-    if (closed == rows) return;
-    int64_t stop = closed < opened ? std::min(hi, end + closed * step) : hi;
-    if (opened < rows) stop = std::min(stop, begin + opened * step);
-    const uint32_t lanes = first_lanes(opened) & ~first_lanes(closed);
-    if (lanes) out.push_back({key, stop, lanes});
-    key = stop;
-  }
+    sweep(p.rows.count, begin, end, lo, hi, out);
 }
 
 void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const MaskTensor& ids = call_.tensors[node[2]];
-  const size_t which =
-      std::find(document_nodes_.begin(), document_nodes_.end(), node) - document_nodes_.begin();
-  const auto& samples = segments_[which];
-  const auto& segments = samples[samples.size() > 1 ? p.rows.batch : 0];
   int64_t own[kMaxPanel];
   uint32_t known = 0;
   for (int t = 0; t < p.rows.count; ++t) {
@@ -312,45 +364,41 @@ void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t h
     own[t] = *element<int64_t>(ids, p.rows.batch, 0, 0, at);
     known |= 1u << t;
   }
-  auto s = std::upper_bound(segments.begin(), segments.end(), lo,
-                            [](int64_t key, const Segment& x) { return key < x.begin; });
-  if (s != segments.begin()) --s;
-  for (; s != segments.end() && s->begin < hi; ++s) {
+  const Segments& keys = segments(node, p);
+  for (auto s = reaching(keys, p.key(lo)); s != keys.end() && p.number(s->begin) < hi; ++s) {
     uint32_t lanes = 0;
     for (int t = 0; t < p.rows.count; ++t) lanes |= (known >> t & 1) && own[t] == s->id ? 1u << t : 0;
-    append(out, std::max(lo, s->begin), std::min(hi, s + 1 == segments.end() ? spec_.Lk : s[1].begin), lanes);
+    append(out, std::max(lo, p.number(s->begin)), std::min(hi, p.number(s->end)), lanes);
   }
 }
 
 void Spans::global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
-  const MaskTensor& t = call_.tensors[node[2]];
-  const int64_t* first = element<int64_t>(t, p.rows.batch, 0, 0, 0);
-  const int64_t* last = first + t.size[3];
-  uint32_t everywhere = 0;
-  for (int i = 0; i < p.rows.count; ++i)
-    everywhere |= p.at(i) >= 0 && std::binary_search(first, last, p.at(i)) ? 1u << i : 0;
-  int64_t key = lo;
-  for (const int64_t* token = std::lower_bound(first, last, lo); token < last && *token < hi; ++token) {
-    append(out, key, *token, everywhere);
-    append(out, std::max(key, *token), *token + 1, p.all);
-    key = *token + 1;
+  const Segments& tokens = segments(node, p);
+  const auto lane = [&](int64_t position) {
+    return std::clamp<int64_t>(p.number(position) - p.own, 0, p.rows.count);
+  };
+  uint32_t everywhere = 0;  // rows that are tokens themselves
+  for (auto s = reaching(tokens, p.position); s != tokens.end() && lane(s->begin) < p.rows.count; ++s)
+    everywhere |= first_lanes(lane(s->end)) & ~first_lanes(lane(s->begin));
+  for (auto s = reaching(tokens, p.key(lo)); s != tokens.end() && p.number(s->begin) < hi; ++s) {
+    append(out, lo, p.number(s->begin), everywhere);
+    append(out, std::max(lo, p.number(s->begin)), std::min(hi, p.number(s->end)), p.all);
+    lo = p.number(s->end);
   }
-  append(out, key, hi, everywhere);
+  append(out, lo, hi, everywhere);
 }
 
 void Spans::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const int64_t per_row = node[2], block = node[3], blocks = ceil_div(spec_.Lk, block);
-  Runs one, both;
+  const size_t before = out.size();
   for (int t = 0; t < p.rows.count;) {
     const int64_t r = floor_div(p.at(t), block);
     uint32_t lanes = 0;
     for (; t < p.rows.count && floor_div(p.at(t), block) == r; ++t) lanes |= 1u << t;
-    one.clear();
+    const size_t next = begin_list(out, before);
     for (int64_t b : choose(per_row, static_cast<uint64_t>(node[4]), r, blocks))
-      append(one, std::max(lo, b * block), std::min(hi, (b + 1) * block), lanes);
-    if (lanes == p.all) return out.swap(one);
-    merge(out, one, lo, hi, [](uint32_t x, uint32_t y) { return x | y; }, both);
-    out.swap(both);
+      append(out, std::max(lo, p.number(b * block)), std::min(hi, p.number((b + 1) * block)), lanes);
+    if (next > before) merge(out, before, next, std::bit_or<uint32_t>());
   }
 }
 
@@ -358,10 +406,10 @@ void Spans::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
 void Spans::dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const int64_t step = node[2];
   if (p.rows.step % step == 0) return append(out, lo, hi, p.all);
-  for (int64_t key = lo; key < hi; ++key) {
+  for (int64_t n = lo; n < hi; ++n) {
     uint32_t lanes = 0;
-    for (int t = 0; t < p.rows.count; ++t) lanes |= modulo(p.at(t) - key, step) == 0 ? 1u << t : 0;
-    append(out, key, key + 1, lanes);
+    for (int t = 0; t < p.rows.count; ++t) lanes |= modulo(p.at(t) - p.key(n), step) == 0 ? 1u << t : 0;
+    append(out, n, n + 1, lanes);
   }
 }
 
@@ -369,9 +417,9 @@ void Spans::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, R
   const MaskTensor& t = call_.tensors[node[2]];
   const uint8_t* row[kMaxPanel];
   for (int i = 0; i < p.rows.count; ++i)
-    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, 0);
-  const int64_t stride = t.stride[3];
-  for (int64_t key = lo; key < hi;) {
+    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, p.first);
+  const int64_t stride = t.stride[3] * p.rows.step;
+  for (int64_t key = lo; key < hi;) {  // by number
     if (stride == 1 && key + 8 <= hi) {
       uint64_t some = 0, every = ~uint64_t{0};
       for (int i = 0; i < p.rows.count; ++i) {
@@ -412,59 +460,88 @@ void Spans::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
     lanes_of[rows - 1] |= 1u << i;
     before = qb;
   }
-  for (int64_t kb = lo / block; kb * block < hi; ++kb) {
+  for (int64_t kb = p.key(lo) / block; p.number(kb * block) < hi; ++kb) {
     uint32_t lanes = 0;
     for (int i = 0; i < rows; ++i) lanes |= row[i][kb * t.stride[3]] ? lanes_of[i] : 0;
-    append(out, std::max(lo, kb * block), std::min(hi, (kb + 1) * block), lanes);
+    append(out, std::max(lo, p.number(kb * block)), std::min(hi, p.number((kb + 1) * block)), lanes);
   }
 }
 
 void Spans::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const int64_t* end = node + node[1];
-  Runs next, joined;
+  const size_t before = out.size();
   evaluate(node + 2, p, lo, hi, out);
-  if (node[0] == kNot) {
-    merge(out, next, lo, hi, [&](uint32_t x, uint32_t) { return ~x & p.all; }, joined);
-    out.swap(joined);
-    return;
-  }
+  if (node[0] == kNot) return invert(out, before, lo, hi, p.all);
   for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
     if (node[0] == kAnd) {
-      if (out.empty()) return;
-      lo = out.front().begin;
+      if (out.size() == before) return;
+      lo = out[before].begin;
       hi = out.back().end;
+      if (is_full(out, before, lo, hi, p.all)) out.resize(before);
     }
-    evaluate(child, p, lo, hi, next);
-    if (node[0] == kAnd)
-      merge(out, next, lo, hi, [](uint32_t x, uint32_t y) { return x & y; }, joined);
+    const size_t next = begin_list(out, before);
+    evaluate(child, p, lo, hi, out);
+    if (next == before) continue;
+    if (node[0] == kOr)
+      merge(out, before, next, std::bit_or<uint32_t>());
+    else if (is_full(out, next, lo, hi, p.all))
+      out.resize(next - 1);
     else
-      merge(out, next, lo, hi, [](uint32_t x, uint32_t y) { return x | y; }, joined);
-    out.swap(joined);
+      merge(out, before, next, std::bit_and<uint32_t>());
   }
 }
 
+namespace {
+
+// What the runs of a panel add up to: keys, keys that all rows see, pairs.
+struct Sums {
+  int64_t seen = 0, full = 0, pairs = 0;
+};
+
+inline __attribute__((always_inline)) Sums add_up(const Runs& runs, uint32_t all) {
+  Sums sums;
+  for (const Run& run : runs) {
+    const int64_t n = run.end - run.begin;
+    sums.seen += n;
+    sums.full += run.lanes == all ? n : 0;
+    sums.pairs += n * __builtin_popcount(run.lanes);
+  }
+  return sums;
+}
+
+// The oldest x86 CPUs cannot count bits in one instruction; done otherwise, it costs more than finding the
+// runs.
+#ifdef __x86_64__
+__attribute__((target("popcnt"))) Sums sums_fast(const Runs& runs, uint32_t all) { return add_up(runs, all); }
+Sums sums_slow(const Runs& runs, uint32_t all) { return add_up(runs, all); }
+const auto sums_of = __builtin_cpu_supports("popcnt") ? sums_fast : sums_slow;
+#else
+const auto sums_of = add_up;
+#endif
+
+}  // namespace
+
 Cost measure(const Spans& spans, const Spec& spec, int panel) {
   Cost cost;
-  std::vector<Run> runs;
+  Runs runs;
   const int64_t samples = spans.varies_by_batch() ? spec.B : 1, heads = spans.varies_by_head() ? spec.Hq : 1;
   const int64_t repeat = (spec.B / std::max<int64_t>(samples, 1)) * (spec.Hq / std::max<int64_t>(heads, 1));
   for (int64_t b = 0; b < std::min(samples, spec.B); ++b)
     for (int64_t h = 0; h < std::min(heads, spec.Hq); ++h) {
-      const int64_t step = spans.dilation(h);
-      for (int64_t c = 0; c < std::min(step, spec.Lq); ++c)
-        for (int64_t row = c; row < spec.Lq; row += step * panel) {
-          const int count = static_cast<int>(std::min<int64_t>(panel, ceil_div(spec.Lq - row, step)));
-          spans.find({b, h, row, step, count}, runs);
-          int64_t seen = 0;
-          for (const Run& run : runs) {
-            const int64_t n = run.end - run.begin;
-            seen += n;
-            cost.pairs += repeat * n * __builtin_popcount(run.lanes);
-            (run.lanes == first_lanes(count) ? cost.full : cost.partial) += repeat * n;
-          }
-          cost.touched += repeat * seen * (count <= panel / 4 ? count : panel);
-          cost.empty += repeat * (ceil_div(spec.Lk, step) - seen);
+      const int64_t step = spans.dilation(h), keys = ceil_div(spec.Lk, step);
+      for (int64_t c = 0; c < std::min(step, spec.Lq); ++c) {
+        const int64_t rows = ceil_div(spec.Lq - c, step);
+        for (int64_t i = 0; i < rows; i += panel) {
+          const int count = static_cast<int>(std::min<int64_t>(panel, rows - i));
+          spans.find({b, h, c + i * step, step, count}, runs);
+          const Sums sums = sums_of(runs, first_lanes(count));
+          cost.pairs += repeat * sums.pairs;
+          cost.touched += repeat * sums.seen * (count <= panel / 4 ? count : panel);
+          cost.full += repeat * sums.full;
+          cost.partial += repeat * (sums.seen - sums.full);
+          cost.empty += repeat * (keys - sums.seen);
         }
+      }
     }
   return cost;
 }

@@ -1,16 +1,34 @@
 // The mask program -> the keys that a panel of query rows sees.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "types.h"
 
 namespace regard {
 
+// Leaves new elements unset: a vector would fill them with zeros just before they are written.
+template <class T>
+struct Unset : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = Unset<U>;
+  };
+  void construct(T*) {}
+};
+using Runs = std::vector<Run, Unset<Run>>;
+
 // Query rows `row`, row + step, ... of one head of one sample.
 struct Rows {
   int64_t batch, head, row, step;
   int count;
 };
+
+// Neighbouring keys of one document, or neighbouring global tokens.
+struct Segment {
+  int64_t begin, end, id;
+};
+using Segments = std::vector<Segment>;
 
 class Spans {
  public:
@@ -23,27 +41,22 @@ class Spans {
   bool dilation_varies() const;
   // Ascending, disjoint runs. With step > 1 keys are numbered inside the rows' residue class: first_key, +
   // step, ...
-  void find(const Rows& rows, std::vector<Run>& out) const;
+  void find(const Rows& rows, Runs& out) const;
   // The same for keys [begin, end) of that numbering alone.
-  void find(const Rows& rows, int64_t begin, int64_t end, std::vector<Run>& out) const;
+  void find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const;
   // The key that is number 0 in the residue class of these rows.
   int64_t first_key(const Rows& rows) const;
 
  private:
   struct Panel;
-  using Runs = std::vector<Run>;
-  // Neighbouring keys of one document, for each sample.
-  struct Segment {
-    int64_t begin, id;
-  };
 
   int64_t position(const Rows& rows) const;
+  const int64_t* code_of(int64_t head) const;
   void inspect(const int64_t* node);
   void segment(const int64_t* node);
+  const Segments& segments(const int64_t* node, const Panel& p) const;
   void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  static void band(const Panel& p, int64_t begin, int64_t end, bool opens, bool closes, Runs& out);
-  static void sweep(const Panel& p, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out);
   void documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
@@ -56,8 +69,9 @@ class Spans {
   const Spec& spec_;
   const Call& call_;
   bool by_batch_ = false, by_head_ = false;
-  std::vector<const int64_t*> document_nodes_;
-  std::vector<std::vector<std::vector<Segment>>> segments_;  // [document node][sample]
+  std::vector<const int64_t*> heads_;  // where the program is one PERHEAD, its children
+  std::vector<const int64_t*> segmented_;
+  std::vector<std::vector<Segments>> segments_;  // [node of segmented_][sample]
 };
 
 // How much of the rectangle a mask leaves, over all samples and heads.

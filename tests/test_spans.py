@@ -92,6 +92,20 @@ def test_causal_runs_are_a_staircase() -> None:
     ]
 
 
+@pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(0, None), ~M.Global([0]), M.Prefix(1)])
+def test_a_class_without_keys_has_no_runs(mask: M.Mask | None) -> None:
+    problem = make(torch.zeros(1, 8, 1), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), mask=mask, offset=0)
+    assert _native.runs(problem, 0, 0, 3, 2, 4) == []
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_global_tokens_in_rows_and_beyond_the_keys(step: int) -> None:
+    """Neighbours, single ones, some that only queries reach, and one that nobody does."""
+    tokens = M.Global([3, 4, 5, 9, 20, 21, 40, 41, 43, 2**63 - 1])
+    for mask in (tokens, ~tokens, tokens & M.Window(7, 2), tokens | M.RandomBlocks(2, 3, 5)):
+        check_panels(Case(mask, (), 1, 29, 31, 17), 16, step)
+
+
 @pytest.mark.parametrize("offset", [-(2**48), -7, 2**48 - 9])
 def test_far_positions(offset: int) -> None:
     for mask in (M.Causal(), M.Window(3, 2), M.Dilated(3), M.Window(None, 4), M.RandomBlocks(2, 4, 1)):
@@ -161,6 +175,7 @@ SPARSE = {
     "longformer": M.longformer(256, [0, 1, 2]),
     "bigbird": M.bigbird(64),
     "dilated": M.Causal() & M.Dilated(4),
+    "heads": M.PerHead([M.Window(64 * (h + 1)) for h in range(8)]),
     "blocks": M.Blocks(torch.ones(64, 64).tril().bool(), 64),
 }
 
