@@ -60,11 +60,13 @@ class Backward {
     prepare_rows();
     if (spec_.Lk > 0) {
       if (masked_) mark_tiles();
-      if (grads_.dq || grads_.dk || grads_.dv || grads_.dby_head || (grads_.dbias && !bias_is_shared()))
+      if (grads_.dq || grads_.dk || grads_.dv || grads_.dby_head ||
+          (grads_.dbias && !bias_is_shared(spec_, grads_)))
         each(units_ * heads_, [this](int64_t i, int worker) { run_unit(unit(i), i, worker); });
-      if (grads_.dbias && bias_is_shared()) sum_bias();
+      if (grads_.dbias && bias_is_shared(spec_, grads_)) sum_bias();
     }
     if (grads_.dby_head) sum_by_head();
+    if (!stopper_.stopped()) add_marked_rows();
     return stopper_.outcome();
   }
 
@@ -123,12 +125,6 @@ class Backward {
   bool copies(const Strides& s, int64_t width) const {
     const bool narrow = spec_.dtype == kBFloat16 || spec_.dtype == kFloat16;
     return narrow || s.d != 1 || s.l != width || layouts_[0].step > 1;
-  }
-
-  bool bias_is_shared() const {
-    const Strides& s = grads_.dbias_stride;
-    return (s.b == 0 && spec_.B > 1) || (s.h == 0 && spec_.Hq > 1) || (s.l == 0 && spec_.Lq > 1) ||
-           (s.d == 0 && spec_.Lk > 1);
   }
 
   int64_t offset(int64_t batch) const { return call_.offsets ? call_.offsets[batch] : call_.offset; }
@@ -366,6 +362,33 @@ class Backward {
       if (std::any_of(panels, panels + count, [](const Panel& p) { return p.n_runs > 0; }))
         kernels_.tile(chunk, panels, count);
     }
+  }
+
+  // Rows whose scores leave the compute type: one after the other, in double precision.
+  void add_marked_rows() {
+    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
+    Runs runs;
+    for (int64_t i = 0; i < rows && !Stopper::ask(&stopper_); ++i)
+      if (is_marked(rows + i))
+        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, runs);
+  }
+
+  bool is_marked(int64_t at) const {
+    return spec_.dtype == kFloat64 ? static_cast<const double*>(grads_.stats)[at] < 0
+                                   : static_cast<const float*>(grads_.stats)[at] < 0;
+  }
+
+  void add_marked_row(int64_t batch, int64_t head, int64_t row, Runs& runs) {
+    spans_.find({batch, head, row, 1, 1}, runs);
+    const Panel panel{head, row, 1, runs.data(), static_cast<int64_t>(runs.size())};
+    Task task{};
+    task.spec = &spec_;
+    task.call = &call_;
+    task.batch = batch;
+    task.kv_head = head / group_;
+    task.row_step = task.key_step = 1;
+    task.scratch = scratches_[0];
+    kernels_.exact_row(task, panel, grads_);
   }
 
   const Spec& spec_;

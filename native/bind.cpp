@@ -41,12 +41,12 @@ std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
 
 Gradients unpack_gradients(const int64_t* n) {
   Gradients g{};
-  g.out = pointer<const void>(n[0]), g.dout = pointer<const void>(n[1]), g.dlse = pointer<const void>(n[2]);
-  g.stats = pointer<const void>(n[3]), g.delta = pointer<void>(n[4]);
-  g.dq = pointer<void>(n[5]), g.dk = pointer<void>(n[6]), g.dv = pointer<void>(n[7]);
-  g.dbias = pointer<void>(n[8]), g.dby_head = pointer<void>(n[9]), g.dsink = pointer<void>(n[10]);
-  g.dout_stride = strides(n + 11), g.dk_stride = strides(n + 15), g.dv_stride = strides(n + 19);
-  g.dbias_stride = strides(n + 23);
+  g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);
+  g.dlse = pointer<const void>(n[3]), g.stats = pointer<const void>(n[4]), g.delta = pointer<void>(n[5]);
+  g.dq = pointer<void>(n[6]), g.dk = pointer<void>(n[7]), g.dv = pointer<void>(n[8]);
+  g.dbias = pointer<void>(n[9]), g.dby_head = pointer<void>(n[10]), g.dsink = pointer<void>(n[11]);
+  g.dout_stride = strides(n + 12), g.dk_stride = strides(n + 16), g.dv_stride = strides(n + 20);
+  g.dbias_stride = strides(n + 24);
   return g;
 }
 
@@ -85,7 +85,7 @@ class Attention {
     run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
-  // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed, stats
+  // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed, stats, rest
   void forward_with(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
                     const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
@@ -95,11 +95,11 @@ class Attention {
     run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
-  // gradients: the addresses of out, dout, dlse, stats, delta, dq, dk, dv, dbias, dby_head, dsink, then four
-  // strides each of dout, dk, dv and dbias
+  // gradients: the addresses of out, rest, dout, dlse, stats, delta, dq, dk, dv, dbias, dby_head, dsink, then
+  // four strides each of dout, dk, dv and dbias
   void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Ints& extras, const Ints& tensors,
                 const Ints& gradients) const {
-    if (gradients.size() != 27) throw nb::value_error("expected 27 gradients");
+    if (gradients.size() != 28) throw nb::value_error("expected 28 gradients");
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     set(call, q, k, v, 0, 0, offset);
@@ -141,11 +141,12 @@ class Attention {
   }
 
   static void set_extras(Call& call, const Ints& x, const std::vector<MaskTensor>& tensors) {
-    if (x.size() != 8) throw nb::value_error("expected 8 extras");
+    if (x.size() != 9) throw nb::value_error("expected 9 extras");
     call.bias = pointer<const void>(x[0]), call.by_head = pointer<const void>(x[1]);
     call.distance_low = x[2], call.distances = x[3];
     call.sink = pointer<const void>(x[4]), call.offsets = pointer<const int64_t>(x[5]);
-    call.seed = static_cast<uint64_t>(x[6]), call.stats = pointer<void>(x[7]);
+    call.seed = static_cast<uint64_t>(x[6]), call.stats = pointer<void>(x[7]),
+    call.rest = pointer<void>(x[8]);
     call.tensors = tensors.data();
   }
 

@@ -46,7 +46,9 @@ struct Call {
   const void *q, *k, *v;
   void* out;
   void* lse;               // (B, Hq, Lq) float or double, or null
-  void* stats;             // (2, B, Hq, Lq): each row's shift and sum, which backward starts from; or null
+  void* stats;             // (2, B, Hq, Lq): each row's shift and sum, which backward starts from; or null.
+                           // A negative sum marks a row whose scores leave the compute type.
+  void* rest;              // like out: what rounding to 16 bits took from it; or null
   const void* bias;        // tensor bias
   const void* by_head;     // kAlibi: slopes (Hq); kRelative: table (Hq, distances), constant beyond its ends;
                            // float or double like the compute type
@@ -84,7 +86,8 @@ struct Task {
 
 // What the backward pass adds to its Call. "Compute type" is double for float64 and float for all others.
 struct Gradients {
-  const void *out, *dout;  // the result, with Spec::out's strides, and its gradient
+  const void *out, *rest;  // the result, with Spec::out's strides, and what rounding took from it (or null)
+  const void* dout;        // its gradient
   Strides dout_stride, dk_stride, dv_stride;
   const void* dlse;      // (B, Hq, Lq) compute type, or null
   const void* stats;     // as forward left them
@@ -96,6 +99,17 @@ struct Gradients {
   void* dby_head;        // (Hq, 1 or distances) compute type, or null
   void* dsink;           // (Hq) compute type, or null
 };
+
+// Whether the bias's gradient has both rows and keys.
+inline bool bias_has_pairs(const Spec& spec, const Gradients& g) {
+  return (g.dbias_stride.l != 0 || spec.Lq == 1) && (g.dbias_stride.d != 0 || spec.Lk == 1);
+}
+
+// Whether several pairs add to one element of it.
+inline bool bias_is_shared(const Spec& spec, const Gradients& g) {
+  const Strides& s = g.dbias_stride;
+  return (s.b == 0 && spec.B > 1) || (s.h == 0 && spec.Hq > 1) || !bias_has_pairs(spec, g);
+}
 
 // Keys [begin, end) of one head (in the numbering of their class, like a Task's) and room for the sums of
 // their gradients.

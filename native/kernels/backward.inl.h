@@ -3,6 +3,7 @@
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
 #pragma once
 #include "arena.inl.h"
+#include "exact_gradients.inl.h"
 #include "gemm.inl.h"
 #include "scores.inl.h"
 
@@ -166,6 +167,7 @@ struct Backward {
     load_lanes(p, s);
     if (p.rows < P) clear(s, i);
     pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
+    leave_out_marked(p, s);
     pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
     for (int64_t d = 0; d < spec.Dv; ++d)
       for (int r = 0; r < P; r += V::N)
@@ -184,12 +186,23 @@ struct Backward {
     const Scalar* delta = static_cast<const Scalar*>(grads.delta) + head * spec.Lq + p.row;
     for (int t = 0; t < P; ++t) {
       const int64_t at = t * chunk.row_step;
-      const bool seen = t < p.rows && shift[rows + at] != 0;
+      const bool seen = t < p.rows && !(shift[rows + at] <= 0);
       factor[t] = seen ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
       s.delta[t] = seen ? delta[at] / shift[rows + at] : 0;
       s.shift[t] = seen && shift[at] != -static_cast<Scalar>(__builtin_inf()) ? shift[at] : 0;
     }
     if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
+  }
+
+  // Rows that forward has marked take no part: score 0, weight 0.
+  void leave_out_marked(const Panel& p, State& s) {
+    const Scalar* total = static_cast<const Scalar*>(grads.stats) + spec.B * spec.Hq * spec.Lq +
+                          (chunk.batch * spec.Hq + p.head) * spec.Lq + p.row;
+    for (int t = 0; t < p.rows; ++t) {
+      if (!(total[t * chunk.row_step] < 0)) continue;
+      s.shift[t] = Exp2<V>::kLargestShift;
+      for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
+    }
   }
 
   void clear(State& s, int i) {
@@ -218,8 +231,10 @@ struct Backward {
       spec.drop_below ? find_ds<true>(s, values_at, n, w, g) : find_ds<false>(s, values_at, n, w, g);
       learn(place, n, g);
       if (spec.softcap > 0)
-        for (int64_t i = 0; i < n * P; i += V::N)
-          Lanes<V>::store(g + i, Lanes<V>::load(g + i) * Lanes<V>::load(slopes + i));
+        for (int64_t i = 0; i < n * P; i += V::N) {
+          const V x = Lanes<V>::load(g + i);
+          Lanes<V>::store(g + i, keep(differs(x, Lanes<V>::zero()), x * Lanes<V>::load(slopes + i)));
+        }
     }
     if (spec.drop_below)
       for (int64_t i = 0; i < n * P; i += V::N)
@@ -277,22 +292,15 @@ struct Backward {
   // Gradients of what was added to the scores.
 
   void learn(const Place& at, int64_t n, const Scalar* g) {
-    if (grads.dbias && (chunk.bias_only || !bias_is_shared())) learn_bias(at, n, g);
+    if (grads.dbias && (chunk.bias_only || !bias_is_shared(spec, grads))) learn_bias(at, n, g);
     if (chunk.by_head && spec.bias == kAlibi) learn_slope(at, n, g);
     if (chunk.by_head && spec.bias == kRelative) learn_table(at, n, g);
-  }
-
-  bool bias_is_shared() const {
-    const Strides& s = grads.dbias_stride;
-    return (s.b == 0 && spec.B > 1) || (s.h == 0 && spec.Hq > 1) || (s.l == 0 && spec.Lq > 1) ||
-           (s.d == 0 && spec.Lk > 1);
   }
 
   void learn_bias(const Place& at, int64_t n, const Scalar* g) {
     const Strides& s = grads.dbias_stride;
     const int64_t first = at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
-    const bool rows = s.l != 0 || spec.Lq == 1, cols = s.d != 0 || spec.Lk == 1;
-    if (rows && cols)
+    if (bias_has_pairs(spec, grads))
       return unpack_add<V>(g, n, 1, at.rows, static_cast<Scalar*>(grads.dbias) + first, s.l * at.row_step,
                            s.d * at.key_step);
     double* into = static_cast<double*>(grads.dbias) + first;
@@ -343,16 +351,14 @@ struct Backward {
 
   // Products
 
-  void add_queries_of(State& s, const Run* runs, int64_t begin, int64_t from, int64_t to, const Scalar* w,
-                      const Scalar* g) {
+  void add_queries_of(State& s, const Run* runs, int64_t begin, int64_t from, int64_t to, const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
     const int64_t n = to - from;
-    w += (from - begin) * P;
     g += (from - begin) * P;
     if (keys_are_safe(runs, from, to)) return add_values<V>(rows, ldk, n, g, spec.D, s.dq);
     for (int64_t c = 0; c < n; ++c)
       for (int t = 0; t < P; ++t)
-        for (int64_t d = 0; d < spec.D && w[c * P + t] != 0; ++d)
+        for (int64_t d = 0; d < spec.D && g[c * P + t] != 0; ++d)
           s.dq[d * P + t] += g[c * P + t] * rows[c * ldk + d];
   }
 
@@ -386,9 +392,8 @@ struct Backward {
                          int64_t slices, Scalar* sum) {
     for (int64_t c = 0; c < n; ++c)
       for (int i = 0; i < kTilePanels * P; ++i) {
-        const Scalar* pair = weights + i / P * kBlockSize + c * P + i % P;
-        if (!(seen[c / kLanesRows] >> i / P & 1) || *pair == 0) continue;
-        const Scalar x = a[pair - weights];
+        const Scalar x = a[i / P * kBlockSize + c * P + i % P];
+        if (!(seen[c / kLanesRows] >> i / P & 1) || x == 0) continue;
         for (int64_t d = 0; d < slices * P; ++d)
           sum[(at + c) * slices * P + d] += x * rows[(d / P * kTilePanels * P + i) * P + d % P];
       }
@@ -415,7 +420,7 @@ struct Backward {
       }
       mark(panel, from - begin, to - begin, end - begin, seen);
       weigh(p, s, first, begin, from, to, partial, w, g);
-      if (grads.dq && !chunk.bias_only) add_queries_of(s, first, begin, from, to, w, g);
+      if (grads.dq && !chunk.bias_only) add_queries_of(s, first, begin, from, to, g);
       whole = !partial && from == begin && to == end;
     }
     return whole;
@@ -476,44 +481,72 @@ struct Backward {
 
 // delta = dout . out - dlse
 template <class V, class S>
-double backward_rows(const Spec& spec, const Call& call, const Gradients& grads, int64_t batch, int64_t head,
-                     int64_t begin, int64_t end) {
+struct BackwardRows {
   using Scalar = typename V::Scalar;
-  const Strides &o = spec.out, &g = grads.dout_stride;
-  const S* out = static_cast<const S*>(grads.out) + batch * o.b + head * o.h;
-  const S* dout = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h;
-  const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
-  const Scalar* stats = static_cast<const Scalar*>(grads.stats) + first;
-  const Scalar* dlse = grads.dlse ? static_cast<const Scalar*>(grads.dlse) + first : nullptr;
-  Scalar* delta = static_cast<Scalar*>(grads.delta) + first;
-  double dsink = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    const S *x = out + i * o.l, *y = dout + i * g.l;
+  const Spec& spec;
+  const Call& call;
+  const Gradients& grads;
+  int64_t batch, head;
+
+  // Of row `at` of the tensors of rows; `i` of its head.
+  Scalar delta(int64_t i, int64_t at) const {
+    const Strides &o = spec.out, &g = grads.dout_stride;
+    const int64_t row = batch * o.b + head * o.h + i * o.l;
+    const S* y = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h + i * g.l;
+    Scalar sum = dot(static_cast<const S*>(grads.out) + row, y);
+    if (grads.rest) sum += dot(static_cast<const S*>(grads.rest) + row, y);
+    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[at] : sum;
+  }
+
+  Scalar dot(const S* x, const S* y) const {
+    const int64_t dx = spec.out.d, dy = grads.dout_stride.d;
     V sum = Lanes<V>::zero();
     int64_t d = 0;
-    for (; o.d == 1 && g.d == 1 && d + V::N <= spec.Dv; d += V::N)
+    for (; dx == 1 && dy == 1 && d + V::N <= spec.Dv; d += V::N)
       sum = fma(Lanes<V>::load(x + d), Lanes<V>::load(y + d), sum);
     Scalar total = sum_of(sum);
-    for (; d < spec.Dv; ++d) total += to_float(x[d * o.d]) * to_float(y[d * g.d]);
-    delta[i] = dlse ? total - dlse[i] : total;
-    if (grads.dsink && stats[rows + i] != 0) {
-      const double sink = static_cast<double>(static_cast<const Scalar*>(call.sink)[head]) * kLog2E;
-      dsink -= ::exp2(sink - static_cast<double>(stats[i])) / static_cast<double>(stats[rows + i]) *
-               static_cast<double>(delta[i]);
-    }
+    for (; d < spec.Dv; ++d) total += to_float(x[d * dx]) * to_float(y[d * dy]);
+    return total;
   }
-  return dsink;
-}
+
+  // What the sink has of a row's softmax.
+  double sink_share(Scalar shift, Scalar total) const {
+    const Scalar sink = static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E);
+    Scalar power[V::N];
+    Lanes<V>::store(power, exp2(Lanes<V>::set(sink) - finite_shift(Lanes<V>::set(shift))));
+    return static_cast<double>(power[0]) / static_cast<double>(total);
+  }
+
+  // Fills in delta; returns the rows' share of the sink's gradient. A row whose sink has everything sees
+  // nothing, or nothing that counts.
+  double run(int64_t begin, int64_t end) const {
+    const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
+    const Scalar* stats = static_cast<const Scalar*>(grads.stats);
+    double dsink = 0;
+    for (int64_t i = begin, at = first + begin; i < end; ++i, ++at) {
+      Scalar& d = static_cast<Scalar*>(grads.delta)[at];
+      d = delta(i, at);
+      if (!grads.dsink || stats[rows + at] <= 0) continue;
+      const double share = sink_share(stats[at], stats[rows + at]);
+      if (share == 1) d = grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[at] : 0;
+      dsink -= share * static_cast<double>(d);
+    }
+    return dsink;
+  }
+};
 
 template <class V, class S>
 constexpr BackwardKernels backward_kernels() {
   using B = Backward<V, S>;
   return {B::scratch_bytes,
-          backward_rows<V, S>,
+          [](const Spec& spec, const Call& call, const Gradients& grads, int64_t batch, int64_t head,
+             int64_t begin,
+             int64_t end) { return BackwardRows<V, S>{spec, call, grads, batch, head}.run(begin, end); },
           [](const Chunk& c) { B(c).open(); },
           [](const Chunk& c, const Panel* panels, int count) { B(c).tile(panels, count); },
           [](const Chunk& c, const Panel* panels, int count) { B(c).add_queries(panels, count); },
-          [](const Chunk& c) { B(c).close(); }};
+          [](const Chunk& c) { B(c).close(); },
+          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
 }
 
 }  // namespace

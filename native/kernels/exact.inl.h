@@ -40,11 +40,13 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
 template <class V, class S>
 struct ExactRow {
   using Scalar = typename V::Scalar;
+  static constexpr double kLargestSize = sizeof(Scalar) == 4 ? 0x1p120 : 0x1p1016;
   const Task& task;
   const Panel& panel;
   int lane;
   double* sum;  // (Dv), weighted values
   double top, total;
+  bool overflows = false;  // some score, or a part of it, is beyond the compute type
 
   int64_t row() const { return panel.row + lane * task.row_step; }
 
@@ -73,13 +75,18 @@ struct ExactRow {
     return most;
   }
 
-  double score(const S* q, const S* k, int64_t j) const {
+  double score(const S* q, const S* k, int64_t j) {
     const Spec& spec = *task.spec;
     const double added = bias(j);
     if (added == -__builtin_inf()) return added;
-    double dot = 0;
-    for (int64_t d = 0; d < spec.D; ++d)
-      dot += static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * spec.k.d]));
+    double dot = 0, size = 0;
+    for (int64_t d = 0; d < spec.D; ++d) {
+      const double x =
+          static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * spec.k.d]));
+      dot += x;
+      size += fabs(x);
+    }
+    overflows |= size * fmax(fabs(spec.scale), 1) > kLargestSize;
     dot *= spec.scale;
     if (spec.softcap > 0) dot = spec.softcap * tanh(dot / spec.softcap);
     return dot + added;
@@ -114,17 +121,24 @@ struct ExactRow {
     });
   }
 
-  // The sum as backward wants it: times 2^-shift, for an integer shift in base 2.
+  // The sum as backward wants it: times 2^-shift, for an integer shift in base 2, negative if it is no use.
   Scalar shift() const { return static_cast<Scalar>(::ceil(top * kLog2E)); }
   Scalar sum_at_shift() const {
+    if (overflows) return -1;
     return static_cast<Scalar>(total == 0 ? 0 : total * ::exp2(top * kLog2E - ::ceil(top * kLog2E)));
   }
 
-  void write(S* out, Scalar* lse) const {
+  // The row starts `first` elements from `out`.
+  void write(S* out, int64_t first, Scalar* lse) const {
     const Spec& spec = *task.spec;
-    for (int64_t d = 0; d < spec.Dv; ++d)
-      from_float(out + d * spec.out.d,
-                 static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale));
+    S* rest = static_cast<S*>(task.call->rest);
+    if (rest) rest += out - static_cast<S*>(task.call->out);
+    for (int64_t d = 0; d < spec.Dv; ++d) {
+      const int64_t at = first + d * spec.out.d;
+      const Scalar x = static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale);
+      from_float(out + at, x);
+      if (rest) from_float(rest + at, x - static_cast<Scalar>(to_float(out[at])));
+    }
     if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : top + log(total));
   }
 };

@@ -66,7 +66,8 @@ struct Forward {
   }
 
   int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
-  static bool few(const Panel& p) { return p.rows <= kFew<V>; }
+  // Not for backward, which computes scores as panels do: the weights must come out the same.
+  bool few(const Panel& p) const { return p.rows <= kFew<V> && !call.stats; }
   uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
 
   void start(const Panel& p, State& s) {
@@ -152,7 +153,7 @@ struct Forward {
   void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end,
               const Scalar* kb, int64_t ldk, const Scalar* vb, int64_t ldv) {
     const int64_t n = end - begin;
-    if (p.rows == 1 && spec.softcap == 0 && spec.bias == kNoBias && !spec.drop_below)
+    if (few(p) && p.rows == 1 && spec.softcap == 0 && spec.bias == kNoBias && !spec.drop_below)
       return attend_row(p, s, n, kb, ldk, vb, ldv);
     const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     V top[2] = {nothing, nothing}, shift[2];
@@ -305,6 +306,7 @@ struct Forward {
     for (int t = 0; t < p.rows; ++t)
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
     write(p, s, out);
+    if (call.rest) write_rest(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
     for (int t = 0; call.stats && t < p.rows; ++t) write_stats(p, t, s.shift[t], s.total[t]);
     uint32_t again = broken(p, s) & all_lanes(p);
@@ -312,9 +314,15 @@ struct Forward {
       if ((again & 1) && !hopeless(p, s, t)) {
         ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
         row.walk();
-        row.write(out + t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
+        row.write(out, t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
         if (call.stats) write_stats(p, t, row.shift(), row.sum_at_shift());
       }
+  }
+
+  void write_rest(const Panel& p, const State& s, const S* out) const {
+    S* rest = static_cast<S*>(call.rest) + (out - static_cast<S*>(call.out));
+    unpack<V>(s.out, spec.Dv, factor, p.rows, rest, spec.out.l * task.row_step, spec.out.d,
+              Rest<V, S>{out - rest});
   }
 
   void write_stats(const Panel& p, int t, Scalar shift, Scalar total) const {
@@ -327,7 +335,7 @@ struct Forward {
 
   void write(const Panel& p, const State& s, S* out) const {
     const int64_t stride = spec.out.l * task.row_step;
-    if (!few(p)) return unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d);
+    if (!few(p)) return unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d, Whole<V>());
     for (int r = 0; r < p.rows; ++r)
       for (int64_t d = 0; d < spec.Dv; ++d)
         from_float(out + r * stride + d * spec.out.d, s.out[r * spec.Dv + d] * factor[r]);

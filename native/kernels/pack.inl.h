@@ -77,10 +77,29 @@ void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, typen
   }
 }
 
-// target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
+// What is stored of a result: itself, or what is left of it after the rounding in `rounded`.
+template <class V>
+struct Whole {
+  template <class S>
+  void operator()(S* at, V x) const {
+    Lanes<V>::store(at, x);
+  }
+  template <class S>
+  void operator()(S* at, typename V::Scalar x) const {
+    from_float(at, x);
+  }
+};
 template <class V, class S>
+struct Rest {
+  int64_t rounded;  // where, from the target
+  void operator()(S* at, V x) const { Lanes<V>::store(at, x - Lanes<V>::load(at + rounded)); }
+  void operator()(S* at, typename V::Scalar x) const { from_float(at, x - to_float(at[rounded])); }
+};
+
+// target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
+template <class V, class S, class Put>
 void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Scalar* factor, int rows,
-            S* target, int64_t row_stride, int64_t col_stride) {
+            S* target, int64_t row_stride, int64_t col_stride, Put put) {
   for (int r = 0; r < rows; r += V::N) {
     const V scale = Lanes<V>::load(factor + r);
     const int filled = rows - r < V::N ? rows - r : V::N;
@@ -92,12 +111,11 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < V::N; ++i)
-        if (i < filled) Lanes<V>::store(target + (r + i) * row_stride + c, block[i]);
+        if (i < filled) put(target + (r + i) * row_stride + c, block[i]);
     }
     for (; c < cols; ++c)
       for (int i = 0; i < filled; ++i)
-        from_float(target + (r + i) * row_stride + c * col_stride,
-                   panel[c * kPanel<V> + r + i] * factor[r + i]);
+        put(target + (r + i) * row_stride + c * col_stride, panel[c * kPanel<V> + r + i] * factor[r + i]);
   }
 }
 

@@ -21,7 +21,7 @@ from .scores import Alibi, RelativeBias
 VARIABLE = "REGARD_ISA"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}
-PLAIN = [0] * 8  # the extras of a call that has none
+PLAIN = [0] * 9  # the extras of a call that has none
 
 _core: Any = None
 _missing: str | None = None
@@ -83,23 +83,35 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return _as_given(out, spec), lse
 
 
-def forward_saving(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor]:
-    """out, LSE or None, and what backward starts from: stats (2, B, Hq, Lq).
+class Saved(NamedTuple):
+    """Results of a forward pass and what backward starts from besides them.
 
-    These are each row's shift, an integer in base 2, and the sum of its softmax at that shift. They say what
-    the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so are all weights.
+    The stats say what the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so
+    would be all weights. The rest keeps the rounding of a 16-bit output out of the gradients.
     """
+
+    out: Tensor  # (B, Hq, Lq, Dv)
+    lse: Tensor | None
+    stats: (
+        Tensor  # (2, B, Hq, Lq): each row's shift, an integer in base 2, and its softmax's sum at that shift
+    )
+    rest: Tensor | None  # like out, for 16-bit dtypes: what rounding took from it
+
+
+def forward_saving(problem: Problem) -> Saved:
+    """The forward pass of a canonical problem that is going to be differentiated."""
     spec, q, k, v = problem[:4]
     out = _empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
+    rest = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
     if isinstance(out, FakeTensor):
-        return out, lse, stats
-    extras, tensors, alive = _extras(problem, stats)
+        return Saved(out, lse, stats, rest)
+    extras, tensors, alive = _extras(problem, stats, rest)
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _address(lse), spec.offset or 0)
     (spec.memo.get("native") or _prepare(spec, q))[0].forward_with(*where, extras, tensors)
     del alive
-    return out, lse, stats
+    return Saved(out, lse, stats, rest)
 
 
 class Gradients(NamedTuple):
@@ -117,6 +129,7 @@ def backward(
     problem: Problem,
     out: Tensor,
     stats: Tensor,
+    rest: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
@@ -129,7 +142,7 @@ def backward(
     delta = torch.empty_like(stats[0])
     extras, tensors, alive = _extras(problem)
     numbers = [
-        *map(_address, (out, dout, dlse, stats, delta, *grads)),
+        *map(_address, (out, rest, dout, dlse, stats, delta, *grads)),
         *dout.stride(), *_strides(grads.k), *_strides(grads.v), *_broadcast_strides(grads.bias),
     ]  # fmt: skip
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0)
@@ -218,7 +231,9 @@ def _attention(spec: Spec) -> Any:
     )
 
 
-def _extras(problem: Problem, stats: Tensor | None = None) -> tuple[list[int], list[int], tuple[Any, ...]]:
+def _extras(
+    problem: Problem, stats: Tensor | None = None, rest: Tensor | None = None
+) -> tuple[list[int], list[int], tuple[Any, ...]]:
     """The rest of a call as integers, and the tensors that must live until it ends."""
     spec, bias = problem.spec, problem.bias
     by_head, low, count = _by_head(problem)
@@ -227,7 +242,7 @@ def _extras(problem: Problem, stats: Tensor | None = None) -> tuple[list[int], l
     extras = [
         bias.data_ptr() if isinstance(bias, Tensor) else 0,
         _address(by_head), low, count, _address(sink), _address(offsets), problem.seed,
-        _address(stats),
+        _address(stats), _address(rest),
     ]  # fmt: skip
     return extras, _mask_numbers(problem.tensors), (by_head, sink, offsets)
 
@@ -274,7 +289,7 @@ class Cost(NamedTuple):
 def cost(problem: Problem) -> Cost:
     spec = problem.spec
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras = [*PLAIN[:5], _address(offsets), 0, 0]
+    extras = [*PLAIN[:5], _address(offsets), 0, 0, 0]
     found = Cost(*_attention(spec).cost(spec.offset or 0, extras, _mask_numbers(problem.tensors)))
     return found._replace(scratch_bytes=found.scratch_bytes * found.threads)
 
@@ -285,7 +300,7 @@ def runs(
     """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
     spec = problem.spec
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras = [*PLAIN[:5], _address(offsets), 0, 0]
+    extras = [*PLAIN[:5], _address(offsets), 0, 0, 0]
     found: list[tuple[int, int, int]] = _attention(spec).runs(
         batch, head, row, step, count, spec.offset or 0, extras, _mask_numbers(problem.tensors)
     )

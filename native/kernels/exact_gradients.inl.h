@@ -1,0 +1,116 @@
+// The gradients of one query row in double precision, key by key: for rows whose scores leave the compute
+// type. They are added to results that are otherwise complete.
+#pragma once
+#include "exact.inl.h"
+
+namespace {
+
+template <class T>
+inline void add_to(T* p, double x) {
+  from_float(p, static_cast<decltype(to_float(*p))>(static_cast<double>(to_float(*p)) + x));
+}
+
+template <class V, class S>
+struct ExactGradients {
+  using Scalar = typename V::Scalar;
+  const Task& task;
+  const Panel& panel;
+  const Gradients& grads;
+  const Spec& spec;
+  const Call& call;
+  ExactRow<V, S> row;
+  const S *q, *dout;
+  double lse, delta;
+
+  ExactGradients(const Task& t, const Panel& p, const Gradients& g)
+      : task(t), panel(p), grads(g), spec(*t.spec), call(*t.call), row{t, p,
+                                                                       0, static_cast<double*>(t.scratch),
+                                                                       0, 0} {
+    const Strides &a = spec.q, &b = g.dout_stride;
+    q = static_cast<const S*>(call.q) + t.batch * a.b + p.head * a.h + p.row * a.l;
+    dout = static_cast<const S*>(g.dout) + t.batch * b.b + p.head * b.h + p.row * b.l;
+  }
+
+  const S* key_row(const void* base, const Strides& s, int64_t j) const {
+    return static_cast<const S*>(base) + task.batch * s.b + task.kv_head * s.h + j * s.l;
+  }
+
+  double dot_dout(const S* v) const {
+    double sum = 0;
+    for (int64_t d = 0; d < spec.Dv; ++d)
+      sum += static_cast<double>(to_float(dout[d * grads.dout_stride.d])) *
+             static_cast<double>(to_float(v[d * spec.v.d]));
+    return sum;
+  }
+
+  void run() {
+    row.walk();
+    if (row.total == 0) return;
+    lse = row.top + log(row.total);
+    const int64_t at = (task.batch * spec.Hq + panel.head) * spec.Lq + panel.row;
+    delta = grads.dlse ? -static_cast<double>(static_cast<const Scalar*>(grads.dlse)[at]) : 0;
+    for (int64_t d = 0; d < spec.Dv; ++d)
+      delta += static_cast<double>(to_float(dout[d * grads.dout_stride.d])) * row.sum[d] / row.total *
+               spec.keep_scale;
+    if (grads.dsink) {
+      const double sink = static_cast<double>(static_cast<const Scalar*>(call.sink)[panel.head]);
+      add_to(static_cast<Scalar*>(grads.dsink) + panel.head, -exp(sink - lse) * delta);
+    }
+    const uint64_t stream = dropout_stream(call.seed, task.batch * spec.Hq + panel.head, panel.row);
+    row.each_key([&](int64_t j) { add(j, !spec.drop_below || !dropped(stream, j, spec.drop_below), at); });
+  }
+
+  void add(int64_t j, bool kept, int64_t at) {
+    const double s = row.score(q, key_row(call.k, spec.k, j), j), p = exp(s - lse);
+    if (p == 0) return;
+    const double given = kept ? p * spec.keep_scale : 0;
+    const double ds = given * dot_dout(key_row(call.v, spec.v, j)) - p * delta;
+    if (grads.dv) {
+      S* dv = static_cast<S*>(grads.dv) + offset_of(grads.dv_stride, j);
+      for (int64_t d = 0; d < spec.Dv; ++d)
+        add_to(dv + d * grads.dv_stride.d,
+               given * static_cast<double>(to_float(dout[d * grads.dout_stride.d])));
+    }
+    learn(j, ds);
+    add_products(j, at, ds * slope(s - row.bias(j)) * spec.scale);
+  }
+
+  int64_t offset_of(const Strides& s, int64_t j) const {
+    return task.batch * s.b + task.kv_head * s.h + j * s.l;
+  }
+
+  // The softcap's derivative at the capped score.
+  double slope(double capped) const {
+    const double t = spec.softcap > 0 ? capped / spec.softcap : 0;
+    return 1 - t * t;
+  }
+
+  void add_products(int64_t j, int64_t at, double ds) {
+    const S* k = key_row(call.k, spec.k, j);
+    Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq) + at * spec.D : nullptr;
+    S* dk = grads.dk ? static_cast<S*>(grads.dk) + offset_of(grads.dk_stride, j) : nullptr;
+    for (int64_t d = 0; d < spec.D; ++d) {
+      if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));
+      if (dk) add_to(dk + d * grads.dk_stride.d, ds * static_cast<double>(to_float(q[d * spec.q.d])));
+    }
+  }
+
+  void learn(int64_t j, double ds) {
+    const int64_t distance = row.position() - j;
+    if (grads.dby_head && spec.bias == kAlibi)
+      add_to(static_cast<Scalar*>(grads.dby_head) + panel.head, -ds * fabs(static_cast<double>(distance)));
+    if (grads.dby_head && spec.bias == kRelative)
+      add_to(static_cast<Scalar*>(grads.dby_head) + panel.head * call.distances +
+                 clamped(distance - call.distance_low, call.distances),
+             ds);
+    if (!grads.dbias) return;
+    const Strides& s = grads.dbias_stride;
+    const int64_t at = task.batch * s.b + panel.head * s.h + panel.row * s.l + j * s.d;
+    if (bias_has_pairs(spec, grads))
+      add_to(static_cast<Scalar*>(grads.dbias) + at, ds);
+    else
+      add_to(static_cast<double*>(grads.dbias) + at, ds);
+  }
+};
+
+}  // namespace
