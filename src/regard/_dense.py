@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._problem import Problem, Spec
+from ._problem import Problem, Spec, descending
 from .scores import Alibi
 
 
@@ -50,6 +50,6 @@ def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
 
 def as_given(spec: Spec, out: Tensor) -> Tensor:
     """out (B, Hq, Lq, Dv) in q's dtype, memory order and rank."""
-    order = sorted(range(4), key=lambda d: (-spec.out_stride[d], d))
+    order = descending(range(4), spec.out_stride)
     back = [order.index(d) for d in range(4)]
     return out.to(spec.dtype).permute(order).contiguous().permute(back).reshape(spec.out_shape)
