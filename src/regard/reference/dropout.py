@@ -15,8 +15,13 @@ LOW = 0xFFFFFFFF
 
 def kept(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:
     """Bool (B, Hq, Lq, Lk): True where the weight is kept."""
-    row = _query_words(seed, B, Hq, Lq, device)[..., None]
-    key = torch.arange(Lk, device=device)
+    head, query, key = (torch.arange(n, device=device) for n in (B * Hq, Lq, Lk))
+    return kept_at(seed, p, head.view(B, Hq, 1, 1), query[:, None], key)
+
+
+def kept_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The same for any heads (numbered b * Hq + h), queries and keys; the three int64 tensors broadcast."""
+    row = _query_words(seed, head, query)
     x = ((key >> 1) * 0x9E3779B9 + (row & LOW)) & LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
     x = ((x ^ (x >> 15) ^ _shift(row, 32)) * 0x846CA68B) & LOW
@@ -25,11 +30,9 @@ def kept(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.d
     return u >= round(p * 65536)
 
 
-def _query_words(seed: int, B: int, Hq: int, Lq: int, device: torch.device) -> Tensor:
-    """int64 (B, Hq, Lq)."""
-    start = _mix(torch.tensor(_signed(seed + GOLDEN), device=device))
-    head = _mix(start + torch.arange(B * Hq, device=device).view(B, Hq, 1))
-    return _mix(head + torch.arange(Lq, device=device))
+def _query_words(seed: int, head: Tensor, query: Tensor) -> Tensor:
+    start = _mix(torch.tensor(_signed(seed + GOLDEN), device=head.device))
+    return _mix(_mix(start + head) + query)
 
 
 def _mix(z: Tensor) -> Tensor:
