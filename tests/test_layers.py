@@ -17,7 +17,7 @@ FLOORS = """
     4    _attention _plan _evidence _linear
     3    _autograd _ops _vmap
     2    _dispatch
-    1    _native _torch reference
+    1    _native _torch reference _higher _boxes
     0    _arguments _problem _dense masks scores positions
     -1   _core
 """
