@@ -8,7 +8,7 @@ derivatives. Third ones raise; nothing is ever detached in silence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as in_transform
 from torch.autograd import Function, forward_ad
 
-from . import _higher, _native, _ops, _vmap
+from . import _native, _ops, _vmap
 from ._dense import heads_4d, pairs_4d
 from ._dispatch import BACKENDS
-from ._ops import INPUTS, Call
-from ._problem import Problem, is_watched
+from ._ops import FIELDS, INPUTS, Call
+from ._problem import PLAIN, Problem, is_watched
 
 Maybe = Tensor | None
-FIELDS = len(Call._fields)
 NONE = (None,) * FIELDS
 
 
@@ -56,12 +55,10 @@ class Attention(Function):
     """y = (out, LSE, stats) of a Call."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = Call(*args)
-        if not is_watched(call.q, call.k, call.v):
-            return _ops.forward(call)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _ops.attention_forward(*call)  # type: ignore[no-any-return]
+    def forward(*args: Any) -> tuple[Maybe, ...]:
+        if is_watched(*args[:3]):
+            return _below(_ops.attention_forward, args)
+        return _ops.forward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -91,16 +88,13 @@ class Backward(Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
-        call, more = _ops.split(args)
-        if not is_watched(call.q, call.k, call.v):
-            return tuple(_ops.backward(call, more))
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = _ops.attention_backward(*args)
-        return tuple(grad if wanted else None for grad, wanted in zip(grads, more.wanted, strict=True))
+        if is_watched(*args[:3]):
+            return _only(args[-1], _below(_ops.attention_backward, args))
+        return tuple(_ops.backward(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
-        call, more = _ops.split(inputs)
+        call, more = _ops.backward_arguments(inputs)
         ctx.set_materialize_grads(False)
         ctx.wanted = more.wanted
         _save(ctx, call, more.out, more.stats, more.dout, more.dlse)
@@ -130,8 +124,11 @@ class Tangent(Function):
     """J t: the tangents of out and LSE. Arguments: a Call, out, stats, six tangents."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _higher.jvp(_ops.problem_of(Call(*args[:FIELDS])), args[FIELDS + 2 :])
+    def forward(*args: Any) -> tuple[Maybe, ...]:
+        args = args[:FIELDS] + args[FIELDS + 2 :]
+        if type(args[0]) in PLAIN:  # then PyTorch sees the operations of `_higher` one by one
+            return _ops.jvp(*args)
+        return _below(_ops.attention_jvp, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -160,9 +157,10 @@ class Twice(Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
-        problem = _ops.problem_of(Call(*args[:FIELDS]))
-        dout, dlse, *tangents = args[FIELDS:]
-        return tuple(_higher.double_backward(problem, dout, dlse, tuple(tangents)))
+        if type(args[0]) in PLAIN:
+            return _ops.double_backward(*args)
+        given = [x is not None for x in (*args[:INPUTS], *args[FIELDS : FIELDS + 2])]
+        return _only(given, _below(_ops.attention_double_backward, args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None: ...
@@ -206,6 +204,16 @@ def _sum(x: Maybe, y: Maybe) -> Maybe:
     return y if x is None else x if y is None else x + y
 
 
+def _below(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The operator without its derivatives, which the Function that calls it has."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)  # type: ignore[no-any-return]
+
+
+def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
+    return tuple(x if w else None for x, w in zip(results, wanted, strict=True))
+
+
 def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(
         f"{what} of attention is not in the native backend, which has first and second derivatives; "
@@ -231,12 +239,20 @@ def _saved(ctx: Any) -> tuple[Call, tuple[Any, ...]]:
     return call, tensors[INPUTS + 2 : more]
 
 
-@torch.library.impl(_ops.library, "attention_forward", "Autograd")
-def _forward_with_derivatives(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return Attention.apply(*args)  # type: ignore[no-any-return]
+def _register(op: Any, apply: Callable[..., tuple[Maybe, ...]]) -> None:
+    def with_derivatives(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(args[0].new_empty(0) if x is None else x for x in apply(*args))
+
+    _ops.library.impl(op, with_derivatives, "Autograd")
 
 
-@torch.library.impl(_ops.library, "attention_backward", "Autograd")
-def _backward_with_derivatives(*args: Any) -> tuple[Tensor, ...]:
-    grads = Backward.apply(*args)
-    return tuple(args[0].new_empty(0) if grad is None else grad for grad in grads)
+def _tangent(*args: Any) -> tuple[Maybe, ...]:
+    """`Tangent` needs more than forward mode alone does: its backward pass starts from out and stats."""
+    out, _, stats = Attention.apply(*args[:FIELDS])
+    return Tangent.apply(*args[:FIELDS], out, stats, *args[FIELDS:])  # type: ignore[no-any-return]
+
+
+_register(_ops.attention_forward, Attention.apply)
+_register(_ops.attention_backward, Backward.apply)
+_register(_ops.attention_jvp, _tangent)
+_register(_ops.attention_double_backward, Twice.apply)

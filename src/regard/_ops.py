@@ -84,28 +84,25 @@ def forward(*args: Any) -> Results:
 def backward(*args: Any) -> Results:
     """A Call, Backward -> the gradients that are wanted."""
     call, (out, stats, dout, dlse, wanted) = backward_arguments(args)
-    return _native.backward(problem_of(call), out, stats, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
+    problem = problem_of(call)
+    if out.stride() != problem.spec.out_stride:  # a hook or a transform may have moved it
+        out = out.new_empty_strided(out.shape, problem.spec.out_stride).copy_(out)
+    return _native.backward(problem, out, stats.contiguous(), dout, dlse, tuple(wanted))  # type: ignore[arg-type]
 
 
 def jvp(*args: Any) -> Results:
     """A Call, six tangents -> the tangents of out and LSE."""
-    call = Call(*args[:FIELDS])
-    return _laid_out(_higher.jvp(problem_of(call), args[FIELDS:]), (call.q, None))
+    return _contiguous(_higher.jvp(problem_of(Call(*args[:FIELDS])), args[FIELDS:]))
 
 
 def double_backward(*args: Any) -> Results:
     """A Call, Second -> the gradients by the six inputs, dout and dlse."""
     call, (dout, dlse, tangents) = second_arguments(args)
-    grads = _higher.double_backward(problem_of(call), dout, dlse, tangents)
-    return _laid_out(grads, (*call[:INPUTS], dout, dlse))
+    return _contiguous(_higher.double_backward(problem_of(call), dout, dlse, tangents))
 
 
-def _laid_out(results: Results, like: Results) -> Results:
-    """Four-dimensional results in the memory order of `like`, as the shape functions promise."""
-    return tuple(
-        x if x is None or y is None or x.ndim != 4 else x.new_empty_strided(x.shape, ordered_like(y.stride(), x.shape)).copy_(x)
-        for x, y in zip(results, like, strict=True)
-    )
+def _contiguous(results: Results) -> Results:
+    return tuple(None if x is None else x.contiguous() for x in results)
 
 
 _specs: dict[tuple[Any, ...], Spec] = {}
@@ -158,30 +155,30 @@ def _broadcast_stride(bias: Maybe) -> tuple[int, int, int, int]:
 
 
 def _forward_shapes(*args: Any) -> Results:
-    out, lse = _jvp_shapes(*args)
-    return out, lse, lse.new_empty((2, *lse.shape))
+    q, v = args[0], args[2]
+    shape = (*q.shape[:3], v.shape[3])
+    _, lse = _jvp_shapes(*args)
+    return q.new_empty_strided(shape, ordered_like(q.stride(), shape)), lse, lse.new_empty((2, *lse.shape))
 
 
 def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
     q, v = args[0], args[2]
-    shape = (*q.shape[:3], v.shape[3])
-    out = q.new_empty_strided(shape, ordered_like(q.stride(), shape))
-    return out, q.new_empty(shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 def _backward_shapes(*args: Any) -> Results:
+    """Gradients of k and v lie in memory as k and v do."""
     call, more = backward_arguments(args)
-    return tuple(_dense_like(x) if w else None for x, w in zip(call[:INPUTS], more.wanted, strict=True))
+    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call[:INPUTS], more.wanted, strict=True))
+    dk, dv = (None if x is None else torch.empty_like(x) for x in kv)
+    dq, *others = (None if x is None else x.new_empty(x.shape) for x in (q, bias, by_head, sink))
+    return dq, dk, dv, *others
 
 
 def _double_backward_shapes(*args: Any) -> Results:
     call, (dout, dlse, _) = second_arguments(args)
-    return tuple(None if x is None else _dense_like(x) for x in (*call[:INPUTS], dout, dlse))
-
-
-def _dense_like(x: Tensor) -> Tensor:
-    """Uninitialised, in the memory order of x without its gaps and overlaps."""
-    return x.new_empty_strided(x.shape, ordered_like(x.stride(), x.shape)) if x.ndim == 4 else x.new_empty(x.shape)
+    return tuple(None if x is None else x.new_empty(x.shape) for x in (*call[:INPUTS], dout, dlse))
 
 
 # The operators

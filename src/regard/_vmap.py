@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ops import Backward, Call, attention_backward, attention_forward, library, split
+from . import _ops
+from ._ops import Backward, Call, backward_arguments
 
 Apply = Callable[..., Any]
 Dims = Sequence[Any]  # the mapped dim of each argument, None where it has none
@@ -28,7 +29,7 @@ def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tu
 
 
 def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
-    (call, more), (where, more_where) = split(args), split(dims)
+    (call, more), (where, more_where) = backward_arguments(args), backward_arguments(dims)
     wanted = more.wanted
     if call.dropout or wanted[4] or wanted[5] or where.by_head is not None or where.sink is not None:
         return map_one_by_one(apply, count, dims, args)
@@ -102,11 +103,14 @@ def _parted(x: Tensor, count: int, dim: int = 0) -> Tensor:
     return x.unflatten(dim, (count, x.shape[dim] // count))
 
 
-@torch.library.register_vmap("regard::attention_forward", lib=library)
-def _forward_rule(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
-    return map_forward(attention_forward, info.batch_size, dims, args)
+def _register(op: Any, rule: Callable[[Apply, int, Dims, Sequence[Any]], tuple[Any, Any]]) -> None:
+    def batching(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
+        return rule(op, info.batch_size, dims, args)
+
+    torch.library.register_vmap(op, batching, lib=_ops.library)
 
 
-@torch.library.register_vmap("regard::attention_backward", lib=library)
-def _backward_rule(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
-    return map_backward(attention_backward, info.batch_size, dims, args)
+_register(_ops.attention_forward, map_forward)
+_register(_ops.attention_backward, map_backward)
+_register(_ops.attention_jvp, map_one_by_one)
+_register(_ops.attention_double_backward, map_one_by_one)
