@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as in_transform
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
 from . import _native, _ops, _vmap
@@ -35,7 +36,9 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     spec, call = problem.spec, canonical(problem)
     apply = _ops.attention_forward if problem.watched and not in_transform() else Attention.apply
     out, lse, _ = apply(*call)
-    return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape) if spec.return_lse else None
+    if spec.rank != 4:
+        out, lse = out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+    return out, lse if spec.return_lse else None
 
 
 def canonical(problem: Problem) -> Call:
@@ -125,6 +128,7 @@ class Tangent(Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
+        _check_mapped(*args[FIELDS + 2 :])
         args = args[:FIELDS] + args[FIELDS + 2 :]
         if type(args[0]) in PLAIN:  # then PyTorch sees the operations of `_higher` one by one
             return _ops.jvp(*args)
@@ -188,6 +192,7 @@ def _backward(
     args = (*call, out, stats, dout, dlse, wanted)
     if torch.is_grad_enabled() or in_transform() or forward_ad._current_level >= 0:
         return Backward.apply(*args)  # type: ignore[no-any-return]
+    _check_mapped(dout, dlse)
     return Backward.forward(*args)
 
 
@@ -212,6 +217,14 @@ def _below(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
     return tuple(x if w else None for x, w in zip(results, wanted, strict=True))
+
+
+def _check_mapped(*tensors: Maybe) -> None:
+    if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
+        raise NotImplementedError(
+            "is_grads_batched=True and vectorize=True map by an older vmap that does not know attention; "
+            "use torch.func.jacrev, torch.func.jacfwd or torch.func.vmap"
+        )
 
 
 def _refuse(what: str) -> NoReturn:

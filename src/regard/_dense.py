@@ -16,12 +16,14 @@ def heads_4d(spec: Spec, x: Tensor) -> Tensor:
     if spec.rank <= 3:
         return x[(None,) * (4 - spec.rank)]
     if spec.rank == 4:
-        return x.expand(spec.B, -1, -1, -1)
+        return x if x.shape[0] == spec.B else x.expand(spec.B, -1, -1, -1)
     return x.expand(*spec.batch, -1, -1, -1).reshape(spec.B, *x.shape[-3:])
 
 
 def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
     """A dense mask or bias, broadcastable to (*batch, Hq, Lq, Lk), as (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)."""
+    if x.ndim == spec.rank == 4:
+        return x
     x = x[(None,) * max(0, 3 - x.ndim)]
     if math.prod(x.shape[:-3]) == 1:
         return x.reshape(1, *x.shape[-3:])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -266,6 +266,7 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
+        or _get_tracing_state() is not None
         or profiler._is_profiler_enabled
         or type(q) not in PLAIN
         or type(k) not in PLAIN
