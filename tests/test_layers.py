@@ -15,7 +15,7 @@ FLOORS = """
     5    nn convert cost
     4.5  cache
     4    _attention _plan _evidence _linear
-    3    _autograd _ops
+    3    _autograd _ops _vmap
     2    _dispatch
     1    _native _torch reference _boxes _higher
     0    _arguments _problem _dense masks scores positions

@@ -16,7 +16,6 @@ from torch import Tensor
 from ._problem import Problem, Spec
 from .masks._part import Rectangle, cut, part_of
 from .reference.dropout import kept_at
-from .scores import Alibi, RelativeBias
 
 INF = float("inf")
 PAIRS = 2**19  # in a box: two megabytes of float32
@@ -83,16 +82,7 @@ def parts(problem: Problem, tangents: Six, dout: Tensor | None, dlse: Tensor | N
 def inputs(problem: Problem) -> Six:
     """The inputs as given. Their gradients have these shapes and dtypes."""
     bias = problem.bias if isinstance(problem.bias, Tensor) else None
-    return problem.q, problem.k, problem.v, bias, _by_head(problem), problem.sink
-
-
-def _by_head(problem: Problem) -> Tensor | None:
-    bias, dtype = problem.bias, problem.spec.lse_dtype
-    if isinstance(bias, Alibi):
-        return bias.slopes.to(dtype)
-    if isinstance(bias, RelativeBias):
-        return bias.by_distance(-bias.max_distance, bias.max_distance).to(dtype)
-    return None
+    return problem.q, problem.k, problem.v, bias, problem.by_head, problem.sink
 
 
 # by_head, for the distances pos - j from -far to far, and the bias of pairs; distance is (1 or b, 1, R, K)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._problem import Problem, Spec
+from ._problem import Problem, Spec, descending
 from .scores import Alibi
 
 
@@ -16,12 +16,14 @@ def heads_4d(spec: Spec, x: Tensor) -> Tensor:
     if spec.rank <= 3:
         return x[(None,) * (4 - spec.rank)]
     if spec.rank == 4:
-        return x.expand(spec.B, -1, -1, -1)
+        return x if x.shape[0] == spec.B else x.expand(spec.B, -1, -1, -1)
     return x.expand(*spec.batch, -1, -1, -1).reshape(spec.B, *x.shape[-3:])
 
 
 def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
     """A dense mask or bias, broadcastable to (*batch, Hq, Lq, Lk), as (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)."""
+    if x.ndim == spec.rank == 4:
+        return x
     x = x[(None,) * max(0, 3 - x.ndim)]
     if math.prod(x.shape[:-3]) == 1:
         return x.reshape(1, *x.shape[-3:])
@@ -50,6 +52,6 @@ def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
 
 def as_given(spec: Spec, out: Tensor) -> Tensor:
     """out (B, Hq, Lq, Dv) in q's dtype, memory order and rank."""
-    order = sorted(range(4), key=lambda d: (-spec.out_stride[d], d))
+    order = descending(range(4), spec.out_stride)
     back = [order.index(d) for d in range(4)]
     return out.to(spec.dtype).permute(order).contiguous().permute(back).reshape(spec.out_shape)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._problem import Problem, Spec
-from .scores import Alibi, RelativeBias
 
 VARIABLE = "REGARD_ISA"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -55,11 +54,6 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     device = problem.spec.device.type
     if device != "cpu":
         return (f"native kernels run on the CPU, the tensors are on {device}",)
-    if problem.needs_grad:
-        return (
-            "an input requires grad, and the native backward is not in this version: "
-            "use torch.no_grad(), or impl='torch' or impl='reference' to train",
-        )
     return ()
 
 
@@ -253,13 +247,11 @@ def _address(x: Tensor | None) -> int:
 
 def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
     """ALiBi's slopes, or the relative bias by distance with its first distance and their number."""
-    bias, spec = problem.bias, problem.spec
-    if isinstance(bias, Alibi):
-        return bias.slopes.detach().to(spec.lse_dtype).contiguous(), 0, 0
-    if not isinstance(bias, RelativeBias):
+    numbers = problem.by_head
+    if numbers is None:
         return None, 0, 0
-    far = bias.max_distance  # beyond it the bias does not change
-    return bias.by_distance(-far, far).detach().to(spec.lse_dtype).contiguous(), -far, 2 * far + 1
+    numbers = numbers.detach()
+    return (numbers, 0, 0) if numbers.ndim == 1 else (numbers, -(numbers.shape[1] // 2), numbers.shape[1])
 
 
 def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:

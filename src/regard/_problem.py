@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ._arguments import broadcasts, describe, holds_integers, is_integer
+from ._arguments import broadcasts, describe, holds_integers, is_integer, readable
 from .masks import Dense, Mask, Program
 from .scores import Alibi, RelativeBias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SPECS = 4096
 MAX_OFFSET = 2**48  # positions stay far from the 2^62 that means "unlimited" in a mask program
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 Bias = Tensor | Alibi | RelativeBias
 Trio = tuple[Tensor, Tensor, Tensor]  # q, k, v
@@ -93,9 +96,11 @@ class Problem(NamedTuple):
     tensors: tuple[Tensor, ...]  # the mask program's, batch dims flattened to 1 or B
     offset: Tensor | None  # (B,) int64
     bias: Bias | None
+    by_head: Tensor | None  # the numbers behind ALiBi (Hq,) or a relative bias (Hq, 2 * far + 1), in lse_dtype
     sink: Tensor | None
-    seed: int  # 64 bits, as a signed integer
+    seed: int | Tensor  # 64 bits, as a signed integer; a tensor only in a call that is watched
     needs_grad: bool  # grad mode is on and a floating input requires grad
+    watched: bool = False  # the call must go through PyTorch's dispatcher: see `is_watched`
 
     @property
     def batch_offset(self) -> int | Tensor:
@@ -133,6 +138,11 @@ def make(
         dropout = _number("dropout", dropout)
     if return_lse is not False and return_lse is not True:
         _fail(TypeError, "return_lse", "a bool", describe(return_lse))
+    if _is_any_autocast_enabled():
+        q, k, v, bias = _autocast(q, k, v, bias)
+    if is_watched(q, k, v):
+        options = _Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
+        return _make_general(None, q, k, v, options)
     try:
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -146,7 +156,7 @@ def make(
     if bias is None and sink is None and seed is None and not dropout:
         spec = _specs.get(key) if mask is None and offset is None else _remembered(key, mask, offset)
         if spec is not None and spec.is_direct and not (q.is_neg() or k.is_neg() or v.is_neg()):
-            return Problem(spec, q, k, v, mask, (), None, None, None, 0, _needs_grad(q, k, v))  # type: ignore[arg-type]
+            return Problem(spec, q, k, v, mask, (), None, None, None, None, 0, _needs_grad(q, k, v))  # type: ignore[arg-type]
     options = _Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
     return _make_general(key, q, k, v, options)
 
@@ -175,12 +185,44 @@ class _Options(NamedTuple):
     return_lse: bool
 
 
-def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
-    """`make` with options, for unusual strides, or for a signature seen for the first time."""
-    if any(isinstance(x, Tensor) and x.is_neg() for x in (q, k, v, given.bias, given.sink)):
+def _make_general(key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
+    """`make` with options, for unusual strides, or for a signature seen for the first time.
+
+    Without a key the call is watched: sizes may be symbols, nothing is remembered and no value is read.
+    """
+    if not is_compiling() and _any_negated(q, k, v, given.bias, given.sink):
         return _without_negation(q, k, v, given)
     mask, offset = _as_mask(given.mask), _as_offset(given.offset)
     program = mask.lower() if mask is not None else None
+    bias, sink = given.bias, given.sink
+    spec = _find(key, q, k, v, mask, program, offset, given)
+    offsets = _flat_offset(spec, offset)
+    if mask is not None and not is_compiling() and type(q) in PLAIN and not q.is_meta:
+        mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
+    tensors = program.bind(spec.batch) if program is not None else ()
+    if spec.copied:
+        q, k, v = (_copy(spec, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        bias = _copy_bias(spec, bias)
+    watched = key is None or not _all_plain(learned(bias), sink)
+    seed = _as_seed(given.seed, spec.dropout, watched)
+    needs_grad = _needs_grad(q, k, v) or _options_need_grad(bias, sink)
+    by_head = _by_head(spec, bias)
+    return Problem(spec, q, k, v, mask, tensors, offsets, bias, by_head, sink, seed, needs_grad, watched)
+
+
+def _find(
+    key: tuple[Any, ...] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    program: Program | None,
+    offset: int | Tensor | None,
+    given: _Options,
+) -> Spec:
+    """The Spec of a call, from memory if there is a key."""
+    if key is None:
+        return _check(q, k, v, mask, program, offset, given)
     bias, sink = given.bias, given.sink
     if mask is not None or offset is not None or bias is not None or sink is not None:
         key = (key, _program_key(program), _signature(offset), _bias_key(bias), _signature(sink))
@@ -190,16 +232,19 @@ def _make_general(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, given: 
         if len(_specs) >= MAX_SPECS:
             _specs.clear()
         _specs[key] = spec
-    offsets = _flat_offset(spec, offset)
-    if mask is not None and not _is_symbolic(q):
-        mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
-    tensors = program.bind(spec.batch) if program is not None else ()
-    if spec.copied:
-        q, k, v = (_copy(spec, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        bias = _copy_bias(spec, bias)
-    seed = _as_seed(given.seed, spec.dropout)
-    needs_grad = _needs_grad(q, k, v) or _options_need_grad(bias, sink)
-    return Problem(spec, q, k, v, mask, tensors, offsets, bias, sink, seed, needs_grad)
+    return spec
+
+
+def _by_head(spec: Spec, bias: Bias | None) -> Tensor | None:
+    if isinstance(bias, Alibi):
+        return bias.slopes.to(spec.lse_dtype).contiguous()
+    if isinstance(bias, RelativeBias):  # beyond max_distance the bias does not change
+        return bias.by_distance(-bias.max_distance, bias.max_distance).to(spec.lse_dtype)
+    return None
+
+
+def _any_negated(*given: object) -> bool:
+    return any(isinstance(x, Tensor) and x.is_neg() for x in given)
 
 
 def _without_negation(q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Problem:
@@ -209,6 +254,41 @@ def _without_negation(q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Probl
         name: x.resolve_neg() if isinstance(x, Tensor) else x for name, x in given._asdict().items()
     }
     return make(q, k, v, **options)
+
+
+# Who is watching
+
+
+def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch must see the call: it compiles, traces, transforms, counts or profiles, or q, k or v are
+    not plain tensors."""
+    return (
+        is_dynamo_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _get_tracing_state() is not None
+        or profiler._is_profiler_enabled
+        or type(q) not in PLAIN
+        or type(k) not in PLAIN
+        or type(v) not in PLAIN
+    )
+
+
+def _all_plain(*tensors: Tensor | None) -> bool:
+    return all(x is None or type(x) in PLAIN for x in tensors)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor, Tensor, Bias | None]:
+    """The tensors that SDPA would cast, cast: not float64, and not the parameters that may be float32."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x: Any) -> Any:
+        lower = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if lower else x
+
+    return cast(q), cast(k), cast(v), cast(bias) if q.dtype is not torch.float64 else bias
 
 
 # Arguments, one by one
@@ -259,14 +339,19 @@ def _as_offset(offset: int | Tensor | None) -> int | Tensor | None:
     return offset
 
 
-def _as_seed(seed: int | Tensor | None, dropout: float) -> int:
-    """The 64 bits that key the dropout pattern; without a seed, from PyTorch's default CPU generator."""
+def _as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) -> int | Tensor:
+    """The 64 bits that key the dropout pattern; without a seed, from PyTorch's default CPU generator.
+
+    In a watched call the value of a tensor may not be known yet: it stays one.
+    """
     if seed is None:
-        return int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
+        if not dropout:
+            return 0
+        seed = torch.randint(2**63 - 1, (), device="cpu")
     if isinstance(seed, Tensor):
         if not holds_integers(seed) or seed.numel() != 1:
             _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
-        seed = 0 if _is_symbolic(seed) else int(seed)
+        return seed.reshape(()).to(torch.int64) if watched else int(seed)
     if not is_integer(seed):
         _fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
     seed = operator.index(seed)
@@ -303,11 +388,6 @@ def _program_key(program: Program | None) -> Any:
 # What depends on data
 
 
-def _is_symbolic(x: Tensor) -> bool:
-    """Meta and fake tensors have shapes but no values to check."""
-    return x.is_meta or isinstance(x, FakeTensor)
-
-
 def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
@@ -335,7 +415,7 @@ def _flat_offset(spec: Spec, offset: int | Tensor | None) -> Tensor | None:
     if not isinstance(offset, Tensor):
         return None
     offset = offset.detach().reshape(spec.B).to(torch.int64)
-    if offset.is_cpu and spec.B and not _is_symbolic(offset):
+    if readable(offset) and offset.is_cpu and spec.B:
         low, high = (int(x) for x in torch.aminmax(offset))
         if low < -MAX_OFFSET or high > MAX_OFFSET:
             _fail(ValueError, "offset", "positions between -2**48 and 2**48", f"values from {low} to {high}")
@@ -384,7 +464,7 @@ def _check(
         return_lse=given.return_lse,
         is_plain=_is_plain(program, offset, given),
         is_direct=not copied and all(s[3] == 1 for s in strides.values()), copied=copied, out_shape=out_shape,
-        out_stride=_ordered_like(strides["q"], (B, Hq, Lq, Dv)),
+        out_stride=ordered_like(strides["q"], (B, Hq, Lq, Dv)),
     )  # fmt: skip
 
 
@@ -551,16 +631,24 @@ def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple
     return dims[-1][1] if dims else 0
 
 
-def _ordered_like(stride: Strides, shape: tuple[int, int, int, int]) -> Strides:
+def ordered_like(stride: Strides, shape: tuple[int, int, int, int]) -> Strides:
     """Dense strides of `shape`, its dims in the memory order of `stride`; broadcast dims keep their place."""
     real = [d for d in range(4) if shape[d] > 1 and stride[d] > 0]
     order = list(range(4))
-    for place, dim in zip(real, sorted(real, key=lambda d: -stride[d]), strict=True):
+    for place, dim in zip(real, descending(real, stride), strict=True):
         order[place] = dim
     dense, step = [0] * 4, 1
     for dim in reversed(order):
         dense[dim], step = step, step * max(shape[dim], 1)
     return dense[0], dense[1], dense[2], dense[3]
+
+
+def descending(dims: Sequence[int], stride: Strides) -> list[int]:
+    """The dims by falling stride; compared one by one, because symbols cannot be sorted."""
+    order: list[int] = []
+    for dim in dims:
+        order.insert(sum(1 for other in order if stride[other] >= stride[dim]), dim)
+    return order
 
 
 def _copy(spec: Spec, name: str, x: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ SDPA draws dropout from PyTorch's generator; so that a seed repeats, it is set a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _sdpa(problem: Problem) -> Tensor:
     spec = problem.spec
     extra = _additive_mask(problem) if needs_dense_mask(problem) else None
     q, k, v = _qkv(problem)
-    with _seeded(problem):
+    with _seeded(problem) if spec.dropout else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, extra, spec.dropout, is_causal=extra is None and _simple_mask(problem) == "causal",
             scale=spec.scale, enable_gqa=spec.Hq != spec.Hkv,
@@ -127,23 +128,13 @@ def _additive_mask(problem: Problem) -> Tensor:
     return bias.expand(-1, -1, spec.Lq, spec.Lk)
 
 
-class _seeded:
+@contextlib.contextmanager
+def _seeded(problem: Problem) -> Iterator[None]:
     """Run with PyTorch's generator at the problem's seed, and put it back."""
-
-    def __init__(self, problem: Problem) -> None:
-        spec = problem.spec
-        devices = [spec.device] if spec.device.type == "cuda" else []
-        self.seed = problem.seed
-        self.fork = torch.random.fork_rng(devices=devices, enabled=spec.dropout > 0)
-        self.active = spec.dropout > 0
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        if self.active:
-            torch.manual_seed(self.seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+    device = problem.spec.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(problem.seed))
+        yield
 
 
 # FlexAttention

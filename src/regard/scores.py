@@ -126,8 +126,13 @@ class RelativeBias:
         return self.bidirectional, self.max_distance
 
 
-@functools.lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result
 def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
+    return _computed_buckets(buckets, max_distance)
+
+
+@functools.lru_cache(maxsize=64)
+def _computed_buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
     """The bucket of each distance from 0 to max_distance: half of them exact, the rest logarithmic.
 
     Single precision, as in the models that were trained with it.

@@ -105,7 +105,8 @@ class Mask:
 
     def lower(self) -> Program:
         """The mask as a short program. It does not depend on any length and is made once."""
-        return self._program
+        # A compiler follows the code below, but not the lock of a cached property.
+        return self._lowered() if torch.compiler.is_compiling() else self._program
 
     def check(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
         """Raise ValueError if the mask cannot be applied to attention of these sizes."""
@@ -245,6 +246,9 @@ class Mask:
 
     @functools.cached_property
     def _program(self) -> Program:
+        return self._lowered()
+
+    def _lowered(self) -> Program:
         pool = Pool()
         code = self._encode(pool)
         return Program(tuple(code), tuple(pool.tensors), tuple(pool.cores))
