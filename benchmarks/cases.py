@@ -23,6 +23,11 @@ class Inputs(NamedTuple):
     v: Tensor
     options: Options
 
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gets a gradient in training."""
+        bias = self.options.get("bias")
+        return (self.q, self.k, self.v, *([bias] if isinstance(bias, Tensor) else []))
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,8 +44,9 @@ class Case:
     mask: Callable[[Case], M.Mask] | None = None
     options: Callable[[Case], Options] | None = None
     peers: tuple[str, ...] = ("sdpa",)
-    asked: Mapping[str, float] = field(default_factory=dict)  # peer -> ratio that is required
+    asked: Mapping[str, float] = field(default_factory=dict, hash=False)  # peer -> ratio that is required
     calls: int = 1
+    work: str = "forward"  # or "training": forward and backward; or "backward" alone
     strided: bool = False  # tensors stored as (B, L, H, D), seen as (B, H, L, D)
 
     @property
@@ -58,7 +64,11 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         sizes = (self.Hq, self.Lq, self.D), (self.Hkv, self.Lk, self.D), (self.Hkv, self.Lk, self.Dv)
         q, k, v = (self._tensor(size, generator) for size in sizes)
-        return Inputs(q, k, v, self.options(self) if self.options else {})
+        inputs = Inputs(q, k, v, self.options(self) if self.options else {})
+        if self.work != "forward":
+            for leaf in inputs.leaves():
+                leaf.requires_grad_()
+        return inputs
 
     def _tensor(self, size: tuple[int, int, int], generator: torch.Generator) -> Tensor:
         H, L, D = size
@@ -126,6 +136,15 @@ def needs(ratio: float) -> dict[str, float]:
     return {"sdpa": ratio}
 
 
+def training(name: str, title: str, L: int, D: int = 64, **more: Any) -> Case:
+    return square(f"train-{name}", f"training, {title}", L, D, work="training", **more)
+
+
+def backward(L: int, D: int, mask: Callable[[Case], M.Mask] | None = None) -> Case:
+    kind = "causal" if mask else "dense"
+    return square(f"backward-{kind}-{L}-{D}", f"backward alone, {kind}", L, D, mask=mask, work="backward")
+
+
 BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
 
 CASES = (
@@ -159,6 +178,20 @@ CASES = (
     square("strided-2048", "(B, L, H, D) views, dense", 2048, strided=True),
     square("tiny-calls", "tiny calls", 64, Lq=1, calls=300, asked=needs(1.0)),
     square("decode-4096", "one query, grouped heads", 4096, 128, Lq=1, Hq=32),
+    training("dense-1024", "dense", 1024, asked=needs(1.35)),
+    training("causal-1024", "causal", 1024, mask=causal, asked=needs(1.7)),
+    training("causal-2048-128", "causal", 2048, 128, mask=causal, asked=needs(1.35)),
+    training("causal-one-head", "causal, one head", 2048, mask=causal, Hq=1, Hkv=1, asked=needs(1.8)),
+    training("window-4096", "window of 256, causal", 4096, mask=window, asked=needs(12)),
+    training("dropout-1024", "causal, dropout 0.1", 1024, mask=causal, options=dropout, asked=needs(4)),
+    training("bias-1024", "learned bias (1, 8, L, L)", 1024, options=float_bias, asked=needs(1.3)),
+    training("bf16-1024", "bfloat16 causal", 1024, mask=causal, dtype=BF16, asked=needs(7)),
+    training("fp16-1024", "float16 causal", 1024, mask=causal, dtype=FP16, asked=needs(5)),
+    training("value-size-1024", "value size is not key size, causal", 1024, 192, Dv=128, mask=causal,
+             asked=needs(2)),
+    training("gqa-1024", "grouped heads, causal", 1024, 128, Hq=32, mask=causal),
+    training("small-128", "dense, small batch", 128, B=4, Hq=12, Hkv=12),
+    *(backward(L, D, mask) for L in (512, 2048) for D in (64, 128) for mask in (None, causal)),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import threading
@@ -56,6 +57,33 @@ def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
     return error
 
 
+def check_gradients(case: Case, inputs: Inputs, found: tuple[Tensor, ...], who: str) -> None:
+    """Against those of the float64 kernels, which the tests hold to the reference."""
+    for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), found, exact_gradients(case), strict=False):
+        error = float((grad.double() - exact).norm() / exact.norm())
+        if not error < TOLERANCE[case.dtype]:
+            raise WrongResult(f"{who}, {case.name}: error {error:.1e} of {name} against float64")
+
+
+@functools.lru_cache(maxsize=1)
+def exact_gradients(case: Case) -> tuple[Tensor, ...]:
+    double = replace(case, dtype=torch.float64, work="training")
+    q, k, v, options = case.inputs()
+    inputs = Inputs(*(x.detach().double().requires_grad_() for x in (q, k, v)), dict(options))
+    if isinstance(options.get("bias"), Tensor):
+        inputs.options["bias"] = options["bias"].detach().double().requires_grad_()
+    dout = outgoing(case).double()
+    with torch.enable_grad():
+        out = regard.attention(*inputs[:3], mask=double.make_mask(), **inputs.options)
+    return torch.autograd.grad(out, inputs.leaves(), dout)
+
+
+def outgoing(case: Case) -> Tensor:
+    """The gradient that comes in, (B, Hq, Lq, Dv)."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(case.B, case.Hq, case.Lq, case.Dv, generator=generator).to(case.dtype)
+
+
 def sample_rows(case: Case) -> list[slice]:
     """First, middle and last queries; all of them with dropout, whose pattern depends on the row's number."""
     if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
@@ -82,8 +110,11 @@ def row_error(out: Tensor, exact: Tensor) -> float:
 
 
 def useful_flops(case: Case, inputs: Inputs) -> int:
+    """Two products forward, five backward."""
     q, k, v, options = inputs
-    return case.calls * regard.plan(q, k, v, mask=case.make_mask(), **options).flops
+    forward = regard.plan(q, k, v, mask=case.make_mask(), **options).flops
+    backward = forward * (3 * case.D + 2 * case.Dv) // (case.D + case.Dv)
+    return case.calls * {"forward": forward, "backward": backward, "training": forward + backward}[case.work]
 
 
 # The machine

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case, Inputs, Options
+from measure import outgoing
 from torch import Tensor
 
 import regard
@@ -24,7 +25,24 @@ INF = float("inf")
 
 def prepare(side: str, case: Case, inputs: Inputs) -> Call:
     """The call of "regard", "sdpa", "eager" or "flex", ready to be timed."""
-    return repeated(SIDES[side](case, inputs), case.calls)
+    call = SIDES[side](case, inputs)
+    return repeated(call if case.work == "forward" else gradients(case, inputs, call), case.calls)
+
+
+def gradients(case: Case, inputs: Inputs, forward: Call) -> Call:
+    """The gradients of q, k, v and a bias; with "backward" the forward pass is done beforehand."""
+    leaves = inputs.leaves()
+    dout = outgoing(case)
+
+    @torch.enable_grad()
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, dout)
+
+    if case.work == "training":
+        return both
+    with torch.enable_grad():
+        out = forward()
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def repeated(call: Call, times: int) -> Call:
@@ -47,7 +65,8 @@ def regard_side(case: Case, inputs: Inputs) -> Call:
 
 def sdpa_side(case: Case, inputs: Inputs) -> Call:
     q, k, v = sdpa_tensors(inputs)
-    options = sdpa_options(case, inputs)
+    with torch.set_grad_enabled(case.work != "forward"):
+        options = sdpa_options(case, inputs)
     return lambda: F.scaled_dot_product_attention(q, k, v, **options)
 
 

@@ -139,7 +139,7 @@ def short_table(rows: Sequence[Row]) -> str:
     lines = [
         [r.title, r.shape, *cells(r)[3:5], _path(r), f"{r.ratio:.1f} x", *map(mebibytes, r.memory)]
         for r in rows
-        if not r.fault
+        if not r.fault and not r.name.startswith("backward-")
     ]
     return table(head, lines, right=(2, 3, 5, 6, 7))
 

@@ -14,7 +14,17 @@ import report
 import scaling
 import torch
 from cases import CASES, Case, Inputs, chosen
-from measure import Load, Machine, WrongResult, best_times, check, looked_again, machine, useful_flops
+from measure import (
+    Load,
+    Machine,
+    WrongResult,
+    best_times,
+    check,
+    check_gradients,
+    looked_again,
+    machine,
+    useful_flops,
+)
 from peers import prepare, sdpa_path
 from report import Row
 from rich.progress import Progress
@@ -116,9 +126,9 @@ def ready(case: Case, inputs: Inputs, sides: list[str]) -> tuple[Calls, dict[str
 
 def fault_of(case: Case, inputs: Inputs, side: str, call: Callable[[], Any]) -> str:
     try:
-        out = call()
+        found = call()
         if side == "regard" or "dropout" not in inputs.options:
-            check(case, inputs, out, side)
+            (check if case.work == "forward" else check_gradients)(case, inputs, found, side)
     except (WrongResult, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""

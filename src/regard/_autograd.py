@@ -248,7 +248,15 @@ def _saved(ctx: Any) -> tuple[Call, tuple[Any, ...]]:
     tensors, more = ctx.saved_tensors, INPUTS + 2 + ctx.more
     q, k, v, bias, by_head, sink, offsets, seed = tensors[: INPUTS + 2]
     call = ctx.rest._replace(
-        q=q, k=k, v=v, bias=bias, by_head=by_head, sink=sink, offsets=offsets, seed=seed, tensors=tensors[more:]
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        by_head=by_head,
+        sink=sink,
+        offsets=offsets,
+        seed=seed,
+        tensors=tensors[more:],
     )
     return call, tensors[INPUTS + 2 : more]
 

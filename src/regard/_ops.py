@@ -217,7 +217,9 @@ def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., R
 
 
 attention_forward = _define(
-    f"attention_forward({CALL}) -> (Tensor out, Tensor lse, Tensor stats, Tensor rest)", forward, _forward_shapes
+    f"attention_forward({CALL}) -> (Tensor out, Tensor lse, Tensor stats, Tensor rest)",
+    forward,
+    _forward_shapes,
 )
 attention_backward = _define(
     f"attention_backward({CALL}, Tensor out, Tensor stats, Tensor? rest, {DY}, bool[] wanted) -> ({GRADIENTS})",

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -96,7 +101,9 @@ class Problem(NamedTuple):
     tensors: tuple[Tensor, ...]  # the mask program's, batch dims flattened to 1 or B
     offset: Tensor | None  # (B,) int64
     bias: Bias | None
-    by_head: Tensor | None  # the numbers behind ALiBi (Hq,) or a relative bias (Hq, 2 * far + 1), in lse_dtype
+    by_head: (
+        Tensor | None
+    )  # the numbers behind ALiBi (Hq,) or a relative bias (Hq, 2 * far + 1), in lse_dtype
     sink: Tensor | None
     seed: int | Tensor  # 64 bits, as a signed integer; a tensor only in a call that is watched
     needs_grad: bool  # grad mode is on and a floating input requires grad
@@ -278,7 +285,9 @@ def _all_plain(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in PLAIN for x in tensors)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor, Tensor, Bias | None]:
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | None
+) -> tuple[Tensor, Tensor, Tensor, Bias | None]:
     """The tensors that SDPA would cast, cast: not float64, and not the parameters that may be float32."""
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias

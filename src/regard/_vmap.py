@@ -66,7 +66,11 @@ def map_one_by_one(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) ->
 
 def _sample(args: Sequence[Any], dims: Dims, index: int) -> list[Any]:
     return [
-        _sample(x, dim, index) if isinstance(dim, list | tuple) else x if dim is None else x.select(dim, index)
+        _sample(x, dim, index)
+        if isinstance(dim, list | tuple)
+        else x
+        if dim is None
+        else x.select(dim, index)
         for x, dim in zip(args, dims, strict=True)
     ]
 
