@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
-from regard import masks as M
 from regard import _packed, packing, scores
+from regard import masks as M
 
 AUTO_TRAINS = False  # True once impl="auto" has gradients on a CPU
 TRAINING = ["reference", "torch", *(["auto"] if AUTO_TRAINS else [])]
@@ -661,3 +664,12 @@ def test_strided_nested_tensors_are_refused() -> None:
     x = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)])
     with pytest.raises(TypeError, match=r"q: expected a dense .* layout=torch\.jagged"):
         regard.attention(x, x, x)
+
+
+@pytest.mark.parametrize("options", [[], ["--backward", "--impl", "torch"]], ids=["forward", "backward"])
+def test_the_benchmark_runs(options: list[str]) -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "packed.py"
+    tiny = ["--most", "64", "--seconds", "0.001", "--threads", "1", *options]
+    done = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" ms |") == 6 * 4

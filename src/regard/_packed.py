@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._problem import INTEGERS, Trio
+from ._arguments import broadcasts, describe, holds_integers, is_integer
+from ._problem import Trio
 from .masks import Mask, Op, from_cu_seqlens
-from .masks._arguments import describe
 from .scores import Alibi, RelativeBias
 
 Attention = Callable[..., Any]
@@ -112,17 +112,17 @@ class Plan(NamedTuple):
 
 
 def _numbers(name: str, borders: Tensor) -> tuple[int, ...]:
-    if borders.ndim != 1 or borders.is_floating_point() or borders.dtype is torch.bool:
+    if borders.ndim != 1 or not holds_integers(borders):
         raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(borders)}")
     return tuple(borders.tolist())
 
 
 def _offset(offset: Any) -> int | tuple[int, ...] | None:
-    if isinstance(offset, Tensor) and offset.ndim == 1 and offset.dtype in INTEGERS:
+    if isinstance(offset, Tensor) and offset.ndim == 1 and holds_integers(offset):
         return tuple(offset.tolist())
-    if offset is None or (hasattr(offset, "__index__") and not isinstance(offset, bool)):
-        return None if offset is None else operator.index(offset)
-    raise TypeError(f"offset: expected an int, or integers of shape (N,), got {describe(offset)}")
+    if offset is not None and not is_integer(offset):
+        raise TypeError(f"offset: expected an int, or integers of shape (N,), got {describe(offset)}")
+    return None if offset is None else operator.index(offset)
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
@@ -206,7 +206,7 @@ def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k
     """The bias of each sequence; of a tensor over (Hq, total_q, total_k) the block on the diagonal."""
     if not isinstance(bias, Tensor):
         return [bias] * len(sizes_q)
-    if bias.ndim > 3 or any(n not in (1, t) for n, t in zip(bias.shape[::-1], target[::-1], strict=False)):
+    if not broadcasts(tuple(bias.shape), target):
         raise ValueError(f"bias: expected a shape broadcastable to {target}, got {tuple(bias.shape)}")
     bias = torch.atleast_2d(bias)
     columns = bias.split(sizes_k, -1) if bias.shape[-1] > 1 else [bias] * len(sizes_k)

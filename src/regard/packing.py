@@ -12,11 +12,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ._arguments import count, describe, holds_integers, tensor_of
 from ._attention import attention
 from ._packed import attend_packed
 from ._problem import Bias
 from .masks import And, Causal, Mask, Window, from_cu_seqlens
-from .masks._arguments import count, describe, tensor_of
 
 __all__ = ["cu_seqlens", "lengths", "pack", "positions", "unpack", "varlen_attention"]
 
@@ -64,7 +64,7 @@ def _counts(lengths: Integers | None, keep: Tensor | None) -> Tensor:
     if keep is not None:
         return _checked_keep(keep).sum(-1)
     counts = tensor_of("lengths", lengths)
-    if counts.ndim != 1 or counts.is_floating_point() or counts.dtype is torch.bool:
+    if counts.ndim != 1 or not holds_integers(counts):
         raise ValueError(f"lengths: expected integers of shape (N,), got {describe(counts)}")
     if len(counts) and int(counts.min()) < 0:
         raise ValueError(f"lengths: expected numbers from 0 on, got {int(counts.min())}")
@@ -93,8 +93,8 @@ def pack(x: Tensor, lengths: Integers | None = None, *, keep: Tensor | None = No
     Gradients flow; padding gets 0.
     """
     dim = _token_dim(x, dim, 1)
-    at = _places(lengths, keep, x.shape[0], x.shape[dim]).to(x.device)
-    return x.movedim(dim, 1).flatten(0, 1).index_select(0, at).movedim(0, dim - 1)
+    real = _real(lengths, keep, x.shape[0], x.shape[dim])
+    return x.movedim(dim, 1)[real].movedim(0, dim - 1)
 
 
 def unpack(
@@ -119,15 +119,15 @@ def unpack(
     dim = _token_dim(x, dim, 0)
     counts = None if cu_seqlens is None else lengths(cu_seqlens)
     N, L = _padded_size(counts, keep, length)
-    at = _places(counts, keep, N, L).to(x.device)
-    if len(at) != x.shape[dim]:
+    real = _real(counts, keep, N, L)
+    total = len(real[0])
+    if total != x.shape[dim]:
         name = "keep" if counts is None else "cu_seqlens"
         raise ValueError(
-            f"{name}: expected {x.shape[dim]} tokens as in dim {dim} of x {tuple(x.shape)}, got {len(at)}"
+            f"{name}: expected {x.shape[dim]} tokens as in dim {dim} of x {tuple(x.shape)}, got {total}"
         )
     tokens = x.movedim(dim, 0)
-    padded = tokens.new_zeros(N * L, *tokens.shape[1:]).index_copy_(0, at, tokens)
-    return padded.view(N, L, *tokens.shape[1:]).movedim(1, dim + 1)
+    return tokens.new_zeros(N, L, *tokens.shape[1:]).index_put_(real, tokens).movedim(1, dim + 1)
 
 
 def _token_dim(x: Tensor, dim: int, least: int) -> int:
@@ -150,8 +150,8 @@ def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None)
     return len(counts), int(counts.max()) if length is None else count("length", length)
 
 
-def _places(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> Tensor:
-    """(total,): where the real tokens stand among the N * L of a padded batch."""
+def _real(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> tuple[Tensor, ...]:
+    """Where the real tokens stand in a padded batch: (total,) sequences, (total,) places in them."""
     counts = _counts(lengths, keep)
     if keep is None:
         if len(counts) != N or (N and int(counts.max()) > L):
@@ -159,7 +159,7 @@ def _places(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> Te
         keep = torch.arange(L, device=counts.device) < counts[:, None]
     elif keep.shape != (N, L):
         raise ValueError(f"keep: expected shape (N, L) = {(N, L)}, got {tuple(keep.shape)}")
-    return keep.flatten().nonzero().squeeze(1)
+    return keep.nonzero(as_tuple=True)
 
 
 # Attention
