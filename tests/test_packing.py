@@ -552,13 +552,44 @@ def test_a_plan_made_in_inference_mode_can_be_saved_for_backward() -> None:
     assert not any(x.is_inference() for x in plan.row.lower().tensors)
 
 
-def test_a_plan_made_of_fake_tensors_is_forgotten() -> None:
+def test_fake_tensors() -> None:
+    """Shapes alone, without reading the borders; and nothing fake is remembered."""
     sizes = [4, 11, 3]
     qkv, cu = tokens(sizes, sizes), borders(sizes)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(RuntimeError):
-        packing.varlen_attention(*(mode.from_tensor(x) for x in qkv), cu, causal=True)
+    with FakeTensorMode() as mode:
+        fake, fake_cu = [mode.from_tensor(x) for x in qkv], mode.from_tensor(cu)
+        out = packing.varlen_attention(*fake, fake_cu, causal=True)
+        assert out.shape == (18, HQ, DV)
+        assert packing.varlen_attention(*fake, fake_cu, fake_cu + 0).shape == out.shape
+        for refused in ({"offset": 1, "causal": True}, {"mask": M.Prefix(1)}):
+            with pytest.raises(NotImplementedError, match=r"cannot be read under torch\.compile"):
+                packing.varlen_attention(*fake, fake_cu, **refused)
     expected = joined(by_sequence(qkv, sizes, sizes, mask=M.Causal()))
     assert_close(packing.varlen_attention(*qkv, cu, causal=True), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not AUTO_TRAINS, reason="needs the operators of the native kernels")
+def test_compiled_without_a_break() -> None:
+    torch._dynamo.reset()
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+        return packing.varlen_attention(q, k, v, cu, causal=True) * 2
+
+    def nested(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+        rows = (jagged(x, cu) for x in (q, k, v))
+        return regard.attention(*rows, mask=M.Causal()).values().transpose(0, 1) * 2
+
+    for function in (varlen, nested):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for sizes in ([3, 17, 5], [9, 2, 4, 11]):
+            qkv, cu = [x.requires_grad_() for x in tokens(sizes, sizes)], borders(sizes).long()
+            out, expected = compiled(*qkv, cu), function(*qkv, cu)
+            assert torch.equal(out, expected)
+            dout = double(*out.shape, seed=3)
+            for a, e in zip(
+                torch.autograd.grad(out, qkv, dout), torch.autograd.grad(expected, qkv, dout), strict=True
+            ):
+                assert torch.equal(a, e)
 
 
 def test_borders_may_change_in_place() -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import broadcasts, describe, holds_integers, is_integer
+from ._arguments import broadcasts, describe, holds_integers, is_integer, readable
 from ._problem import Trio
-from .masks import Mask, Op, from_cu_seqlens
+from .masks import Documents, Mask, Op, from_cu_seqlens
 from .scores import Alibi, RelativeBias
 
 Attention = Callable[..., Any]
@@ -43,6 +43,9 @@ def attend_packed(
     time and memory for places that hold no token.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
+    if not readable(borders_q):
+        row = _unread_row(qkv, borders_q, borders_k, options, by_distance)
+        return _attend(attention, qkv, options | {"mask": row, "offset": 0})
     plan = _plan(
         _numbers("cu_seqlens_q", borders_q), _numbers("cu_seqlens_k", borders_k), options["mask"],
         _offset(options["offset"]), by_distance, qkv[0].device,
@@ -157,6 +160,27 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
     if len(offset) != len(sizes_q):
         raise ValueError(f"offset: expected shape (N,) = ({len(sizes_q)},), got ({len(offset)},)")
     return list(offset)
+
+
+def _unread_row(qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options, by_distance: bool) -> Mask:
+    """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
+    mask, found = options["mask"], _atoms(options["mask"])
+    alike = borders_k is borders_q and options["offset"] is None
+    if found & ABSOLUTE or not (alike or (not found and not by_distance)):
+        raise NotImplementedError(
+            "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
+            "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
+        )
+    q_ids = _ids(borders_q, qkv[0].shape[1])
+    documents = Documents(q_ids, q_ids if borders_k is borders_q else _ids(borders_k, qkv[1].shape[1]))
+    return documents if mask is None else documents & mask
+
+
+def _ids(borders: Tensor, total: int) -> Tensor:
+    """(total,): which sequence each token belongs to."""
+    return torch.repeat_interleave(
+        torch.arange(len(borders) - 1, device=borders.device), borders.diff(), output_size=total
+    )
 
 
 def _atoms(mask: Any) -> set[Op]:
