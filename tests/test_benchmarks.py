@@ -17,7 +17,7 @@ from conftest import HAVE_CORE
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("cases", "hunt", "measure", "memory", "peers", "report", "run", "scaling")
+MODULES = ("cases", "hunt", "measure", "memory", "packed", "peers", "report", "run", "scaling")
 
 pytest.importorskip("rich")
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")

@@ -13,8 +13,8 @@ FLOORS = """
     7    cli __main__
     6    hf models see distributed info
     5    nn convert cost
-    4.5  cache
-    4    _attention _plan _evidence _linear
+    4.5  cache packing
+    4    _attention _packed _plan _evidence _linear
     3    _autograd _ops _vmap
     2    _dispatch
     1    _native _torch reference _boxes _higher

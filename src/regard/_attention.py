@@ -9,6 +9,7 @@ from torch import Tensor
 from . import reference
 from ._autograd import run
 from ._dispatch import choose
+from ._packed import attend_jagged
 from ._problem import Bias, make
 from .masks import Mask
 
@@ -97,6 +98,11 @@ def attention(
         >>> regard.attention(q, k, v, mask=masks.Causal()).shape
         torch.Size([2, 8, 128, 64])
     """
+    if type(q) is not Tensor and getattr(q, "is_nested", False):
+        return attend_jagged(
+            attention, q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
+            dropout=dropout, seed=seed, return_lse=return_lse, impl=impl,
+        )  # fmt: skip
     problem = make(
         q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
         dropout=dropout, seed=seed, return_lse=return_lse,

@@ -488,7 +488,8 @@ def _check_tensors(qkv: Trio) -> None:
         if not isinstance(x, Tensor):
             _fail(TypeError, name, "a torch.Tensor", describe(x))
         if x.is_nested or x.layout is not torch.strided:
-            _fail(TypeError, name, "a dense (strided) tensor", "a nested tensor" if x.is_nested else x.layout)
+            nested = "a nested tensor; attention takes q, k and v all nested with layout=torch.jagged"
+            _fail(TypeError, name, "a dense (strided) tensor", nested if x.is_nested else x.layout)
     for name, x in zip("qkv", qkv, strict=True):
         if x.dtype not in DTYPES:
             _fail(TypeError, name, "dtype float64, float32, bfloat16 or float16", x.dtype, qkv)

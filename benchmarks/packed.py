@@ -1,0 +1,134 @@
+"""Packed against padded: causal attention over sequences of different lengths.
+
+`python benchmarks/packed.py` prints one row for each batch: how full its padded keys are, and the time of
+- packed: `packing.varlen_attention` on the packed row;
+- from padded: the same, with packing q, k, v before it and unpacking the result;
+- padded: `attention` on the padded batch with `Causal() & Lengths(n)`;
+- SDPA, padded: `scaled_dot_product_attention`, `is_causal` where queries and keys are equally many, since
+  padding that comes last needs no mask then; else with a mask that was made beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from measure import Load, WrongResult, best_times, cpu_name
+from report import milliseconds
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard import packing
+
+H, D = 8, 64
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Sizes = tuple[list[int], list[int]]  # of the queries' and of the keys' sequences
+
+
+def batches(most: int) -> dict[str, Sizes]:
+    """Lengths up to `most`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def between(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high + 1, (count,), generator=generator).tolist()
+
+    alike = {
+        f"8 of {most // 2}": [most // 2] * 8,
+        f"16 of 1 to {most // 2}": between(1, most // 2, 16),
+        f"1 of {most}, 31 of {most // 32}": [most] + [most // 32] * 31,
+        f"128 of 1 to {most // 16}": between(1, most // 16, 128),
+    }
+    cached = between(most // 8, most, 32)
+    return {name: (sizes, sizes) for name, sizes in alike.items()} | {
+        f"16 chunks of {most // 16}, {most // 8} to {most} keys": ([most // 16] * 16, cached[:16]),
+        f"32 single queries, {most // 8} to {most} keys": ([1] * 32, cached),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each batch")
+    parser.add_argument("--most", type=int, default=1024, help="the longest sequence")
+    parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument("--impl", default="auto")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    load = Load()
+    rows = [row(name, sizes, options) for name, sizes in batches(options.most).items()]
+    print("| sequences | full | packed | from padded | padded | SDPA, padded |")
+    print("|---|---:|---:|---:|---:|---:|")
+    print("\n".join(rows))
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"\n{H} heads, D = {D}, float32, {options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def row(name: str, sizes: Sizes, options: argparse.Namespace) -> str:
+    sizes_q, sizes_k = sizes
+    padded = [torch.randn(len(n), H, max(n), D) for n in (sizes_q, sizes_k, sizes_k)]
+    sides = ways(sizes, options.impl)
+    inputs = {side: packed(padded, sizes) if side == "packed" else padded for side in sides}
+    with torch.no_grad():
+        check({side: call(*inputs[side]) for side, call in sides.items()}, sizes_q)
+    timed = backward if options.backward else forward
+    best = best_times({side: partial(timed, sides[side], inputs[side]) for side in sides}, options.seconds)
+    full = sum(sizes_k) / (len(sizes_k) * max(sizes_k))
+    return f"| {name} | {full:.0%} | " + " | ".join(milliseconds(t) for t in best.values()) + " |"
+
+
+def packed(padded: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    """q, k and v as (total, H, D)."""
+    sizes_q, sizes_k = sizes
+    pairs = zip(padded, (sizes_q, sizes_k, sizes_k), strict=True)
+    return [packing.pack(x, n).transpose(0, 1).contiguous() for x, n in pairs]
+
+
+def ways(sizes: Sizes, impl: str) -> dict[str, Call]:
+    """q, k and v, packed for the first side and padded for the others -> out likewise."""
+    (sizes_q, sizes_k), (cu_q, cu_k) = sizes, map(packing.cu_seqlens, sizes)
+    mask, offset = M.Causal() & M.Lengths(sizes_k), torch.tensor(sizes_k) - torch.tensor(sizes_q)
+    attend = partial(packing.varlen_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, impl=impl)
+    seen = mask.to_dense(max(sizes_q), max(sizes_k), offset)
+    peer = {"is_causal": True} if sizes_q == sizes_k else {"attn_mask": seen}
+
+    def from_padded(*padded: Tensor) -> Tensor:
+        return packing.unpack(attend(*packed(padded, sizes)).transpose(0, 1), cu_q)
+
+    return {
+        "packed": attend,
+        "from padded": from_padded,
+        "padded": partial(regard.attention, mask=mask, offset=offset, impl=impl),
+        "SDPA": partial(F.scaled_dot_product_attention, **peer),
+    }
+
+
+def forward(call: Call, inputs: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        call(*inputs)
+
+
+def backward(call: Call, inputs: Sequence[Tensor]) -> None:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+def check(outs: dict[str, Tensor], sizes_q: list[int]) -> None:
+    """The real tokens of all sides agree."""
+    expected = outs.pop("packed").transpose(0, 1)
+    for side, out in outs.items():
+        if not torch.allclose(packing.pack(out, sizes_q), expected, atol=1e-4):
+            raise WrongResult(f"{side} and packed disagree on sequences of {sizes_q}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
