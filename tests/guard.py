@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from forward_cases import Call, sample
@@ -25,6 +26,10 @@ LIBC.mprotect.argtypes = LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 PAGE, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE = 4096, 3, 0x4022
 SENTINEL = 0xA5
+MAKERS = {
+    torch: ("empty_like", "zeros_like", "zeros"),
+    Tensor: ("new_empty", "new_empty_strided", "new_zeros"),
+}
 
 
 def mapped(size: int) -> int:
@@ -76,17 +81,26 @@ class Guard:
 
     def moved(self, x: Tensor) -> Tensor:
         """The same numbers and strides in guarded memory."""
-        if not x.numel():
+        if not x.numel() or x.is_meta:
             return x
         extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         copy = self.flat(extent, x.dtype).zero_().as_strided(x.shape, x.stride())
         return copy.copy_(x) if 0 not in x.stride() else self.flat(x.numel(), x.dtype).view(x.shape).copy_(x)
 
-    def empty(self, shape: Any, *, dtype: torch.dtype) -> Tensor:
-        return self.flat(torch.Size(shape).numel(), dtype).view(shape)
+    def inside(self, x: Tensor) -> bool:
+        return any(r.base <= x.data_ptr() < r.base + r.inner + 2 * PAGE for r in self.regions)
 
-    def empty_strided(self, shape: Any, stride: Any, *, dtype: torch.dtype) -> Tensor:
-        return self.flat(torch.Size(shape).numel(), dtype).as_strided(shape, stride)
+    @contextmanager
+    def results(self) -> Iterator[None]:
+        """What is allocated meanwhile lies in guarded memory too."""
+        before = [(owner, name, getattr(owner, name)) for owner, names in MAKERS.items() for name in names]
+        for owner, name, make_it in before:
+            setattr(owner, name, lambda *a, _make=make_it, **k: self.moved(_make(*a, **k)))
+        try:
+            yield
+        finally:
+            for owner, name, make_it in before:
+                setattr(owner, name, make_it)
 
     def close(self) -> None:
         for region in self.regions:
@@ -100,13 +114,11 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
     }
     problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
     problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
-    before = torch.empty, torch.empty_strided
-    torch.empty, torch.empty_strided = guard.empty, guard.empty_strided  # type: ignore[assignment]
-    try:
+    with guard.results():
         out, lse = _native.forward(problem)
-    finally:
-        torch.empty, torch.empty_strided = before
     assert lse is not None
+    assert guard.inside(out)
+    assert guard.inside(lse)
     return out.clone(), lse.clone()
 
 
