@@ -116,8 +116,8 @@ def gradients(t: Training, names: Iterable[str] | None = None) -> dict[str, Tens
     by_head = isinstance(bias, Alibi | RelativeBias)
     flags = [name in wanted for name in "qkv"]
     flags += ["bias" in wanted and not by_head, "bias" in wanted and by_head, "sink" in wanted]
-    out, _, stats = _native.forward_saving(problem)
-    found = _native.backward(problem, out, stats, t.dout, t.dlse, tuple(flags))
+    out, _, stats, rest = _native.forward_saving(problem)
+    found = _native.backward(problem, out, stats, rest, t.dout, t.dlse, tuple(flags))
     learned_bias, sink = found.bias, found.sink
     if found.by_head is not None:
         learned_bias = by_bucket(bias, found.by_head) if isinstance(bias, RelativeBias) else found.by_head

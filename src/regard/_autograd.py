@@ -1,8 +1,8 @@
 """Run a problem: plainly, with its derivatives, or as an operator.
 
-The torch and reference backends are built from differentiable operations. The native kernels are not; here they
-get derivatives from three maps that are linear in what they are given: the backward pass J^T dy, forward mode
-J t, and the derivative of <J t, dy>, which is that of either (`_higher.py`). So there are all second
+The torch and reference backends are built from differentiable operations. The native kernels are not; here
+they get derivatives from three maps that are linear in what they are given: the backward pass J^T dy, forward
+mode J t, and the derivative of <J t, dy>, which is that of either (`_higher.py`). So there are all second
 derivatives. Third ones raise; nothing is ever detached in silence.
 """
 

@@ -1,8 +1,8 @@
 """The operators in `torch.ops.regard`: how compilers, exporters and modes see the native kernels.
 
-Each has a schema, a CPU kernel and a shape function; those of the two passes also count their FLOPs. `_vmap.py`
-gives them their batching rules, `_autograd.py` their derivatives. A `Call` is what crosses a schema: tensors in
-canonical form and numbers, no Python object.
+Each has a schema, a CPU kernel and a shape function; those of the two passes also count their FLOPs.
+`_vmap.py` gives them their batching rules, `_autograd.py` their derivatives. A `Call` is what crosses a
+schema: tensors in canonical form and numbers, no Python object.
 
 A schema cannot say that a result is missing. The kernels below return None for it, operators an empty tensor.
 """
@@ -197,6 +197,7 @@ CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? by_head, Tensor? sink, Tensor[] tensors, "
     "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, float scale, float? softcap, float dropout"
 )
+KEPT_TENSORS = "Tensor out, Tensor stats, Tensor? rest"
 DY = "Tensor dout, Tensor? dlse"
 NAMES = Call._fields[:INPUTS]
 TANGENTS = ", ".join(f"Tensor? t{name}" for name in NAMES)
@@ -222,7 +223,7 @@ attention_forward = _define(
     _forward_shapes,
 )
 attention_backward = _define(
-    f"attention_backward({CALL}, Tensor out, Tensor stats, Tensor? rest, {DY}, bool[] wanted) -> ({GRADIENTS})",
+    f"attention_backward({CALL}, {KEPT_TENSORS}, {DY}, bool[] wanted) -> ({GRADIENTS})",
     backward,
     _backward_shapes,
 )

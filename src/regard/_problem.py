@@ -267,8 +267,10 @@ def _without_negation(q: Tensor, k: Tensor, v: Tensor, given: _Options) -> Probl
 
 
 def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch must see the call: it compiles, traces, transforms, counts or profiles, or q, k or v are
-    not plain tensors."""
+    """Whether PyTorch must see the call: it compiles, traces, transforms, counts or profiles.
+
+    Or q, k or v are not plain tensors.
+    """
     return (
         is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0

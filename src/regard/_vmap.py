@@ -1,7 +1,7 @@
 """vmap over the operators: the samples that are mapped over join the batch.
 
-What a batch cannot hold, several patterns of dropout, biases by head or sinks, and gradients of these for each
-sample, is one call for each sample.
+What a batch cannot hold, several patterns of dropout, biases by head or sinks, and gradients of these for
+each sample, is one call for each sample.
 """
 
 from __future__ import annotations
