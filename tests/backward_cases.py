@@ -200,7 +200,7 @@ def sizes(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str,
     keep = torch.ones_like(pairs.weights)
     if spec.dropout:
         pattern = kept(p.seed, spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
-        keep = pattern / max(1 - spec.dropout, 1e-300)
+        keep = pattern.double() / max(1 - spec.dropout, 1e-300)
     dp = dout @ v.mT * keep.square()
     delta = (pairs.weights.square() * dp).sum(-1, keepdim=True)
     if t.dlse is not None:
@@ -240,14 +240,14 @@ class Measured(NamedTuple):
     size: float  # both are relative to it
 
 
-def errors(t: Training) -> dict[str, Measured]:
+def errors(t: Training, got: dict[str, Tensor], pairs: Pairs) -> dict[str, Measured]:
     """The error of each gradient, and what sums, the stored result and flushed weights explain of it."""
-    got, pairs, dtype = t.run(), pairs_of(t.call), t.call.q.dtype
+    dtype = t.call.q.dtype
     want = t.expected_from(t.call.run()[0]) if dtype.itemsize == 2 else t.expected()
     # A weight below the smallest normal number is zero; a score of size |LSE| is itself rounded.
     tiny = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).tiny
     limit = max(COMPUTED[dtype], UNIT[dtype] * largest(pairs.lse))
-    random, flushed = sizes(t, pairs), sizes(t, pairs, pairs.visible * tiny)
+    random, flushed = sizes(t, pairs), sizes(t, pairs, pairs.visible.double() * 2 * tiny)
     found = {}
     for name, g in want.items():
         size = max(norm(g), random[name]) or 1.0
@@ -263,22 +263,20 @@ def norm(x: Tensor) -> float:
 
 def faults(t: Training) -> list[str]:
     """What is wrong with the native gradients; [] when they keep the promise. NaN is within no limit."""
-    got, given = t.run(), inputs(t.call)
+    got, given, pairs = t.run(), inputs(t.call), pairs_of(t.call)
     found = [
         f"d{name} is {x.dtype} {tuple(x.shape)}"
         for name, x in got.items()
         if x.dtype is not given[name].dtype or x.shape != given[name].shape
     ]
-    measured = errors(t).items()
-    found += [
-        f"d{n}: error {x.error:.3g} above {x.allowed:.3g}" for n, x in measured if not x.error <= x.allowed
-    ]
-    return found + zero_faults(t, got)
+    for name, x in errors(t, got, pairs).items():
+        if not x.error <= x.allowed:
+            found.append(f"d{name}: error {x.error:.3g} above {x.allowed:.3g}")
+    return found + zero_faults(got, pairs)
 
 
-def zero_faults(t: Training, got: dict[str, Tensor]) -> list[str]:
+def zero_faults(got: dict[str, Tensor], pairs: Pairs) -> list[str]:
     """Rows that see nothing, and keys that nobody sees, have gradients that are exactly zero."""
-    pairs = pairs_of(t.call)
     spec = pairs.problem.spec
     seen = pairs.visible.view(spec.B, spec.Hkv, -1, spec.Lk).any(2)
     unused = {"q": ~pairs.visible.any(-1), "k": ~seen, "v": ~seen}

@@ -27,7 +27,7 @@ from backward_cases import (
     training,
 )
 from conftest import HAVE_CORE, repeats
-from forward_cases import DTYPES, Call
+from forward_cases import DTYPES, INF, Call
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, mask_strategy
@@ -60,14 +60,14 @@ def bits(t: Training, names: Any = None) -> tuple[Tensor, ...]:
 # The grid: every remainder of query tiles and key blocks, every option
 
 
-@pytest.mark.parametrize("first", range(0, 96, 16))
+@pytest.mark.parametrize("first", range(0, 192, 32))
 def test_grid(first: int, poison: None) -> None:
-    report = failures(range(first, first + 16), 1e7)
+    report = failures(range(first, first + 32), 1e7)
     assert not report, report
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(96, 1248, 48))
+@pytest.mark.parametrize("first", range(192, 1344, 48))
 def test_large_grid(first: int, poison: None) -> None:
     report = failures(range(first, first + 48), 6e7)
     assert not report, report
@@ -137,10 +137,10 @@ def test_bias_broadcasts(isa: str, dtype: torch.dtype, shape: tuple[int, ...], p
         check(call_of(isa, 2, 4, 2, 17, 9, 8, 8, dtype=dtype, bias=bias, mask=M.Causal(), offset=0))
 
 
-@pytest.mark.parametrize("shape", [(), (501,), (70, 1), (3, 1, 1), (2, 1, 1, 501), (2, 3, 70, 501)])
+@pytest.mark.parametrize("shape", [(), (250,), (70, 1), (3, 1, 1), (2, 1, 1, 250), (2, 3, 70, 250)])
 def test_bias_of_many_tiles_and_chunks(isa: str, shape: tuple[int, ...], poison: None) -> None:
-    check(call_of(isa, 2, 3, 1, 70, 501, 192, 192, bias=torch.randn(shape)))
-    check(call_of(isa, 2, 3, 1, 70, 501, 192, 192, bias=torch.randn(shape), mask=M.Dilated(3) & M.Causal()))
+    for mask in (None, M.Dilated(3) & M.Causal()):
+        check(call_of(isa, 2, 3, 1, 70, 250, 192, 192, bias=torch.randn(shape), mask=mask))
 
 
 def test_bias_of_one_row_or_key(isa: str, poison: None) -> None:
@@ -226,20 +226,22 @@ def theirs(t: Training, backend: SDPBackend) -> dict[str, Tensor]:
     return dict(zip("qkv", torch.autograd.grad(out, leaves, t.dout), strict=True))
 
 
-# The fused kernel takes dout.out from the output as it was stored, as we do; in 16 bits that is the error.
+# In 16 bits the error is that of dout.out, which the fused kernel too takes from the output as it was stored;
+# it is an average only over many rows.
 PEERS = [
-    (torch.float32, SDPBackend.MATH),
-    (torch.bfloat16, SDPBackend.FLASH_ATTENTION),
-    (torch.float16, SDPBackend.FLASH_ATTENTION),
+    (torch.float32, SDPBackend.MATH, (64, 67, 78, 1, 3, 13)),
+    (torch.bfloat16, SDPBackend.FLASH_ATTENTION, (64, 67, 78)),
+    (torch.float16, SDPBackend.FLASH_ATTENTION, (64, 67, 78)),
 ]
 
 
 @pytest.mark.parametrize("factor", [8, 64])
-@pytest.mark.parametrize(("dtype", "peer"), PEERS)
-def test_large_scores(isa: str, factor: int, dtype: torch.dtype, peer: SDPBackend) -> None:
-    """Near one-hot rows: the error of the scores decides. At most twice PyTorch's, for each number of rows
-    that a panel may have."""
-    for Lq in (64, 67, 78, 1, 3, 13):
+@pytest.mark.parametrize(("dtype", "peer", "lengths"), PEERS)
+def test_large_scores(
+    isa: str, factor: int, dtype: torch.dtype, peer: SDPBackend, lengths: tuple[int, ...]
+) -> None:
+    """Near one-hot rows: the error of the scores decides. At most twice PyTorch's, for any last panel."""
+    for Lq in lengths:
         call = call_of(isa, 1, 4, 4, Lq, 128, 64, 64, dtype=dtype)
         t = training(call._replace(q=call.q * factor, k=call.k * factor))
         got, want, peers, room = t.run(), t.expected(), theirs(t, peer), sizes(t, pairs_of(t.call))
@@ -277,7 +279,7 @@ def test_capped_scores_beyond_float32(isa: str, size: float) -> None:
 @pytest.mark.parametrize("how", ["bias", "row bias", "alibi", "sink"])
 def test_far_lse(isa: str, lse: float, how: str, poison: None) -> None:
     for dtype in DTYPES:
-        for Lq, Lk in ((1, 1), (17, 33), (64, 97), (67, 191), (130, 64)):
+        for Lq, Lk in ((1, 1), (17, 33), (67, 101)):
             options = {
                 "bias": {"bias": torch.full((Lq, Lk), lse)},
                 "row bias": {"bias": torch.full((Lk,), lse)},
@@ -306,7 +308,7 @@ def test_the_lowest_bias_gives_the_mean(isa: str, shape: tuple[int, int], poison
 def test_rows_that_see_nothing(isa: str, kind: str, sinks: bool, poison: None) -> None:
     sink = {"sink": torch.tensor([0.3, -2.0])} if sinks else {}
     for dtype in DTYPES:
-        for empty in (slice(0, 1), slice(0, 17), slice(16, 32), slice(30, 35), slice(0, 35)):
+        for empty in (slice(0, 17), slice(30, 35), slice(0, 35)):
             options = rows_without_keys(kind, 35, 101, empty) | sink
             t = training(call_of(isa, 2, 2, 2, 35, 101, 8, 5, dtype=dtype, **options), lse=True)
             assert not faults(t)
@@ -425,25 +427,31 @@ def where_not(x: Tensor, finite: Tensor) -> str:
     return f"rows {sorted(set((x.isfinite() != finite).nonzero()[:, 2].tolist()))}"
 
 
+def with_nan(t: Training, place: str, spots: tuple[int, int, int]) -> Training:
+    """A NaN in a row of three of the four heads; the fourth stays clean."""
+    where = t.dout if place == "dout" else getattr(t.call, place)
+    for (b, h), spot in zip(((0, 0), (0, 1), (1, 0)), spots, strict=True):
+        where[b, h, spot, 3] = NAN
+    return t
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
 def test_nan_stays_with_the_pairs_that_see_it(isa: str, kind: str, place: str, poison: None) -> None:
+    """In the first row, one in the middle and the last."""
+    spots = (0, 50, 100) if place in "kv" else (0, 20, 39)
     for dtype in DTYPES:
-        for options in (masks_over(40, 101)[kind], masks_over(40, 101)[kind] | {"softcap": 3.0}):
-            for at in (0, 50, 100) if place in "kv" else (0, 20, 39):
-                t = training(call_of(isa, 2, 2, 2, 40, 101, 8, 5, dtype=dtype, **options))
-                where = t.dout if place == "dout" else getattr(t.call, place)
-                where[1, 0, at, 3] = NAN
-                check_broken(t)
+        options = masks_over(40, 101)[kind] | ({"softcap": 3.0} if dtype is torch.float32 else {})
+        check_broken(
+            with_nan(training(call_of(isa, 2, 2, 2, 40, 101, 8, 5, dtype=dtype, **options)), place, spots)
+        )
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
 def test_nan_in_full_blocks(isa: str, place: str, poison: None) -> None:
-    for mask in (None, M.Causal(), M.Lengths([250])):
-        for at in (0, 64, 130):
-            t = training(call_of(isa, 1, 2, 1, 131, 300, 8, 5, mask=mask))
-            (t.dout if place == "dout" else getattr(t.call, place))[0, 0, at, 3] = NAN
-            check_broken(t)
+    for options in ({}, {"softcap": 3.0}, {"mask": M.Causal()}, {"mask": M.Lengths([200, 120])}):
+        t = training(call_of(isa, 2, 2, 2, 67, 200, 8, 5, **options))
+        check_broken(with_nan(t, place, (0, 50, 66)))
 
 
 @pytest.mark.parametrize("place", ["k", "v"])
@@ -461,13 +469,13 @@ def test_rows_beside_a_nan_keep_their_dropout(isa: str, place: str, dropout: flo
 
 
 @pytest.mark.parametrize("rows", [2, 64])
-@pytest.mark.parametrize("place", ["v", "dout"])
+@pytest.mark.parametrize("place", ["k", "v", "dout"])
 def test_an_attended_nan_shows_however_small_its_weight(isa: str, rows: int, place: str) -> None:
-    """Also where the weight underflows to 0."""
+    """Also where the weight underflows to 0. An infinite key leaves no weight to the others."""
     q, k, v = torch.full((1, 1, rows, 4), 20.0), torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 3)
     k[:, :, 1] = 200.0
     t = Training(Call(q, k, v, {}, isa), torch.ones(1, 1, rows, 3))
-    (t.dout if place == "dout" else v)[0, 0, 0, 1] = NAN
+    {"k": k, "v": v, "dout": t.dout}[place][0, 0, 0, 1] = INF if place == "k" else NAN
     got, want = t.run(), by_pairs(t)
     for name, g in want.items():
         assert torch.equal(got[name].isnan(), g.isnan()), (name, where_not(got[name], g.isfinite()))
@@ -513,7 +521,7 @@ def test_any_layout_gives_the_same_bits(isa: str, layout: str, poison: None) -> 
     for dtype in DTYPES:
         for options in ({"mask": M.Causal()}, {"mask": M.Dilated(2), "softcap": 5.0}, {}):
             call = call_of(isa, 2, 4, 2, 67, 131, 24, 9, dtype=dtype, **options)
-            want, t = bits(training(call)), training(call)
+            t = training(call)
             want = bits(t)
             q, k, v = (change(x) for x in call[:3])
             assert same_bits(bits(t._replace(dout=change(t.dout))), want)
@@ -551,6 +559,20 @@ def test_a_bias_of_any_layout(isa: str, poison: None) -> None:
     want = bits(t)
     for layout, change in LAYOUTS.items():
         assert same_bits(bits(t._replace(call=call._replace(options={"bias": change(bias)}))), want), layout
+    for dims in ((0,), (1,), (2,), (3,), (1, 2)):
+        expanded = flattened(bias, dims)
+        want = bits(t._replace(call=call._replace(options={"bias": expanded.clone()})))
+        assert same_bits(bits(t._replace(call=call._replace(options={"bias": expanded}))), want), dims
+
+
+def test_a_gradient_of_the_lse_of_any_layout(isa: str) -> None:
+    t = training(call_of(isa, 2, 4, 2, 67, 131, 24, 9, mask=M.Causal()), lse=True)
+    assert t.dlse is not None
+    assert same_bits(bits(t._replace(dlse=t.dlse.mT.contiguous().mT)), bits(t))
+    same = t.dlse[:1, :1, :1].expand(t.dlse.shape)  # of lse.sum()
+    assert same_bits(bits(t._replace(dlse=same)), bits(t._replace(dlse=same.contiguous())))
+    nothing = torch.zeros(()).expand(t.dout.shape)
+    assert not faults(t._replace(dout=nothing))
 
 
 def test_v_may_be_a_view_of_k(isa: str) -> None:
@@ -614,7 +636,7 @@ ONE_HEAD: list[dict[str, Any]] = [
 
 def shared(isa: str) -> list[Training]:
     """Calls of one head, and some of every kind."""
-    some = [sample(index, 1e7) for index in range(2000, 2024)]
+    some = [sample(index, 1e7) for index in range(2000, 2012)]
     return [one_head(isa, **o) for o in ONE_HEAD] + [t._replace(call=t.call._replace(isa=isa)) for t in some]
 
 
@@ -622,7 +644,7 @@ def test_any_number_of_threads(isa: str) -> None:
     for t in shared(isa):
         torch.set_num_threads(1)
         want = bits(t)
-        for count in (2, 3, 2):
+        for count in (2, 3, 8):
             torch.set_num_threads(count)
             assert same_bits(bits(t), want), f"{count} threads: {describe(t)}"
 
@@ -641,9 +663,9 @@ def in_batches() -> list[dict[str, Any]]:
         {},
         {"mask": M.Causal(), "offset": torch.tensor([0, 40, 150])},
         {"mask": M.Lengths([200, 0, 77])},
-        {"mask": torch.rand(3, 1, 70, 200) < 0.5, "softcap": 3.0},
-        {"bias": torch.randn(3, 4, 70, 200)},
-        {"bias": torch.randn(3, 1, 1, 200), "sink": torch.randn(4)},
+        {"mask": torch.rand(3, 1, 37, 200) < 0.5, "softcap": 3.0},
+        {"bias": torch.randn(3, 2, 37, 200)},
+        {"bias": torch.randn(3, 1, 1, 200), "sink": torch.randn(2)},
         {"mask": M.Dilated(3), "offset": torch.tensor([0, 1, 5])},
     ]
 
@@ -656,9 +678,8 @@ def of_sample(x: Any, b: int) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_alone_or_in_a_batch(isa: str, dtype: torch.dtype) -> None:
-    torch.set_num_threads(2)
     for options in in_batches():
-        t = training(call_of(isa, 3, 4, 2, 70, 200, 192, 192, dtype=dtype, **options), lse=True)
+        t = training(call_of(isa, 3, 2, 1, 37, 200, 192, 192, dtype=dtype, **options), lse=True)
         whole = t.run("qkv")
         for b in range(3):
             call = Call(
@@ -813,7 +834,7 @@ INTERRUPT = """
         def send():
             sent.append(time.perf_counter())
             os.kill(os.getpid(), signal.SIGINT)
-        threading.Timer(0.1 + 0.2 * (trial % 3), send).start()
+        threading.Timer(0.4 - 0.3 * (trial % 2), send).start()
         try:
             _native.backward(problem, q, stats, None, q, None, {wanted})
             print("not interrupted")
@@ -825,11 +846,10 @@ INTERRUPT = """
 ALL, BIAS = (True, True, True, False, False, False), (False, False, False, True, False, False)
 
 
-@repeats(3, 48)
+@repeats(2, 48)
 @pytest.mark.parametrize(
     ("threads", "options", "wanted"),
     [
-        (2, "{}", ALL),
         (2, "dict(mask=M.Causal())", ALL),
         (1, "dict(dropout=0.1, softcap=5.0)", ALL),
         (2, "dict(bias=torch.randn(1, 1, 1, 1))", BIAS),
@@ -879,6 +899,6 @@ def test_pairs_and_reference_agree() -> None:
 def test_a_gradient_that_cancels_is_measured_by_what_cancelled(isa: str) -> None:
     """A bias for each row shifts it as a whole: its gradient is 0, and rounding is all that is left."""
     t = training(call_of(isa, 1, 2, 2, 33, 101, 16, 8, bias=torch.randn(33, 1)))
-    found = errors(t)["bias"]
+    found = errors(t, t.run(), pairs_of(t.call))["bias"]
     assert norm(t.expected()["bias"]) < 1e-12 < found.size
     assert found.error <= COMPUTED[torch.float32]
