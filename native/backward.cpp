@@ -1,6 +1,7 @@
 #include "backward.h"
 
 #include <sched.h>
+#include <string.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +19,9 @@ constexpr int64_t kEnoughUnits = 16;     // of one sample: beyond that, larger c
 constexpr int64_t kRowsTogether = 1024;  // rows of a task that only prepares rows
 constexpr double kInlineWork = 1e6;      // floating point operations that are not worth a second thread
 
+constexpr int64_t kPiece = 1 << 18;  // bytes to clear or numbers to round at a time
+
+int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
 // How the keys and queries of one key head are cut. With a dilated mask keys and rows fall into classes that
@@ -57,6 +61,7 @@ class Backward {
                                                  copies(spec_.v, spec_.Dv));
     for (int i = 0; i < workers_; ++i)
       if (scratches_.push_back(scratch(i, bytes)); !scratches_.back()) return Outcome::kOutOfMemory;
+    clear_sums();
     prepare_rows();
     if (spec_.Lk > 0) {
       if (masked_) mark_tiles();
@@ -67,6 +72,7 @@ class Backward {
     }
     if (grads_.dby_head) sum_by_head();
     if (!stopper_.stopped()) add_marked_rows();
+    if (grads_.dq && grads_.dq != grads_.dq_sum) round_queries();
     return stopper_.outcome();
   }
 
@@ -94,7 +100,7 @@ class Backward {
   }
 
   void cut(Layout& at) const {
-    const int64_t item = spec_.dtype == kFloat64 ? 8 : 4, width = (spec_.D + spec_.Dv) * item;
+    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type());
     const int64_t keys = std::max<int64_t>(ceil_div(spec_.Lk, at.step), 1);
     const auto chunks = [&](int64_t bytes) { return ceil_div(keys * width, bytes); };
     const int64_t wanted = std::min(ceil_div(kEnoughUnits, spec_.Hkv), chunks(kEnoughBytes));
@@ -150,6 +156,34 @@ class Backward {
     };
     parallel(static_cast<int>(std::min<int64_t>(workers_, count)), work, &shared);
   }
+
+  // PyTorch's own way to fill and convert runs on threads that hang in a forked child.
+  void clear_sums() {
+    if (grads_.dq) clear(grads_.dq_sum, spec_.B * spec_.Hq * spec_.Lq * spec_.D * item_bytes(compute_type()));
+    const Strides& s = grads_.dbias_stride;
+    const int64_t count =
+        (s.b ? spec_.B : 1) * (s.h ? spec_.Hq : 1) * (s.l ? spec_.Lq : 1) * (s.d ? spec_.Lk : 1);
+    const DType sums = bias_has_pairs(spec_, grads_) ? compute_type() : kFloat64;
+    if (grads_.dbias)
+      clear(grads_.dbias, count * item_bytes(bias_is_shared(spec_, grads_) ? sums : spec_.bias_dtype));
+  }
+
+  void clear(void* target, int64_t bytes) {
+    each(ceil_div(bytes, kPiece), [&](int64_t i, int) {
+      memset(static_cast<char*>(target) + i * kPiece, 0, std::min(kPiece, bytes - i * kPiece));
+    });
+  }
+
+  void round_queries() {
+    const int64_t count = spec_.B * spec_.Hq * spec_.Lq * spec_.D;
+    each(ceil_div(count, kPiece), [&](int64_t i, int) {
+      const int64_t at = i * kPiece;
+      kernels_.round(static_cast<float*>(grads_.dq_sum) + at, static_cast<uint16_t*>(grads_.dq) + at,
+                     std::min(kPiece, count - at));
+    });
+  }
+
+  DType compute_type() const { return spec_.dtype == kFloat64 ? kFloat64 : kFloat32; }
 
   void prepare_rows() {
     const int64_t parts = ceil_div(spec_.Lq, kRowsTogether), heads = spec_.B * spec_.Hq;
@@ -220,6 +254,7 @@ class Backward {
   }
 
   void mark_tile(const Unit& u, const Layout& at, int64_t tile) {
+    if (Stopper::ask(&stopper_)) return;
     uint64_t* word = marks(u, tile);
     Runs runs;
     for (int64_t g = 0; g < (spans_.varies_by_head() ? group_ : 1); ++g)

@@ -15,8 +15,9 @@ namespace {
 constexpr int64_t kRows = 256;  // query rows of a task: the more, the less often keys are read (and copied)
 constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
 constexpr int64_t kEnoughTasks = 32;
-constexpr int64_t kTogether = 4;     // tiles of one head that are handed out in a row
-constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
+constexpr int64_t kTogether = 4;       // tiles of one head that are handed out in a row
+constexpr size_t kManyRuns = 1 << 12;  // of a tile: keeping those of several tiles would take too much memory
+constexpr double kInlineWork = 1e6;    // floating point operations that are not worth a second thread
 
 bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
 
@@ -51,6 +52,7 @@ struct Known {
 struct Worker {
   void* scratch = nullptr;
   Known known[kTogether];
+  bool long_lists = false;  // then only one tile's runs are kept
   std::vector<Panel> panels;
 };
 
@@ -175,10 +177,11 @@ class Forward {
   // Position by position, with the heads inside. Runs are derived where this thread does not know them yet.
   void fill_panels(const Tile& tile, const Place& at, int64_t step, Worker& w) {
     const int64_t distinct = spans_.varies_by_head() ? heads_ : 1;
-    Known& known = w.known[at.tile % kTogether];
+    Known& known = w.known[w.long_lists ? 0 : at.tile % kTogether];
     const bool again = recall(known, at);
     known.runs.resize(std::max<size_t>(known.runs.size(), tile.count * distinct));
     w.panels.clear();
+    size_t total = 0;
     for (int64_t p = 0; p < tile.count; ++p) {
       const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
@@ -186,8 +189,10 @@ class Forward {
         Runs& runs = known.runs[p * distinct + (distinct > 1 ? h : 0)];
         if (!again && (h == 0 || distinct > 1)) spans_.find({at.batch, at.head + h, row, step, rows}, runs);
         w.panels.push_back({at.head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
+        total += runs.size();
       }
     }
+    w.long_lists |= total > kManyRuns;
   }
 
   // True when the runs at hand are this place's; otherwise they are about to be.

@@ -19,6 +19,8 @@ struct BackwardKernels {
   void (*tile)(const Chunk&, const Panel* panels, int count);
   void (*add_queries)(const Chunk&, const Panel* panels, int count);
   void (*close)(const Chunk&);
+  // From the compute type to the dtype.
+  void (*round)(const void* source, void* target, int64_t count);
   // A row that forward has marked; its runs are the panel's, one lane.
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
 };

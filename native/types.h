@@ -89,12 +89,13 @@ struct Gradients {
   const void *out, *rest;  // the result, with Spec::out's strides, and what rounding took from it (or null)
   const void* dout;        // its gradient
   Strides dout_stride, dk_stride, dv_stride;
-  const void* dlse;      // (B, Hq, Lq) compute type, or null
-  const void* stats;     // as forward left them
-  void* delta;           // (B, Hq, Lq) compute type, for our own use
-  void* dq;              // (B, Hq, Lq, D) compute type, zeros to add to; or null
-  void *dk, *dv;         // in the dtype of k and v, or null
-  void* dbias;           // zeros to add to: compute type if it has both rows and keys, else double; or null
+  const void* dlse;   // (B, Hq, Lq) compute type, or null
+  const void* stats;  // as forward left them
+  void* delta;        // (B, Hq, Lq) compute type, for our own use
+  void* dq;           // (B, Hq, Lq, D) in the dtype of q, or null
+  void* dq_sum;       // the same in the compute type, to add to: dq itself, or room for it
+  void *dk, *dv;      // in the dtype of k and v, or null
+  void* dbias;  // in the bias's dtype; if it is shared: compute type if it has pairs, else double; or null
   Strides dbias_stride;  // (B, H, Lq, Lk), 0 where it was broadcast
   void* dby_head;        // (Hq, 1 or distances) compute type, or null
   void* dsink;           // (Hq) compute type, or null

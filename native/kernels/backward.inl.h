@@ -9,13 +9,11 @@
 
 namespace {
 
-// ds of one vector of pairs. A weight of zero gives zero, whatever stands in its value; one that was dropped
-// is negative.
+// ds of one vector of pairs. A weight that was dropped is negative.
 template <class V, bool Dropped>
 inline V score_gradient(V weight, V dp, V delta) {
-  const V zero = Lanes<V>::zero();
-  if (Dropped) dp = keep(not_less(weight, zero), dp);
-  return keep(differs(weight, zero), (Dropped ? abs(weight) : weight) * (dp - delta));
+  if (Dropped) dp = keep(not_less(weight, Lanes<V>::zero()), dp);
+  return (Dropped ? abs(weight) : weight) * (dp - delta);
 }
 
 // x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
@@ -164,10 +162,9 @@ struct Backward {
     const Strides& g = grads.dout_stride;
     const S* dout = static_cast<const S*>(grads.dout) + chunk.batch * g.b + p.head * g.h + p.row * g.l;
     const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
-    load_lanes(p, s);
+    const uint32_t left_out = load_lanes(p, s);
     if (p.rows < P) clear(s, i);
     pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
-    leave_out_marked(p, s);
     pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
     for (int64_t d = 0; d < spec.Dv; ++d)
       for (int r = 0; r < P; r += V::N)
@@ -175,34 +172,41 @@ struct Backward {
     pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
     for (int t = 0; t < P; ++t) factor[t] = 1;
     pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
+    for (int t = 0; left_out >> t; ++t)
+      if (left_out >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.run = 0;
   }
 
-  // Each lane's shift, delta and the factor of its dout; lanes beyond the rows have zeros.
-  void load_lanes(const Panel& p, State& s) {
+  // Each lane's shift, delta and the factor of its dout; zeros beyond the rows. Returns the rows that take no
+  // part: those that see nothing, and those that forward has marked. Their weights must vanish, too.
+  uint32_t load_lanes(const Panel& p, State& s) {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
     const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
     const Scalar* delta = static_cast<const Scalar*>(grads.delta) + head * spec.Lq + p.row;
+    uint32_t left_out = 0;
     for (int t = 0; t < P; ++t) {
       const int64_t at = t * chunk.row_step;
-      const bool seen = t < p.rows && !(shift[rows + at] <= 0);
-      factor[t] = seen ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
-      s.delta[t] = seen ? delta[at] / shift[rows + at] : 0;
-      s.shift[t] = seen && shift[at] != -static_cast<Scalar>(__builtin_inf()) ? shift[at] : 0;
+      const bool counts = t < p.rows && !(shift[rows + at] <= 0);
+      factor[t] = counts ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
+      s.delta[t] = counts ? delta[at] / shift[rows + at] : 0;
+      s.shift[t] = counts ? shift[at] : t < p.rows ? Exp2<V>::kLargestShift : 0;
+      left_out |= t < p.rows && !counts ? 1u << t : 0;
     }
     if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
+    return left_out;
   }
 
-  // Rows that forward has marked take no part: score 0, weight 0.
-  void leave_out_marked(const Panel& p, State& s) {
-    const Scalar* total = static_cast<const Scalar*>(grads.stats) + spec.B * spec.Hq * spec.Lq +
-                          (chunk.batch * spec.Hq + p.head) * spec.Lq + p.row;
-    for (int t = 0; t < p.rows; ++t) {
-      if (!(total[t * chunk.row_step] < 0)) continue;
-      s.shift[t] = Exp2<V>::kLargestShift;
-      for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
-    }
+  void clear_row(State& s, int i, int t) {
+    for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
+    for (int64_t d = 0; d < spec.Dv; ++d) s.dout[d * P + t] = 0;
+    for (int64_t d = 0; d < q_slices * P; ++d) row_of(q_rows, i, t, d) = 0;
+    for (int64_t d = 0; d < v_slices * P; ++d) row_of(dout_rows, i, t, d) = 0;
+  }
+
+  // Element d of row t of panel i.
+  static Scalar& row_of(Scalar* rows, int i, int t, int64_t d) {
+    return rows[((d / P * kTilePanels + i) * P + t) * P + d % P];
   }
 
   void clear(State& s, int i) {
@@ -229,6 +233,8 @@ struct Backward {
     if (spec.drop_below) drop<V, Negated>(s.low, s.high, place, spec.drop_below, n, w);
     if (want_ds) {
       spec.drop_below ? find_ds<true>(s, values_at, n, w, g) : find_ds<false>(s, values_at, n, w, g);
+      if (partial) hide<V>(runs, from, to, kAllLanes, 0, g);
+      if (excludes()) exclude(w, n, g);
       learn(place, n, g);
       if (spec.softcap > 0)
         for (int64_t i = 0; i < n * P; i += V::N) {
@@ -260,7 +266,7 @@ struct Backward {
     score_keys<V>(rows, ldk, n, s.queries, spec.D, w, ignored_top);
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, place, n, w);
-    if (partial) hide<V>(runs, from, to, kAllLanes, w);
+    if (partial) hide<V>(runs, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
     exponentiate<V, 2>(w, n, shift, ignored);
   }
 
@@ -276,6 +282,14 @@ struct Backward {
     score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, ignored_top);
     for (int64_t c = 0; c < n; ++c)
       for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
+  }
+
+  // A bias of -inf hides a key from a row, which nothing but the weight can tell.
+  bool excludes() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
+
+  static void exclude(const Scalar* w, int64_t n, Scalar* g) {
+    for (int64_t i = 0; i < n * P; i += V::N)
+      Lanes<V>::store(g + i, keep(differs(Lanes<V>::load(w + i), Lanes<V>::zero()), Lanes<V>::load(g + i)));
   }
 
   // Caps the scores and keeps the cap's derivative 1 - tanh^2.
@@ -300,6 +314,7 @@ struct Backward {
   void learn_bias(const Place& at, int64_t n, const Scalar* g) {
     const Strides& s = grads.dbias_stride;
     const int64_t first = at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
+    if (!bias_is_shared(spec, grads)) return write_bias(at, n, g, first);
     if (bias_has_pairs(spec, grads))
       return unpack_add<V>(g, n, 1, at.rows, static_cast<Scalar*>(grads.dbias) + first, s.l * at.row_step,
                            s.d * at.key_step);
@@ -307,6 +322,16 @@ struct Backward {
     for (int t = 0; t < at.rows; ++t)
       for (int64_t c = 0; c < n; ++c)
         into[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
+  }
+
+  // In the bias's own dtype: nothing else is added to these elements.
+  void write_bias(const Place& at, int64_t n, const Scalar* g, int64_t first) {
+    const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
+    for (int t = 0; t < P; ++t) factor[t] = 1;
+    if (spec.bias_dtype == spec.dtype)
+      return unpack<V>(g, n, factor, at.rows, static_cast<S*>(grads.dbias) + first, rows, cols, Whole<V>());
+    if constexpr (sizeof(Scalar) == 4)
+      unpack<V>(g, n, factor, at.rows, static_cast<float*>(grads.dbias) + first, rows, cols, Whole<V>());
   }
 
   double* share(const Place& at, int64_t columns) const {
@@ -351,24 +376,33 @@ struct Backward {
 
   // Products
 
-  void add_queries_of(State& s, const Run* runs, int64_t begin, int64_t from, int64_t to, const Scalar* g) {
+  void add_queries_of(const Panel& p, State& s, const Run* runs, int64_t begin, int64_t from, int64_t to,
+                      const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
-    const int64_t n = to - from;
-    g += (from - begin) * P;
-    if (keys_are_safe(runs, from, to)) return add_values<V>(rows, ldk, n, g, spec.D, s.dq);
-    for (int64_t c = 0; c < n; ++c)
-      for (int t = 0; t < P; ++t)
-        for (int64_t d = 0; d < spec.D && g[c * P + t] != 0; ++d)
-          s.dq[d * P + t] += g[c * P + t] * rows[c * ldk + d];
+    if (keys_are_safe(runs, from, to))
+      return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+    each_pair(p, from, to, [&](int64_t key, int t) {
+      const Scalar x = g[(key - begin) * P + t];
+      for (int64_t d = 0; d < spec.D && !(excludes() && x == 0); ++d)
+        s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
+    });
+  }
+
+  // Calls visit(key, lane) for the pairs of a panel in keys [from, to).
+  template <class Visit>
+  void each_pair(const Panel& p, int64_t from, int64_t to, Visit visit) const {
+    for (const Run* r = p.runs; r < p.runs + p.n_runs; ++r)
+      for (int64_t key = r->begin > from ? r->begin : from; key < r->end && key < to; ++key)
+        for (int t = 0; t < p.rows; ++t)
+          if (r->lanes >> t & 1) visit(key, t);
   }
 
   // Whether keys that some lane must not meet are finite.
   bool keys_are_safe(const Run* runs, int64_t from, int64_t to) const {
-    const bool excludes = spec.bias == kTensorBias || spec.bias == kRelative;  // by -inf
     bool finite = true;
     for (int64_t key = from; key < to; ++runs) {
       const int64_t stop = runs->end < to ? runs->end : to;
-      const bool partial = excludes || runs->lanes != kAllLanes;
+      const bool partial = excludes() || runs->lanes != kAllLanes;
       for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
       key = stop;
     }
@@ -387,16 +421,15 @@ struct Backward {
       }
   }
 
-  // The same pair by pair: a pair without weight must not meet a NaN of its query's row.
-  void add_keys_by_pairs(int64_t at, int64_t n, const uint32_t* seen, const Scalar* a, const Scalar* rows,
-                         int64_t slices, Scalar* sum) {
-    for (int64_t c = 0; c < n; ++c)
-      for (int i = 0; i < kTilePanels * P; ++i) {
-        const Scalar x = a[i / P * kBlockSize + c * P + i % P];
-        if (!(seen[c / kLanesRows] >> i / P & 1) || x == 0) continue;
-        for (int64_t d = 0; d < slices * P; ++d)
-          sum[(at + c) * slices * P + d] += x * rows[(d / P * kTilePanels * P + i) * P + d % P];
-      }
+  // The same pair by pair: a pair that is hidden must not meet a NaN of its query's row.
+  void add_keys_by_pairs(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
+                         Scalar* rows, int64_t slices, Scalar* sum) {
+    for (int i = 0; i < count; ++i)
+      each_pair(panels[i], begin, end, [&](int64_t key, int t) {
+        const Scalar x = a[i * kBlockSize + (key - begin) * P + t];
+        for (int64_t d = 0; d < slices * P && !(excludes() && x == 0); ++d)
+          sum[(key - chunk.begin) * slices * P + d] += x * row_of(rows, i, t, d);
+      });
   }
 
   void zero_rows(int panel, int64_t from, int64_t to) {
@@ -420,7 +453,7 @@ struct Backward {
       }
       mark(panel, from - begin, to - begin, end - begin, seen);
       weigh(p, s, first, begin, from, to, partial, w, g);
-      if (grads.dq && !chunk.bias_only) add_queries_of(s, first, begin, from, to, g);
+      if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
       whole = !partial && from == begin && to == end;
     }
     return whole;
@@ -439,10 +472,14 @@ struct Backward {
     uint32_t seen[kTileKeys] = {};
     bool whole = spec.bias == kNoBias || spec.bias == kAlibi;
     for (int i = 0; i < count; ++i) whole &= panel_block(panels[i], states[i], i, begin, end, seen);
-    const auto add = whole || rows_are_finite(count) ? &Backward::add_keys : &Backward::add_keys_by_pairs;
     const int64_t at = begin - chunk.begin, n = end - begin;
-    if (want_v) (this->*add)(at, n, seen, weights, dout_rows, v_slices, dv_sum);
-    if (want_k) (this->*add)(at, n, seen, ds, q_rows, q_slices, dk_sum);
+    if (whole || rows_are_finite(count)) {
+      if (want_v) add_keys(at, n, seen, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_keys(at, n, seen, ds, q_rows, q_slices, dk_sum);
+    } else {
+      if (want_v) add_keys_by_pairs(panels, count, begin, end, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_keys_by_pairs(panels, count, begin, end, ds, q_rows, q_slices, dk_sum);
+    }
   }
 
   void tile(const Panel* panels, int count) {
@@ -456,7 +493,7 @@ struct Backward {
     for (int i = 0; i < count; ++i) {
       const Panel& p = panels[i];
       Scalar* dq =
-          static_cast<Scalar*>(grads.dq) + ((chunk.batch * spec.Hq + p.head) * spec.Lq + p.row) * spec.D;
+          static_cast<Scalar*>(grads.dq_sum) + ((chunk.batch * spec.Hq + p.head) * spec.Lq + p.row) * spec.D;
       unpack_add<V>(states[i].dq, spec.D, static_cast<Scalar>(spec.scale), p.rows, dq,
                     spec.D * chunk.row_step, 1);
     }
@@ -478,6 +515,13 @@ struct Backward {
     if (want_v) write(dv_sum, v_slices, spec.Dv, 1, grads.dv, grads.dv_stride);
   }
 };
+
+template <class V, class S>
+void copy_row(const typename V::Scalar* source, S* target, int64_t n) {
+  int64_t i = 0;
+  for (; i + V::N <= n; i += V::N) Lanes<V>::store(target + i, Lanes<V>::load(source + i));
+  for (; i < n; ++i) from_float(target + i, source[i]);
+}
 
 // delta = dout . out - dlse
 template <class V, class S>
@@ -502,34 +546,39 @@ struct BackwardRows {
     const int64_t dx = spec.out.d, dy = grads.dout_stride.d;
     V sum = Lanes<V>::zero();
     int64_t d = 0;
-    for (; dx == 1 && dy == 1 && d + V::N <= spec.Dv; d += V::N)
-      sum = fma(Lanes<V>::load(x + d), Lanes<V>::load(y + d), sum);
+    for (; d + V::N <= spec.Dv; d += V::N) sum = fma(lanes(x + d * dx, dx), lanes(y + d * dy, dy), sum);
     Scalar total = sum_of(sum);
     for (; d < spec.Dv; ++d) total += to_float(x[d * dx]) * to_float(y[d * dy]);
     return total;
   }
 
-  // What the sink has of a row's softmax.
+  // The same sums for any stride.
+  static V lanes(const S* x, int64_t stride) {
+    if (stride == 1) return Lanes<V>::load(x);
+    Scalar each[V::N];
+    for (int i = 0; i < V::N; ++i) each[i] = to_float(x[i * stride]);
+    return Lanes<V>::load(each);
+  }
+
+  // What the sink has of a row's softmax; all of it where the row sees nothing.
   double sink_share(Scalar shift, Scalar total) const {
+    if (total == 0) return 1;
     const Scalar sink = static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E);
     Scalar power[V::N];
     Lanes<V>::store(power, exp2(Lanes<V>::set(sink) - finite_shift(Lanes<V>::set(shift))));
     return static_cast<double>(power[0]) / static_cast<double>(total);
   }
 
-  // Fills in delta; returns the rows' share of the sink's gradient. A row whose sink has everything sees
-  // nothing, or nothing that counts.
+  // Fills in delta; returns the rows' share of the sink's gradient.
   double run(int64_t begin, int64_t end) const {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
     const Scalar* stats = static_cast<const Scalar*>(grads.stats);
     double dsink = 0;
     for (int64_t i = begin, at = first + begin; i < end; ++i, ++at) {
       Scalar& d = static_cast<Scalar*>(grads.delta)[at];
-      d = delta(i, at);
-      if (!grads.dsink || stats[rows + at] <= 0) continue;
-      const double share = sink_share(stats[at], stats[rows + at]);
-      if (share == 1) d = grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[at] : 0;
-      dsink -= share * static_cast<double>(d);
+      const Scalar total = stats[rows + at];
+      d = total == 0 ? (grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[at] : 0) : delta(i, at);
+      if (grads.dsink && !(total < 0)) dsink -= sink_share(stats[at], total) * static_cast<double>(d);
     }
     return dsink;
   }
@@ -546,6 +595,9 @@ constexpr BackwardKernels backward_kernels() {
           [](const Chunk& c, const Panel* panels, int count) { B(c).tile(panels, count); },
           [](const Chunk& c, const Panel* panels, int count) { B(c).add_queries(panels, count); },
           [](const Chunk& c) { B(c).close(); },
+          [](const void* source, void* target, int64_t count) {
+            copy_row<V>(static_cast<const typename V::Scalar*>(source), static_cast<S*>(target), count);
+          },
           [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
 }
 

@@ -87,7 +87,7 @@ struct ExactGradients {
 
   void add_products(int64_t j, int64_t at, double ds) {
     const S* k = key_row(call.k, spec.k, j);
-    Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq) + at * spec.D : nullptr;
+    Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + at * spec.D : nullptr;
     S* dk = grads.dk ? static_cast<S*>(grads.dk) + offset_of(grads.dk_stride, j) : nullptr;
     for (int64_t d = 0; d < spec.D; ++d) {
       if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));
@@ -106,7 +106,9 @@ struct ExactGradients {
     if (!grads.dbias) return;
     const Strides& s = grads.dbias_stride;
     const int64_t at = task.batch * s.b + panel.head * s.h + panel.row * s.l + j * s.d;
-    if (bias_has_pairs(spec, grads))
+    if (!bias_is_shared(spec, grads) && spec.bias_dtype == spec.dtype)
+      add_to(static_cast<S*>(grads.dbias) + at, ds);
+    else if (bias_has_pairs(spec, grads))
       add_to(static_cast<Scalar*>(grads.dbias) + at, ds);
     else
       add_to(static_cast<double*>(grads.dbias) + at, ds);

@@ -117,7 +117,7 @@ struct Forward {
         task.key_step, p.rows};
     if (spec.softcap > 0) soft_cap<V>(scores, n, static_cast<Scalar>(spec.softcap * kLog2E));
     add_bias<V, S>(spec, call, at, n, scores);
-    if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), scores);
+    if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
   }
 
   // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
@@ -289,10 +289,19 @@ struct Forward {
     return lanes;
   }
 
+  bool only_sink(const State& s, int t) const {
+    return call.sink && s.shift[t] == s.first_shift && s.total[t] == s.first_total;
+  }
+
+  bool sees(const Panel& p, int t) const {
+    bool any = false;
+    for (int64_t n = 0; n < p.n_runs && !any; ++n) any = p.runs[n].lanes >> t & 1;
+    return any;
+  }
+
   Scalar lse_of(const Panel& p, const State& s, int t) const {
     if (s.total[t] == 0) return static_cast<Scalar>(-__builtin_inf());
-    if (call.sink && s.shift[t] == s.first_shift && s.total[t] == s.first_total)
-      return static_cast<const Scalar*>(call.sink)[p.head];
+    if (only_sink(s, t)) return static_cast<const Scalar*>(call.sink)[p.head];
     if (s.total[t] == s.total[t] && s.shift[t] < Biased<V>::kLowest / 2)
       return static_cast<Scalar>(ExactRow<V, S>{task, p, t, row_sum, 0, 0}.largest_bias());
     return static_cast<Scalar>(static_cast<double>(s.shift[t]) * kLn2 + log(static_cast<double>(s.total[t])));
@@ -308,7 +317,8 @@ struct Forward {
     write(p, s, out);
     if (call.rest) write_rest(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
-    for (int t = 0; call.stats && t < p.rows; ++t) write_stats(p, t, s.shift[t], s.total[t]);
+    for (int t = 0; call.stats && t < p.rows; ++t)
+      write_stats(p, t, s.shift[t], only_sink(s, t) && !sees(p, t) ? 0 : s.total[t]);
     uint32_t again = broken(p, s) & all_lanes(p);
     for (int t = 0; again; ++t, again >>= 1)
       if ((again & 1) && !hopeless(p, s, t)) {
@@ -343,13 +353,12 @@ struct Forward {
 
   // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
   bool hopeless(const Panel& p, const State& s, int t) const {
-    bool nan = false, sees = false;
+    bool nan = false;
     for (int64_t d = 0; d < spec.D; ++d) {
       const Scalar q = s.queries[few(p) ? t * spec.D + d : d * P + t];
       nan |= q != q;
     }
-    for (int64_t n = 0; n < p.n_runs && !sees; ++n) sees = p.runs[n].lanes >> t & 1;
-    return nan && sees && spec.bias != kTensorBias;
+    return nan && sees(p, t) && spec.bias != kTensorBias;
   }
 
   void run() {

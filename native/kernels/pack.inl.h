@@ -28,8 +28,9 @@ struct Biased {
     return select(differs(x, Lanes<V>::set(-kInfinity)), finite, x);
   }
   Scalar operator()(Scalar score, Scalar x) const {
+    if (x == -kInfinity) return x;
     const Scalar sum = fma_once(x, factor, score);
-    return x == -kInfinity || sum > kLowest || sum != sum ? sum : kLowest;
+    return sum > kLowest || sum != sum ? sum : kLowest;
   }
 };
 

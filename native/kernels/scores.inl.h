@@ -89,10 +89,11 @@ void add_bias(const Spec& spec, const Call& call, const Place& at, int64_t n, ty
     add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
-// Scores of keys [begin, end) become -inf in the lanes that do not see them; `runs` starts at begin.
+// Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `runs` starts at begin.
 template <class V>
-void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V::Scalar* scores) {
-  const V hidden = Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()));
+void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V::Scalar instead,
+          typename V::Scalar* scores) {
+  const V hidden = Lanes<V>::set(instead);
   for (int64_t key = begin; key < end; ++runs) {
     const int64_t stop = runs->end < end ? runs->end : end;
     if (runs->lanes != all)

@@ -134,41 +134,48 @@ def backward(
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
     delta = torch.empty_like(stats[0])
+    dq_sum = (
+        grads.q
+        if spec.dtype is spec.lse_dtype or grads.q is None
+        else grads.q.new_empty(grads.q.shape, dtype=spec.lse_dtype)
+    )
     extras, tensors, alive = _extras(problem)
     numbers = [
-        *map(_address, (out, rest, dout, dlse, stats, delta, *grads)),
+        *map(_address, (out, rest, dout, dlse, stats, delta, dq_sum, *grads)),
         *dout.stride(), *_strides(grads.k), *_strides(grads.v), *_broadcast_strides(grads.bias),
     ]  # fmt: skip
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0)
     (spec.memo.get("native") or _prepare(spec, q))[0].backward(*where, extras, tensors, numbers)
     del alive
-    bias = grads.bias.to(spec.bias_dtype) if grads.bias is not None else None
-    return grads._replace(q=grads.q.to(spec.dtype) if grads.q is not None else None, bias=bias)
+    return grads._replace(bias=grads.bias.to(spec.bias_dtype) if grads.bias is not None else None)
 
 
 def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
-    """Room for the gradients. Those that are added to piece by piece are zeros in the type of computation."""
+    """Room for the gradients."""
     spec, q, k, v = problem[:4]
     nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     like = torch.zeros_like if nothing else torch.empty_like
     by_head, _, _ = _by_head(problem)
     return Gradients(
-        q=q.new_zeros((spec.B, spec.Hq, spec.Lq, spec.D), dtype=spec.lse_dtype) if wanted[0] else None,
+        q=q.new_empty((spec.B, spec.Hq, spec.Lq, spec.D)) if wanted[0] else None,
         k=like(k) if wanted[1] else None,
         v=like(v) if wanted[2] else None,
-        bias=_zero_bias(problem) if wanted[3] else None,
+        bias=_empty_bias(problem) if wanted[3] else None,
         by_head=torch.zeros_like(by_head) if wanted[4] and by_head is not None else None,
         sink=q.new_zeros(spec.Hq, dtype=spec.lse_dtype) if wanted[5] else None,
     )
 
 
-def _zero_bias(problem: Problem) -> Tensor | None:
-    """A bias without rows or without keys gets sums of many pairs: in float64."""
+def _empty_bias(problem: Problem) -> Tensor | None:
+    """In the bias's dtype; where pairs share its elements, in that of the sums."""
     spec, bias = problem.spec, problem.bias
     if not isinstance(bias, Tensor):
         return None
-    whole = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
-    return torch.zeros(bias.shape, dtype=spec.lse_dtype if whole else torch.float64, device=bias.device)
+    has_pairs = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
+    shared = not has_pairs or bias.shape[:2] != (spec.B, spec.Hq)
+    dtype = bias.dtype if not shared else spec.lse_dtype if has_pairs else torch.float64
+    empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
+    return (torch.zeros if empty else torch.empty)(bias.shape, dtype=dtype, device=bias.device)
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
