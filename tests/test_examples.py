@@ -34,6 +34,26 @@ def test_demo(tmp_path: Path) -> None:
     assert "refused" not in text
 
 
+@pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+def test_train_decoder(tmp_path: Path) -> None:
+    """It exits with 1, which `run` refuses, when the two loss curves are apart."""
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.png"
+    text = run(
+        str(ROOT / "examples" / "train_decoder.py"),
+        "--quick",
+        "--sdpa",
+        "--threads",
+        "1",
+        "--out",
+        str(picture),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for part in ("plain PyTorch math", "PyTorch's SDPA", "The same curve"):
+        assert part in text
+
+
 def test_quickstart() -> None:
     text = run(str(ROOT / "examples" / "quickstart.py"))
     assert "(2, 8, 1, 64)" in text
