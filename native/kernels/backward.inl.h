@@ -172,7 +172,7 @@ struct Backward {
     pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
     for (int t = 0; t < P; ++t) factor[t] = 1;
     pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
-    for (int t = 0; left_out >> t; ++t)
+    for (int t = 0; t < P && left_out; ++t)
       if (left_out >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.run = 0;
