@@ -26,7 +26,7 @@ def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tu
         return map_one_by_one(apply, count, dims, args)
     out, lse, stats, rest = apply(*_joined_call(call, where, count))
     results = _parted(out, count), _parted(lse, count), _parted(stats, count, 1), rest
-    if rest is None or not rest.numel():
+    if rest is None or rest.ndim != 4:
         return results, (0, 0, 1, None)
     return (*results[:3], _parted(rest, count)), (0, 0, 1, 0)
 
