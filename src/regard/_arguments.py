@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 LARGEST = 2**62
+INTEGER = (int, torch.SymInt)
 
 Offset = int | Tensor | None
 
@@ -39,11 +40,18 @@ def is_integer(value: object) -> bool:
     """Whether it is one integer, Python's or NumPy's; a bool or a tensor is not."""
     if isinstance(value, bool | Tensor):
         return False
+    if isinstance(value, INTEGER):
+        return True
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
     return True
+
+
+def as_int(value: Any) -> int:
+    """One integer as Python's. A compiler's symbol stays one: it would become a constant."""
+    return value if isinstance(value, INTEGER) else operator.index(value)  # type: ignore[return-value]
 
 
 def holds_integers(tensor: Tensor) -> bool:
@@ -54,7 +62,7 @@ def count(name: str, value: Any, least: int = 0) -> int:
     """An integer from `least` up to 2^62; a bool, a float or a tensor is refused."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an int, got {describe(value)}")
-    number = operator.index(value)
+    number = as_int(value)
     if not least <= number < LARGEST:
         raise ValueError(f"{name} must be an integer from {least} to 2^62 - 1, got {number}")
     return number
@@ -140,4 +148,4 @@ def first_position(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Te
         return offset.to(device, torch.int64)[..., None]
     if not is_integer(offset):
         raise TypeError(f"offset must be an int or a (B,) int tensor, got {describe(offset)}")
-    return operator.index(offset)
+    return as_int(offset)

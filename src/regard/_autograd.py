@@ -1,14 +1,14 @@
 """Run a problem: plainly, with its derivatives, or as an operator.
 
-The torch and reference backends are built from differentiable operations. The native kernels are not; here
-they get derivatives from three maps that are linear in what they are given: the backward pass J^T dy, forward
-mode J t, and the derivative of <J t, dy>, which is that of either (`_higher.py`). So there are all second
-derivatives. Third ones raise; nothing is ever detached in silence.
+The torch and reference backends are built from differentiable operations. The native kernels are not. They
+get their derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
+<J t, dy>, which is the derivative of either (`_higher.py`). That gives every second derivative but forward
+mode of forward mode. What there is not raises; nothing is ever detached in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as in_transform
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from . import _native, _ops, _vmap
 from ._dense import heads_4d, pairs_4d
@@ -25,6 +26,7 @@ from ._problem import PLAIN, Problem, is_watched
 
 Maybe = Tensor | None
 NONE = (None,) * FIELDS
+TENSORS, OFFSETS, SEED = (Call._fields.index(name) for name in ("tensors", "offsets", "seed"))
 
 
 def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
@@ -34,8 +36,12 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     if not problem.needs_grad and not problem.watched:
         return _native.forward(problem)
     spec, call = problem.spec, canonical(problem)
-    apply = _ops.attention_forward if problem.watched and not in_transform() else Attention.apply
-    out, lse, *_ = apply(*call)
+    if not problem.watched:
+        out, lse, *_ = _apply(Attention, *call[:INPUTS], call[INPUTS:])
+    elif in_transform() and not is_dynamo_compiling():
+        out, lse, *_ = _apply(TransformedAttention, *call)
+    else:
+        out, lse, *_ = _ops.attention_forward(*call)
     if spec.rank != 4:
         out, lse = out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
     return out, lse if spec.return_lse else None
@@ -44,46 +50,67 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 def canonical(problem: Problem) -> Call:
     """The problem in four dims, by differentiable views."""
     spec, p = problem.spec, problem
-    seed = torch.tensor(p.seed) if isinstance(p.seed, int) else p.seed
     return Call(
         heads_4d(spec, p.q), heads_4d(spec, p.k), heads_4d(spec, p.v),
         pairs_4d(spec, p.bias) if isinstance(p.bias, Tensor) else None,
         p.by_head, p.sink.to(spec.lse_dtype).contiguous() if p.sink is not None else None,
-        p.tensors, p.offset, seed if spec.dropout else None,
+        p.tensors, p.offset, _seed(problem),
         spec.code, 0 if spec.offset is None else spec.offset, spec.scale, spec.softcap, spec.dropout,
     )  # fmt: skip
 
 
+def _seed(problem: Problem) -> Maybe:
+    """A tensor, as a schema needs it; None without dropout."""
+    if not problem.spec.dropout:
+        return None
+    return torch.tensor(problem.seed) if isinstance(problem.seed, int) else problem.seed
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
+    out, _, *more = output
+    ctx.mark_non_differentiable(*(x for x in more if x is not None))
+    ctx.set_materialize_grads(False)
+    _save(ctx, inputs, out, *more)
+
+
 class Attention(Function):
-    """y = (out, LSE), and the stats and rest of a Call."""
+    """y = (out, LSE) of a Call, and what backward needs: stats and rest."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Maybe, ...]:
-        if is_watched(*args[:3]):
-            return _below(_ops.attention_forward, args)
-        return _ops.forward(*args)
+    def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
+        *inputs, rest = args  # PyTorch looks at each argument, so they are few
+        args = *inputs, *rest
+        results = _ops.forward(*args)
+        _remember(ctx, args, results)
+        return results
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        out, _, *more = output
-        ctx.mark_non_differentiable(*(x for x in more if x is not None))
-        ctx.set_materialize_grads(False)
-        _save(ctx, Call(*inputs), out, *more)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Maybe, dlse: Maybe, *_: Maybe) -> tuple[Maybe, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Maybe, dlse: Maybe, *_: Maybe) -> tuple[Maybe, ...]:
         call, kept = _saved(ctx)
         grads = _backward(call, kept, dout, dlse, ctx.needs_input_grad[:INPUTS])
-        return *grads, *NONE[INPUTS:]
+        return *grads, *NONE[INPUTS : len(ctx.needs_input_grad)]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
-        call, kept = _saved(ctx)
-        return *Tangent.apply(*call, *kept, *tangents[:INPUTS]), None, None
+        call, _ = _saved(ctx)
+        return *_apply(ForwardMode, *call, *tangents[:INPUTS]), None, None
+
+
+class TransformedAttention(Attention):
+    """The same in the form that `torch.func` and operators need, which takes PyTorch longer to call."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Maybe, ...]:
+        if not is_watched(*args[:3]):
+            return _ops.forward(*args)
+        *results, rest = _below(_ops.attention_forward, args)
+        return *results, rest if args[0].dtype.itemsize == 2 else None
+
+    setup_context = staticmethod(_remember)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _vmap.map_forward(Attention.apply, info.batch_size, dims, args)
+        return _vmap.map_forward(TransformedAttention.apply, info.batch_size, dims, args)
 
 
 class Backward(Function):
@@ -91,28 +118,29 @@ class Backward(Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
+        *_, dout, dlse, wanted = args
+        _check_mapped(dout, dlse)
         if is_watched(*args[:3]):
-            return _only(args[-1], _below(_ops.attention_backward, args))
+            return _only(wanted, _below(_ops.attention_backward, args))
         return tuple(_ops.backward(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
-        call, more = _ops.backward_arguments(inputs)
         ctx.set_materialize_grads(False)
-        ctx.wanted = more.wanted
-        _save(ctx, call, *more[:KEPT], more.dout, more.dlse)
+        *_, ctx.wanted = inputs
+        _save(ctx, inputs, *inputs[FIELDS:-1])
 
     @staticmethod
     def backward(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
         call, (*_, dout, dlse) = _saved(ctx)
-        grads = _twice(call, dout, dlse, tangents)
+        grads = _double_backward(call, dout, dlse, tangents)
         return *grads[:INPUTS], *NONE[INPUTS:], *NONE[:KEPT], *grads[INPUTS:], None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
         call, (*kept, dout, dlse) = _saved(ctx)
         ddout, ddlse = tangents[FIELDS + KEPT : FIELDS + KEPT + 2]
-        by_inputs = _twice(call, dout, dlse, tangents[:INPUTS])[:INPUTS]
+        by_inputs = _double_backward(call, dout, dlse, tangents[:INPUTS])[:INPUTS]
         by_dy = _backward(call, kept, ddout, ddlse, ctx.wanted)
         return tuple(
             _sum(x, y) if wanted else None for x, y, wanted in zip(by_inputs, by_dy, ctx.wanted, strict=True)
@@ -123,30 +151,28 @@ class Backward(Function):
         return _vmap.map_backward(Backward.apply, info.batch_size, dims, args)
 
 
-class Tangent(Function):
-    """J t: the tangents of out and LSE. Arguments: a Call, what was kept, six tangents."""
+class ForwardMode(Function):
+    """J t: the tangents of out and LSE. Arguments: a Call, six tangents."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
-        _check_mapped(*args[FIELDS + KEPT :])
-        args = args[:FIELDS] + args[FIELDS + KEPT :]
+        _check_mapped(*args[FIELDS:])
         if type(args[0]) in PLAIN:  # then PyTorch sees the operations of `_higher` one by one
             return _ops.jvp(*args)
         return _below(_ops.attention_jvp, args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
         ctx.set_materialize_grads(False)
-        _save(ctx, Call(*inputs[:FIELDS]), *inputs[FIELDS:])
+        _save(ctx, inputs, *inputs[FIELDS:])
 
     @staticmethod
-    def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:  # type: ignore[override]
-        call, more = _saved(ctx)
-        kept, tangents = more[:KEPT], more[KEPT:]
-        wanted = tuple(t is not None for t in tangents)
-        by_inputs = _twice(call, dout, dlse, tangents)[:INPUTS]
-        by_tangents = _backward(call, kept, dout, dlse, wanted)
-        return *by_inputs, *NONE[INPUTS:], *NONE[:KEPT], *by_tangents
+    def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
+        call, tangents = _saved(ctx)
+        by_inputs = _double_backward(call, dout, dlse, tangents)[:INPUTS]
+        out, _, *more = _apply(TransformedAttention, *call)
+        by_tangents = _backward(call, (out, *more), dout, dlse, tuple(t is not None for t in tangents))
+        return *by_inputs, *NONE[INPUTS:], *by_tangents
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Maybe) -> NoReturn:
@@ -154,10 +180,10 @@ class Tangent(Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _vmap.map_one_by_one(Tangent.apply, info.batch_size, dims, args)
+        return _vmap.map_one_by_one(ForwardMode.apply, info.batch_size, dims, args)
 
 
-class Twice(Function):
+class DoubleBackward(Function):
     """The gradient of <J t, dy> by the first six of a Call and by dy. Arguments: a Call, dy, six tangents."""
 
     @staticmethod
@@ -180,7 +206,7 @@ class Twice(Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _vmap.map_one_by_one(Twice.apply, info.batch_size, dims, args)
+        return _vmap.map_one_by_one(DoubleBackward.apply, info.batch_size, dims, args)
 
 
 def _backward(
@@ -192,18 +218,21 @@ def _backward(
     dout = kept[0].new_zeros(()).expand(kept[0].shape) if dout is None else dout
     args = (*call, *kept, dout, dlse, wanted)
     if torch.is_grad_enabled() or in_transform() or forward_ad._current_level >= 0:
-        return Backward.apply(*args)  # type: ignore[no-any-return]
-    _check_mapped(dout, dlse)
+        return _apply(Backward, *args)
     return Backward.forward(*args)
 
 
-def _twice(call: Call, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]) -> tuple[Maybe, ...]:
-    """`Twice`, unless all tangents or both of dy are zero."""
+def _double_backward(call: Call, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]) -> tuple[Maybe, ...]:
+    """`DoubleBackward`, unless all tangents or both of dy are zero."""
     if (dout is None and dlse is None) or all(t is None for t in tangents):
         return NONE[: INPUTS + 2]
     if dout is None:
         dout = call.q.new_zeros(()).expand(*call.q.shape[:3], call.v.shape[3])
-    return Twice.apply(*call, dout, dlse, *tangents)  # type: ignore[no-any-return]
+    return _apply(DoubleBackward, *call, dout, dlse, *tangents)
+
+
+def _apply(function: type[Function], *args: Any) -> tuple[Any, ...]:
+    return function.apply(*args)  # type: ignore[no-any-return]
 
 
 def _sum(x: Maybe, y: Maybe) -> Maybe:
@@ -235,46 +264,35 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _save(ctx: Any, call: Call, *more: Maybe) -> None:
-    tensors = (*call[:INPUTS], call.offsets, call.seed, *more, *call.tensors)
+def _save(ctx: Any, call: Sequence[Any], *more: Maybe) -> None:
+    """Everything that is a tensor by PyTorch's own means: hooks see it, changes in place are noticed."""
+    tensors = (*call[:INPUTS], call[OFFSETS], call[SEED], *more, *call[TENSORS])
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
-    ctx.rest = call._replace(**dict.fromkeys(Call._fields[:INPUTS]), tensors=(), offsets=None, seed=None)
-    ctx.more = len(more)
+    ctx.numbers, ctx.more = call[SEED + 1 : FIELDS], len(more)
 
 
 def _saved(ctx: Any) -> tuple[Call, tuple[Any, ...]]:
-    tensors, more = ctx.saved_tensors, INPUTS + 2 + ctx.more
-    q, k, v, bias, by_head, sink, offsets, seed = tensors[: INPUTS + 2]
-    call = ctx.rest._replace(
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
-        by_head=by_head,
-        sink=sink,
-        offsets=offsets,
-        seed=seed,
-        tensors=tensors[more:],
-    )
-    return call, tensors[INPUTS + 2 : more]
+    tensors, end = ctx.saved_tensors, INPUTS + 2 + ctx.more
+    offsets, seed = tensors[INPUTS : INPUTS + 2]
+    call = (*tensors[:INPUTS], tensors[end:], offsets, seed, *ctx.numbers)
+    return Call(*call), tensors[INPUTS + 2 : end]
 
 
-def _register(op: Any, apply: Callable[..., tuple[Maybe, ...]]) -> None:
+def _register(op: Any, function: type[Function]) -> None:
     def with_derivatives(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(args[0].new_empty(0) if x is None else x for x in apply(*args))
+        if in_transform():  # PyTorch has begun to peel the levels off, too late for a Function to follow
+            raise NotImplementedError(
+                f"{op}: torch.func cannot differentiate an operator, as it must inside torch.compile; call "
+                "regard.attention under torch.func outside, or use backward() and torch.autograd.grad"
+            )
+        return _ops.filled(*_apply(function, *args))
 
     _ops.library.impl(op, with_derivatives, "Autograd")
 
 
-def _tangent(*args: Any) -> tuple[Maybe, ...]:
-    """`Tangent` needs more than forward mode alone does: its backward pass starts from what was kept."""
-    out, _, *more = Attention.apply(*args[:FIELDS])
-    return Tangent.apply(*args[:FIELDS], out, *more, *args[FIELDS:])  # type: ignore[no-any-return]
-
-
-_register(_ops.attention_forward, Attention.apply)
-_register(_ops.attention_backward, Backward.apply)
-_register(_ops.attention_jvp, _tangent)
-_register(_ops.attention_double_backward, Twice.apply)
+_register(_ops.attention_forward, TransformedAttention)
+_register(_ops.attention_backward, Backward)
+_register(_ops.attention_jvp, ForwardMode)
+_register(_ops.attention_double_backward, DoubleBackward)

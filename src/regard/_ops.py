@@ -1,10 +1,9 @@
 """The operators in `torch.ops.regard`: how compilers, exporters and modes see the native kernels.
 
-Each has a schema, a CPU kernel and a shape function; those of the two passes also count their FLOPs.
-`_vmap.py` gives them their batching rules, `_autograd.py` their derivatives. A `Call` is what crosses a
-schema: tensors in canonical form and numbers, no Python object.
-
-A schema cannot say that a result is missing. The kernels below return None for it, operators an empty tensor.
+Each has a schema, a CPU kernel and a shape function, the two passes also a count of FLOPs. `_vmap.py` gives
+them batching rules, `_autograd.py` derivatives. A `Call` is what crosses a schema: tensors in canonical form
+and numbers, no Python object. A schema cannot say that a result is missing: where a kernel returns None, its
+operator returns an empty tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _higher, _native
-from ._problem import PLAIN, Problem, Spec, ordered_like
+from ._arguments import broadcasts
+from ._problem import PLAIN, Problem, Spec, Strides, ordered_like
 
 Maybe = Tensor | None
 Results = tuple[Maybe, ...]
@@ -42,6 +42,10 @@ class Call(NamedTuple):
     softcap: float | None
     dropout: float
 
+    @property
+    def inputs(self) -> Results:
+        return self.q, self.k, self.v, self.bias, self.by_head, self.sink
+
 
 INPUTS = 6
 KEPT = 3  # out, stats and rest: what backward needs of forward
@@ -59,20 +63,8 @@ class Backward(NamedTuple):
     wanted: Sequence[bool]  # for each of the six inputs
 
 
-class Second(NamedTuple):
-    """The further arguments of the double backward pass."""
-
-    dout: Tensor
-    dlse: Maybe
-    tangents: tuple[Maybe, ...]  # of the six inputs
-
-
 def backward_arguments(args: Sequence[Any]) -> tuple[Call, Backward]:
     return Call(*args[:FIELDS]), Backward(*args[FIELDS:])
-
-
-def second_arguments(args: Sequence[Any]) -> tuple[Call, Second]:
-    return Call(*args[:FIELDS]), Second(*args[FIELDS : FIELDS + 2], tuple(args[FIELDS + 2 :]))
 
 
 # The kernels
@@ -87,7 +79,6 @@ def backward(*args: Any) -> Results:
     """A Call, Backward -> the gradients that are wanted."""
     call, (out, stats, rest, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
-    rest = rest if rest is not None and rest.dim() == 4 else None
     out, rest = _laid_out(out, problem.spec), _laid_out(rest, problem.spec)
     return _native.backward(problem, out, stats.contiguous(), rest, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
 
@@ -105,9 +96,9 @@ def jvp(*args: Any) -> Results:
 
 
 def double_backward(*args: Any) -> Results:
-    """A Call, Second -> the gradients by the six inputs, dout and dlse."""
-    call, (dout, dlse, tangents) = second_arguments(args)
-    return _contiguous(_higher.double_backward(problem_of(call), dout, dlse, tangents))
+    """A Call, dout, dlse, six tangents -> the gradients by the six inputs, dout and dlse."""
+    dout, dlse, *tangents = args[FIELDS:]
+    return _contiguous(_higher.double_backward(problem_of(Call(*args[:FIELDS])), dout, dlse, tangents))
 
 
 def _contiguous(results: Results) -> Results:
@@ -144,7 +135,7 @@ def _spec(call: Call) -> Spec:
         kind = "alibi" if by_head.ndim == 1 else "relative"
     return Spec(
         dtype=q.dtype, device=q.device, batch=(B,), rank=4, B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
-        q_stride=q.stride(), k_stride=k.stride(), v_stride=v.stride(), code=tuple(code),
+        q_stride=_four(q), k_stride=_four(k), v_stride=_four(v), code=tuple(code),
         offset=offset if offsets is None else None, bias=kind,
         bias_dtype=None if bias is None else bias.dtype, bias_stride=_broadcast_stride(bias),
         scale=scale, softcap=softcap, sink=sink is not None, dropout=dropout, return_lse=True, copied=(),
@@ -153,7 +144,12 @@ def _spec(call: Call) -> Spec:
     )  # fmt: skip
 
 
-def _broadcast_stride(bias: Maybe) -> tuple[int, int, int, int]:
+def _four(x: Tensor) -> Strides:
+    b, h, l, d = x.stride()
+    return b, h, l, d
+
+
+def _broadcast_stride(bias: Maybe) -> Strides:
     if bias is None:
         return 0, 0, 0, 0
     b, h, q, k = (s if n != 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
@@ -180,15 +176,15 @@ def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward_shapes(*args: Any) -> Results:
     """Gradients of k and v lie in memory as k and v do."""
     call, more = backward_arguments(args)
-    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call[:INPUTS], more.wanted, strict=True))
+    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call.inputs, more.wanted, strict=True))
     dk, dv = (None if x is None else torch.empty_like(x) for x in kv)
     dq, *others = (None if x is None else x.new_empty(x.shape) for x in (q, bias, by_head, sink))
     return dq, dk, dv, *others
 
 
 def _double_backward_shapes(*args: Any) -> Results:
-    call, (dout, dlse, _) = second_arguments(args)
-    return tuple(None if x is None else x.new_empty(x.shape) for x in (*call[:INPUTS], dout, dlse))
+    given = (*args[:INPUTS], *args[FIELDS : FIELDS + 2])
+    return tuple(None if x is None else x.new_empty(x.shape) for x in given)
 
 
 # The operators
@@ -197,7 +193,7 @@ CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? by_head, Tensor? sink, Tensor[] tensors, "
     "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, float scale, float? softcap, float dropout"
 )
-KEPT_TENSORS = "Tensor out, Tensor stats, Tensor? rest"
+SAVED = "Tensor out, Tensor stats, Tensor? rest"
 DY = "Tensor dout, Tensor? dlse"
 NAMES = Call._fields[:INPUTS]
 TANGENTS = ", ".join(f"Tensor? t{name}" for name in NAMES)
@@ -207,14 +203,39 @@ library = torch.library.Library("regard", "DEF")
 
 
 def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., Results]) -> Any:
-    def filled(results: Results, q: Tensor) -> tuple[Tensor, ...]:
-        return tuple(q.new_empty(0) if x is None else x for x in results)
+    def cpu(*args: Any) -> tuple[Tensor, ...]:
+        _check(Call(*args[:FIELDS]))
+        return filled(*kernel(*args))
+
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        return filled(*shapes(*args))
 
     name = schema.partition("(")[0]
     library.define(schema)
-    library.impl(name, lambda *args: filled(kernel(*args), args[0]), "CPU")
-    torch.library.register_fake(f"regard::{name}", lambda *args: filled(shapes(*args), args[0]), lib=library)
+    library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"regard::{name}", fake, lib=library)
     return getattr(torch.ops.regard, name).default
+
+
+def filled(*results: Maybe) -> tuple[Tensor, ...]:
+    """Empty tensors in the place of None."""
+    return tuple(torch.empty(0) if x is None else x for x in results)
+
+
+def _check(call: Call) -> None:
+    """Anybody can call an operator, and the kernels trust what they are given."""
+    q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
+    B, Hq, Lq, D = q.shape
+    Hkv, Lk = v.shape[1:3]
+    fits = k.shape == (B, Hkv, Lk, D) and v.shape[0] == B and (Hq == Hkv or (Hkv > 0 and Hq % Hkv == 0))
+    fits = fits and q.dtype is k.dtype is v.dtype and all(x.shape[0] in (1, B) for x in tensors)
+    fits = fits and (bias is None or (bias.ndim == 4 and broadcasts(bias.shape, (B, Hq, Lq, Lk))))
+    fits = fits and all(x is None or x.shape[0] == Hq for x in (by_head, sink))
+    if not fits or (offsets is not None and offsets.shape != (B,)):
+        shapes = [tuple(x.shape) for x in (*call.inputs, offsets, *tensors) if x is not None]
+        raise ValueError(
+            f"torch.ops.regard: tensors do not fit together, shapes {shapes}; call regard.attention"
+        )
 
 
 attention_forward = _define(
@@ -223,7 +244,7 @@ attention_forward = _define(
     _forward_shapes,
 )
 attention_backward = _define(
-    f"attention_backward({CALL}, {KEPT_TENSORS}, {DY}, bool[] wanted) -> ({GRADIENTS})",
+    f"attention_backward({CALL}, {SAVED}, {DY}, bool[] wanted) -> ({GRADIENTS})",
     backward,
     _backward_shapes,
 )

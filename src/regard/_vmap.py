@@ -1,7 +1,7 @@
 """vmap over the operators: the samples that are mapped over join the batch.
 
-What a batch cannot hold, several patterns of dropout, biases by head or sinks, and gradients of these for
-each sample, is one call for each sample.
+A batch has one pattern of dropout, one bias by head and one sink. Where samples have their own, or want their
+own gradients of these, each is a call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._ops import Backward, Call, backward_arguments
+from ._ops import Call, backward_arguments
 
 Apply = Callable[..., Any]
 Dims = Sequence[Any]  # the mapped dim of each argument, None where it has none
@@ -24,11 +24,11 @@ def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tu
     call, where = Call(*args), Call(*dims)
     if call.dropout or where.by_head is not None or where.sink is not None:
         return map_one_by_one(apply, count, dims, args)
-    out, lse, stats, rest = apply(*_merged_call(call, where, count))
-    if rest is None or rest.dim() != 4:
-        return (_parted(out, count), _parted(lse, count), _parted(stats, count, 1), rest), (0, 0, 1, None)
-    results = _parted(out, count), _parted(lse, count), _parted(stats, count, 1), _parted(rest, count)
-    return results, (0, 0, 1, 0)
+    out, lse, stats, rest = apply(*_joined_call(call, where, count))
+    results = _parted(out, count), _parted(lse, count), _parted(stats, count, 1), rest
+    if rest is None or rest.ndim != 4:
+        return results, (0, 0, 1, None)
+    return (*results[:3], _parted(rest, count)), (0, 0, 1, 0)
 
 
 def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
@@ -36,26 +36,19 @@ def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> t
     wanted = more.wanted
     if call.dropout or wanted[4] or wanted[5] or where.by_head is not None or where.sink is not None:
         return map_one_by_one(apply, count, dims, args)
-    B = _in_front(call.q, where.q, count).shape[1]
     if wanted[3]:  # a bias for each sample, so that its gradient is not summed over them
-        bias = _in_front(call.bias, where.bias, count)
-        call, where = call._replace(bias=bias), where._replace(bias=0)
-    stats = _in_front(more.stats, more_where.stats, count).transpose(0, 1).flatten(1, 2)
-    rows = Backward(
-        out=_merged(more.out, more_where.out, count, B),
-        stats=stats,
-        rest=more.rest if more_where.rest is None else _merged(more.rest, more_where.rest, count, B),
-        dout=_merged(more.dout, more_where.dout, count, B),
-        dlse=_merged(more.dlse, more_where.dlse, count, B) if more.dlse is not None else None,
-        wanted=wanted,
+        call = call._replace(bias=_in_front(call.bias, where.bias, count))
+        where = Call(*where[:3], 0, *where[4:])  # type: ignore[arg-type]
+    out, rest, dout, dlse = (
+        _joined(getattr(more, name), getattr(more_where, name), count)
+        for name in ("out", "rest", "dout", "dlse")
     )
-    grads = list(apply(*_merged_call(call, where, count), *rows))
-    for index, is_wanted in enumerate(wanted):
-        if is_wanted:
-            grads[index] = _parted(grads[index], count)
-    if wanted[3] and call.bias is not None and call.bias.shape[1] == 1:
-        grads[3] = grads[3].sum(1, keepdim=True)
-    return tuple(grads), tuple(0 if is_wanted else None for is_wanted in wanted)
+    stats = _in_front(more.stats, more_where.stats, count).transpose(0, 1).flatten(1, 2)
+    grads = apply(*_joined_call(call, where, count), out, stats, rest, dout, dlse, wanted)
+    grads = [_parted(grad, count) if w else grad for grad, w in zip(grads, wanted, strict=True)]
+    if wanted[3]:
+        grads[3] = grads[3].sum_to_size(call.bias.shape)  # type: ignore[union-attr]
+    return tuple(grads), tuple(0 if w else None for w in wanted)
 
 
 def map_one_by_one(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
@@ -65,50 +58,47 @@ def map_one_by_one(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) ->
 
 
 def _sample(args: Sequence[Any], dims: Dims, index: int) -> list[Any]:
-    return [
-        _sample(x, dim, index)
-        if isinstance(dim, list | tuple)
-        else x
-        if dim is None
-        else x.select(dim, index)
-        for x, dim in zip(args, dims, strict=True)
-    ]
+    def one(x: Any, dim: Any) -> Any:
+        if isinstance(dim, list | tuple):
+            return _sample(x, dim, index)
+        return x if dim is None else x.select(dim, index)
+
+    return [one(x, dim) for x, dim in zip(args, dims, strict=True)]
 
 
-def _merged_call(call: Call, where: Call, count: int) -> Call:
+def _joined_call(call: Call, where: Any, count: int) -> Call:
     """The call with the mapped samples in its batch."""
     B = _in_front(call.q, where.q, count).shape[1]
 
-    def merge(x: Tensor | None, dim: int | None) -> Tensor | None:
-        return None if x is None else _merged(x, dim, count, B)
+    def in_batch(x: Any, dim: Any) -> Any:
+        """Tensors that all samples share stay (1, ...)."""
+        if x is None or (dim is None and x.shape[0] == 1):
+            return x
+        x = _in_front(x, dim, count)
+        return x.expand(count, B, *x.shape[2:]).flatten(0, 1)
 
-    # What is the same for all samples of the batch stays so, if it is not mapped.
-    shared = call.bias is None or (where.bias is None and call.bias.shape[0] == 1)
     return call._replace(
-        q=_merged(call.q, where.q, count, B),
-        k=_merged(call.k, where.k, count, B),
-        v=_merged(call.v, where.v, count, B),
-        bias=call.bias if shared else merge(call.bias, where.bias),
-        tensors=[
-            x if dim is None and x.shape[0] == 1 else _merged(x, dim, count, B)
-            for x, dim in zip(call.tensors, where.tensors, strict=True)
-        ],
-        offsets=merge(call.offsets, where.offsets),
+        q=_joined(call.q, where.q, count),
+        k=_joined(call.k, where.k, count),
+        v=_joined(call.v, where.v, count),
+        bias=in_batch(call.bias, where.bias),
+        tensors=[in_batch(x, dim) for x, dim in zip(call.tensors, where.tensors, strict=True)],
+        offsets=_joined(call.offsets, where.offsets, count),
     )
 
 
-def _merged(x: Tensor, dim: int | None, count: int, B: int) -> Tensor:
-    """(1 or B, ...) for each sample as (count * B, ...)."""
-    x = _in_front(x, dim, count)
-    return x.expand(count, B, *x.shape[2:]).flatten(0, 1)
+def _joined(x: Any, dim: Any, count: int) -> Any:
+    """(B, ...) for each sample as (count * B, ...)."""
+    return None if x is None else _in_front(x, dim, count).flatten(0, 1)
 
 
-def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
-    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+def _in_front(x: Any, dim: Any, count: int) -> Tensor:
+    """(count, ...)"""
+    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)  # type: ignore[no-any-return]
 
 
 def _parted(x: Tensor, count: int, dim: int = 0) -> Tensor:
-    return x.unflatten(dim, (count, x.shape[dim] // count))
+    return x.unflatten(dim, (count, x.shape[dim] // count))  # type: ignore[no-any-return]
 
 
 def _register(op: Any, rule: Callable[[Apply, int, Dims, Sequence[Any]], tuple[Any, Any]]) -> None:

@@ -126,7 +126,7 @@ class RelativeBias:
         return self.bidirectional, self.max_distance
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
     return _computed_buckets(buckets, max_distance)
 

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._arguments import Offset, brief, broadcasts, common_shape, count, first_position, readable, same
 from ._program import Op, Pool, Program, node
@@ -106,7 +107,7 @@ class Mask:
     def lower(self) -> Program:
         """The mask as a short program. It does not depend on any length and is made once."""
         # A compiler follows the code below, but not the lock of a cached property.
-        return self._lowered() if torch.compiler.is_compiling() else self._program
+        return self._lowered() if is_dynamo_compiling() else self._program
 
     def check(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
         """Raise ValueError if the mask cannot be applied to attention of these sizes."""

@@ -78,7 +78,7 @@ def _dropped(problem: Problem, probabilities: Tensor) -> Tensor:
     spec = problem.spec
     if not spec.dropout:
         return probabilities
-    pattern = kept(problem.seed, spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
+    pattern = kept(int(problem.seed), spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
     return torch.where(pattern, probabilities / max(1 - spec.dropout, 1e-300), 0.0)
 
 
