@@ -28,6 +28,7 @@ from backward_cases import (
 )
 from conftest import HAVE_CORE, repeats
 from forward_cases import DTYPES, INF, Call
+from forward_cases import faults as forward_faults
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, mask_strategy
@@ -104,8 +105,8 @@ def test_every_width(isa: str, dtype: torch.dtype, poison: None) -> None:
         check(call_of(isa, 1, 1, 1, 5, 7, 3, n, dtype=dtype))
 
 
-# Keys that fall into one chunk: 480 of width 64, 96 of width 192.
-CHUNKS = {64: (479, 480, 481, 575, 577, 959, 961), 192: (95, 96, 97, 191, 193, 289), 576: (97, 193)}
+# One more chunk for every 512 keys of width 64 or 170 of width 192, in steps of 96 keys.
+CHUNKS = {64: (511, 512, 513, 575, 577, 1023, 1025), 192: (95, 97, 170, 171, 191, 193, 289), 576: (97, 193)}
 
 
 @pytest.mark.parametrize("D", CHUNKS)
@@ -188,6 +189,14 @@ def test_masks_and_options(
     check(Call(q, k, v, options, isa), chosen["lse"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_relative_table(isa: str, dtype: torch.dtype) -> None:
+    """Thousands of distances share a bucket: 16 bits cannot hold their sum on the way."""
+    bias = RelativeBias(torch.randn(8, 2).to(dtype), bidirectional=False, max_distance=1000)
+    t = training(call_of(isa, 1, 2, 1, 3, 1100, 8, 5, dtype=dtype, bias=bias))
+    assert not faults(t._replace(dout=torch.ones_like(t.dout), dlse=torch.ones(1, 2, 3)))
+
+
 @pytest.mark.parametrize("dropout", [0.1, 0.9, 1.0])
 def test_dropout(isa: str, dropout: float, poison: None) -> None:
     for dtype in DTYPES:
@@ -218,48 +227,42 @@ def test_the_gate_with_options(isa: str, dtype: torch.dtype, name: str) -> None:
     assert max(found.values()) <= GATE[dtype], found
 
 
-def theirs(t: Training, backend: SDPBackend) -> dict[str, Tensor]:
-    """PyTorch's gradients of q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in t.call[:3]]
-    with sdpa_kernel(backend):
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    return dict(zip("qkv", torch.autograd.grad(out, leaves, t.dout), strict=True))
+def theirs(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
+    """The errors of PyTorch's plain formula or its fused kernel, whichever is larger."""
+    worst = dict.fromkeys("qkv", 0.0)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        leaves = [x.detach().clone().requires_grad_() for x in t.call[:3]]
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+        for name, x in zip("qkv", torch.autograd.grad(out, leaves, t.dout), strict=True):
+            worst[name] = max(worst[name], norm(x.double() - want[name]))
+    return worst
 
 
-# In 16 bits the error is that of dout.out, which the fused kernel too takes from the output as it was stored;
-# it is an average only over many rows.
-PEERS = [
-    (torch.float32, SDPBackend.MATH, (64, 67, 78, 1, 3, 13)),
-    (torch.bfloat16, SDPBackend.FLASH_ATTENTION, (64, 67, 78)),
-    (torch.float16, SDPBackend.FLASH_ATTENTION, (64, 67, 78)),
-]
-
-
-@pytest.mark.parametrize("factor", [8, 64])
-@pytest.mark.parametrize(("dtype", "peer", "lengths"), PEERS)
-def test_large_scores(
-    isa: str, factor: int, dtype: torch.dtype, peer: SDPBackend, lengths: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("factor", "heads", "Lq"), [(8, 128, 1), (8, 64, 3), (8, 16, 78), (64, 64, 67)])
+def test_large_scores(isa: str, factor: int, heads: int, Lq: int, dtype: torch.dtype) -> None:
     """Near one-hot rows: the error of the scores decides. At most twice PyTorch's, for any last panel."""
-    for Lq in lengths:
-        call = call_of(isa, 1, 4, 4, Lq, 128, 64, 64, dtype=dtype)
-        t = training(call._replace(q=call.q * factor, k=call.k * factor))
-        got, want, peers, room = t.run(), t.expected(), theirs(t, peer), sizes(t, pairs_of(t.call))
-        for name, g in want.items():
-            ours, other = (norm(x[name].double() - g) for x in (got, peers))
-            assert ours <= 2 * other + COMPUTED[dtype] * room[name], f"d{name}, Lq {Lq}: {ours} and {other}"
+    call = call_of(isa, 1, heads, heads, Lq, 128, 64, 64, dtype=dtype)
+    t = training(call._replace(q=call.q * factor, k=call.k * factor))
+    got, want, room = t.run(), t.expected(), sizes(t, pairs_of(t.call))
+    for name, other in theirs(t, want).items():
+        ours = norm(got[name].double() - want[name])
+        assert ours <= 2 * other + COMPUTED[dtype] * room[name], f"d{name}: {ours}, PyTorch {other}"
 
 
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e15, 1e19])
-def test_scores_beyond_float32(isa: str, size: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_beyond_float32(isa: str, size: float, dtype: torch.dtype) -> None:
     """q.k up to 1e38 * D: one-hot rows; gradients are finite and as right as dout.v can be."""
     for options in ({}, {"mask": M.Causal()}, {"bias": torch.randn(35, 101)}, {"scale": 1.0}):
-        call = call_of(isa, 2, 2, 2, 35, 101, 8, 5, **options)
+        call = call_of(isa, 2, 2, 2, 35, 101, 8, 5, dtype=dtype, **options)
         t = training(call._replace(q=call.q * size, k=call.k * size))
         got, want, room = t.run(), t.expected(), sizes(t, pairs_of(t.call))
         for name, g in want.items():
             assert got[name].isfinite().all(), name
-            assert norm(got[name].double() - g) <= 1e-5 * room[name], name
+            stored = 1.01 * norm(g.to(got[name].dtype).double() - g)
+            assert norm(got[name].double() - g) <= 1e-5 * room[name] + stored, name
 
 
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e19])
@@ -747,15 +750,16 @@ def test_each_gradient_alone(index: int, poison: None) -> None:
             assert not [n for n in some if not torch.equal(some[n], whole[n])], (chosen, describe(t))
 
 
-def test_saving_does_not_change_the_result(isa: str) -> None:
-    from backward_cases import canonical
-
+def test_results_that_carry_gradients(isa: str) -> None:
+    """Kernels may choose another way when backward follows; the promise is the same."""
     for index in range(24):
         call = sample(index, 2e6).call._replace(isa=isa)
-        with _native.use_isa(isa):
-            out, lse, *_ = _native.forward_saving(canonical(call, True))
-        assert lse is not None
-        assert same_bits((out, lse), call.run())
+        watched = Call(call.q.detach().requires_grad_(), *call[1:])
+        out, lse = watched.run()
+        assert out.requires_grad
+        assert lse.requires_grad
+        found = forward_faults(watched)
+        assert not found, (found, call)
 
 
 # Nothing to do
@@ -861,6 +865,35 @@ def test_ctrl_c(threads: int, options: str, wanted: tuple[bool, ...], times: int
     delays = [float(line) for line in script(code, timeout=280).splitlines()]
     assert len(delays) == times
     assert max(delays) < 0.5, delays
+
+
+INTERRUPT_AUTOGRAD = """
+    import os, signal, threading, time
+    import torch, regard
+    from regard import masks as M
+
+    torch.set_num_threads(2)
+    q = torch.randn(1, 2, 16_000, 64, requires_grad=True)
+    out = regard.attention(q, q, q, mask=M.Causal(), impl="native")
+    sent = []
+    def send():
+        sent.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Timer(0.2, send).start()
+    try:
+        out.sum().backward()
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print(time.perf_counter() - sent[0])
+    assert q.grad is None
+    part = q.detach()[:, :, :50].requires_grad_()
+    regard.attention(part, part, part).sum().backward()
+    assert part.grad.isfinite().all()
+"""
+
+
+def test_ctrl_c_in_autograd() -> None:
+    assert float(script(INTERRUPT_AUTOGRAD, timeout=120)) < 0.5
 
 
 # The comparison itself
