@@ -66,6 +66,7 @@ def attention(
 
     Args:
         q: queries (..., Hq, Lq, D), or (Hq, Lq, D), or (Lq, D). float64, float32, bfloat16 or float16.
+            Or, with k and v, a nested tensor (N, Hq, j, D) of layout torch.jagged, and so is the result.
         k: keys (..., Hkv, Lk, D) of the same rank and dtype. Hkv divides Hq: query head h reads key head
             h // (Hq / Hkv), so Hkv < Hq is grouped-query and Hkv = 1 multi-query attention.
         v: values (..., Hkv, Lk, Dv). Batch dims of q, k and v are equal or 1.
