@@ -373,13 +373,13 @@ def holes(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["documents", "random", "causal", "bool"])
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout", "dlse"])
 def test_nan_nobody_sees_changes_nothing(isa: str, option: str, kind: str, place: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.float32, torch.bfloat16):
         options = OPTIONS[option] | holes(kind)
         if "sink" in options and place == "dlse":
             continue  # a sink makes an LSE of its own
         clean = training(call_of(isa, 2, 2, 1, 40, 101, 8, 5, dtype=dtype, **options), lse=True)
         want = clean.run()
-        for broken in broken_values(dtype):
+        for broken in broken_values(dtype)[::3]:
             t = Training(clean.call._replace(q=clean.call.q.clone()), clean.dout.clone(), clean.dlse.clone())
             where = {"q": t.call.q, "k": t.call.k, "v": t.call.v, "dout": t.dout, "dlse": t.dlse}
             if place in "kv":
@@ -443,7 +443,7 @@ def with_nan(t: Training, place: str, spots: tuple[int, int, int]) -> Training:
 def test_nan_stays_with_the_pairs_that_see_it(isa: str, kind: str, place: str, poison: None) -> None:
     """In the first row, one in the middle and the last."""
     spots = (0, 50, 100) if place in "kv" else (0, 20, 39)
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.bfloat16):
         options = masks_over(40, 101)[kind] | ({"softcap": 3.0} if dtype is torch.float32 else {})
         check_broken(
             with_nan(training(call_of(isa, 2, 2, 2, 40, 101, 8, 5, dtype=dtype, **options)), place, spots)
@@ -521,7 +521,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_gives_the_same_bits(isa: str, layout: str, poison: None) -> None:
     change = LAYOUTS[layout]
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.bfloat16):
         for options in ({"mask": M.Causal()}, {"mask": M.Dilated(2), "softcap": 5.0}, {}):
             call = call_of(isa, 2, 4, 2, 67, 131, 24, 9, dtype=dtype, **options)
             t = training(call)
@@ -603,11 +603,11 @@ def run_guarded(first: int, count: int) -> None:
 
 
 def test_no_byte_outside_a_tensor_is_touched() -> None:
-    run_guarded(0, 60)
+    run_guarded(0, 40)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(60, 860, 100))
+@pytest.mark.parametrize("first", range(40, 840, 100))
 def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
     run_guarded(first, 100)
 
@@ -873,7 +873,7 @@ INTERRUPT_AUTOGRAD = """
     from regard import masks as M
 
     torch.set_num_threads(2)
-    q = torch.randn(1, 2, 16_000, 64, requires_grad=True)
+    q = torch.randn(1, 2, 12_000, 64, requires_grad=True)
     out = regard.attention(q, q, q, mask=M.Causal(), impl="native")
     sent = []
     def send():
