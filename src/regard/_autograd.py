@@ -22,7 +22,7 @@ from . import _native, _ops, _vmap
 from ._dense import heads_4d, pairs_4d
 from ._dispatch import BACKENDS
 from ._ops import FIELDS, INPUTS, KEPT, Call
-from ._problem import PLAIN, Problem, is_watched
+from ._problem import PLAIN, Problem, any_needs_grad, is_watched
 
 Maybe = Tensor | None
 NONE = (None,) * FIELDS
@@ -56,6 +56,7 @@ def canonical(problem: Problem) -> Call:
         p.by_head, p.sink.to(spec.lse_dtype).contiguous() if p.sink is not None else None,
         p.tensors, p.offset, _seed(problem),
         spec.code, 0 if spec.offset is None else spec.offset, spec.scale, spec.softcap, spec.dropout,
+        problem.needs_grad,
     )  # fmt: skip
 
 
@@ -101,6 +102,7 @@ class TransformedAttention(Attention):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
+        args = (*args[: FIELDS - 1], True)
         if not is_watched(*args[:3]):
             return _ops.forward(*args)
         *results, rest = _below(_ops.attention_forward, args)
@@ -287,7 +289,9 @@ def _register(op: Any, function: type[Function]) -> None:
                 f"{op}: torch.func cannot differentiate an operator, as it must inside torch.compile; call "
                 "regard.attention under torch.func outside, or use backward() and torch.autograd.grad"
             )
-        return _ops.filled(*_apply(function, *args))
+        if any_needs_grad(*args):
+            return _ops.filled(*_apply(function, *args))
+        return _below(op, args)
 
     _ops.library.impl(op, with_derivatives, "Autograd")
 

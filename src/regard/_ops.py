@@ -41,6 +41,7 @@ class Call(NamedTuple):
     scale: float
     softcap: float | None
     dropout: float
+    saving: bool  # forward returns what backward needs, which takes longer where there are few rows
 
     @property
     def inputs(self) -> Results:
@@ -72,7 +73,9 @@ def backward_arguments(args: Sequence[Any]) -> tuple[Call, Backward]:
 
 def forward(*args: Any) -> Results:
     """A Call -> out, LSE, stats, rest."""
-    return _native.forward_saving(problem_of(Call(*args)))
+    call = Call(*args)
+    problem = problem_of(call)
+    return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
 
 
 def backward(*args: Any) -> Results:
@@ -110,7 +113,7 @@ _specs: dict[tuple[Any, ...], Spec] = {}
 
 def problem_of(call: Call) -> Problem:
     """The canonical Problem. There is nothing left to check."""
-    q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers = call
+    q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype),
@@ -127,7 +130,7 @@ def problem_of(call: Call) -> Problem:
 
 
 def _spec(call: Call) -> Spec:
-    q, k, v, bias, by_head, sink, tensors, offsets, _, code, offset, scale, softcap, dropout = call
+    q, k, v, bias, by_head, sink, tensors, offsets, _, code, offset, scale, softcap, dropout, _ = call
     B, Hq, Lq, D = q.shape
     Hkv, Lk, Dv = v.shape[1:]
     kind = "none" if bias is None else "tensor"
@@ -160,11 +163,12 @@ def _broadcast_stride(bias: Maybe) -> Strides:
 
 
 def _forward_shapes(*args: Any) -> Results:
-    q, v = args[0], args[2]
-    shape = (*q.shape[:3], v.shape[3])
-    _, lse = _jvp_shapes(*args)
-    out = q.new_empty_strided(shape, ordered_like(q.stride(), shape))
-    return out, lse, lse.new_empty((2, *lse.shape)), torch.empty_like(out) if q.dtype.itemsize == 2 else None
+    call, (out, lse) = Call(*args), _jvp_shapes(*args)
+    out = out.new_empty_strided(out.shape, ordered_like(call.q.stride(), out.shape))
+    if not call.saving:
+        return out, lse, None, None
+    rest = torch.empty_like(out) if out.dtype.itemsize == 2 else None
+    return out, lse, lse.new_empty((2, *lse.shape)), rest
 
 
 def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
@@ -191,7 +195,8 @@ def _double_backward_shapes(*args: Any) -> Results:
 
 CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? by_head, Tensor? sink, Tensor[] tensors, "
-    "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, float scale, float? softcap, float dropout"
+    "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, "
+    "float scale, float? softcap, float dropout, bool saving"
 )
 SAVED = "Tensor out, Tensor stats, Tensor? rest"
 DY = "Tensor dout, Tensor? dlse"

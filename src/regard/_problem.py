@@ -212,7 +212,7 @@ def _make_general(key: tuple[Any, ...] | None, q: Tensor, k: Tensor, v: Tensor, 
         bias = _copy_bias(spec, bias)
     watched = key is None or not _all_plain(learned(bias), sink)
     seed = _as_seed(given.seed, spec.dropout, watched)
-    needs_grad = _needs_grad(q, k, v) or _options_need_grad(bias, sink)
+    needs_grad = _needs_grad(q, k, v) or any_needs_grad(learned(bias), sink)
     by_head = _by_head(spec, bias)
     return Problem(spec, q, k, v, mask, tensors, offsets, bias, by_head, sink, seed, needs_grad, watched)
 
@@ -409,11 +409,12 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _options_need_grad(bias: Bias | None, sink: Tensor | None) -> bool:
-    given = [x for x in (learned(bias), sink) if x is not None]
-    if is_grad_enabled() and any(x.requires_grad for x in given):
+def any_needs_grad(*given: object) -> bool:
+    """`_needs_grad` of all tensors among the arguments."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
-    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in given)
+    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors)
 
 
 def learned(bias: Bias | None) -> Tensor | None:

@@ -24,11 +24,12 @@ def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tu
     call, where = Call(*args), Call(*dims)
     if call.dropout or where.by_head is not None or where.sink is not None:
         return map_one_by_one(apply, count, dims, args)
-    out, lse, stats, rest = apply(*_joined_call(call, where, count))
-    results = _parted(out, count), _parted(lse, count), _parted(stats, count, 1), rest
-    if rest is None or rest.ndim != 4:
-        return results, (0, 0, 1, None)
-    return (*results[:3], _parted(rest, count)), (0, 0, 1, 0)
+    results = apply(*_joined_call(call, where, count))
+    out_dims = [
+        None if x is None or x.ndim == 1 else dim for x, dim in zip(results, (0, 0, 1, 0), strict=True)
+    ]
+    parted = (x if dim is None else _parted(x, count, dim) for x, dim in zip(results, out_dims, strict=True))
+    return tuple(parted), tuple(out_dims)
 
 
 def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
