@@ -100,7 +100,8 @@ class Backward {
   }
 
   void cut(Layout& at) const {
-    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type());
+    const bool narrow = item_bytes(spec_.dtype) == 2;  // keys and values are copied, too
+    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type()) * (narrow ? 2 : 1);
     const int64_t keys = std::max<int64_t>(ceil_div(spec_.Lk, at.step), 1);
     const auto chunks = [&](int64_t bytes) { return ceil_div(keys * width, bytes); };
     const int64_t wanted = std::min(ceil_div(kEnoughUnits, spec_.Hkv), chunks(kEnoughBytes));
@@ -163,9 +164,9 @@ class Backward {
     const Strides& s = grads_.dbias_stride;
     const int64_t count =
         (s.b ? spec_.B : 1) * (s.h ? spec_.Hq : 1) * (s.l ? spec_.Lq : 1) * (s.d ? spec_.Lk : 1);
+    const bool own = !bias_is_shared(spec_, grads_) && spec_.bias_dtype == spec_.dtype;
     const DType sums = bias_has_pairs(spec_, grads_) ? compute_type() : kFloat64;
-    if (grads_.dbias)
-      clear(grads_.dbias, count * item_bytes(bias_is_shared(spec_, grads_) ? sums : spec_.bias_dtype));
+    if (grads_.dbias) clear(grads_.dbias, count * item_bytes(own ? spec_.dtype : sums));
   }
 
   void clear(void* target, int64_t bytes) {
@@ -401,11 +402,26 @@ class Backward {
 
   // Rows whose scores leave the compute type: one after the other, in double precision.
   void add_marked_rows() {
-    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
+    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq, of_head = group_ * spec_.Lq;
+    for (int64_t head = 0; head < heads_; ++head)
+      for (int64_t i = head * of_head; i < (head + 1) * of_head; ++i)
+        if (is_marked(rows + i)) {
+          add_marked_rows(head, i);
+          break;
+        }
+  }
+
+  // Those of one key head, from row `first` of all rows on.
+  void add_marked_rows(int64_t head, int64_t first) {
+    std::vector<double> dk(spec_.Lk * spec_.D), dv(spec_.Lk * spec_.Dv);
+    Gradients grads = grads_;
+    grads.dk_exact = dk.data();
+    grads.dv_exact = dv.data();
     Runs runs;
-    for (int64_t i = 0; i < rows && !Stopper::ask(&stopper_); ++i)
-      if (is_marked(rows + i))
-        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, runs);
+    for (int64_t i = first; i < (head + 1) * group_ * spec_.Lq && !Stopper::ask(&stopper_); ++i)
+      if (is_marked(spec_.B * spec_.Hq * spec_.Lq + i))
+        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, runs);
+    kernels_.add_exact(spec_, grads, head / spec_.Hkv, head % spec_.Hkv);
   }
 
   bool is_marked(int64_t at) const {
@@ -413,7 +429,7 @@ class Backward {
                                    : static_cast<const float*>(grads_.stats)[at] < 0;
   }
 
-  void add_marked_row(int64_t batch, int64_t head, int64_t row, Runs& runs) {
+  void add_marked_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Runs& runs) {
     spans_.find({batch, head, row, 1, 1}, runs);
     const Panel panel{head, row, 1, runs.data(), static_cast<int64_t>(runs.size())};
     Task task{};
@@ -423,7 +439,7 @@ class Backward {
     task.kv_head = head / group_;
     task.row_step = task.key_step = 1;
     task.scratch = scratches_[0];
-    kernels_.exact_row(task, panel, grads_);
+    kernels_.exact_row(task, panel, grads);
   }
 
   const Spec& spec_;

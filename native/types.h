@@ -95,10 +95,12 @@ struct Gradients {
   void* dq;           // (B, Hq, Lq, D) in the dtype of q, or null
   void* dq_sum;       // the same in the compute type, to add to: dq itself, or room for it
   void *dk, *dv;      // in the dtype of k and v, or null
-  void* dbias;  // in the bias's dtype; if it is shared: compute type if it has pairs, else double; or null
-  Strides dbias_stride;  // (B, H, Lq, Lk), 0 where it was broadcast
-  void* dby_head;        // (Hq, 1 or distances) compute type, or null
-  void* dsink;           // (Hq) compute type, or null
+  void* dbias;        // in the dtype of q if the bias has it and is not shared; else compute type if it has
+                      // pairs, else double; or null
+  Strides dbias_stride;         // (B, H, Lq, Lk), 0 where it was broadcast
+  double *dk_exact, *dv_exact;  // (Lk, D), (Lk, Dv): what marked rows add to one key head; or null
+  void* dby_head;               // (Hq, 1 or distances) compute type, or null
+  void* dsink;                  // (Hq) compute type, or null
 };
 
 // Whether the bias's gradient has both rows and keys.

@@ -190,7 +190,9 @@ struct Backward {
       const bool counts = t < p.rows && !(shift[rows + at] <= 0);
       factor[t] = counts ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
       s.delta[t] = counts ? delta[at] / shift[rows + at] : 0;
-      s.shift[t] = counts ? shift[at] : t < p.rows ? Exp2<V>::kLargestShift : 0;
+      s.shift[t] = !counts                  ? (t < p.rows ? Exp2<V>::kLargestShift : 0)
+                   : shift[at] == shift[at] ? shift[at]
+                                            : 0;
       left_out |= t < p.rows && !counts ? 1u << t : 0;
     }
     if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
@@ -330,8 +332,7 @@ struct Backward {
     for (int t = 0; t < P; ++t) factor[t] = 1;
     if (spec.bias_dtype == spec.dtype)
       return unpack<V>(g, n, factor, at.rows, static_cast<S*>(grads.dbias) + first, rows, cols, Whole<V>());
-    if constexpr (sizeof(Scalar) == 4)
-      unpack<V>(g, n, factor, at.rows, static_cast<float*>(grads.dbias) + first, rows, cols, Whole<V>());
+    unpack<V>(g, n, factor, at.rows, static_cast<Scalar*>(grads.dbias) + first, rows, cols, Whole<V>());
   }
 
   double* share(const Place& at, int64_t columns) const {
@@ -548,7 +549,9 @@ struct BackwardRows {
     int64_t d = 0;
     for (; d + V::N <= spec.Dv; d += V::N) sum = fma(lanes(x + d * dx, dx), lanes(y + d * dy, dy), sum);
     Scalar total = sum_of(sum);
-    for (; d < spec.Dv; ++d) total += to_float(x[d * dx]) * to_float(y[d * dy]);
+    for (; d < spec.Dv; ++d)
+      total =
+          fma_once(static_cast<Scalar>(to_float(x[d * dx])), static_cast<Scalar>(to_float(y[d * dy])), total);
     return total;
   }
 
@@ -598,7 +601,12 @@ constexpr BackwardKernels backward_kernels() {
           [](const void* source, void* target, int64_t count) {
             copy_row<V>(static_cast<const typename V::Scalar*>(source), static_cast<S*>(target), count);
           },
-          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
+          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); },
+          [](const Spec& spec, const Gradients& g, int64_t b, int64_t h) {
+            const Strides &k = g.dk_stride, &v = g.dv_stride;
+            if (g.dk) add_exact(g.dk_exact, spec.Lk, spec.D, static_cast<S*>(g.dk) + b * k.b + h * k.h, k);
+            if (g.dv) add_exact(g.dv_exact, spec.Lk, spec.Dv, static_cast<S*>(g.dv) + b * v.b + h * v.h, v);
+          }};
 }
 
 }  // namespace

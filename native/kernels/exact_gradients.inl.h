@@ -10,6 +10,13 @@ inline void add_to(T* p, double x) {
   from_float(p, static_cast<decltype(to_float(*p))>(static_cast<double>(to_float(*p)) + x));
 }
 
+// Sums of marked rows into a finished dk or dv of one key head.
+template <class S>
+void add_exact(const double* sums, int64_t rows, int64_t width, S* target, const Strides& s) {
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t d = 0; d < width; ++d) add_to(target + j * s.l + d * s.d, sums[j * width + d]);
+}
+
 template <class V, class S>
 struct ExactGradients {
   using Scalar = typename V::Scalar;
@@ -65,18 +72,10 @@ struct ExactGradients {
     if (p == 0) return;
     const double given = kept ? p * spec.keep_scale : 0;
     const double ds = given * dot_dout(key_row(call.v, spec.v, j)) - p * delta;
-    if (grads.dv) {
-      S* dv = static_cast<S*>(grads.dv) + offset_of(grads.dv_stride, j);
-      for (int64_t d = 0; d < spec.Dv; ++d)
-        add_to(dv + d * grads.dv_stride.d,
-               given * static_cast<double>(to_float(dout[d * grads.dout_stride.d])));
-    }
+    for (int64_t d = 0; grads.dv && d < spec.Dv; ++d)
+      grads.dv_exact[j * spec.Dv + d] += given * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
     learn(j, ds);
     add_products(j, at, ds * slope(s - row.bias(j)) * spec.scale);
-  }
-
-  int64_t offset_of(const Strides& s, int64_t j) const {
-    return task.batch * s.b + task.kv_head * s.h + j * s.l;
   }
 
   // The softcap's derivative at the capped score.
@@ -88,10 +87,9 @@ struct ExactGradients {
   void add_products(int64_t j, int64_t at, double ds) {
     const S* k = key_row(call.k, spec.k, j);
     Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + at * spec.D : nullptr;
-    S* dk = grads.dk ? static_cast<S*>(grads.dk) + offset_of(grads.dk_stride, j) : nullptr;
     for (int64_t d = 0; d < spec.D; ++d) {
       if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));
-      if (dk) add_to(dk + d * grads.dk_stride.d, ds * static_cast<double>(to_float(q[d * spec.q.d])));
+      if (grads.dk) grads.dk_exact[j * spec.D + d] += ds * static_cast<double>(to_float(q[d * spec.q.d]));
     }
   }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._problem import Problem, Spec, descending
-from .scores import Alibi
+from .scores import Alibi, RelativeBias
 
 
 def heads_4d(spec: Spec, x: Tensor) -> Tensor:
@@ -46,6 +46,8 @@ def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
         return None
     if isinstance(bias, Alibi):
         bias = Alibi(bias.slopes.to(dtype))
+    elif isinstance(bias, RelativeBias):
+        bias = bias.in_dtype(dtype)
     dense = bias if isinstance(bias, Tensor) else bias.dense(spec.Lq, spec.Lk, problem.batch_offset)
     return pairs_4d(spec, dense.to(dtype))
 

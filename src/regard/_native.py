@@ -167,13 +167,14 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
 
 
 def _empty_bias(problem: Problem) -> Tensor | None:
-    """In the bias's dtype; where pairs share its elements, in that of the sums."""
+    """In q's dtype if it is the bias's and no pairs share an element, else in that of the sums."""
     spec, bias = problem.spec, problem.bias
     if not isinstance(bias, Tensor):
         return None
     has_pairs = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
     shared = not has_pairs or bias.shape[:2] != (spec.B, spec.Hq)
-    dtype = bias.dtype if not shared else spec.lse_dtype if has_pairs else torch.float64
+    own = not shared and bias.dtype is spec.dtype
+    dtype = spec.dtype if own else spec.lse_dtype if has_pairs else torch.float64
     empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     return (torch.zeros if empty else torch.empty)(bias.shape, dtype=dtype, device=bias.device)
 

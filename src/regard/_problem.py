@@ -246,7 +246,7 @@ def _by_head(spec: Spec, bias: Bias | None) -> Tensor | None:
     if isinstance(bias, Alibi):
         return bias.slopes.to(spec.lse_dtype).contiguous()
     if isinstance(bias, RelativeBias):  # beyond max_distance the bias does not change
-        return bias.by_distance(-bias.max_distance, bias.max_distance).to(spec.lse_dtype)
+        return bias.in_dtype(spec.lse_dtype).by_distance(-bias.max_distance, bias.max_distance)
     return None
 
 

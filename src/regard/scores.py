@@ -100,6 +100,11 @@ class RelativeBias:
             return steps[distance.clamp(0, self.max_distance)]
         return steps[distance.abs().clamp(max=self.max_distance)] + side * (distance < 0)
 
+    def in_dtype(self, dtype: torch.dtype) -> RelativeBias:
+        """The same numbers in another precision, in which gradients are then summed."""
+        table = self.table.to(dtype)
+        return RelativeBias(table, bidirectional=self.bidirectional, max_distance=self.max_distance)
+
     def to(self, device: torch.device | str) -> RelativeBias:
         return RelativeBias(
             self.table.to(device), bidirectional=self.bidirectional, max_distance=self.max_distance
