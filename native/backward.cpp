@@ -63,6 +63,7 @@ class Backward {
       if (scratches_.push_back(scratch(i, bytes)); !scratches_.back()) return Outcome::kOutOfMemory;
     clear_sums();
     prepare_rows();
+    sum_marked_keys();
     if (spec_.Lk > 0) {
       if (masked_) mark_tiles();
       if (grads_.dq || grads_.dk || grads_.dv || grads_.dby_head ||
@@ -400,28 +401,38 @@ class Backward {
     }
   }
 
-  // Rows whose scores leave the compute type: one after the other, in double precision.
-  void add_marked_rows() {
-    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq, of_head = group_ * spec_.Lq;
-    for (int64_t head = 0; head < heads_; ++head)
-      for (int64_t i = head * of_head; i < (head + 1) * of_head; ++i)
-        if (is_marked(rows + i)) {
-          add_marked_rows(head, i);
-          break;
-        }
+  // Rows whose scores leave the compute type: one after the other, in double precision. First what they give
+  // to keys, from where chunks start, then the rest.
+  void sum_marked_keys() {
+    if (!any_marked()) return;
+    dk_exact_.resize(grads_.dk ? heads_ * spec_.Lk * spec_.D : 0);
+    dv_exact_.resize(grads_.dv ? heads_ * spec_.Lk * spec_.Dv : 0);
+    grads_.dk_exact = grads_.dk ? dk_exact_.data() : nullptr;
+    grads_.dv_exact = grads_.dv ? dv_exact_.data() : nullptr;
+    Gradients keys = grads_;
+    keys.dq = keys.dbias = keys.dby_head = keys.dsink = nullptr;
+    add_marked_rows(keys);
   }
 
-  // Those of one key head, from row `first` of all rows on.
-  void add_marked_rows(int64_t head, int64_t first) {
-    std::vector<double> dk(spec_.Lk * spec_.D), dv(spec_.Lk * spec_.Dv);
-    Gradients grads = grads_;
-    grads.dk_exact = dk.data();
-    grads.dv_exact = dv.data();
+  void add_marked_rows() {
+    Gradients rest = grads_;
+    rest.dk = rest.dv = nullptr;
+    if (any_marked()) add_marked_rows(rest);
+  }
+
+  bool any_marked() const {
+    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
+    bool any = false;
+    for (int64_t i = 0; i < rows && !any; ++i) any = is_marked(rows + i);
+    return any;
+  }
+
+  void add_marked_rows(const Gradients& grads) {
+    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
     Runs runs;
-    for (int64_t i = first; i < (head + 1) * group_ * spec_.Lq && !Stopper::ask(&stopper_); ++i)
-      if (is_marked(spec_.B * spec_.Hq * spec_.Lq + i))
+    for (int64_t i = 0; i < rows && !Stopper::ask(&stopper_); ++i)
+      if (is_marked(rows + i))
         add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, runs);
-    kernels_.add_exact(spec_, grads, head / spec_.Hkv, head % spec_.Hkv);
   }
 
   bool is_marked(int64_t at) const {
@@ -444,7 +455,7 @@ class Backward {
 
   const Spec& spec_;
   const Call& call_;
-  const Gradients& grads_;
+  Gradients grads_;
   const bool masked_;
   Spans spans_;
   const BackwardKernels& kernels_;
@@ -455,6 +466,7 @@ class Backward {
   std::vector<uint64_t> marks_;
   std::vector<std::atomic<int64_t>> turns_;  // how many chunks have been added to each tile's dq
   std::vector<double> shares_;               // of dby_head: [unit][head of the group][column]
+  std::vector<double> dk_exact_, dv_exact_;  // what marked rows give to keys
   std::vector<void*> scratches_;
 };
 

@@ -23,8 +23,6 @@ struct BackwardKernels {
   void (*round)(const void* source, void* target, int64_t count);
   // A row that forward has marked; its runs are the panel's, one lane.
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
-  // What marked rows have given to one key head.
-  void (*add_exact)(const Spec&, const Gradients&, int64_t batch, int64_t kv_head);
 };
 
 struct Kernels {

@@ -98,7 +98,7 @@ struct Gradients {
   void* dbias;        // in the dtype of q if the bias has it and is not shared; else compute type if it has
                       // pairs, else double; or null
   Strides dbias_stride;         // (B, H, Lq, Lk), 0 where it was broadcast
-  double *dk_exact, *dv_exact;  // (Lk, D), (Lk, Dv): what marked rows add to one key head; or null
+  double *dk_exact, *dv_exact;  // (B, Hkv, Lk, D or Dv): what marked rows give to keys; or null
   void* dby_head;               // (Hq, 1 or distances) compute type, or null
   void* dsink;                  // (Hq) compute type, or null
 };

@@ -132,14 +132,25 @@ struct Backward {
 
   void open() {
     const int64_t n = chunk.end - chunk.begin;
-    for (int64_t i = 0; want_k && i < n * q_slices * P; ++i) dk_sum[i] = 0;
-    for (int64_t i = 0; want_v && i < n * v_slices * P; ++i) dv_sum[i] = 0;
+    if (want_k) start(dk_sum, n, q_slices, spec.D, grads.dk_exact, 1 / spec.scale);
+    if (want_v) start(dv_sum, n, v_slices, spec.Dv, grads.dv_exact, 1);
     if (chunk.copy_k)
       copy_rows<V>(key_row(call.k, spec.k, chunk.begin), spec.k.l * chunk.key_step, spec.k.d, n, spec.D,
                    keys);
     if (chunk.copy_v)
       copy_rows<V>(key_row(call.v, spec.v, chunk.begin), spec.v.l * chunk.key_step, spec.v.d, n, spec.Dv,
                    values);
+  }
+
+  // Zeros, or what marked rows have given already.
+  void start(Scalar* sum, int64_t n, int64_t slices, int64_t width, const double* exact,
+             double factor) const {
+    for (int64_t i = 0; i < n * slices * P; ++i) sum[i] = 0;
+    const double* head = exact ? exact + (chunk.batch * spec.Hkv + chunk.kv_head) * spec.Lk * width : nullptr;
+    for (int64_t j = 0; head && j < n; ++j)
+      for (int64_t d = 0; d < width; ++d)
+        sum[j * slices * P + d] =
+            static_cast<Scalar>(head[(chunk.key + (chunk.begin + j) * chunk.key_step) * width + d] * factor);
   }
 
   // Queries
@@ -190,9 +201,8 @@ struct Backward {
       const bool counts = t < p.rows && !(shift[rows + at] <= 0);
       factor[t] = counts ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
       s.delta[t] = counts ? delta[at] / shift[rows + at] : 0;
-      s.shift[t] = !counts                  ? (t < p.rows ? Exp2<V>::kLargestShift : 0)
-                   : shift[at] == shift[at] ? shift[at]
-                                            : 0;
+      const bool finite = counts && shift[at] > -static_cast<Scalar>(__builtin_inf());  // else it sees a NaN
+      s.shift[t] = finite ? shift[at] : counts || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
       left_out |= t < p.rows && !counts ? 1u << t : 0;
     }
     if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
@@ -601,12 +611,7 @@ constexpr BackwardKernels backward_kernels() {
           [](const void* source, void* target, int64_t count) {
             copy_row<V>(static_cast<const typename V::Scalar*>(source), static_cast<S*>(target), count);
           },
-          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); },
-          [](const Spec& spec, const Gradients& g, int64_t b, int64_t h) {
-            const Strides &k = g.dk_stride, &v = g.dv_stride;
-            if (g.dk) add_exact(g.dk_exact, spec.Lk, spec.D, static_cast<S*>(g.dk) + b * k.b + h * k.h, k);
-            if (g.dv) add_exact(g.dv_exact, spec.Lk, spec.Dv, static_cast<S*>(g.dv) + b * v.b + h * v.h, v);
-          }};
+          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
 }
 
 }  // namespace

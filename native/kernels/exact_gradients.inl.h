@@ -1,5 +1,6 @@
 // The gradients of one query row in double precision, key by key: for rows whose scores leave the compute
-// type. They are added to results that are otherwise complete.
+// type. Those of keys are summed on their own, before
+// all others; the rest is added to results that are otherwise complete.
 #pragma once
 #include "exact.inl.h"
 
@@ -8,13 +9,6 @@ namespace {
 template <class T>
 inline void add_to(T* p, double x) {
   from_float(p, static_cast<decltype(to_float(*p))>(static_cast<double>(to_float(*p)) + x));
-}
-
-// Sums of marked rows into a finished dk or dv of one key head.
-template <class S>
-void add_exact(const double* sums, int64_t rows, int64_t width, S* target, const Strides& s) {
-  for (int64_t j = 0; j < rows; ++j)
-    for (int64_t d = 0; d < width; ++d) add_to(target + j * s.l + d * s.d, sums[j * width + d]);
 }
 
 template <class V, class S>
@@ -73,10 +67,13 @@ struct ExactGradients {
     const double given = kept ? p * spec.keep_scale : 0;
     const double ds = given * dot_dout(key_row(call.v, spec.v, j)) - p * delta;
     for (int64_t d = 0; grads.dv && d < spec.Dv; ++d)
-      grads.dv_exact[j * spec.Dv + d] += given * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
+      grads.dv_exact[key_at(j) * spec.Dv + d] +=
+          given * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
     learn(j, ds);
     add_products(j, at, ds * slope(s - row.bias(j)) * spec.scale);
   }
+
+  int64_t key_at(int64_t j) const { return (task.batch * spec.Hkv + task.kv_head) * spec.Lk + j; }
 
   // The softcap's derivative at the capped score.
   double slope(double capped) const {
@@ -89,7 +86,8 @@ struct ExactGradients {
     Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + at * spec.D : nullptr;
     for (int64_t d = 0; d < spec.D; ++d) {
       if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));
-      if (grads.dk) grads.dk_exact[j * spec.D + d] += ds * static_cast<double>(to_float(q[d * spec.q.d]));
+      if (grads.dk)
+        grads.dk_exact[key_at(j) * spec.D + d] += ds * static_cast<double>(to_float(q[d * spec.q.d]));
     }
   }
 
