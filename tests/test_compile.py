@@ -11,6 +11,7 @@ import torch
 from conftest import HAVE_CORE, assert_close
 from differentiable_cases import Case, cases
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 from torch.library import opcheck
@@ -278,6 +279,16 @@ def test_checkpoints_inside() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for got, want in zip(results(compiled, x, ()), results(call, x, ()), strict=True):
         assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch looks
+def test_a_backward_pass_compiled_on_its_own() -> None:
+    x = inputs(9)
+    plain = torch.autograd.grad(regard.attention(*x, mask=M.Causal()).square().sum(), x)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        regard.attention(*x, mask=M.Causal()).square().sum().backward()
+    for leaf, want in zip(x, plain, strict=True):
+        assert_close(leaf.grad, want)
 
 
 def test_vmap_inside() -> None:
