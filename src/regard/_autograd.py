@@ -243,6 +243,8 @@ def _sum(x: Maybe, y: Maybe) -> Maybe:
 
 def _below(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The operator without its derivatives, which the Function that calls it has."""
+    if is_dynamo_compiling():  # a backward pass on its own, which has no Function around it
+        return op(*args)  # type: ignore[no-any-return]
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)  # type: ignore[no-any-return]
 
@@ -252,6 +254,8 @@ def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, .
 
 
 def _check_mapped(*tensors: Maybe) -> None:
+    if is_dynamo_compiling():
+        return
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
         raise NotImplementedError(
             "is_grads_batched=True and vectorize=True map by an older vmap that does not know attention; "
