@@ -104,12 +104,12 @@ struct Gradients {
 };
 
 // Whether the bias's gradient has both rows and keys.
-inline bool bias_has_pairs(const Spec& spec, const Gradients& g) {
+static inline bool bias_has_pairs(const Spec& spec, const Gradients& g) {
   return (g.dbias_stride.l != 0 || spec.Lq == 1) && (g.dbias_stride.d != 0 || spec.Lk == 1);
 }
 
 // Whether several pairs add to one element of it.
-inline bool bias_is_shared(const Spec& spec, const Gradients& g) {
+static inline bool bias_is_shared(const Spec& spec, const Gradients& g) {
   const Strides& s = g.dbias_stride;
   return (s.b == 0 && spec.B > 1) || (s.h == 0 && spec.Hq > 1) || !bias_has_pairs(spec, g);
 }

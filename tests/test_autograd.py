@@ -161,7 +161,8 @@ def test_checkpoints_replay_dropout(reentrant: bool) -> None:
     plain = torch.autograd.grad(total(call(*inputs)), inputs)
     torch.manual_seed(1)
     total(checkpoint(call, *inputs, use_reentrant=reentrant)).backward()
-    assert all(torch.equal(x.grad, want) for x, want in zip(inputs, plain, strict=True))
+    for x, want in zip(inputs, plain, strict=True):  # without gradients few rows are summed in another order
+        torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_see_what_is_saved_and_may_move_it() -> None:
