@@ -78,7 +78,7 @@ docs: build  ## run every Python block of the README and docs/
 # A second environment borrows the packages of the first, but not its editable install of regard, so the instrumented
 # core never replaces the fast one. Python itself is not instrumented: the runtime must be loaded before it.
 SAN := build/sanitize
-SAN_TESTS ?= tests/test_spans.py tests/test_forward.py tests/test_contract.py
+SAN_TESTS ?= tests/test_spans.py tests/test_forward.py tests/test_backward.py tests/test_contract.py
 
 $(SAN)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(shell find src -name '*.py' 2>/dev/null) $(VENV)/.dev
 	@echo "Building the core with AddressSanitizer and UndefinedBehaviorSanitizer"

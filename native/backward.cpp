@@ -146,15 +146,18 @@ class Backward {
       Backward& self;
       Job& job;
       int64_t count;
-      std::atomic<int64_t> next;
-    } shared{*this, job, count, {0}};
+      std::atomic<int64_t> next, busy;
+    } shared{*this, job, count, {0}, {0}};
     const auto work = [](int worker, void* context) {
       Shared& s = *static_cast<Shared*>(context);
+      ++s.busy;
       try {
         for (int64_t i; (i = s.next.fetch_add(1)) < s.count && !s.self.stopper_.stopped();) s.job(i, worker);
       } catch (...) {  // only memory can run out here
         s.self.stopper_.out_of_memory();
       }
+      --s.busy;
+      s.self.stopper_.watch(s.busy);
     };
     parallel(static_cast<int>(std::min<int64_t>(workers_, count)), work, &shared);
   }

@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -51,6 +52,11 @@ bool Stopper::ask(void* self) {
   s.asked_ = now;
   if (s.interrupt_.pending && s.interrupt_.pending()) s.stopped_ = true;
   return s.stopped();
+}
+
+void Stopper::watch(const std::atomic<int64_t>& busy) {
+  if (!pthread_equal(caller_, pthread_self())) return;
+  while (busy > 0 && !ask(this)) sched_yield();
 }
 
 void Stopper::out_of_memory() { stopped_ = out_of_memory_ = true; }

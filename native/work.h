@@ -20,6 +20,8 @@ class Stopper {
  public:
   explicit Stopper(Interrupt interrupt);
   static bool ask(void* self);
+  // The calling thread, out of work, goes on asking until nobody is busy: a last task may take seconds.
+  void watch(const std::atomic<int64_t>& busy);
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
   void out_of_memory();
   Outcome outcome() const;

@@ -38,9 +38,13 @@ def python(*arguments: str, timeout: float = 60, **environment: str) -> subproce
     )  # fmt: skip
 
 
+# In a background job the shell has SIGINT ignored, and Python leaves it so.
+ANSWER_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def script(code: str, timeout: float = 60, **environment: str) -> str:
     """What a script prints; it must end well."""
-    done = python("-c", textwrap.dedent(code), timeout=timeout, **environment)
+    done = python("-c", ANSWER_SIGINT + textwrap.dedent(code), timeout=timeout, **environment)
     assert done.returncode == 0, f"code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
