@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <new>
 #include <numeric>
 
 #include "cpu.h"
@@ -19,7 +21,8 @@ constexpr int64_t kEnoughUnits = 16;     // of one sample: beyond that, larger c
 constexpr int64_t kRowsTogether = 1024;  // rows of a task that only prepares rows
 constexpr double kInlineWork = 1e6;      // floating point operations that are not worth a second thread
 
-constexpr int64_t kPiece = 1 << 18;  // bytes to clear or numbers to round at a time
+constexpr int64_t kShares = 1 << 17;  // doubles for shares of dby_head
+constexpr int64_t kPiece = 1 << 18;   // bytes to clear or numbers to round at a time
 
 int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
@@ -57,10 +60,7 @@ class Backward {
   }
 
   Outcome run() {
-    const int64_t bytes = kernels_.scratch_bytes(spec_, grads_, largest_chunk(), copies(spec_.k, spec_.D),
-                                                 copies(spec_.v, spec_.Dv));
-    for (int i = 0; i < workers_; ++i)
-      if (scratches_.push_back(scratch(i, bytes)); !scratches_.back()) return Outcome::kOutOfMemory;
+    if (!take_memory()) return Outcome::kOutOfMemory;
     clear_sums();
     prepare_rows();
     sum_marked_keys();
@@ -68,16 +68,29 @@ class Backward {
       if (masked_) mark_tiles();
       if (grads_.dq || grads_.dk || grads_.dv || grads_.dby_head ||
           (grads_.dbias && !bias_is_shared(spec_, grads_)))
-        each(units_ * heads_, [this](int64_t i, int worker) { run_unit(unit(i), i, worker); });
+        run_units();
       if (grads_.dbias && bias_is_shared(spec_, grads_)) sum_bias();
     }
-    if (grads_.dby_head) sum_by_head();
+    for (size_t i = 0; i < by_head_.size(); ++i) put(grads_.dby_head, static_cast<int64_t>(i), by_head_[i]);
     if (!stopper_.stopped()) add_marked_rows();
-    if (grads_.dq && grads_.dq != grads_.dq_sum) round_queries();
+    if (rounds()) round_queries();
     return stopper_.outcome();
   }
 
  private:
+  bool take_memory() {
+    const int64_t rows = spec_.B * spec_.Hq * spec_.Lq, size = item_bytes(compute_type());
+    own_.reset(new (std::nothrow) char[rows * size * (1 + (rounds() ? spec_.D : 0))]);
+    grads_.delta = own_.get();
+    grads_.dq_sum = rounds() ? own_.get() + rows * size : grads_.dq;
+    const int64_t bytes = kernels_.scratch_bytes(spec_, grads_, largest_chunk(), copies(spec_.k, spec_.D),
+                                                 copies(spec_.v, spec_.Dv));
+    for (int i = 0; i < workers_; ++i) scratches_.push_back(scratch(i, bytes));
+    return own_ && std::all_of(scratches_.begin(), scratches_.end(), [](void* x) { return x != nullptr; });
+  }
+
+  bool rounds() const { return grads_.dq && spec_.dtype != compute_type(); }
+
   // Layout
 
   void lay_out() {
@@ -97,7 +110,12 @@ class Backward {
     }
     marks_.resize(masked_ ? marks : 0);
     turns_ = std::vector<std::atomic<int64_t>>(grads_.dq ? turns : 0);
-    if (grads_.dby_head) shares_.resize(units_ * heads_ * group_ * columns_);
+    together_ = units_;
+    if (!grads_.dby_head) return;
+    by_head_.resize(spec_.Hq * columns_);
+    const int64_t share = heads_ * group_ * columns_;
+    together_ = std::clamp<int64_t>(kShares / share, 1, units_);
+    shares_.resize(together_ * share);
   }
 
   void cut(Layout& at) const {
@@ -303,13 +321,22 @@ class Backward {
 
   int64_t keys(const Unit& u, const Layout& at) const { return ceil_div(spec_.Lk - u.of_class, at.step); }
 
+  // All at once, unless their shares of dby_head would take too much room together.
+  void run_units() {
+    for (int64_t first = 0; first < units_ && !stopper_.stopped(); first += together_) {
+      each(std::min(together_, units_ - first) * heads_,
+           [&](int64_t i, int worker) { run_unit(unit(first * heads_ + i), i, worker); });
+      if (grads_.dby_head) add_shares();
+    }
+  }
+
   // Tiles that no earlier chunk adds to come first, then those that may have to wait for their turn. The last
   // tile leads: with a causal mask all chunks see it.
-  void run_unit(const Unit& u, int64_t index, int worker) {
+  void run_unit(const Unit& u, int64_t share, int worker) {
     const Layout& at = layouts_[u.kv_head];
     if (u.chunk >= at.chunks) return;
     Chunk chunk = open(u, at, worker);
-    if (grads_.dby_head) chunk.by_head = shares_.data() + index * group_ * columns_;
+    if (grads_.dby_head) chunk.by_head = shares_.data() + share * group_ * columns_;
     kernels_.open(chunk);
     for (const bool waits : {false, true})
       for (int64_t tile = at.tiles - 1; tile >= 0; --tile) {
@@ -360,17 +387,12 @@ class Backward {
     return true;
   }
 
-  // Sums that are made in a fixed order at the end
+  // Sums that are made in a fixed order
 
-  void sum_by_head() {
-    for (int64_t h = 0; h < spec_.Hq; ++h)
-      for (int64_t c = 0; c < columns_; ++c) {
-        double sum = 0;
-        for (int64_t u = 0; u < units_; ++u)
-          for (int64_t b = 0; b < spec_.B; ++b)
-            sum += shares_[((u * spec_.B + b) * spec_.Hq + h) * columns_ + c];
-        put(grads_.dby_head, h * columns_ + c, sum);
-      }
+  void add_shares() {
+    const int64_t row = spec_.Hq * columns_;
+    for (size_t i = 0; i < shares_.size(); ++i) by_head_[i % row] += shares_[i];
+    std::fill(shares_.begin(), shares_.end(), 0.0);
   }
 
   // A broadcast bias: each task owns some elements of its gradient and visits all that was added to them.
@@ -464,12 +486,14 @@ class Backward {
   const BackwardKernels& kernels_;
   Stopper stopper_;
   int panel_, workers_ = 1;
-  int64_t group_, heads_, columns_, units_ = 0;
+  int64_t group_, heads_, columns_, units_ = 0, together_ = 0;
   std::vector<Layout> layouts_;
   std::vector<uint64_t> marks_;
   std::vector<std::atomic<int64_t>> turns_;  // how many chunks have been added to each tile's dq
-  std::vector<double> shares_;               // of dby_head: [unit][head of the group][column]
+  std::vector<double> shares_;   // of dby_head, by the units under way: [unit][sample][head][column]
+  std::vector<double> by_head_;  // their sum: [head][column]
   std::vector<double> dk_exact_, dv_exact_;  // what marked rows give to keys
+  std::unique_ptr<char[]> own_;              // delta, and dq's sum where dq itself cannot hold it
   std::vector<void*> scratches_;
 };
 

@@ -42,12 +42,11 @@ std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
 Gradients unpack_gradients(const int64_t* n) {
   Gradients g{};
   g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);
-  g.dlse = pointer<const void>(n[3]), g.stats = pointer<const void>(n[4]), g.delta = pointer<void>(n[5]);
-  g.dq_sum = pointer<void>(n[6]), g.dq = pointer<void>(n[7]);
-  g.dk = pointer<void>(n[8]), g.dv = pointer<void>(n[9]), g.dbias = pointer<void>(n[10]);
-  g.dby_head = pointer<void>(n[11]), g.dsink = pointer<void>(n[12]);
-  g.dout_stride = strides(n + 13), g.dk_stride = strides(n + 17), g.dv_stride = strides(n + 21);
-  g.dbias_stride = strides(n + 25);
+  g.dlse = pointer<const void>(n[3]), g.stats = pointer<const void>(n[4]);
+  g.dq = pointer<void>(n[5]), g.dk = pointer<void>(n[6]), g.dv = pointer<void>(n[7]);
+  g.dbias = pointer<void>(n[8]), g.dby_head = pointer<void>(n[9]), g.dsink = pointer<void>(n[10]);
+  g.dout_stride = strides(n + 11), g.dk_stride = strides(n + 15), g.dv_stride = strides(n + 19);
+  g.dbias_stride = strides(n + 23);
   return g;
 }
 
@@ -96,11 +95,11 @@ class Attention {
     run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
-  // gradients: the addresses of out, rest, dout, dlse, stats, delta, dq_sum, dq, dk, dv, dbias, dby_head,
-  // dsink, then four strides each of dout, dk, dv and dbias
+  // gradients: the addresses of out, rest, dout, dlse, stats, dq, dk, dv, dbias, dby_head, dsink, then four
+  // strides each of dout, dk, dv and dbias
   void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Ints& extras, const Ints& tensors,
                 const Ints& gradients) const {
-    if (gradients.size() != 29) throw nb::value_error("expected 29 gradients");
+    if (gradients.size() != 27) throw nb::value_error("expected 27 gradients");
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     set(call, q, k, v, 0, 0, offset);

@@ -91,9 +91,9 @@ struct Gradients {
   Strides dout_stride, dk_stride, dv_stride;
   const void* dlse;   // (B, Hq, Lq) compute type, or null
   const void* stats;  // as forward left them
-  void* delta;        // (B, Hq, Lq) compute type, for our own use
+  void* delta;        // (B, Hq, Lq) compute type, our own
   void* dq;           // (B, Hq, Lq, D) in the dtype of q, or null
-  void* dq_sum;       // the same in the compute type, to add to: dq itself, or room for it
+  void* dq_sum;       // the same in the compute type, to add to: dq itself, or our own
   void *dk, *dv;      // in the dtype of k and v, or null
   void* dbias;        // in the dtype of q if the bias has it and is not shared; else compute type if it has
                       // pairs, else double; or null

@@ -35,16 +35,27 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
         return BACKENDS[name].forward(problem)
     if not problem.needs_grad and not problem.watched:
         return _native.forward(problem)
-    spec, call = problem.spec, canonical(problem)
-    if not problem.watched:
-        out, lse, *_ = _apply(Attention, *call[:INPUTS], call[INPUTS:])
-    elif in_transform() and not is_dynamo_compiling():
-        out, lse, *_ = _apply(TransformedAttention, *call)
+    if not problem.watched and forward_ad._current_level < 0:
+        out, lse = _attend(*_arguments(problem))
     else:
-        out, lse, *_ = _ops.attention_forward(*call)
+        call = canonical(problem)
+        transformed = not problem.watched or (in_transform() and not is_dynamo_compiling())
+        out, lse, *_ = _apply(Transformed, *call) if transformed else _ops.attention_forward(*call)
+    spec = problem.spec
     if spec.rank != 4:
         out, lse = out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
     return out, lse if spec.return_lse else None
+
+
+def _arguments(problem: Problem) -> tuple[Any, ...]:
+    """Those of `Attention`: the six inputs as four dims need them, and the problem they make."""
+    spec, p = problem.spec, problem
+    batches = p.q.shape[:1] == p.k.shape[:1] == p.v.shape[:1]
+    bias = p.bias if isinstance(p.bias, Tensor) else None
+    if spec.rank != 4 or not batches or p.sink is not None or (bias is not None and bias.ndim != 4):
+        p = _ops.problem_of(canonical(problem))
+        bias = p.bias if isinstance(p.bias, Tensor) else None
+    return p.q, p.k, p.v, bias, p.by_head, p.sink, p
 
 
 def canonical(problem: Problem) -> Call:
@@ -67,6 +78,42 @@ def _seed(problem: Problem) -> Maybe:
     return torch.tensor(problem.seed) if isinstance(problem.seed, int) else problem.seed
 
 
+class Attention(Function):
+    """y = (out, LSE or None) of a canonical Problem: the short way, which most training takes.
+
+    Arguments: the six inputs, and the Problem. `Transformed` does the same for whoever watches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Maybe]:
+        *inputs, p = args
+        out, lse, stats, rest = _native.forward_saving(p)
+        ctx.set_materialize_grads(False)
+        kept = (*inputs, p.offset, out, stats, rest, *p.tensors)
+        ctx.save_for_backward(*kept)
+        ctx.spec, ctx.seed, ctx.strides = p.spec, p.seed, _all_strides(kept)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
+        wanted, kept = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
+        q, k, v, bias, by_head, sink, offset, out, stats, rest, *tensors = kept
+        p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
+        moved = _all_strides(kept) != ctx.strides  # by a hook
+        if dout is None or moved or _wants_graph() or is_watched(q, k, v):
+            return *_backward(canonical(p), (out, stats, rest), dout, dlse, wanted), None
+        _check_mapped(dout, dlse)
+        return *_native.backward(p, out, stats, rest, dout, dlse, wanted), None
+
+
+def _all_strides(tensors: Sequence[Maybe]) -> list[tuple[int, ...] | None]:
+    return [None if x is None else x.stride() for x in tensors]
+
+
+# What Function.apply comes down to outside of transforms; its own tests take as long as a small forward pass.
+_attend: Any = super(Function, Attention).apply  # type: ignore[misc]
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
     out, _, *more = output
     ctx.mark_non_differentiable(*(x for x in more if x is not None))
@@ -74,31 +121,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> N
     _save(ctx, inputs, out, *more)
 
 
-class Attention(Function):
-    """y = (out, LSE) of a Call, and what backward needs: stats and rest."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
-        *inputs, rest = args  # PyTorch looks at each argument, so they are few
-        args = *inputs, *rest
-        results = _ops.forward(*args)
-        _remember(ctx, args, results)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, dout: Maybe, dlse: Maybe, *_: Maybe) -> tuple[Maybe, ...]:
-        call, kept = _saved(ctx)
-        grads = _backward(call, kept, dout, dlse, ctx.needs_input_grad[:INPUTS])
-        return *grads, *NONE[INPUTS : len(ctx.needs_input_grad)]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
-        call, _ = _saved(ctx)
-        return *_apply(ForwardMode, *call, *tangents[:INPUTS]), None, None
-
-
-class TransformedAttention(Attention):
-    """The same in the form that `torch.func` and operators need, which takes PyTorch longer to call."""
+class Transformed(Function):
+    """y = (out, LSE) of a Call, and what backward needs: stats and rest. In the form that `torch.func`,
+    forward mode and operators need, which takes PyTorch longer to call."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -111,8 +136,18 @@ class TransformedAttention(Attention):
     setup_context = staticmethod(_remember)
 
     @staticmethod
+    def backward(ctx: Any, dout: Maybe, dlse: Maybe, *_: Maybe) -> tuple[Maybe, ...]:
+        call, kept = _saved(ctx)
+        return *_backward(call, kept, dout, dlse, ctx.needs_input_grad[:INPUTS]), *NONE[INPUTS:]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
+        call, _ = _saved(ctx)
+        return *_apply(ForwardMode, *call, *tangents[:INPUTS]), None, None
+
+    @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _vmap.map_forward(TransformedAttention.apply, info.batch_size, dims, args)
+        return _vmap.map_forward(Transformed.apply, info.batch_size, dims, args)
 
 
 class Backward(Function):
@@ -172,7 +207,7 @@ class ForwardMode(Function):
     def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
         call, tangents = _saved(ctx)
         by_inputs = _double_backward(call, dout, dlse, tangents)[:INPUTS]
-        out, _, *more = _apply(TransformedAttention, *call)
+        out, _, *more = _apply(Transformed, *call)
         by_tangents = _backward(call, (out, *more), dout, dlse, tuple(t is not None for t in tangents))
         return *by_inputs, *NONE[INPUTS:], *by_tangents
 
@@ -219,9 +254,11 @@ def _backward(
         return NONE[:INPUTS]
     dout = kept[0].new_zeros(()).expand(kept[0].shape) if dout is None else dout
     args = (*call, *kept, dout, dlse, wanted)
-    if torch.is_grad_enabled() or in_transform() or forward_ad._current_level >= 0:
-        return _apply(Backward, *args)
-    return Backward.forward(*args)
+    return _apply(Backward, *args) if _wants_graph() else Backward.forward(*args)
+
+
+def _wants_graph() -> bool:
+    return torch.is_grad_enabled() or in_transform() or forward_ad._current_level >= 0
 
 
 def _double_backward(call: Call, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]) -> tuple[Maybe, ...]:
@@ -300,7 +337,7 @@ def _register(op: Any, function: type[Function]) -> None:
     _ops.library.impl(op, with_derivatives, "Autograd")
 
 
-_register(_ops.attention_forward, TransformedAttention)
+_register(_ops.attention_forward, Transformed)
 _register(_ops.attention_backward, Backward)
 _register(_ops.attention_jvp, ForwardMode)
 _register(_ops.attention_double_backward, DoubleBackward)

@@ -95,15 +95,16 @@ class Saved(NamedTuple):
 def forward_saving(problem: Problem) -> Saved:
     """The forward pass of a canonical problem that is going to be differentiated."""
     spec, q, k, v = problem[:4]
-    out = _empty_out(spec, q)
+    call, like_q, _ = spec.memo.get("native") or _prepare(spec, q)
+    out = torch.empty_like(q) if like_q else _empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
     rest = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
-    if isinstance(out, FakeTensor):
+    if type(out) is not Tensor and isinstance(out, FakeTensor):
         return Saved(out, lse, stats, rest)
     extras, tensors, alive = _extras(problem, stats, rest)
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _address(lse), spec.offset or 0)
-    (spec.memo.get("native") or _prepare(spec, q))[0].forward_with(*where, extras, tensors)
+    call.forward_with(*where, extras, tensors)
     del alive
     return Saved(out, lse, stats, rest)
 
@@ -133,21 +134,15 @@ def backward(
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
-    delta = torch.empty_like(stats[0])
-    dq_sum = (
-        grads.q
-        if spec.dtype is spec.lse_dtype or grads.q is None
-        else grads.q.new_empty(grads.q.shape, dtype=spec.lse_dtype)
-    )
     extras, tensors, alive = _extras(problem)
     numbers = [
-        *map(_address, (out, rest, dout, dlse, stats, delta, dq_sum, *grads)),
+        *map(_address, (out, rest, dout, dlse, stats, *grads)),
         *dout.stride(), *_strides(grads.k), *_strides(grads.v), *_broadcast_strides(grads.bias),
     ]  # fmt: skip
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0)
     (spec.memo.get("native") or _prepare(spec, q))[0].backward(*where, extras, tensors, numbers)
     del alive
-    return grads._replace(bias=grads.bias.to(spec.bias_dtype) if grads.bias is not None else None)
+    return grads if grads.bias is None else grads._replace(bias=grads.bias.to(spec.bias_dtype))
 
 
 def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
@@ -155,15 +150,15 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
     spec, q, k, v = problem[:4]
     nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     like = torch.zeros_like if nothing else torch.empty_like
-    by_head, _, _ = _by_head(problem)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
+    dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
+    if not any(wanted[3:]):
+        return Gradients(dq, dk, dv, None, None, None)
     return Gradients(
-        q=q.new_empty((spec.B, spec.Hq, spec.Lq, spec.D)) if wanted[0] else None,
-        k=like(k) if wanted[1] else None,
-        v=like(v) if wanted[2] else None,
-        bias=_empty_bias(problem) if wanted[3] else None,
-        by_head=torch.zeros_like(by_head) if wanted[4] and by_head is not None else None,
-        sink=q.new_zeros(spec.Hq, dtype=spec.lse_dtype) if wanted[5] else None,
-    )
+        dq, dk, dv, _empty_bias(problem) if wanted[3] else None,
+        torch.zeros_like(problem.by_head) if wanted[4] and problem.by_head is not None else None,
+        q.new_zeros(spec.Hq, dtype=spec.lse_dtype) if wanted[5] else None,
+    )  # fmt: skip
 
 
 def _empty_bias(problem: Problem) -> Tensor | None:
