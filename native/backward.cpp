@@ -17,9 +17,9 @@ namespace regard {
 namespace {
 
 constexpr int64_t kMostBytes = 1 << 20, kEnoughBytes = 256 << 10;  // of a chunk's sums
-constexpr int64_t kEnoughUnits = 16;     // of one sample: beyond that, larger chunks are better
-constexpr int64_t kRowsTogether = 1024;  // rows of a task that only prepares rows
-constexpr double kInlineWork = 1e6;      // floating point operations that are not worth a second thread
+constexpr int64_t kEnoughUnits = 16;    // of one sample: beyond that, larger chunks are better
+constexpr int64_t kRowsTogether = 256;  // rows of a task that only prepares rows
+constexpr double kInlineWork = 1e6;     // floating point operations that are not worth a second thread
 
 constexpr int64_t kShares = 1 << 17;  // doubles for shares of dby_head
 constexpr int64_t kPiece = 1 << 18;   // bytes to clear or numbers to round at a time
@@ -61,7 +61,7 @@ class Backward {
 
   Outcome run() {
     if (!take_memory()) return Outcome::kOutOfMemory;
-    clear_sums();
+    clear_bias();
     prepare_rows();
     sum_marked_keys();
     if (spec_.Lk > 0) {
@@ -181,14 +181,14 @@ class Backward {
   }
 
   // PyTorch's own way to fill and convert runs on threads that hang in a forked child.
-  void clear_sums() {
-    if (grads_.dq) clear(grads_.dq_sum, spec_.B * spec_.Hq * spec_.Lq * spec_.D * item_bytes(compute_type()));
+  void clear_bias() {
+    if (!grads_.dbias) return;
     const Strides& s = grads_.dbias_stride;
     const int64_t count =
         (s.b ? spec_.B : 1) * (s.h ? spec_.Hq : 1) * (s.l ? spec_.Lq : 1) * (s.d ? spec_.Lk : 1);
     const bool own = !bias_is_shared(spec_, grads_) && spec_.bias_dtype == spec_.dtype;
     const DType sums = bias_has_pairs(spec_, grads_) ? compute_type() : kFloat64;
-    if (grads_.dbias) clear(grads_.dbias, count * item_bytes(own ? spec_.dtype : sums));
+    clear(grads_.dbias, count * item_bytes(own ? spec_.dtype : sums));
   }
 
   void clear(void* target, int64_t bytes) {
@@ -213,6 +213,7 @@ class Backward {
     std::vector<double> shares(parts * heads);
     each(parts * heads, [&](int64_t i, int) {
       const int64_t begin = i % parts * kRowsTogether, end = std::min(begin + kRowsTogether, spec_.Lq);
+      if (grads_.dq) clear_queries(i / parts * spec_.Lq + begin, end - begin);
       shares[i] = kernels_.rows(spec_, call_, grads_, i / parts / spec_.Hq, i / parts % spec_.Hq, begin, end);
     });
     for (int64_t h = 0; h < spec_.Hq && grads_.dsink; ++h) {
@@ -220,6 +221,11 @@ class Backward {
       for (int64_t i = 0; i < parts * heads; ++i) sum += i / parts % spec_.Hq == h ? shares[i] : 0;
       put(grads_.dsink, h, sum);
     }
+  }
+
+  void clear_queries(int64_t first, int64_t count) {
+    const int64_t row = spec_.D * item_bytes(compute_type());
+    memset(static_cast<char*>(grads_.dq_sum) + first * row, 0, count * row);
   }
 
   void put(void* target, int64_t at, double x) const {

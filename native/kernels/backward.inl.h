@@ -259,6 +259,24 @@ struct Backward {
         Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
   }
 
+  // The same for neighbouring runs: long ones that all rows see are spared what partial ones need.
+  void weigh_stretches(const Panel& p, const State& s, const Run* run, int64_t begin, int64_t from,
+                       int64_t to, Scalar* w, Scalar* g) {
+    const auto is_long = [](const Run* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
+    while (from < to) {
+      const Run* first = run;
+      int64_t stop;
+      bool partial = false;
+      do {
+        partial |= run->lanes != kAllLanes;
+        stop = run->end < to ? run->end : to;
+        ++run;
+      } while (stop < to && !is_long(first) && !is_long(run));
+      weigh(p, s, first, begin, from, stop, partial, w, g);
+      from = stop;
+    }
+  }
+
   // False when a shift is too large, or D, for the quick way.
   bool weigh_plainly(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
@@ -463,7 +481,7 @@ struct Backward {
         to = p.runs[i].end < end ? p.runs[i].end : end;
       }
       mark(panel, from - begin, to - begin, end - begin, seen);
-      weigh(p, s, first, begin, from, to, partial, w, g);
+      weigh_stretches(p, s, first, begin, from, to, w, g);
       if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
       whole = !partial && from == begin && to == end;
     }
