@@ -60,6 +60,7 @@ def test_every_case_is_right_and_timed(bench: Any, options: argparse.Namespace) 
 def test_names_are_different(bench: Any) -> None:
     names = [case.name for case in bench.cases.CASES]
     assert len(set(names)) == len(names)
+    assert set(bench.report.HEADLINES) <= set(names)
 
 
 @pytest.mark.parametrize("damage", [1e-3, float("nan")])
