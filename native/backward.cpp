@@ -186,9 +186,10 @@ class Backward {
     const Strides& s = grads_.dbias_stride;
     const int64_t count =
         (s.b ? spec_.B : 1) * (s.h ? spec_.Hq : 1) * (s.l ? spec_.Lq : 1) * (s.d ? spec_.Lk : 1);
-    const bool own = !bias_is_shared(spec_, grads_) && spec_.bias_dtype == spec_.dtype;
-    const DType sums = bias_has_pairs(spec_, grads_) ? compute_type() : kFloat64;
-    clear(grads_.dbias, count * item_bytes(own ? spec_.dtype : sums));
+    const bool pairs = bias_has_pairs(spec_, grads_);
+    clear(grads_.dbias, count * item_bytes(narrow_pairs() ? spec_.bias_dtype
+                                           : pairs        ? compute_type()
+                                                          : kFloat64));
   }
 
   void clear(void* target, int64_t bytes) {
@@ -412,15 +413,41 @@ class Backward {
     each(batches * heads * tiles * chunks, [&](int64_t i, int worker) {
       const int64_t chunk = i % chunks, tile = i / chunks % tiles, head = i / chunks / tiles % heads,
                     batch = i / chunks / tiles / heads;
+      Gradients own = grads_;
+      std::vector<float> sums;
+      if (narrow_pairs()) sum_apart(own, sums, at, tile, chunk);
       for (int64_t b = s.b ? batch : 0; b < (s.b ? batch + 1 : spec_.B); ++b)
         for (int64_t h = s.h ? head : 0; h < (s.h ? head + 1 : spec_.Hq); ++h)
           for (int64_t c = s.d ? chunk : 0; c < (s.d ? chunk + 1 : at.chunks); ++c)
-            add_bias({b, h / group_, 0, c}, at, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
+            add_bias({b, h / group_, 0, c}, at, own, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
+      if (narrow_pairs()) round_bias(sums, at, batch * s.b + head * s.h, tile, chunk);
     });
   }
 
-  void add_bias(const Unit& u, const Layout& at, int64_t head, int64_t tile, int64_t end, int worker) {
+  // A gradient of 16 bits that several pairs add to: summed in float, tile by tile, and rounded once.
+  bool narrow_pairs() const { return bias_has_pairs(spec_, grads_) && item_bytes(spec_.bias_dtype) == 2; }
+
+  void sum_apart(Gradients& own, std::vector<float>& sums, const Layout& at, int64_t tile,
+                 int64_t chunk) const {
+    sums.assign(tile_rows() * at.chunk, 0);
+    own.dbias_stride = {0, 0, at.chunk, 1};
+    own.dbias = sums.data() - (tile * tile_rows() + chunk) * at.chunk;
+  }
+
+  void round_bias(const std::vector<float>& sums, const Layout& at, int64_t first, int64_t tile,
+                  int64_t chunk) {
+    const Strides& s = grads_.dbias_stride;
+    const int64_t row = tile * tile_rows(), key = chunk * at.chunk;
+    const int64_t rows = std::min(tile_rows(), spec_.Lq - row), keys = std::min(at.chunk, spec_.Lk - key);
+    for (int64_t i = 0; i < rows; ++i)
+      kernels_.round(sums.data() + i * at.chunk,
+                     static_cast<uint16_t*>(grads_.dbias) + first + (row + i) * s.l + key * s.d, keys);
+  }
+
+  void add_bias(const Unit& u, const Layout& at, const Gradients& grads, int64_t head, int64_t tile,
+                int64_t end, int worker) {
     Chunk chunk = open(u, at, worker);
+    chunk.grads = &grads;
     chunk.bias_only = true;
     kernels_.open(chunk);
     Runs runs[kTilePanels];

@@ -89,14 +89,13 @@ struct Gradients {
   const void *out, *rest;  // the result, with Spec::out's strides, and what rounding took from it (or null)
   const void* dout;        // its gradient
   Strides dout_stride, dk_stride, dv_stride;
-  const void* dlse;   // (B, Hq, Lq) compute type, or null
-  const void* stats;  // as forward left them
-  void* delta;        // (B, Hq, Lq) compute type, our own
-  void* dq;           // (B, Hq, Lq, D) in the dtype of q, or null
-  void* dq_sum;       // the same in the compute type, to add to: dq itself, or our own
-  void *dk, *dv;      // in the dtype of k and v, or null
-  void* dbias;        // in the dtype of q if the bias has it and is not shared; else compute type if it has
-                      // pairs, else double; or null
+  const void* dlse;             // (B, Hq, Lq) compute type, or null
+  const void* stats;            // as forward left them
+  void* delta;                  // (B, Hq, Lq) compute type, our own
+  void* dq;                     // (B, Hq, Lq, D) in the dtype of q, or null
+  void* dq_sum;                 // the same in the compute type, to add to: dq itself, or our own
+  void *dk, *dv;                // in the dtype of k and v, or null
+  void* dbias;                  // with pairs 16 bits as the bias, or compute type; else double; or null
   Strides dbias_stride;         // (B, H, Lq, Lk), 0 where it was broadcast
   double *dk_exact, *dv_exact;  // (B, Hkv, Lk, D or Dv): what marked rows give to keys; or null
   void* dby_head;               // (Hq, 1 or distances) compute type, or null

@@ -102,12 +102,12 @@ struct ExactGradients {
     if (!grads.dbias) return;
     const Strides& s = grads.dbias_stride;
     const int64_t at = task.batch * s.b + panel.head * s.h + panel.row * s.l + j * s.d;
-    if (!bias_is_shared(spec, grads) && spec.bias_dtype == spec.dtype)
-      add_to(static_cast<S*>(grads.dbias) + at, ds);
-    else if (bias_has_pairs(spec, grads))
-      add_to(static_cast<Scalar*>(grads.dbias) + at, ds);
-    else
+    if (!bias_has_pairs(spec, grads))
       add_to(static_cast<double*>(grads.dbias) + at, ds);
+    else if (spec.bias_dtype == spec.dtype)
+      add_to(static_cast<S*>(grads.dbias) + at, ds);
+    else
+      add_to(static_cast<Scalar*>(grads.dbias) + at, ds);
   }
 };
 

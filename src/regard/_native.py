@@ -162,14 +162,12 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
 
 
 def _empty_bias(problem: Problem) -> Tensor | None:
-    """In q's dtype if it is the bias's and no pairs share an element, else in that of the sums."""
+    """In the dtype of the sums, unless a bias of 16 bits has a gradient for each pair."""
     spec, bias = problem.spec, problem.bias
     if not isinstance(bias, Tensor):
         return None
     has_pairs = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
-    shared = not has_pairs or bias.shape[:2] != (spec.B, spec.Hq)
-    own = not shared and bias.dtype is spec.dtype
-    dtype = spec.dtype if own else spec.lse_dtype if has_pairs else torch.float64
+    dtype = torch.float64 if not has_pairs else bias.dtype if bias.dtype.itemsize == 2 else spec.lse_dtype
     empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     return (torch.zeros if empty else torch.empty)(bias.shape, dtype=dtype, device=bias.device)
 
