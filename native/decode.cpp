@@ -11,6 +11,7 @@ namespace regard {
 namespace {
 
 constexpr int64_t kBridged = 8;      // hidden keys between seen ones that are not worth a cut
+constexpr int64_t kRows = 16, kGroupRows = 64, kStoredRows = 256;
 constexpr double kInlineWork = 5e5;  // multiplications that are not worth a second thread
 
 // Keys [begin, end) of a piece, and which of `seen` lie in it.
@@ -191,8 +192,11 @@ class Decode {
 
 }  // namespace
 
+// What is not dense would have to be gathered first for the other kernels, so it may have more rows here.
 bool decodes(const Spec& spec) {
-  return spec.Lq <= 16 && spec.Hkv > 0 && spec.Lq * (spec.Hq / spec.Hkv) <= 64;
+  const bool dense = spec.store == kFloats && !spec.page;
+  const int64_t rows = spec.Lq * (spec.Hkv ? spec.Hq / spec.Hkv : 0);
+  return spec.Lq <= (dense ? kRows : kMaxPanel) && rows <= (dense ? kGroupRows : kStoredRows);
 }
 
 Outcome decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {

@@ -227,6 +227,10 @@ Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& 
   return Forward(spec, call, code, interrupt).run();
 }
 
+int rows_together(const Spec& spec) {
+  return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
+}
+
 Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
   if (is_empty(spec)) return {0, 0, 1};
   if (decodes(spec)) return cut_decode(spec, call, code);

@@ -12,16 +12,24 @@ namespace {
 template <class V>
 constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
 
-// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c.
-template <class V, int R>
-REGARD_INLINE V dots(const typename V::Scalar* queries, const typename V::Scalar* const (&keys)[V::N / R],
-                     int64_t D) {
-  constexpr int C = V::N / R;
+// Rows between what is read and what is asked for. The processor's own prefetching loses its way among
+// several rows at once.
+constexpr int64_t kAheadKeys = 8, kAheadValues = 16;
+
+// Vectors of K's elements in a cache line.
+template <class V, class K>
+constexpr int kLineVectors = 64 / (sizeof(K) * V::N) > 1 ? 64 / (sizeof(K) * V::N) : 1;
+
+// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
+// that is read asks for the one `ahead` elements further on.
+template <class V, int R, class K>
+REGARD_INLINE V dots(const typename V::Scalar* queries, const K* const (&keys)[V::N / R], int64_t D,
+                     int64_t ahead) {
+  constexpr int C = V::N / R, line = kLineVectors<V, K> * V::N;
   V sum[V::N];
 #pragma GCC unroll 16
   for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
-  int64_t d = 0;
-  for (; d + V::N <= D; d += V::N) {
+  const auto step = [&](int64_t d) REGARD_ALWAYS {
     V q[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * D + d);
@@ -31,7 +39,15 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, const typename V::Scalar
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
     }
+  };
+  int64_t d = 0;
+  for (; d + line <= D; d += line) {
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) __builtin_prefetch(keys[c] + d + ahead);
+#pragma GCC unroll 8
+    for (int i = 0; i < line; i += V::N) step(d + i);
   }
+  for (; d + V::N <= D; d += V::N) step(d);
   transpose(sum);
 #pragma GCC unroll 16
   for (int i = 1; i < V::N; ++i) sum[0] = sum[0] + sum[i];
@@ -39,31 +55,30 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, const typename V::Scalar
   typename V::Scalar rest[V::N];
   for (int i = 0; i < V::N; ++i) {
     rest[i] = 0;
-    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * D + t] * keys[i % C][t];
+    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * D + t] * to_float(keys[i % C][t]);
   }
   return sum[0] + Lanes<V>::load(rest);
 }
 
 // scores[R][ld_scores] of a tile of n keys
-template <class V, int R>
-void score_tile(const typename V::Scalar* queries, int64_t D, const typename V::Scalar* keys, int64_t ld,
-                int64_t n, typename V::Scalar* scores, int64_t ld_scores) {
+template <class V, int R, class K>
+void score_tile(const typename V::Scalar* queries, int64_t D, const K* keys, int64_t ld, int64_t n,
+                typename V::Scalar* scores, int64_t ld_scores) {
   constexpr int C = V::N / R;
   for (int64_t c = 0; c < n; c += C) {
-    const typename V::Scalar* key[C];
+    const K* key[C];
     for (int i = 0; i < C; ++i) key[i] = keys + (c + i < n ? c + i : n - 1) * ld;
     typename V::Scalar lane[V::N];
-    Lanes<V>::store(lane, dots<V, R>(queries, key, D));
+    Lanes<V>::store(lane, dots<V, R, K>(queries, key, D, kAheadKeys * ld));
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < C && c + i < n; ++i) scores[r * ld_scores + c + i] = lane[r * C + i];
   }
 }
 
 // out[R][Count vectors] += weights[R][n] * values[n]
-template <class V, int R, int Count>
-REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
-                               const typename V::Scalar* values, int64_t ld, int64_t n,
-                               typename V::Scalar* out, int64_t Dv) {
+template <class V, int R, int Count, class K>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const K* values,
+                               int64_t ld, int64_t n, typename V::Scalar* out, int64_t Dv) {
   V sum[R][Count];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -72,7 +87,10 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
   for (int64_t c = 0; c < n; ++c) {
     V v[Count];
 #pragma GCC unroll 8
-    for (int i = 0; i < Count; ++i) v[i] = Lanes<V>::load(values + c * ld + i * V::N);
+    for (int i = 0; i < Count; ++i) {
+      if (i % kLineVectors<V, K> == 0) __builtin_prefetch(values + (c + kAheadValues) * ld + i * V::N);
+      v[i] = Lanes<V>::load(values + c * ld + i * V::N);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const V w = Lanes<V>::set(weights[r * ld_weights + c]);
@@ -90,9 +108,9 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
 }
 
 // out[R][Dv] += weights[R][n] * values[n][Dv]
-template <class V, int R>
-void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const typename V::Scalar* values,
-              int64_t ld, int64_t n, typename V::Scalar* out, int64_t Dv) {
+template <class V, int R, class K>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const K* values, int64_t ld, int64_t n,
+              typename V::Scalar* out, int64_t Dv) {
   constexpr int Count = 8 / R;
   int64_t d = 0;
   for (; d + Count * V::N <= Dv; d += Count * V::N)
@@ -102,7 +120,7 @@ void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const typen
   for (; d < Dv; ++d)
     for (int r = 0; r < R; ++r) {
       typename V::Scalar sum = 0;
-      for (int64_t c = 0; c < n; ++c) sum += weights[r * ld_weights + c] * values[c * ld + d];
+      for (int64_t c = 0; c < n; ++c) sum += weights[r * ld_weights + c] * to_float(values[c * ld + d]);
       out[r * Dv + d] += sum;
     }
 }
@@ -204,21 +222,26 @@ struct Decode {
   // Calls work(first key, keys, tile of rows, distance of rows) for all keys that are seen.
   template <class Work>
   void walk(Stored<V, S>& stored, Work work) {
+    // Converting a tile first pays when several blocks of rows use it.
+    const bool as_they_are = sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>;
     for (int64_t i = 0; i < piece.n_seen; ++i) {
       const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
       const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < kTileKeys ? end - j : kTileKeys;
-        stored.prefetch(j + n, j + 2 * n < end ? j + 2 * n : end);
-        int64_t ld;
-        const Scalar* at = stored.rows(j, n, tile, scales, ld);
-        work(j - piece.begin, n, at, ld);
+                int64_t ld = 0;
+        if (const S* at = as_they_are ? stored.in_place(j, n, ld) : nullptr) {
+          work(j - piece.begin, n, at, ld);
+        } else {
+          const Scalar* converted = stored.rows(j, n, tile, scales, ld);
+          work(j - piece.begin, n, converted, ld);
+        }
       }
     }
   }
 
   void score() {
-    walk(keys, [&](int64_t c, int64_t n, const Scalar* k, int64_t ld) {
+    walk(keys, [&](int64_t c, int64_t n, const auto* k, int64_t ld) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
         score_tile<V, count.value>(queries + r * spec.D, spec.D, k, ld, n, scores + r * kPieceKeys + c,
                                    kPieceKeys);
@@ -244,7 +267,7 @@ struct Decode {
 
   void add_values(const Part& p) {
     for (int64_t i = 0; i < rows * spec.Dv; ++i) p.out[i] = 0;
-    walk(values, [&](int64_t c, int64_t n, const Scalar* v, int64_t ld) {
+    walk(values, [&](int64_t c, int64_t n, const auto* v, int64_t ld) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
         add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, ld, n, p.out + r * spec.Dv,
                                  spec.Dv);

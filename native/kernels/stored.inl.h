@@ -25,7 +25,6 @@ class Stored {
         table_(p.call->table ? p.call->table + p.batch * p.call->table_stride : nullptr) {
     data_ = static_cast<const char*>(data) + p.kv_head * stride.h * item();
     scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);
-    direct_ = spec_.store == kFloats && sizeof(S) == sizeof(Scalar) && stride.d == 1;
   }
 
   static Stored keys(const Piece& p) {
@@ -39,31 +38,21 @@ class Stored {
   static int64_t tile_size(int64_t width) { return kTileKeys * round_up(width, kGroup); }
   static int64_t scales_size(int64_t width) { return kTileKeys * 2 * (round_up(width, kGroup) / kGroup); }
 
-  // Rows [begin, begin + n), n at most kTileKeys, `ld` apart. Where the table is wrong, zeros; `is_broken`
-  // tells.
+  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one piece.
+  const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
+    if (spec_.store != kFloats || stride_.d != 1 || together(begin, n) < n) return nullptr;
+    ld = stride_.l * step_;
+    return reinterpret_cast<const S*>(look(begin).data);
+  }
+
+  // The same, n at most kTileKeys, converted. Where the table is wrong, zeros; `is_broken` tells.
   const Scalar* rows(int64_t begin, int64_t n, Scalar* into, Scalar* scales, int64_t& ld) {
-    if (direct_ && together(begin, n) == n)
-      if (const Row row = find(begin); row.data) {
-        ld = stride_.l * step_;
-        return reinterpret_cast<const Scalar*>(row.data);
-      }
     ld = round_up(width_, kGroup);
     for (int64_t r = 0, m; r < n; r += m) {
       m = together(begin + r, n - r);
       convert(find(begin + r), m, into + r * ld, scales, ld);
     }
     return into;
-  }
-
-  void prefetch(int64_t begin, int64_t end) const {
-    const int64_t bytes = stored_width() * item();
-    for (int64_t j = begin, m; j < end; j += m) {
-      m = together(j, end - j);
-      const Row row = look(j);
-      for (int64_t r = 0; row.data && r < m; ++r)
-        for (int64_t at = 0; at < bytes; at += 64)
-          __builtin_prefetch(row.data + r * stride_.l * step_ * item() + at);
-    }
   }
 
   bool is_broken() const { return broken_; }
@@ -152,7 +141,7 @@ class Stored {
   const int32_t* table_;
   const char* data_;
   const Half* scales_;
-  bool direct_, broken_ = false;
+  bool broken_ = false;
 };
 
 }  // namespace
