@@ -10,7 +10,7 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kBridged = 8;      // hidden keys between seen ones that are not worth a cut
+constexpr int64_t kBridged = 8;  // hidden keys between seen ones that are not worth a cut
 constexpr int64_t kRows = 16, kGroupRows = 64, kStoredRows = 256;
 constexpr double kInlineWork = 5e5;  // multiplications that are not worth a second thread
 

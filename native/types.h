@@ -44,11 +44,11 @@ struct Spec {
   BiasKind bias;
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
   Strides q, k, v, out;
-  Strides bias_stride;    // (B, H, Lq, Lk), 0 where broadcast
-  double scale, softcap;  // softcap 0: none
-  uint32_t drop_below;    // of 65536; 0: no dropout
-  double keep_scale;      // 1 / (1 - p)
-  StoreKind store;        // of K and V; their strides count stored elements (bytes of codes)
+  Strides bias_stride;       // (B, H, Lq, Lk), 0 where broadcast
+  double scale, softcap;     // softcap 0: none
+  uint32_t drop_below;       // of 65536; 0: no dropout
+  double keep_scale;         // 1 / (1 - p)
+  StoreKind store;           // of K and V; their strides count stored elements (bytes of codes)
   Strides k_scale, v_scale;  // (B, H, L) of the scales, in float16 numbers
   int64_t page, pages;       // keys of a page, a power of two, and how many there are; 0: no pages.
                              // Then K's and V's B is the page, and L the row in it.

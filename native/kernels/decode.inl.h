@@ -14,7 +14,7 @@ constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
 
 // Rows between what is read and what is asked for. The processor's own prefetching loses its way among
 // several rows at once.
-constexpr int64_t kAheadKeys = 8, kAheadValues = 16;
+constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys;
 
 // Vectors of K's elements in a cache line.
 template <class V, class K>
@@ -115,13 +115,14 @@ void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const K* va
   int64_t d = 0;
   for (; d + Count * V::N <= Dv; d += Count * V::N)
     add_columns<V, R, Count>(weights, ld_weights, values + d, ld, n, out + d, Dv);
-  for (; d + V::N <= Dv; d += V::N)
-    add_columns<V, R, 1>(weights, ld_weights, values + d, ld, n, out + d, Dv);
+  for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values + d, ld, n, out + d, Dv);
   for (; d < Dv; ++d)
     for (int r = 0; r < R; ++r) {
-      typename V::Scalar sum = 0;
-      for (int64_t c = 0; c < n; ++c) sum += weights[r * ld_weights + c] * to_float(values[c * ld + d]);
-      out[r * Dv + d] += sum;
+      double sum = 0;
+      for (int64_t c = 0; c < n; ++c)
+        sum += static_cast<double>(weights[r * ld_weights + c]) *
+               static_cast<double>(to_float(values[c * ld + d]));
+      out[r * Dv + d] += static_cast<typename V::Scalar>(sum);
     }
 }
 
@@ -196,11 +197,7 @@ struct Decode {
 
   RowPlace place(int64_t r, int64_t begin) const {
     const int64_t offset = call.offsets ? call.offsets[piece.batch] : call.offset;
-    return {piece.batch,
-            head(r),
-            lane(r),
-            offset + lane(r),
-            piece.key + begin * piece.key_step,
+    return {piece.batch,   head(r), lane(r), offset + lane(r), piece.key + begin * piece.key_step,
             piece.key_step};
   }
 
@@ -229,7 +226,7 @@ struct Decode {
       const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < kTileKeys ? end - j : kTileKeys;
-                int64_t ld = 0;
+        int64_t ld = 0;
         if (const S* at = as_they_are ? stored.in_place(j, n, ld) : nullptr) {
           work(j - piece.begin, n, at, ld);
         } else {

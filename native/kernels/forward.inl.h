@@ -244,7 +244,7 @@ struct Forward {
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
     write(p, s, out);
     if (call.rest) write_rest(p, s, out);
-    for (int t = 0; lse && t < p.rows; ++t) 
+    for (int t = 0; lse && t < p.rows; ++t)
       lse[t * task.row_step] =
           lse_of(ExactRow<V, S>{task, p, t, row_sum, 0, 0}, s.shift[t], s.total[t], only_sink(s, t));
     for (int t = 0; call.stats && t < p.rows; ++t)

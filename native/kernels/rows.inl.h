@@ -83,8 +83,7 @@ inline int64_t first_run(const RunList& list, int64_t key) {
 template <class V>
 void hide_row(const RunList& list, int lane, int64_t begin, int64_t end, typename V::Scalar* scores) {
   const auto fill = [&](int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; ++j)
-      scores[j - begin] = static_cast<typename V::Scalar>(-__builtin_inf());
+    for (int64_t j = from; j < to; ++j) scores[j - begin] = static_cast<typename V::Scalar>(-__builtin_inf());
   };
   int64_t next = begin;
   for (int64_t i = first_run(list, begin); i < list.count && list.runs[i].begin < end; ++i) {

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t kTileKeys = 16;  // a converted tile stays in L1
+constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
 
 template <class V, class S>
 class Stored {
@@ -59,7 +59,8 @@ class Stored {
 
  private:
   struct Row {
-    const char* data;  // null: there is no such page
+    bool exists;  // its page does
+    const char* data;
     const Half* scales;
   };
 
@@ -80,19 +81,19 @@ class Stored {
     const int64_t key = key_ + j * step_;
     const int64_t outer = table_ ? table_[key / spec_.page] : batch_;
     const int64_t row = table_ ? key & (spec_.page - 1) : key;
-    if (table_ && (outer < 0 || outer >= spec_.pages)) return {nullptr, nullptr};
-    return {data_ + (outer * stride_.b + row * stride_.l) * item(),
+    if (table_ && (outer < 0 || outer >= spec_.pages)) return {false, nullptr, nullptr};
+    return {true, data_ + (outer * stride_.b + row * stride_.l) * item(),
             scales_ + outer * scale_stride_.b + row * scale_stride_.l};
   }
 
   Row find(int64_t j) {
     const Row row = look(j);
-    broken_ |= !row.data;
+    broken_ |= !row.exists;
     return row;
   }
 
   void convert(const Row& row, int64_t n, Scalar* into, Scalar* scales, int64_t ld) {
-    if (!row.data)
+    if (!row.exists)
       for (int64_t i = 0; i < n * ld; ++i) into[i] = 0;
     else if (spec_.store == kFloats)
       copy_rows<V>(reinterpret_cast<const S*>(row.data), stride_.l * step_, stride_.d, n, width_, ld, into);
@@ -113,7 +114,8 @@ class Stored {
         if (spec_.store == kInt8)
           group_of_bytes(reinterpret_cast<const int8_t*>(codes) + g * kGroup, *scales++, into);
         else
-          group_of_nibbles(reinterpret_cast<const uint8_t*>(codes) + g * kGroup / 2, scales[0], scales[1], into),
+          group_of_nibbles(reinterpret_cast<const uint8_t*>(codes) + g * kGroup / 2, scales[0], scales[1],
+                           into),
               scales += 2;
     }
   }

@@ -33,8 +33,8 @@ def attend_stored(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D).
 
-    With few query rows the native kernel reads the store itself. Then a repeated call skips the checks, though
-    the length, the offset and the data may have changed.
+    With few query rows the native kernel reads the store itself. Then a repeated call skips the checks,
+    though the length, the offset and the data may have changed.
     """
     key = _key(q, stored, mask, offset, bias, scale, softcap, sink, return_lse, impl)
     ready = _ready.get(key) if key is not None else None
@@ -48,7 +48,9 @@ def attend_stored(
     problem = _problem(q, stored, options)
     ready = _prepare(problem, stored, impl) if problem is not None else None
     if problem is None or ready is None:
-        return attention(q, *stored.dense(q.dtype), **options, impl=impl)
+        k, v = stored.dense(q.dtype)
+        found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options, impl=impl)
+        return found
     if key is not None:
         if len(_ready) >= MAX_SPECS:
             _ready.clear()
@@ -71,7 +73,7 @@ def _key(
     return_lse: bool,
     impl: str,
 ) -> tuple[Any, ...] | None:
-    """What a call has in common with those that differ in length, offset and data. None: there are no such."""
+    """What calls that differ in length, offset and data have in common; None: check this one."""
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if bias is not None or q.is_neg() or _is_any_autocast_enabled() or is_watched(q, k, v):
         return None

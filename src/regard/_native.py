@@ -175,7 +175,12 @@ def _check_stored(spec: Spec, stored: Stored) -> None:
     rows = k.shape[2] if table is None else page
     for name, x, scale, width in (("k", k, k_scale, D), ("v", v, v_scale, Dv)):
         dtype, held = (spec.dtype, width) if kind == "float" else _codes(kind, width)
-        if x.dtype is not dtype or x.ndim != 4 or x.shape[0] not in outer or x.shape[1:] != (spec.Hkv, rows, held):
+        if (
+            x.dtype is not dtype
+            or x.ndim != 4
+            or x.shape[0] not in outer
+            or x.shape[1:] != (spec.Hkv, rows, held)
+        ):
             expected = f"{dtype} ({outer[0]}, {spec.Hkv}, {rows}, {held})"
             raise ValueError(f"stored.{name}: expected {expected}, got {describe(x)}")
         if kind != "float":
@@ -323,7 +328,9 @@ def _as_given(out: Tensor, spec: Spec) -> Tensor:
 def _attention(spec: Spec, stored: Stored | None = None) -> Any:
     bias_dtype = DTYPES[spec.bias_dtype] if spec.bias_dtype is not None else 0
     sizes = (spec.B, spec.Hq, spec.Hkv, spec.Lq, spec.Lk, spec.D, spec.Dv)
-    k, v = (spec.k_stride, spec.v_stride) if stored is None else ((*_outer(x), x.stride(3)) for x in stored[:2])
+    k, v = (
+        (spec.k_stride, spec.v_stride) if stored is None else ((*_outer(x), x.stride(3)) for x in stored[:2])
+    )
     strides = (*spec.q_stride, *k, *v, *spec.out_stride, *spec.bias_stride)
     drop_below = round(spec.dropout * 65536)
     keep_scale = 1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0
