@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import HAVE_CORE, rel_l2
 from forward_cases import DTYPES, Call, Sampler, faults
+from stored_cases import KINDS, store
 from torch import Tensor
 
 import regard
 from regard import _decode, _native
 from regard import masks as M
 from regard._decode import attend_stored
-from regard._stored import GROUP, Stored
 from regard.scores import Alibi, RelativeBias
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built
 ROWS, SHARED = (1, 1, 2, 3, 5, 16), (1, 2, 4, 8, 32)
 KEYS = (1, 3, 17, 63, 65, 97, 129, 513, 1025, 4097)
 SIZES = (*range(1, 131, 2), 8, 64, 96, 128, 576)
-KINDS = ("float", "int8", "int4")
 
 
 class FewRows(Sampler):
@@ -141,55 +141,6 @@ def test_error_beside_the_fused_kernel(isa: str, rows: int) -> None:
 # Stored keys
 
 
-def quantised(x: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales of x (..., D)."""
-    if kind == "float":
-        return x, None
-    groups = -(-x.shape[-1] // GROUP)
-    x = torch.nn.functional.pad(x.float(), (0, groups * GROUP - x.shape[-1])).unflatten(-1, (groups, GROUP))
-    if kind == "int8":
-        scale = (x.abs().amax(-1) / 127).half()
-        return (x / scale[..., None].float()).nan_to_num().round().clamp(-127, 127).flatten(-2).char(), scale
-    low, high = x.aminmax(dim=-1)
-    low, scale = low.half(), ((high - low) / 15).half()
-    codes = ((x - low[..., None].float()) / scale[..., None].float()).nan_to_num().round().clamp(0, 15).byte()
-    return (codes[..., :16] | codes[..., 16:] << 4).flatten(-2), torch.stack([scale, low], -1)
-
-
-def in_pages(x: Tensor | None, page: int, table: Tensor, pages: int) -> Tensor | None:
-    """(B, H, L, ...) -> (pages, H, page, ...); what is not referenced is NaN, or the largest code."""
-    if x is None:
-        return None
-    B, H, L = x.shape[:3]
-    unused = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
-    out = x.new_full((pages, H, page, *x.shape[3:]), unused)
-    for b in range(B):
-        for at in range(0, L, page):
-            n = min(page, L - at)
-            out[int(table[b, at // page]), :, :n] = x[b, :, at : at + n]
-    return out
-
-
-def store(k: Tensor, v: Tensor, kind: str, page: int) -> Stored:
-    """K and V with room for a few more keys, or in shuffled pages."""
-    B, _, L, D = k.shape
-    parts = [part for x in (k, v) for part in quantised(x, kind)]
-    table = None
-    if page:
-        count = -(-L // page)
-        pages = B * count + 3
-        table = torch.full((B, count + 2), -1, dtype=torch.int32)
-        table[:, :count] = torch.randperm(pages)[: B * count].view(B, count)
-        parts = [in_pages(x, page, table, pages) for x in parts]
-    else:
-        parts = [None if x is None else torch.cat([x, x[:, :, :5] * 0], 2) for x in parts]
-    width = v.shape[-1]
-    codes, k_scale, more_codes, v_scale = parts
-    assert codes is not None
-    assert more_codes is not None
-    return Stored(codes, more_codes, k_scale, v_scale, table, page, kind, L, D, width)
-
-
 STORED_OPTIONS: list[dict[str, Any]] = [
     {},
     {"mask": M.Causal()},
@@ -235,6 +186,18 @@ def test_growing_without_new_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in range(1, 71):
         want = native(q, k[:, :, :length], v[:, :, :length])
         assert torch.equal(attend_stored(q, stored._replace(length=length), impl="native"), want)
+
+
+def test_offsets_of_every_kind_again() -> None:
+    q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
+    stored = store(k, v, "float", 0)
+    for offset in (None, 3, 50, np.int64(7), torch.tensor([5, 60]), torch.tensor([9, 2], dtype=torch.int32)):
+        want = native(q, k, v, mask=M.Causal(), offset=offset)
+        for _ in range(2):
+            assert torch.equal(attend_stored(q, stored, mask=M.Causal(), offset=offset), want)
+    for wrong in (2**49, torch.tensor([2**49, 0]), torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match="offset"):
+            attend_stored(q, stored, mask=M.Causal(), offset=wrong)
 
 
 def test_faults_of_a_store(isa: str) -> None:

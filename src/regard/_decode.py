@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
 from . import _native
@@ -77,7 +77,7 @@ def _key(
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if bias is not None or q.is_neg() or _is_any_autocast_enabled() or is_watched(q, k, v):
         return None
-    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if any_needs_grad(q, k, v, sink) or not _is_simple(offset):
         return None
     code = None
     if mask is not None:
@@ -91,6 +91,10 @@ def _key(
         None if table is None else table.shape, page, kind, D, Dv, code,
         None if sink is None else (sink.shape, sink.dtype), type(offset), scale, softcap, return_lse, impl,
     )  # fmt: skip
+
+
+def _is_simple(offset: object) -> bool:
+    return offset is None or type(offset) is Tensor or (type(offset) is int and abs(offset) <= MAX_OFFSET)
 
 
 def _again(
