@@ -145,6 +145,18 @@ def backward(L: int, D: int, mask: Callable[[Case], M.Mask] | None = None) -> Ca
     return square(f"backward-{kind}-{L}-{D}", f"backward alone, {kind}", L, D, mask=mask, work="backward")
 
 
+def decoding(B: int, Hkv: int, Lk: int, *asked: float) -> tuple[Case, ...]:
+    """One query of 32 heads in each of the three dtypes, with the ratios asked for."""
+    kinds = zip(("fp32", "bf16", "fp16"), (torch.float32, BF16, FP16), asked, strict=True)
+    return tuple(
+        Case(
+            f"decode-{name}-{B}-{Hkv}-{Lk}", f"one query, {name}", B=B, Hq=32, Hkv=Hkv, Lq=1, Lk=Lk, D=128,
+            Dv=128, dtype=dtype, asked=needs(ratio),
+        )
+        for name, dtype, ratio in kinds
+    )  # fmt: skip
+
+
 BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
 
 CASES = (
@@ -177,7 +189,11 @@ CASES = (
     square("fp64-1024", "float64 dense", 1024, dtype=FP64),
     square("strided-2048", "(B, L, H, D) views, dense", 2048, strided=True),
     square("tiny-calls", "tiny calls", 64, Lq=1, calls=300, asked=needs(1.0)),
-    square("decode-4096", "one query, grouped heads", 4096, 128, Lq=1, Hq=32),
+    *decoding(1, 8, 4096, 3.5, 20, 30),
+    *decoding(1, 1, 4096, 4.5, 33, 45),
+    *decoding(8, 8, 1024, 3, 22, 35),
+    *decoding(1, 32, 4096, 1.6, 8, 11),
+    *decoding(1, 8, 32768, 4.5, 22, 35),
     training("dense-1024", "dense", 1024, asked=needs(1.35)),
     training("causal-1024", "causal", 1024, mask=causal, asked=needs(1.7)),
     training("causal-2048-128", "causal", 2048, 128, mask=causal, asked=needs(1.35)),

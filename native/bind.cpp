@@ -8,47 +8,16 @@
 
 #include "backward.h"
 #include "cpu.h"
+#include "decode.h"
 #include "forward.h"
 #include "parallel.h"
 #include "spans.h"
+#include "unpack.h"
 
 namespace nb = nanobind;
 using namespace regard;
-using Ints = std::vector<int64_t>;
 
 namespace {
-
-template <class T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
-
-Strides strides(const int64_t* at) { return {at[0], at[1], at[2], at[3]}; }
-
-// Each tensor is nine numbers: address, sizes and strides for (b, h, q, k).
-std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
-  std::vector<MaskTensor> tensors(numbers.size() / 9);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t* at = numbers.data() + 9 * i;
-    tensors[i].data = pointer<const void>(at[0]);
-    for (int d = 0; d < 4; ++d) {
-      tensors[i].size[d] = at[1 + d];
-      tensors[i].stride[d] = at[5 + d];
-    }
-  }
-  return tensors;
-}
-
-Gradients unpack_gradients(const int64_t* n) {
-  Gradients g{};
-  g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);
-  g.dlse = pointer<const void>(n[3]), g.stats = pointer<const void>(n[4]);
-  g.dq = pointer<void>(n[5]), g.dk = pointer<void>(n[6]), g.dv = pointer<void>(n[7]);
-  g.dbias = pointer<void>(n[8]), g.dby_head = pointer<void>(n[9]), g.dsink = pointer<void>(n[10]);
-  g.dout_stride = strides(n + 11), g.dk_stride = strides(n + 15), g.dv_stride = strides(n + 19);
-  g.dbias_stride = strides(n + 23);
-  return g;
-}
 
 bool signal_pending() {
   nb::gil_scoped_acquire gil;
@@ -58,21 +27,11 @@ bool signal_pending() {
 // One checked call, with everything but its data.
 class Attention {
  public:
-  // numbers: dtype, bias dtype, bias kind, B, Hq, Hkv, Lq, Lk, D, Dv, then four strides each of q, k, v, out
-  // and bias
   Attention(const Ints& numbers, const Ints& code, double scale, double softcap, int64_t drop_below,
             double keep_scale)
       : code_(code) {
-    if (numbers.size() != 30) throw nb::value_error("expected 30 numbers");
-    const int64_t* n = numbers.data();
-    spec_.dtype = static_cast<DType>(n[0]);
-    spec_.bias_dtype = static_cast<DType>(n[1]);
-    spec_.bias = static_cast<BiasKind>(n[2]);
-    spec_.B = n[3], spec_.Hq = n[4], spec_.Hkv = n[5], spec_.Lq = n[6], spec_.Lk = n[7], spec_.D = n[8],
-    spec_.Dv = n[9];
-    spec_.q = strides(n + 10), spec_.k = strides(n + 14), spec_.v = strides(n + 18),
-    spec_.out = strides(n + 22);
-    spec_.bias_stride = strides(n + 26);
+    if (numbers.size() != kSpecNumbers) throw nb::value_error("numbers: expected those of unpack_spec");
+    spec_ = unpack_spec(numbers.data());
     spec_.scale = scale;
     spec_.softcap = softcap;
     spec_.drop_below = static_cast<uint32_t>(drop_below);
@@ -95,6 +54,22 @@ class Attention {
     run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
+  // where: q, k, v, out, lse, offset, Lk, scales of K, scales of V, table, its stride
+  void decode(const Ints& where, const Ints& extras, const Ints& tensors) const {
+    if (where.size() != 11) throw nb::value_error("expected 11 numbers");
+    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
+    Call call{};
+    set(call, where[0], where[1], where[2], where[3], where[4], where[5]);
+    set_extras(call, extras, mask);
+    call.k_scale = pointer<const void>(where[7]), call.v_scale = pointer<const void>(where[8]);
+    call.table = pointer<const int32_t>(where[9]), call.table_stride = where[10];
+    Spec spec = spec_;
+    spec.Lk = where[6];
+    run([&] { return regard::decode(spec, call, code_, {signal_pending}); });
+  }
+
+  bool decodes() const { return regard::decodes(spec_); }
+
   // gradients: the addresses of out, rest, dout, dlse, stats, dq, dk, dv, dbias, dby_head, dsink, then four
   // strides each of dout, dk, dv and dbias
   void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Ints& extras, const Ints& tensors,
@@ -114,7 +89,7 @@ class Attention {
     Call call{};
     call.offset = offset;
     set_extras(call, extras, mask);
-    const Cost c = measure(Spans(code_, spec_, call), spec_, panel_rows(spec_.dtype));
+    const Cost c = measure(Spans(code_, spec_, call), spec_, rows_together(spec_));
     const Cut plan = cut(spec_, call, code_);
     return {c.pairs, c.touched, c.full, c.partial, c.empty, plan.tasks, plan.scratch_bytes, plan.threads};
   }
@@ -142,11 +117,7 @@ class Attention {
 
   static void set_extras(Call& call, const Ints& x, const std::vector<MaskTensor>& tensors) {
     if (x.size() != 9) throw nb::value_error("expected 9 extras");
-    call.bias = pointer<const void>(x[0]), call.by_head = pointer<const void>(x[1]);
-    call.distance_low = x[2], call.distances = x[3];
-    call.sink = pointer<const void>(x[4]), call.offsets = pointer<const int64_t>(x[5]);
-    call.seed = static_cast<uint64_t>(x[6]), call.stats = pointer<void>(x[7]),
-    call.rest = pointer<void>(x[8]);
+    unpack_extras(x.data(), call);
     call.tensors = tensors.data();
   }
 
@@ -159,6 +130,7 @@ class Attention {
     }
     if (outcome == Outcome::kInterrupted) throw nb::python_error();
     if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
+    if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
   }
 
   Spec spec_{};
@@ -175,6 +147,8 @@ NB_MODULE(_core, m) {
            nb::arg("keep_scale"))
       .def("forward", &Attention::forward)
       .def("forward_with", &Attention::forward_with)
+      .def("decode", &Attention::decode)
+      .def("decodes", &Attention::decodes)
       .def("backward", &Attention::backward)
       .def("cost", &Attention::cost)
       .def("runs", &Attention::runs);

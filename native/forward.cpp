@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "cpu.h"
+#include "decode.h"
 #include "parallel.h"
 #include "spans.h"
 
@@ -220,11 +221,19 @@ class Forward {
 }  // namespace
 
 Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
-  return is_empty(spec) ? Outcome::kDone : Forward(spec, call, code, interrupt).run();
+  if (is_empty(spec)) return Outcome::kDone;
+  // Not for backward, which computes scores as panels do: the weights must come out the same.
+  if (decodes(spec) && !call.stats) return decode(spec, call, code, interrupt);
+  return Forward(spec, call, code, interrupt).run();
+}
+
+int rows_together(const Spec& spec) {
+  return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
 }
 
 Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
   if (is_empty(spec)) return {0, 0, 1};
+  if (decodes(spec)) return cut_decode(spec, call, code);
   const Forward f(spec, call, code, {});
   return {f.tasks(), f.scratch_bytes(), f.workers()};
 }

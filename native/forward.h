@@ -9,6 +9,9 @@ namespace regard {
 
 Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt);
 
+// Query rows that meet a key together.
+int rows_together(const Spec& spec);
+
 // How a call of this shape would be cut.
 struct Cut {
   int64_t tasks;

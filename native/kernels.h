@@ -25,12 +25,22 @@ struct BackwardKernels {
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
 };
 
+// Few query rows against many keys: pieces of the keys, whose parts are put together at the end.
+struct DecodeKernels {
+  int64_t (*part_bytes)(const Spec&);
+  int64_t (*scratch_bytes)(const Spec&);
+  bool (*piece)(const Piece&);   // false: the table names a page that does not exist
+  bool (*finish)(const Piece&);  // merges the parts in order and writes the rows' results
+};
+constexpr int64_t kPieceKeys = 512;
+
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows in a panel
   // Indexed by DType.
   void (*forward[4])(const Task&);
   int64_t (*scratch_bytes[4])(const Spec&, int panels, bool copy_k, bool copy_v);
+  DecodeKernels decode[4];
   BackwardKernels backward[4];
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);

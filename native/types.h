@@ -5,7 +5,16 @@
 namespace regard {
 
 enum DType : int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+// How K and V are stored: in the dtype of q, or as codes with scales in float16, kGroup channels sharing one.
+enum StoreKind : int32_t {
+  kFloats = 0,
+  kInt8 = 1,  // x = code * scale; scales (..., groups)
+  kInt4 = 2,  // x = code * scale + low; 16 bytes hold a group: byte i has channel i below and i + 16 above;
+              // scales and lows (..., groups, 2)
+};
 enum BiasKind : int32_t { kNoBias = 0, kTensorBias = 1, kAlibi = 2, kRelative = 3 };
+
+constexpr int64_t kGroup = 32;
 
 // Query rows of a panel are lanes of a 32-bit set.
 constexpr int kMaxPanel = 32;
@@ -35,10 +44,14 @@ struct Spec {
   BiasKind bias;
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
   Strides q, k, v, out;
-  Strides bias_stride;    // (B, H, Lq, Lk), 0 where broadcast
-  double scale, softcap;  // softcap 0: none
-  uint32_t drop_below;    // of 65536; 0: no dropout
-  double keep_scale;      // 1 / (1 - p)
+  Strides bias_stride;       // (B, H, Lq, Lk), 0 where broadcast
+  double scale, softcap;     // softcap 0: none
+  uint32_t drop_below;       // of 65536; 0: no dropout
+  double keep_scale;         // 1 / (1 - p)
+  StoreKind store;           // of K and V; their strides count stored elements (bytes of codes)
+  Strides k_scale, v_scale;  // (B, H, L) of the scales, in float16 numbers
+  int64_t page, pages;       // keys of a page, a power of two, and how many there are; 0: no pages.
+                             // Then K's and V's B is the page, and L the row in it.
 };
 
 // What a single call adds to its Spec.
@@ -59,6 +72,9 @@ struct Call {
   int64_t offset;
   uint64_t seed;
   const MaskTensor* tensors;
+  const void *k_scale, *v_scale;  // of quantised keys and values
+  const int32_t* table;           // (B, ...): which page holds keys i * page, ...; or null
+  int64_t table_stride;
 };
 
 // Up to a panel's width of query rows of one head, `row_step` apart, and the keys they see (in the task's
@@ -82,6 +98,33 @@ struct Task {
   void* scratch;
   bool (*stop)(void*);  // asked between blocks; true ends the task early
   void* stop_context;
+};
+
+struct RunList {
+  const Run* runs;
+  int64_t count;
+};
+
+// What the query rows of one group of heads see: a list for each head, or one for all of them.
+struct Sight {
+  const RunList* heads;
+  bool by_head;
+};
+
+// Keys [begin, end) of one head, for all query rows of its group (lane i of a run is row i of each head).
+// Key j of the piece is key `key + j * key_step` of the call.
+struct Piece {
+  const Spec* spec;
+  const Call* call;
+  int64_t batch, kv_head;
+  int64_t key, key_step;
+  Sight sight;
+  int64_t begin, end;
+  const Run* seen;  // the keys among them that any row sees, and few others
+  int64_t n_seen;
+  void* part;  // where its result goes: see Decode. In `finish`, the first of n_parts
+  int64_t n_parts;
+  void* scratch;
 };
 
 // What the backward pass adds to its Call. "Compute type" is double for float64 and float for all others.

@@ -7,7 +7,7 @@
 
 namespace regard {
 
-enum class Outcome { kDone, kInterrupted, kOutOfMemory };
+enum class Outcome { kDone, kInterrupted, kOutOfMemory, kWrongPage };
 
 struct Interrupt {
   bool (*pending)();  // asked by the calling thread a few times a second

@@ -1,4 +1,5 @@
 """Calls whose tensors lie flush against pages that must not be touched. `python guard.py first count isa...`
+Every seed makes a call of `attention` and one over stored keys.
 
 A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
 slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
@@ -14,10 +15,13 @@ from contextlib import contextmanager
 
 import torch
 from forward_cases import Call, sample
+from stored_cases import KINDS, store
 from torch import Tensor
 
 from regard import _native
+from regard._decode import attend_stored
 from regard._problem import make
+from regard._stored import Stored
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
@@ -131,12 +135,39 @@ def check(seed: int, isa: str) -> None:
         assert torch.equal(ours, plain), f"seed {seed} on {isa}: {call}"
 
 
+def check_stored(seed: int, isa: str) -> None:
+    """The store's parts in guarded memory, exactly as long as they need to be."""
+    pick, guard = random.Random(seed), Guard(seed)
+    Hkv, group, Lq, Lk = (
+        pick.choice((1, 2)),
+        pick.choice((1, 4)),
+        pick.choice((1, 3)),
+        pick.choice((1, 17, 65)),
+    )
+    D, Dv = pick.choice((1, 8, 33, 64)), pick.choice((3, 32, 40))
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(2, Hkv * group, Lq, D), torch.randn(2, Hkv, Lk, D), torch.randn(2, Hkv, Lk, Dv)
+    stored = store(k, v, pick.choice(KINDS), pick.choice((0, 16)), spare=0)
+    parts = [x if x is None else guard.moved(x) for x in stored[:5]]
+    with _native.use_isa(isa):
+        plain = attend_stored(q, stored, impl="native")
+        with guard.results():
+            out = attend_stored(guard.moved(q), Stored(*parts, *stored[5:]), impl="native")
+        assert isinstance(out, Tensor)
+        assert guard.inside(out)
+        same = torch.equal(out.clone(), plain)
+    del out, parts
+    guard.close()
+    assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
+
+
 def main(first: int, count: int, isas: list[str]) -> None:
     torch.set_num_threads(1)
     for seed in range(first, first + count):
         for isa in isas:
             print(seed, isa, flush=True)
             check(seed, isa)
+            check_stored(seed, isa)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,10 @@ struct Backward {
     if (want_v) start(dv_sum, n, v_slices, spec.Dv, grads.dv_exact, 1);
     if (chunk.copy_k)
       copy_rows<V>(key_row(call.k, spec.k, chunk.begin), spec.k.l * chunk.key_step, spec.k.d, n, spec.D,
-                   keys);
+                   spec.D, keys);
     if (chunk.copy_v)
       copy_rows<V>(key_row(call.v, spec.v, chunk.begin), spec.v.l * chunk.key_step, spec.v.d, n, spec.Dv,
-                   values);
+                   spec.Dv, values);
   }
 
   // Zeros, or what marked rows have given already.
@@ -297,7 +297,7 @@ struct Backward {
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, place, n, w);
     if (partial) hide<V>(runs, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
-    exponentiate<V, 2>(w, n, shift, ignored);
+    exponentiate<V>(w, n, shift, ignored);
   }
 
   template <bool Dropped>
@@ -325,7 +325,7 @@ struct Backward {
   // Caps the scores and keeps the cap's derivative 1 - tanh^2.
   void cap(Scalar* scores, int64_t n) {
     const Scalar cap = static_cast<Scalar>(spec.softcap * kLog2E);
-    soft_cap<V>(scores, n, cap);
+    soft_cap<V>(scores, n * kPanel<V>, cap);
     const V back = Lanes<V>::set(1 / cap), one = Lanes<V>::set(1);
     for (int64_t i = 0; i < n * P; i += V::N) {
       const V t = Lanes<V>::load(scores + i) * back;

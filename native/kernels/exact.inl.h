@@ -37,6 +37,12 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
   }
 }
 
+inline bool sees(const Panel& p, int lane) {
+  bool any = false;
+  for (int64_t n = 0; n < p.n_runs && !any; ++n) any = p.runs[n].lanes >> lane & 1;
+  return any;
+}
+
 template <class V, class S>
 struct ExactRow {
   using Scalar = typename V::Scalar;
@@ -75,14 +81,17 @@ struct ExactRow {
     return most;
   }
 
-  double score(const S* q, const S* k, int64_t j) {
+  double score(const S* q, const S* k, int64_t j) { return score(q, k, task.spec->k.d, j); }
+
+  template <class K>
+  double score(const S* q, const K* k, int64_t stride, int64_t j) {
     const Spec& spec = *task.spec;
     const double added = bias(j);
     if (added == -__builtin_inf()) return added;
     double dot = 0, size = 0;
     for (int64_t d = 0; d < spec.D; ++d) {
       const double x =
-          static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * spec.k.d]));
+          static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * stride]));
       dot += x;
       size += fabs(x);
     }
@@ -92,11 +101,12 @@ struct ExactRow {
     return dot + added;
   }
 
-  void add(double s, const S* v, bool kept) {
+  template <class K>
+  void add(double s, const K* v, int64_t stride, bool kept) {
     if (s == -__builtin_inf()) return;
     const double shift = s > top ? s : top;
     const double old = total == 0 && top == -__builtin_inf() ? 0 : exp(top - shift), now = exp(s - shift);
-    const int64_t Dv = task.spec->Dv, stride = task.spec->v.d;
+    const int64_t Dv = task.spec->Dv;
     const double weight = kept ? now : 0;  // 0 * NaN is NaN: an attended NaN shows, dropped or negligible
     for (int64_t d = 0; d < Dv; ++d)
       sum[d] = sum[d] * old + weight * static_cast<double>(to_float(v[d * stride]));
@@ -104,20 +114,26 @@ struct ExactRow {
     top = shift;
   }
 
-  void walk() {
+  // visit(key, query row, whether its weight is kept) for every key that the row sees; then the row is done.
+  template <class Visit>
+  void walk(Visit visit) {
     const Spec& spec = *task.spec;
     const Call& call = *task.call;
     const int64_t b = task.batch, h = panel.head;
     const S* q = static_cast<const S*>(call.q) + b * spec.q.b + h * spec.q.h + row() * spec.q.l;
-    const S* k = static_cast<const S*>(call.k) + b * spec.k.b + task.kv_head * spec.k.h;
-    const S* v = static_cast<const S*>(call.v) + b * spec.v.b + task.kv_head * spec.v.h;
     const uint64_t stream = dropout_stream(call.seed, b * spec.Hq + h, row());
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     top = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();
     total = call.sink ? 1 : 0;
-    each_key([&](int64_t j) {
-      const bool kept = !spec.drop_below || !dropped(stream, j, spec.drop_below);
-      add(score(q, k + j * spec.k.l, j), v + j * spec.v.l, kept);
+    each_key([&](int64_t j) { visit(j, q, !spec.drop_below || !dropped(stream, j, spec.drop_below)); });
+  }
+
+  void walk() {
+    const Spec& spec = *task.spec;
+    const S* k = static_cast<const S*>(task.call->k) + task.batch * spec.k.b + task.kv_head * spec.k.h;
+    const S* v = static_cast<const S*>(task.call->v) + task.batch * spec.v.b + task.kv_head * spec.v.h;
+    walk([&](int64_t j, const S* q, bool kept) {
+      add(score(q, k + j * spec.k.l, j), v + j * spec.v.l, spec.v.d, kept);
     });
   }
 
@@ -142,5 +158,15 @@ struct ExactRow {
     if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : top + log(total));
   }
 };
+
+template <class V, class S>
+typename V::Scalar lse_of(const ExactRow<V, S>& row, typename V::Scalar shift, typename V::Scalar total,
+                          bool only_sink) {
+  using Scalar = typename V::Scalar;
+  if (total == 0) return static_cast<Scalar>(-__builtin_inf());
+  if (only_sink) return static_cast<const Scalar*>(row.task.call->sink)[row.panel.head];
+  if (total == total && shift < Biased<V>::kLowest / 2) return static_cast<Scalar>(row.largest_bias());
+  return static_cast<Scalar>(static_cast<double>(shift) * kLn2 + log(static_cast<double>(total)));
+}
 
 }  // namespace

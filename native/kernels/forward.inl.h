@@ -3,7 +3,6 @@
 #pragma once
 #include "arena.inl.h"
 #include "exact.inl.h"
-#include "few.inl.h"
 #include "gemm.inl.h"
 
 namespace {
@@ -16,7 +15,6 @@ struct Forward {
   static constexpr int P = kPanel<V>;
 
   // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
-  // With few rows queries are [row][D] and out is [row][Dv].
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
@@ -66,42 +64,24 @@ struct Forward {
   }
 
   int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
-  // Not for backward, which computes scores as panels do: the weights must come out the same.
-  bool few(const Panel& p) const { return p.rows <= kFew<V> && !call.stats; }
   uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
 
   void start(const Panel& p, State& s) {
     const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     const S* q = static_cast<const S*>(call.q) + task.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
-    start_queries(p, s, q, static_cast<Scalar>(scale));
-    const int64_t lanes = few(p) ? p.rows : P;
-    for (int64_t i = 0; i < spec.Dv * lanes; ++i) s.out[i] = 0;
+    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
+    pack<V>(q, spec.q.l * task.row_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)},
+            s.queries);
+    for (int64_t i = 0; i < spec.Dv * P; ++i) s.out[i] = 0;
     start_softmax(p, s);
     if (spec.drop_below)
       dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
   }
 
-  void start_queries(const Panel& p, State& s, const S* q, Scalar scale) {
-    const int64_t stride = spec.q.l * task.row_step;
-    if (few(p)) {
-      for (int r = 0; r < p.rows; ++r)
-        for (int64_t d = 0; d < spec.D; ++d)
-          s.queries[r * spec.D + d] = to_float(q[r * stride + d * spec.q.d]) * scale;
-      return;
-    }
-    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
-    pack<V>(q, stride, spec.q.d, p.rows, spec.D, Scaled<V>{scale}, s.queries);
-  }
-
   // The sink is in the softmax before any key.
   void start_softmax(const Panel& p, State& s) {
-    V shift = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf())), total = Lanes<V>::zero();
-    if (call.sink) {
-      const V sink =
-          Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[p.head] * kLog2E));
-      shift = ceil(sink);
-      total = exp2(sink - finite_shift(shift));
-    }
+    V shift, total;
+    ::start_softmax<V>(call, p.head, shift, total);
     for (int r = 0; r < P; r += V::N) {
       Lanes<V>::store(s.shift + r, shift);
       Lanes<V>::store(s.total + r, total);
@@ -115,13 +95,13 @@ struct Forward {
     const Place at{
         task.batch,    p.head, p.row, task.row_step, position() + p.row, task.key + begin * task.key_step,
         task.key_step, p.rows};
-    if (spec.softcap > 0) soft_cap<V>(scores, n, static_cast<Scalar>(spec.softcap * kLog2E));
+    if (spec.softcap > 0) soft_cap<V>(scores, n * P, static_cast<Scalar>(spec.softcap * kLog2E));
     add_bias<V, S>(spec, call, at, n, scores);
     if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
   }
 
   // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
-  void raise(const Panel& p, State& s, const V (&top)[2], V (&shift)[2]) {
+  void raise(State& s, const V (&top)[2], V (&shift)[2]) {
     V old[2], shrink[2];
     uint32_t grew = 0;
     for (int i = 0; i < 2; ++i) {
@@ -137,11 +117,6 @@ struct Forward {
       Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) * shrink[i]);
       Lanes<V>::store(factor + i * V::N, shrink[i]);
     }
-    if (few(p)) {
-      for (int64_t r = 0; r < p.rows; ++r)
-        for (int64_t d = 0; d < spec.Dv; ++d) s.out[r * spec.Dv + d] *= factor[r];
-      return;
-    }
     for (int64_t d = 0; d < spec.Dv; ++d)
       for (int i = 0; i < 2; ++i) {
         Scalar* o = s.out + d * P + i * V::N;
@@ -153,40 +128,21 @@ struct Forward {
   void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end,
               const Scalar* kb, int64_t ldk, const Scalar* vb, int64_t ldv) {
     const int64_t n = end - begin;
-    if (few(p) && p.rows == 1 && spec.softcap == 0 && spec.bias == kNoBias && !spec.drop_below)
-      return attend_row(p, s, n, kb, ldk, vb, ldv);
     const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     V top[2] = {nothing, nothing}, shift[2];
-    bool known = false;
-    if (few(p))
-      score_keys_few<V>(kb, ldk, n, s.queries, spec.D, p.rows, scores);
-    else
-      known = score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
+    bool known = score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
     if (partial || spec.softcap > 0 || spec.bias != kNoBias) {
       adjust(p, runs, partial, begin, n);
       known = false;
     }
     if (!known) {
       top[0] = top[1] = nothing;
-      few(p) ? largest<V, 1>(scores, n, top) : largest<V, 2>(scores, n, top);
+      largest<V>(scores, n, top);
     }
-    raise(p, s, top, shift);
-    few(p) ? exponentiate<V, 1>(scores, n, shift, s.total) : exponentiate<V, 2>(scores, n, shift, s.total);
+    raise(s, top, shift);
+    exponentiate<V>(scores, n, shift, s.total);
     if (spec.drop_below) drop_block(s, begin, n);
-    if (few(p))
-      add_values_few<V>(vb, ldv, n, scores, spec.Dv, p.rows, s.out);
-    else
-      add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
-  }
-
-  // A single row with nothing to adjust (it sees all keys of its runs).
-  void attend_row(const Panel& p, State& s, int64_t n, const Scalar* kb, int64_t ldk, const Scalar* vb,
-                  int64_t ldv) {
-    const V most = Lanes<V>::set(score_row<V>(kb, ldk, n, s.queries, spec.D, scores));
-    V top[2] = {most, most}, shift[2];
-    raise(p, s, top, shift);
-    s.total[0] += exponentiate_row<V>(scores, n, shift[0]);
-    add_values_row<V, 1>(vb, ldv, n, scores, spec.Dv, s.out);
+    add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
@@ -235,7 +191,7 @@ struct Forward {
     const S* source = row(base, stride, begin);
     ld = copy ? width : stride.l;
     if (!copy) return reinterpret_cast<const Scalar*>(source);
-    copy_rows<V>(source, stride.l, stride.d, end - begin, width, into);
+    copy_rows<V>(source, stride.l, stride.d, end - begin, width, width, into);
     return into;
   }
 
@@ -260,8 +216,7 @@ struct Forward {
   }
 
   // Lanes whose sum or output is NaN or infinite: x - x is 0 for all others.
-  uint32_t broken(const Panel& p, const State& s) const {
-    if (few(p)) return broken_few(p, s);
+  uint32_t broken(const State& s) const {
     V zero[2][2];
     for (int i = 0; i < 2; ++i) {
       const V total = Lanes<V>::load(s.total + i * V::N);
@@ -276,35 +231,8 @@ struct Forward {
     return bits(differs(zero[0][0], zero[0][0])) | bits(differs(zero[0][1], zero[0][1])) << V::N;
   }
 
-  uint32_t broken_few(const Panel& p, const State& s) const {
-    uint32_t lanes = 0;
-    for (int r = 0; r < p.rows; ++r) {
-      const Scalar* o = s.out + r * spec.Dv;
-      V zero = Lanes<V>::set(s.total[r] - s.total[r]);
-      int64_t d = 0;
-      for (; d + V::N <= spec.Dv; d += V::N) zero = zero + (Lanes<V>::load(o + d) - Lanes<V>::load(o + d));
-      for (; d < spec.Dv; ++d) zero = zero + Lanes<V>::set(o[d] - o[d]);
-      lanes |= bits(differs(zero, zero)) ? 1u << r : 0;
-    }
-    return lanes;
-  }
-
   bool only_sink(const State& s, int t) const {
     return call.sink && s.shift[t] == s.first_shift && s.total[t] == s.first_total;
-  }
-
-  bool sees(const Panel& p, int t) const {
-    bool any = false;
-    for (int64_t n = 0; n < p.n_runs && !any; ++n) any = p.runs[n].lanes >> t & 1;
-    return any;
-  }
-
-  Scalar lse_of(const Panel& p, const State& s, int t) const {
-    if (s.total[t] == 0) return static_cast<Scalar>(-__builtin_inf());
-    if (only_sink(s, t)) return static_cast<const Scalar*>(call.sink)[p.head];
-    if (s.total[t] == s.total[t] && s.shift[t] < Biased<V>::kLowest / 2)
-      return static_cast<Scalar>(ExactRow<V, S>{task, p, t, row_sum, 0, 0}.largest_bias());
-    return static_cast<Scalar>(static_cast<double>(s.shift[t]) * kLn2 + log(static_cast<double>(s.total[t])));
   }
 
   void finish(const Panel& p, const State& s) {
@@ -316,10 +244,12 @@ struct Forward {
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
     write(p, s, out);
     if (call.rest) write_rest(p, s, out);
-    for (int t = 0; lse && t < p.rows; ++t) lse[t * task.row_step] = lse_of(p, s, t);
+    for (int t = 0; lse && t < p.rows; ++t)
+      lse[t * task.row_step] =
+          lse_of(ExactRow<V, S>{task, p, t, row_sum, 0, 0}, s.shift[t], s.total[t], only_sink(s, t));
     for (int t = 0; call.stats && t < p.rows; ++t)
       write_stats(p, t, s.shift[t], only_sink(s, t) && !sees(p, t) ? 0 : s.total[t]);
-    uint32_t again = broken(p, s) & all_lanes(p);
+    uint32_t again = broken(s) & all_lanes(p);
     for (int t = 0; again; ++t, again >>= 1)
       if ((again & 1) && !hopeless(p, s, t)) {
         ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
@@ -345,17 +275,14 @@ struct Forward {
 
   void write(const Panel& p, const State& s, S* out) const {
     const int64_t stride = spec.out.l * task.row_step;
-    if (!few(p)) return unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d, Whole<V>());
-    for (int r = 0; r < p.rows; ++r)
-      for (int64_t d = 0; d < spec.Dv; ++d)
-        from_float(out + r * stride + d * spec.out.d, s.out[r * spec.Dv + d] * factor[r]);
+    unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d, Whole<V>());
   }
 
   // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
   bool hopeless(const Panel& p, const State& s, int t) const {
     bool nan = false;
     for (int64_t d = 0; d < spec.D; ++d) {
-      const Scalar q = s.queries[few(p) ? t * spec.D + d : d * P + t];
+      const Scalar q = s.queries[d * P + t];
       nan |= q != q;
     }
     return nan && sees(p, t) && spec.bias != kTensorBias;

@@ -1,7 +1,8 @@
 // The one micro-kernel: a tile of R rows by one panel, C[r][0:P] = sum over k of A(r, k) * B[k][0:P].
 #pragma once
 
-#define REGARD_INLINE __attribute__((always_inline)) inline
+#define REGARD_ALWAYS __attribute__((always_inline))
+#define REGARD_INLINE REGARD_ALWAYS inline
 
 namespace {
 

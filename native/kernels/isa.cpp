@@ -13,6 +13,7 @@
 using namespace regard;
 
 #include "backward.inl.h"
+#include "decode.inl.h"
 #include "forward.inl.h"
 #include "probe.inl.h"
 
@@ -28,6 +29,8 @@ extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REG
     {forward<Floats, float>, forward<Doubles, double>, forward<Floats, BHalf>, forward<Floats, Half>},
     {Forward<Floats, float>::scratch_bytes, Forward<Doubles, double>::scratch_bytes,
      Forward<Floats, BHalf>::scratch_bytes, Forward<Floats, Half>::scratch_bytes},
+    {decode_kernels<Floats, float>(), decode_kernels<Doubles, double>(), decode_kernels<Floats, BHalf>(),
+     decode_kernels<Floats, Half>()},
     {backward_kernels<Floats, float>(), backward_kernels<Doubles, double>(),
      backward_kernels<Floats, BHalf>(), backward_kernels<Floats, Half>()},
     fma_probe,

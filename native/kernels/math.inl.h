@@ -70,6 +70,13 @@ inline V tanh_of(V y) {
 }
 
 template <class V>
+inline typename V::Scalar first_of(V x) {
+  typename V::Scalar lane[V::N];
+  Lanes<V>::store(lane, x);
+  return lane[0];
+}
+
+template <class V>
 inline typename V::Scalar sum_of(V x) {
   typename V::Scalar lane[V::N], sum = 0;
   Lanes<V>::store(lane, x);

@@ -162,11 +162,11 @@ void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int ro
   }
 }
 
-// Rows of K or V, converted, one after the other.
+// Rows of K or V, converted, `ld` apart.
 template <class V, class S>
 void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
-               typename V::Scalar* target) {
-  for (int64_t r = 0; r < rows; ++r, source += row_stride, target += cols) {
+               int64_t ld, typename V::Scalar* target) {
+  for (int64_t r = 0; r < rows; ++r, source += row_stride, target += ld) {
     int64_t c = 0;
     if (col_stride == 1)
       for (; c + V::N <= cols; c += V::N) Lanes<V>::store(target + c, Lanes<V>::load(source + c));

@@ -20,9 +20,9 @@ struct Place {
 inline int64_t clamped(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
 
 template <class V>
-void soft_cap(typename V::Scalar* scores, int64_t n, typename V::Scalar cap) {
+void soft_cap(typename V::Scalar* scores, int64_t count, typename V::Scalar cap) {
   const V factor = Lanes<V>::set(cap);
-  for (int64_t i = 0; i < n * kPanel<V>; i += V::N)
+  for (int64_t i = 0; i < count; i += V::N)
     Lanes<V>::store(scores + i, tanh_of(Lanes<V>::load(scores + i)) * factor);
 }
 
@@ -108,23 +108,23 @@ void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V:
   }
 }
 
-// The first `Vectors` vectors of a panel are in use.
-template <class V, int Vectors>
+// Of each lane.
+template <class V>
 void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
   for (int64_t c = 0; c < n; ++c)
-    for (int i = 0; i < Vectors; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
+    for (int i = 0; i < 2; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
 }
 
 // scores -> power(scores), by vector; each lane's sum is added to its total. Two sums in turn halve the
 // chain.
-template <class V, int Vectors, class Power>
+template <class V, class Power>
 inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (&power)[2],
                             typename V::Scalar* total) {
-  V sum[2][Vectors];
-  for (int i = 0; i < Vectors; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
-  const auto step = [&](int64_t c, V(&into)[Vectors]) {
+  V sum[2][2];
+  for (int i = 0; i < 2; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
+  const auto step = [&](int64_t c, V(&into)[2]) {
 #pragma GCC unroll 2
-    for (int i = 0; i < Vectors; ++i) {
+    for (int i = 0; i < 2; ++i) {
       typename V::Scalar* at = scores + (2 * c + i) * V::N;
       const V weight = power[i](Lanes<V>::load(at));
       Lanes<V>::store(at, weight);
@@ -136,7 +136,7 @@ inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (
     step(c + 1, sum[1]);
   }
   if (n & 1) step(n - 1, sum[0]);
-  for (int i = 0; i < Vectors; ++i)
+  for (int i = 0; i < 2; ++i)
     Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + (sum[0][i] + sum[1][i]));
 }
 
@@ -156,14 +156,26 @@ inline V finite_shift(V shift) {
   return keep(differs(shift, Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()))), shift);
 }
 
+// A head's softmax before any key: nothing, or its sink.
+template <class V>
+inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
+  using Scalar = typename V::Scalar;
+  shift = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
+  total = Lanes<V>::zero();
+  if (!call.sink) return;
+  const V sink = Lanes<V>::set(static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E));
+  shift = ceil(sink);
+  total = exp2(sink - finite_shift(shift));
+}
+
 // scores -> 2^(scores - shift)
-template <class V, int Vectors>
+template <class V>
 void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
   using Quick = ShiftedExp2<V>;
   if (Quick::fits(shift[0]) && Quick::fits(shift[1]))
-    raise_to_powers<V, Vectors, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
+    raise_to_powers<V, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
   else
-    raise_to_powers<V, Vectors, CarefulExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
+    raise_to_powers<V, CarefulExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
 }
 
 inline uint64_t mix(uint64_t x) {

@@ -140,6 +140,10 @@ struct Lanes<Floats> {
   static Floats load(const Half* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
   }
+  static Floats load(const int8_t* p) {
+    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
+  }
   static void store(float* p, Floats a) { _mm256_storeu_ps(p, a.v); }
   static void store(BHalf* p, Floats a) {
     const __m256i x = _mm256_castps_si256(a.v);
@@ -184,6 +188,13 @@ struct Lanes<Doubles> {
   }
   static Doubles count() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
 };
+
+// The lower and upper halves of 8 bytes.
+inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  low.v = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+  high.v = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+}
 
 inline float to_float(float x) { return x; }
 inline float to_float(BHalf x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(x.bits << 16))); }

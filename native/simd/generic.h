@@ -128,6 +128,7 @@ REGARD_LANE inline void transpose(REGARD_V (&r)[N]) {
 
 inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(BHalf x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
@@ -199,5 +200,13 @@ struct Lanes {
     return a;
   }
 };
+
+// The lower and upper halves of bytes.
+inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
+  for (int i = 0; i < Floats::N; ++i) {
+    low.v[i] = static_cast<float>(p[i] & 15);
+    high.v[i] = static_cast<float>(p[i] >> 4);
+  }
+}
 
 }  // namespace

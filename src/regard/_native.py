@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ._arguments import describe
 from ._problem import Problem, Spec
+from ._stored import GROUP, HALF, Stored
 
 VARIABLE = "REGARD_ISA"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}
+STORES = {"float": 0, "int8": 1, "int4": 2}
+CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # and how many hold a group
 PLAIN = [0] * 9  # the extras of a call that has none
+NOT_STORED = [0] * 11  # K and V are tensors
 
 _core: Any = None
 _missing: str | None = None
@@ -70,7 +75,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     if plain:
         call.forward(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset)
     else:
-        extras, tensors, alive = _extras(problem)
+        extras, tensors, alive = extras_of(problem)
         where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0)
         call.forward_with(*where, extras, tensors)
         del alive
@@ -102,11 +107,114 @@ def forward_saving(problem: Problem) -> Saved:
     rest = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return Saved(out, lse, stats, rest)
-    extras, tensors, alive = _extras(problem, stats, rest)
+    extras, tensors, alive = extras_of(problem, stats, rest)
     where = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _address(lse), spec.offset or 0)
     call.forward_with(*where, extras, tensors)
     del alive
     return Saved(out, lse, stats, rest)
+
+
+# Keys and values as a cache keeps them
+
+
+class StoredCall(NamedTuple):
+    """What is known of a call over stored keys, whatever their number."""
+
+    call: Any
+    spec: Spec  # Lk and the offset are those of one call among many
+    like_q: bool
+    capacity: int
+
+
+def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
+    """None when there are so many query rows that other kernels are better, even on gathered keys."""
+    _check_stored(spec, stored)
+    table = stored.table
+    call = _attention(spec, stored)
+    if not call.decodes():
+        return None
+    capacity = stored.k.shape[2] if table is None else table.shape[1] * stored.page
+    like_q = q.shape == spec.out_shape and _strides_agree(torch.empty_like(q, device="meta"), spec)
+    return StoredCall(call, spec, like_q, capacity)
+
+
+def forward_stored(
+    ready: StoredCall, q: Tensor, stored: Stored, offset: int, extras: list[int], tensors: list[int]
+) -> tuple[Tensor, Tensor | None]:
+    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` and `tensors` as `_extras` makes them."""
+    call, spec, like_q, capacity = ready
+    k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
+    if not 0 <= length <= capacity:
+        raise ValueError(f"stored.length: expected 0 to {capacity}, the rows that are there, got {length}")
+    out = torch.empty_like(q) if like_q else _empty_out(spec, q)
+    lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    where = [
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        offset, length, 0 if k_scale is None else k_scale.data_ptr(),
+        0 if v_scale is None else v_scale.data_ptr(),
+        *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
+    ]  # fmt: skip
+    try:
+        call.decode(where, extras, tensors)
+    except IndexError:
+        raise ValueError(
+            f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} wherever a key is seen"
+        ) from None
+    return out, lse
+
+
+def _check_stored(spec: Spec, stored: Stored) -> None:
+    """That the core can read what it is told to read."""
+    k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
+    if kind not in STORES:
+        raise ValueError(f"stored.kind: expected one of {', '.join(STORES)}, got {kind!r}")
+    if table is not None and (table.dtype is not torch.int32 or table.ndim != 2 or table.stride(1) != 1):
+        raise TypeError(f"stored.table: expected int32 (B, pages), rows contiguous, got {describe(table)}")
+    if table is not None and (page < 16 or page & (page - 1)):
+        raise ValueError(f"stored.page: expected a power of two from 16 on, got {page}")
+    outer = (spec.B, 1) if table is None else (k.shape[0],)
+    rows = k.shape[2] if table is None else page
+    for name, x, scale, width in (("k", k, k_scale, D), ("v", v, v_scale, Dv)):
+        dtype, held = (spec.dtype, width) if kind == "float" else _codes(kind, width)
+        if (
+            x.dtype is not dtype
+            or x.ndim != 4
+            or x.shape[0] not in outer
+            or x.shape[1:] != (spec.Hkv, rows, held)
+        ):
+            expected = f"{dtype} ({outer[0]}, {spec.Hkv}, {rows}, {held})"
+            raise ValueError(f"stored.{name}: expected {expected}, got {describe(x)}")
+        if kind != "float":
+            _check_codes(name, x, scale, -(-width // GROUP), kind)
+
+
+def _codes(kind: str, width: int) -> tuple[torch.dtype, int]:
+    dtype, held = CODES[kind]
+    return dtype, -(-width // GROUP) * held
+
+
+def _check_codes(name: str, codes: Tensor, scale: Tensor | None, groups: int, kind: str) -> None:
+    own = (groups,) if kind == "int8" else (groups, 2)
+    shape = (*codes.shape[:3], *own)
+    if scale is None or scale.dtype is not torch.float16 or scale.shape != shape:
+        raise ValueError(f"stored.{name}_scale: expected float16 {shape}, got {describe(scale)}")
+    if codes.stride(3) != 1 or not scale[0, 0, 0].is_contiguous():
+        raise ValueError(f"stored.{name}: expected codes and scales whose rows are contiguous")
+
+
+def _stored_numbers(stored: Stored | None) -> list[int]:
+    """The kind of store, four strides each of K's and V's scales, the size of a page, and pages."""
+    if stored is None:
+        return NOT_STORED
+    scales = (stored.k_scale, stored.v_scale)
+    strides = [n for x in scales for n in ((0, 0, 0) if x is None else _outer(x)) + (1,)]
+    paged = (0, 0) if stored.table is None else (stored.page, stored.k.shape[0])
+    return [STORES[stored.kind], *strides, *paged]
+
+
+def _outer(x: Tensor) -> tuple[int, int, int]:
+    """Strides of samples (or pages), heads and rows."""
+    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
 
 
 class Gradients(NamedTuple):
@@ -134,7 +242,7 @@ def backward(
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
-    extras, tensors, alive = _extras(problem)
+    extras, tensors, alive = extras_of(problem)
     numbers = [
         *map(_address, (out, rest, dout, dlse, stats, *grads)),
         *dout.stride(), *_strides(grads.k), *_strides(grads.v), *_broadcast_strides(grads.bias),
@@ -210,14 +318,17 @@ def _as_given(out: Tensor, spec: Spec) -> Tensor:
     return out[0] if spec.rank == 3 else out.unflatten(0, spec.batch)
 
 
-def _attention(spec: Spec) -> Any:
+def _attention(spec: Spec, stored: Stored | None = None) -> Any:
     bias_dtype = DTYPES[spec.bias_dtype] if spec.bias_dtype is not None else 0
     sizes = (spec.B, spec.Hq, spec.Hkv, spec.Lq, spec.Lk, spec.D, spec.Dv)
-    strides = (*spec.q_stride, *spec.k_stride, *spec.v_stride, *spec.out_stride, *spec.bias_stride)
+    k, v = (
+        (spec.k_stride, spec.v_stride) if stored is None else ((*_outer(x), x.stride(3)) for x in stored[:2])
+    )
+    strides = (*spec.q_stride, *k, *v, *spec.out_stride, *spec.bias_stride)
     drop_below = round(spec.dropout * 65536)
     keep_scale = 1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0
     return _core.Attention(
-        [DTYPES[spec.dtype], bias_dtype, BIASES[spec.bias], *sizes, *strides],
+        [DTYPES[spec.dtype], bias_dtype, BIASES[spec.bias], *sizes, *strides, *_stored_numbers(stored)],
         list(spec.code),
         spec.scale,
         spec.softcap or 0.0,
@@ -226,7 +337,7 @@ def _attention(spec: Spec) -> Any:
     )
 
 
-def _extras(
+def extras_of(
     problem: Problem, stats: Tensor | None = None, rest: Tensor | None = None
 ) -> tuple[list[int], list[int], tuple[Any, ...]]:
     """The rest of a call as integers, and the tensors that must live until it ends."""

@@ -1,0 +1,378 @@
+// Few query rows against many keys. A piece of the keys of one head is read once for all query rows of its
+// group: first all scores, then the softmax of each row, then all values. Lanes run along D.
+#pragma once
+#include "exact.inl.h"
+#include "gemm.inl.h"
+#include "rows.inl.h"
+#include "stored.inl.h"
+
+namespace {
+
+// Rows that share what is loaded of a key or value.
+template <class V>
+constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
+
+// Rows between what is read and what is asked for. The processor's own prefetching loses its way among
+// several rows at once.
+constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys;
+
+// Vectors of K's elements in a cache line.
+template <class V, class K>
+constexpr int kLineVectors = 64 / (sizeof(K) * V::N) > 1 ? 64 / (sizeof(K) * V::N) : 1;
+
+// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
+// that is read asks for the one `ahead` elements further on.
+template <class V, int R, class K>
+REGARD_INLINE V dots(const typename V::Scalar* queries, const K* const (&keys)[V::N / R], int64_t D,
+                     int64_t ahead) {
+  constexpr int C = V::N / R, line = kLineVectors<V, K> * V::N;
+  V sum[V::N];
+#pragma GCC unroll 16
+  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  const auto step = [&](int64_t d) REGARD_ALWAYS {
+    V q[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * D + d);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      const V k = Lanes<V>::load(keys[c] + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + line <= D; d += line) {
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) __builtin_prefetch(keys[c] + d + ahead);
+#pragma GCC unroll 8
+    for (int i = 0; i < line; i += V::N) step(d + i);
+  }
+  for (; d + V::N <= D; d += V::N) step(d);
+  transpose(sum);
+#pragma GCC unroll 16
+  for (int i = 1; i < V::N; ++i) sum[0] = sum[0] + sum[i];
+  if (d == D) return sum[0];
+  typename V::Scalar rest[V::N];
+  for (int i = 0; i < V::N; ++i) {
+    rest[i] = 0;
+    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * D + t] * to_float(keys[i % C][t]);
+  }
+  return sum[0] + Lanes<V>::load(rest);
+}
+
+// scores[R][ld_scores] of a tile of n keys
+template <class V, int R, class K>
+void score_tile(const typename V::Scalar* queries, int64_t D, const K* keys, int64_t ld, int64_t n,
+                typename V::Scalar* scores, int64_t ld_scores) {
+  constexpr int C = V::N / R;
+  for (int64_t c = 0; c < n; c += C) {
+    const K* key[C];
+    for (int i = 0; i < C; ++i) key[i] = keys + (c + i < n ? c + i : n - 1) * ld;
+    typename V::Scalar lane[V::N];
+    Lanes<V>::store(lane, dots<V, R, K>(queries, key, D, kAheadKeys * ld));
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < C && c + i < n; ++i) scores[r * ld_scores + c + i] = lane[r * C + i];
+  }
+}
+
+// out[R][Count vectors] += weights[R][n] * values[n]
+template <class V, int R, int Count, class K>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const K* values,
+                               int64_t ld, int64_t n, typename V::Scalar* out, int64_t Dv) {
+  V sum[R][Count];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) sum[r][i] = Lanes<V>::zero();
+  for (int64_t c = 0; c < n; ++c) {
+    V v[Count];
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) {
+      if (i % kLineVectors<V, K> == 0) __builtin_prefetch(values + (c + kAheadValues) * ld + i * V::N);
+      v[i] = Lanes<V>::load(values + c * ld + i * V::N);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const V w = Lanes<V>::set(weights[r * ld_weights + c]);
+#pragma GCC unroll 8
+      for (int i = 0; i < Count; ++i) sum[r][i] = fma(w, v[i], sum[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) {
+      typename V::Scalar* at = out + r * Dv + i * V::N;
+      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+    }
+}
+
+// out[R][Dv] += weights[R][n] * values[n][Dv]
+template <class V, int R, class K>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const K* values, int64_t ld, int64_t n,
+              typename V::Scalar* out, int64_t Dv) {
+  constexpr int Count = 8 / R;
+  int64_t d = 0;
+  for (; d + Count * V::N <= Dv; d += Count * V::N)
+    add_columns<V, R, Count>(weights, ld_weights, values + d, ld, n, out + d, Dv);
+  for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values + d, ld, n, out + d, Dv);
+  for (; d < Dv; ++d)
+    for (int r = 0; r < R; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < n; ++c)
+        sum += static_cast<double>(weights[r * ld_weights + c]) *
+               static_cast<double>(to_float(values[c * ld + d]));
+      out[r * Dv + d] += static_cast<typename V::Scalar>(sum);
+    }
+}
+
+// Calls work(Count<R>, first row) for blocks of R rows that together are all rows.
+template <class V, class Work>
+inline void row_blocks(int64_t rows, Work work) {
+  int64_t r = 0;
+  for (; r + kRowsTogether<V> <= rows; r += kRowsTogether<V>) work(Count<kRowsTogether<V>>{}, r);
+  for (; r + 2 <= rows; r += 2) work(Count<2>{}, r);
+  for (; r < rows; ++r) work(Count<1>{}, r);
+}
+
+template <class V, class S>
+struct Decode {
+  using Scalar = typename V::Scalar;
+
+  // What a piece of the keys gives to each row: its softmax's shift and sum, and the weighted values.
+  struct Part {
+    Scalar *shift, *total, *out;
+  };
+
+  const Piece& piece;
+  const Spec& spec;
+  const Call& call;
+  int64_t group, rows;  // row r is query r % Lq of head r / Lq of the group
+  Stored<V, S> keys, values;
+  Arena arena;
+  Scalar *queries, *scores, *tile, *scales, *sum;
+  double* exact;
+
+  explicit Decode(const Piece& p)
+      : piece(p),
+        spec(*p.spec),
+        call(*p.call),
+        group(spec.Hq / spec.Hkv),
+        rows(group * spec.Lq),
+        keys(Stored<V, S>::keys(p)),
+        values(Stored<V, S>::values(p)),
+        arena{static_cast<char*>(p.scratch)} {
+    const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
+    queries = arena.take<Scalar>(rows * spec.D);
+    scores = arena.take<Scalar>(rows * kPieceKeys);
+    tile = arena.take<Scalar>(Stored<V, S>::tile_size(width));
+    scales = arena.take<Scalar>(Stored<V, S>::scales_size(width));
+    sum = arena.take<Scalar>(spec.Dv);
+    exact = arena.take<double>(spec.Dv);
+  }
+
+  static int64_t scratch_bytes(const Spec& s) {
+    const int64_t rows = s.Hq / s.Hkv * s.Lq, width = s.D > s.Dv ? s.D : s.Dv;
+    const int64_t numbers = rows * (s.D + kPieceKeys) + Stored<V, S>::tile_size(width) +
+                            Stored<V, S>::scales_size(width) + 3 * s.Dv;
+    return numbers * sizeof(Scalar) + 6 * 64;
+  }
+
+  static int64_t part_bytes(const Spec& s) {
+    const int64_t rows = s.Hq / s.Hkv * s.Lq;
+    return round_up(rows * (s.Dv + 2) * sizeof(Scalar), 64);
+  }
+
+  Part part(int64_t index) const {
+    Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(piece.part) + index * part_bytes(spec));
+    return {at, at + rows, at + 2 * rows};
+  }
+
+  int64_t head(int64_t r) const { return piece.kv_head * group + r / spec.Lq; }
+  int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
+  const RunList& runs(int64_t r) const { return piece.sight.heads[piece.sight.by_head ? r / spec.Lq : 0]; }
+
+  // Which key of the piece key j of the call is.
+  int64_t at(int64_t j) const { return (j - piece.key) / piece.key_step; }
+
+  RowPlace place(int64_t r, int64_t begin) const {
+    const int64_t offset = call.offsets ? call.offsets[piece.batch] : call.offset;
+    return {piece.batch,   head(r), lane(r), offset + lane(r), piece.key + begin * piece.key_step,
+            piece.key_step};
+  }
+
+  const S* query(int64_t r) const {
+    return static_cast<const S*>(call.q) + piece.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
+  }
+
+  // A piece of the keys
+
+  void start_queries() {
+    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    for (int64_t r = 0; r < rows; ++r) {
+      Scalar* row = queries + r * spec.D;
+      copy_rows<V>(query(r), 0, spec.q.d, 1, spec.D, 0, row);
+      for (int64_t d = 0; d < spec.D; ++d) row[d] *= static_cast<Scalar>(scale);
+    }
+  }
+
+  // Calls work(first key, keys, tile of rows, distance of rows) for all keys that are seen.
+  template <class Work>
+  void walk(Stored<V, S>& stored, Work work) {
+    // Converting a tile first pays when several blocks of rows use it.
+    const bool as_they_are = sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>;
+    for (int64_t i = 0; i < piece.n_seen; ++i) {
+      const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
+      const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
+      for (int64_t j = begin, n; j < end; j += n) {
+        n = end - j < kTileKeys ? end - j : kTileKeys;
+        int64_t ld = 0;
+        if (const S* at = as_they_are ? stored.in_place(j, n, ld) : nullptr) {
+          work(j - piece.begin, n, at, ld);
+        } else {
+          const Scalar* converted = stored.rows(j, n, tile, scales, ld);
+          work(j - piece.begin, n, converted, ld);
+        }
+      }
+    }
+  }
+
+  void score() {
+    walk(keys, [&](int64_t c, int64_t n, const auto* k, int64_t ld) {
+      row_blocks<V>(rows, [&](auto count, int64_t r) {
+        score_tile<V, count.value>(queries + r * spec.D, spec.D, k, ld, n, scores + r * kPieceKeys + c,
+                                   kPieceKeys);
+      });
+    });
+  }
+
+  // Raw scores -> weights, in the contract's order.
+  void soften(int64_t r, const Part& p) {
+    Scalar* row = scores + r * kPieceKeys;
+    const int64_t n = piece.end - piece.begin, filled = round_up(n, V::N);
+    const RowPlace at = place(r, piece.begin);
+    if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
+    if (spec.bias != kNoBias) add_bias_row<V, S>(spec, call, at, n, row);
+    hide_row<V>(runs(r), lane(r), piece.begin, piece.end, row);
+    const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
+    p.shift[r] = first_of(shift);
+    p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
+    if (spec.drop_below)
+      drop_row<V>(dropout_stream(call.seed, piece.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
+                  row);
+  }
+
+  void add_values(const Part& p) {
+    for (int64_t i = 0; i < rows * spec.Dv; ++i) p.out[i] = 0;
+    walk(values, [&](int64_t c, int64_t n, const auto* v, int64_t ld) {
+      row_blocks<V>(rows, [&](auto count, int64_t r) {
+        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, ld, n, p.out + r * spec.Dv,
+                                 spec.Dv);
+      });
+    });
+  }
+
+  bool run() {
+    const Part p = part(0);
+    start_queries();
+    score();
+    for (int64_t r = 0; r < rows; ++r) soften(r, p);
+    add_values(p);
+    return !keys.is_broken() && !values.is_broken();
+  }
+
+  // All pieces together
+
+  struct Softmax {
+    Scalar shift, total;
+    bool only_sink;
+  };
+
+  // Adds up the parts of row r in `sum`, at the largest shift; the sink is there before any key.
+  Softmax merge(int64_t r) {
+    V first_shift, first_total;
+    start_softmax<V>(call, head(r), first_shift, first_total);
+    const Scalar before = first_of(first_shift);
+    Scalar top = before;
+    for (int64_t i = 0; i < piece.n_parts; ++i)
+      if (const Scalar shift = part(i).shift[r]; shift > top) top = shift;
+    const Scalar shift = first_of(finite_shift(Lanes<V>::set(top)));
+    Scalar total = first_of(first_total * exp2(first_shift - Lanes<V>::set(shift)));
+    bool only_sink = call.sink;
+    for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
+    for (int64_t i = 0; i < piece.n_parts; ++i) {
+      const Part p = part(i);
+      if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
+      const Scalar factor = first_of(exp2(Lanes<V>::set(p.shift[r] - shift)));
+      const Scalar *out = p.out + r * spec.Dv, added = p.total[r] * factor;
+      total += added;
+      only_sink &= added == 0;
+      for (int64_t d = 0; d < spec.Dv; ++d) sum[d] += out[d] * factor;
+    }
+    return {top, total, only_sink};
+  }
+
+  // Whether the row's sum or output is NaN or infinite: x - x is 0 for all others.
+  bool is_finite(const Softmax& s) const {
+    V zero = Lanes<V>::set(s.total - s.total);
+    int64_t d = 0;
+    for (; d + V::N <= spec.Dv; d += V::N) zero = zero + (Lanes<V>::load(sum + d) - Lanes<V>::load(sum + d));
+    for (; d < spec.Dv; ++d) zero = zero + Lanes<V>::set(sum[d] - sum[d]);
+    return !bits(differs(zero, zero));
+  }
+
+  // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
+  bool is_hopeless(const S* q, const Panel& p, int t) const {
+    bool nan = false;
+    for (int64_t d = 0; d < spec.D; ++d) nan |= to_float(q[d * spec.q.d]) != to_float(q[d * spec.q.d]);
+    return nan && sees(p, t) && spec.bias != kTensorBias;
+  }
+
+  void write(S* out, Scalar factor) const {
+    int64_t d = 0;
+    for (; spec.out.d == 1 && d + V::N <= spec.Dv; d += V::N)
+      Lanes<V>::store(out + d, Lanes<V>::load(sum + d) * Lanes<V>::set(factor));
+    for (; d < spec.Dv; ++d) from_float(out + d * spec.out.d, sum[d] * factor);
+  }
+
+  void finish_row(int64_t r, const Task& task) {
+    const Panel p{head(r), 0, static_cast<int>(spec.Lq), runs(r).runs, runs(r).count};
+    const int t = lane(r);
+    const Softmax s = merge(r);
+    S* out = static_cast<S*>(call.out) + piece.batch * spec.out.b + p.head * spec.out.h + t * spec.out.l;
+    Scalar* lse = static_cast<Scalar*>(call.lse);
+    if (lse) lse += (piece.batch * spec.Hq + p.head) * spec.Lq + t;
+    ExactRow<V, S> row{task, p, t, exact, 0, 0};
+    write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
+    if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
+    if (is_finite(s) || is_hopeless(query(r), p, t)) return;
+    row.walk([&](int64_t j, const S* q, bool kept) {
+      int64_t ld;
+      const double score = row.score(q, keys.rows(at(j), 1, tile, scales, ld), 1, j);
+      row.add(score, values.rows(at(j), 1, tile, scales, ld), 1, kept);
+    });
+    row.write(out, 0, lse);
+  }
+
+  bool finish() {
+    Task task{};
+    task.spec = &spec;
+    task.call = &call;
+    task.batch = piece.batch;
+    task.kv_head = piece.kv_head;
+    task.row_step = 1;
+    task.key = piece.key;
+    task.key_step = piece.key_step;
+    for (int64_t r = 0; r < rows; ++r) finish_row(r, task);
+    return !keys.is_broken() && !values.is_broken();
+  }
+};
+
+template <class V, class S>
+constexpr DecodeKernels decode_kernels() {
+  using D = Decode<V, S>;
+  return {D::part_bytes, D::scratch_bytes, [](const Piece& p) { return D(p).run(); },
+          [](const Piece& p) { return D(p).finish(); }};
+}
+
+}  // namespace

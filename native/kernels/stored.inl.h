@@ -1,0 +1,149 @@
+// K or V of one head as it is stored: floats of any dtype, or codes with scales; in one piece or in pages.
+// Rows are read in tiles, converted where the kernels could not use them as they lie.
+#pragma once
+#include "arena.inl.h"
+#include "pack.inl.h"
+
+namespace {
+
+constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
+
+template <class V, class S>
+class Stored {
+  using Scalar = typename V::Scalar;
+
+ public:
+  Stored(const Piece& p, const void* data, const Strides& stride, const void* scales,
+         const Strides& scale_stride, int64_t width)
+      : spec_(*p.spec),
+        stride_(stride),
+        scale_stride_(scale_stride),
+        width_(width),
+        batch_(p.batch),
+        key_(p.key),
+        step_(p.key_step),
+        table_(p.call->table ? p.call->table + p.batch * p.call->table_stride : nullptr) {
+    data_ = static_cast<const char*>(data) + p.kv_head * stride.h * item();
+    scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);
+  }
+
+  static Stored keys(const Piece& p) {
+    return {p, p.call->k, p.spec->k, p.call->k_scale, p.spec->k_scale, p.spec->D};
+  }
+  static Stored values(const Piece& p) {
+    return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
+  }
+
+  // Numbers that a tile of rows takes, and its scales.
+  static int64_t tile_size(int64_t width) { return kTileKeys * round_up(width, kGroup); }
+  static int64_t scales_size(int64_t width) { return kTileKeys * 2 * (round_up(width, kGroup) / kGroup); }
+
+  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one piece.
+  const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
+    if (spec_.store != kFloats || stride_.d != 1 || together(begin, n) < n) return nullptr;
+    ld = stride_.l * step_;
+    return reinterpret_cast<const S*>(look(begin).data);
+  }
+
+  // The same, n at most kTileKeys, converted. Where the table is wrong, zeros; `is_broken` tells.
+  const Scalar* rows(int64_t begin, int64_t n, Scalar* into, Scalar* scales, int64_t& ld) {
+    ld = round_up(width_, kGroup);
+    for (int64_t r = 0, m; r < n; r += m) {
+      m = together(begin + r, n - r);
+      convert(find(begin + r), m, into + r * ld, scales, ld);
+    }
+    return into;
+  }
+
+  bool is_broken() const { return broken_; }
+
+ private:
+  struct Row {
+    bool exists;  // its page does
+    const char* data;
+    const Half* scales;
+  };
+
+  int64_t item() const { return spec_.store == kFloats ? sizeof(S) : 1; }
+  int64_t groups() const { return (width_ + kGroup - 1) / kGroup; }
+  int64_t stored_width() const {
+    return spec_.store == kFloats ? width_ : groups() * (spec_.store == kInt8 ? kGroup : kGroup / 2);
+  }
+
+  // How many of the next n rows lie in one page.
+  int64_t together(int64_t begin, int64_t n) const {
+    if (!table_) return n;
+    const int64_t left = (spec_.page - ((key_ + begin * step_) & (spec_.page - 1)) + step_ - 1) / step_;
+    return left < n ? left : n;
+  }
+
+  Row look(int64_t j) const {
+    const int64_t key = key_ + j * step_;
+    const int64_t outer = table_ ? table_[key / spec_.page] : batch_;
+    const int64_t row = table_ ? key & (spec_.page - 1) : key;
+    if (table_ && (outer < 0 || outer >= spec_.pages)) return {false, nullptr, nullptr};
+    return {true, data_ + (outer * stride_.b + row * stride_.l) * item(),
+            scales_ + outer * scale_stride_.b + row * scale_stride_.l};
+  }
+
+  Row find(int64_t j) {
+    const Row row = look(j);
+    broken_ |= !row.exists;
+    return row;
+  }
+
+  void convert(const Row& row, int64_t n, Scalar* into, Scalar* scales, int64_t ld) {
+    if (!row.exists)
+      for (int64_t i = 0; i < n * ld; ++i) into[i] = 0;
+    else if (spec_.store == kFloats)
+      copy_rows<V>(reinterpret_cast<const S*>(row.data), stride_.l * step_, stride_.d, n, width_, ld, into);
+    else if constexpr (sizeof(Scalar) == sizeof(float))
+      dequantise(row, n, into, scales);
+  }
+
+  // Codes of n rows -> numbers.
+  void dequantise(const Row& row, int64_t n, Scalar* into, Scalar* scales) const {
+    const int64_t per_row = groups() * (spec_.store == kInt8 ? 1 : 2), gap = scale_stride_.l * step_;
+    if (gap == per_row)
+      copy_rows<V>(row.scales, 0, 1, 1, n * per_row, 0, scales);
+    else
+      copy_rows<V>(row.scales, gap, 1, n, per_row, per_row, scales);
+    for (int64_t r = 0; r < n; ++r) {
+      const char* codes = row.data + r * stride_.l * step_;
+      for (int64_t g = 0; g < groups(); ++g, into += kGroup)
+        if (spec_.store == kInt8)
+          group_of_bytes(reinterpret_cast<const int8_t*>(codes) + g * kGroup, *scales++, into);
+        else
+          group_of_nibbles(reinterpret_cast<const uint8_t*>(codes) + g * kGroup / 2, scales[0], scales[1],
+                           into),
+              scales += 2;
+    }
+  }
+
+  static void group_of_bytes(const int8_t* codes, Scalar scale, Scalar* into) {
+    const V factor = Lanes<V>::set(scale);
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroup; i += V::N) Lanes<V>::store(into + i, Lanes<V>::load(codes + i) * factor);
+  }
+
+  static void group_of_nibbles(const uint8_t* codes, Scalar scale, Scalar least, Scalar* into) {
+    const V factor = Lanes<V>::set(scale), low = Lanes<V>::set(least);
+#pragma GCC unroll 4
+    for (int i = 0; i < kGroup / 2; i += V::N) {
+      V below, above;
+      load_nibbles(codes + i, below, above);
+      Lanes<V>::store(into + i, fma(below, factor, low));
+      Lanes<V>::store(into + kGroup / 2 + i, fma(above, factor, low));
+    }
+  }
+
+  const Spec& spec_;
+  Strides stride_, scale_stride_;
+  int64_t width_, batch_, key_, step_;
+  const int32_t* table_;
+  const char* data_;
+  const Half* scales_;
+  bool broken_ = false;
+};
+
+}  // namespace

@@ -1,0 +1,54 @@
+#include "unpack.h"
+
+namespace regard {
+namespace {
+
+Strides strides(const int64_t* at) { return {at[0], at[1], at[2], at[3]}; }
+
+}  // namespace
+
+Spec unpack_spec(const int64_t* n) {
+  Spec s{};
+  s.dtype = static_cast<DType>(n[0]), s.bias_dtype = static_cast<DType>(n[1]);
+  s.bias = static_cast<BiasKind>(n[2]);
+  s.B = n[3], s.Hq = n[4], s.Hkv = n[5], s.Lq = n[6], s.Lk = n[7], s.D = n[8], s.Dv = n[9];
+  s.q = strides(n + 10), s.k = strides(n + 14), s.v = strides(n + 18), s.out = strides(n + 22);
+  s.bias_stride = strides(n + 26);
+  s.store = static_cast<StoreKind>(n[30]);
+  s.k_scale = strides(n + 31), s.v_scale = strides(n + 35);
+  s.page = n[39], s.pages = n[40];
+  return s;
+}
+
+void unpack_extras(const int64_t* x, Call& call) {
+  call.bias = pointer<const void>(x[0]), call.by_head = pointer<const void>(x[1]);
+  call.distance_low = x[2], call.distances = x[3];
+  call.sink = pointer<const void>(x[4]), call.offsets = pointer<const int64_t>(x[5]);
+  call.seed = static_cast<uint64_t>(x[6]), call.stats = pointer<void>(x[7]), call.rest = pointer<void>(x[8]);
+}
+
+std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
+  std::vector<MaskTensor> tensors(numbers.size() / 9);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t* at = numbers.data() + 9 * i;
+    tensors[i].data = pointer<const void>(at[0]);
+    for (int d = 0; d < 4; ++d) {
+      tensors[i].size[d] = at[1 + d];
+      tensors[i].stride[d] = at[5 + d];
+    }
+  }
+  return tensors;
+}
+
+Gradients unpack_gradients(const int64_t* n) {
+  Gradients g{};
+  g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);
+  g.dlse = pointer<const void>(n[3]), g.stats = pointer<const void>(n[4]);
+  g.dq = pointer<void>(n[5]), g.dk = pointer<void>(n[6]), g.dv = pointer<void>(n[7]);
+  g.dbias = pointer<void>(n[8]), g.dby_head = pointer<void>(n[9]), g.dsink = pointer<void>(n[10]);
+  g.dout_stride = strides(n + 11), g.dk_stride = strides(n + 15), g.dv_stride = strides(n + 19);
+  g.dbias_stride = strides(n + 23);
+  return g;
+}
+
+}  // namespace regard

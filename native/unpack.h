@@ -1,0 +1,31 @@
+// Lists of integers from Python -> plain structs.
+#pragma once
+#include <stddef.h>
+
+#include <vector>
+
+#include "types.h"
+
+namespace regard {
+
+using Ints = std::vector<int64_t>;
+
+template <class T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+// dtype, bias dtype, bias kind, B, Hq, Hkv, Lq, Lk, D, Dv, four strides each of q, k, v, out and bias, the
+// kind of store, four strides each of the scales of K and V, the size of a page and the number of pages.
+constexpr size_t kSpecNumbers = 41;
+Spec unpack_spec(const int64_t* numbers);
+
+// Each tensor is nine numbers: address, sizes and strides for (b, h, q, k).
+std::vector<MaskTensor> unpack_tensors(const Ints& numbers);
+
+// bias, per-head numbers, first distance, distances, sink, offsets, seed, stats, rest
+void unpack_extras(const int64_t* numbers, Call& call);
+
+Gradients unpack_gradients(const int64_t* numbers);
+
+}  // namespace regard
