@@ -1,4 +1,4 @@
-"""Projections around `regard.attention`: one module for self- and cross-attention with any grouping of heads."""
+"""Projections around `regard.attention`: one module for self- and cross-attention, any grouping of heads."""
 
 from __future__ import annotations
 

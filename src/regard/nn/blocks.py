@@ -24,8 +24,8 @@ class Block(Whole):
         feed_forward: token by token.
         cross: attention to a context.
         residual: what stands around each part, made by `residual(d_model, part)`: `PreNorm`, `PostNorm`, or
-            one of them with options, `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. Its attribute `sublayer`
-            is the part.
+            one of them with options, `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. Its attribute
+            `sublayer` is the part.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         batch = 0 if self.batch_first else 1
         if query.dim() == 3 and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
             raise ValueError(
-                f"query, key, value: expected the same batch in dim {batch} for batch_first={self.batch_first}, "
+                f"query, key, value: expected one batch in dim {batch} (batch_first={self.batch_first}), "
                 f"got {_shapes(*given)}"
             )
         if key.shape[:-1] != value.shape[:-1]:
