@@ -352,7 +352,7 @@ def test_wrong_masks_of_other_kinds() -> None:
         ours(n, n, n, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="embed_dim: expected a multiple of num_heads = 5, got 24"):
         MultiheadAttention(24, 5)
-    with pytest.raises(ValueError, match="dropout: expected a probability from 0 to 1, got 1.5"):
+    with pytest.raises(ValueError, match="dropout: expected a probability from 0 to 1"):
         MultiheadAttention(24, 4, dropout=1.5)
 
 
@@ -409,8 +409,9 @@ def test_modules_are_saved_and_copied() -> None:
 
 
 def test_attention_is_the_formula() -> None:
-    module = randomized(Attention(24, 6, kv_heads=2, head_dim=5, value_dim=7, mask=M.Causal(), sink=True,
-                                  softcap=3.0, scale=0.3, gate=True, qk_norm=nn.RMSNorm)).double()  # fmt: skip
+    made = {"kv_heads": 2, "head_dim": 5, "value_dim": 7, "mask": M.Causal(), "sink": True, "softcap": 3.0}
+    module = Attention(24, 6, scale=0.3, gate=True, qk_norm=nn.RMSNorm, **made)
+    module = randomized(module).double()
     x = torch.randn(2, 9, 24).double()
     sizes = (30, 10, 14)
     projected = zip(module.qkv(x).split(sizes, -1), (6, 2, 2), strict=True)
@@ -598,12 +599,19 @@ def test_wrong_attention(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("rule", RULES)
+SMALL_RULES: dict[str, Any] = {
+    "none": lambda: None,
+    "rotary": lambda: Rotary(4),
+    "interleaved": lambda: Rotary(2, layout="interleaved"),
+    "alibi": lambda: Alibi(2, learned=True),
+    "relative": lambda: Relative(2, num_buckets=4, max_distance=9),
+}
+
+
+@pytest.mark.parametrize("rule", SMALL_RULES)
 def test_gradients_of_attention(rule: str) -> None:
-    module = randomized(Attention(6, 2, kv_heads=1, head_dim=4, position={
-        "none": lambda: None, "rotary": lambda: Rotary(4), "interleaved": lambda: Rotary(2, layout="interleaved"),
-        "alibi": lambda: Alibi(2, learned=True), "relative": lambda: Relative(2, num_buckets=4, max_distance=9),
-    }[rule](), mask=M.Causal(), sink=True, gate=True), 0.5).double()  # fmt: skip
+    made = {"head_dim": 4, "position": SMALL_RULES[rule](), "mask": M.Causal(), "sink": True, "gate": True}
+    module = randomized(Attention(6, 2, kv_heads=1, **made), 0.5).double()
     names = [name for name, _ in module.named_parameters()]
 
     def call(x: Tensor, *values: Tensor) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import Function, forward_ad
 
 from .._problem import is_watched
 from ._frequencies import Scaling, frequencies
@@ -47,12 +48,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("inplace: expected a tensor that needs no gradient, got one that requires grad")
         return _turn_in_place(x, cos, sin, layout)
-    if is_watched(x, cos, sin):
+    if _is_followed(x, cos, sin):
         return _formula(x, cos, sin, layout)
     if x.requires_grad and torch.is_grad_enabled():
         turned: Tensor = _Turn.apply(x, cos, sin, layout)  # type: ignore[no-untyped-call]
         return turned
     return _turn(x, cos, sin, layout)
+
+
+def _is_followed(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether something must see plain operations: a compiler, a transform, forward mode, batched gradients."""
+    return is_watched(x, cos, sin) or forward_ad._current_level >= 0 or is_legacy_batchedtensor(x)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
@@ -90,7 +96,7 @@ def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """For compilers and transforms, which fuse or batch it themselves."""
+    """In plain operations."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     c, d = a * cos - b * sin, b * cos + a * sin
@@ -104,7 +110,6 @@ class _Turn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(cos, sin)
         ctx.layout = layout
         return _turn(x, cos, sin, layout)
 
@@ -112,11 +117,6 @@ class _Turn(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return rotate(grads[0], cos, -sin, layout=ctx.layout), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        cos, sin = ctx.saved_tensors
-        return rotate(tangents[0], cos, sin, layout=ctx.layout)
 
 
 class Rotary(nn.Module):
