@@ -57,7 +57,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
 
 
 def _is_followed(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether something must see plain operations: a compiler, a transform, forward mode, batched gradients."""
+    """Whether something must see plain operations: a compiler, a transform, forward mode."""
     return is_watched(x, cos, sin) or forward_ad._current_level >= 0 or is_legacy_batchedtensor(x)
 
 
@@ -100,7 +100,11 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     c, d = a * cos - b * sin, b * cos + a * sin
-    turned = torch.cat((c, d), -1) if layout == "half" else torch.stack((c, d), -1).flatten(-2)
+    turned = (
+        torch.cat((c, d), -1)
+        if layout == "half"
+        else torch.stack((c, d), -1).reshape(*c.shape[:-1], 2 * half)
+    )
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
