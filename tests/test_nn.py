@@ -175,6 +175,16 @@ def test_rows_that_see_nothing() -> None:
         assert grad.isfinite().all()
 
 
+def test_weights_are_those_of_the_formula() -> None:
+    _, ours = modules({"batch_first": True})
+    q, k, mask = torch.randn(B, LQ, E), torch.randn(B, LK, E), bool_mask()
+    mask[3] = True
+    out, w = ours(q, k, k, attn_mask=mask, average_attn_weights=False)
+    heads = [ours._heads(x) for x in ours._projected(q, k, k)]
+    assert_close(w, regard.weights(*heads, mask=~mask))
+    assert torch.equal(out, ours(q, k, k, attn_mask=mask, need_weights=False)[0])
+
+
 def test_weights_are_those_before_dropout() -> None:
     _, ours = modules({"batch_first": True, "dropout": 0.5})
     x = torch.randn(B, LQ, E)
@@ -640,7 +650,7 @@ def test_modules_compile_in_one_graph(fresh: None, kind: str) -> None:
     else:
         module = MultiheadAttention(24, 4, batch_first=True)
         options = {"need_weights": False, "is_causal": True} if kind == "multihead" else {
-            "need_weights": False, "attn_mask": torch.rand(9, 9) > 0.8,
+            "attn_mask": torch.rand(9, 9) > 0.8,
             "key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]])}  # fmt: skip
 
         def call(x: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import packing
-from .._attention import attention, weights
+from .._attention import attention
 from .._problem import Trio
-from ..masks import Causal, Lengths
+from ..masks import Arguments, Causal, Lengths
 from ._nested import row
 from ._state import Whole
 from ._torch_masks import Sizes, arguments
+from ._weights import dense_weights
 
 
 class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
@@ -99,10 +100,10 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, extra = self._extended(k, v)
         sizes = Sizes(q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra, extra)
-        options = arguments(attn_mask, key_padding_mask, is_causal, sizes)._asdict()
-        out = attention(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+        given = arguments(attn_mask, key_padding_mask, is_causal, sizes)
+        out = attention(q, k, v, dropout=self.dropout if self.training else 0.0, **given._asdict())
         out = self.out_proj(self._joined(out))
-        w = weights(q, k, v, **options) if need_weights else None
+        w = dense_weights(q, k, given) if need_weights else None
         return self._result(out, w, is_batched, average_attn_weights)
 
     def _result(
@@ -193,21 +194,18 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         )  # fmt: skip
         w = None
         if need_weights:
-            w = _padded_weights((q, k, v), rows_q.borders, rows_k.borders, is_causal)
+            w = _padded_weights((q, rows_q.borders), (k, rows_k.borders), is_causal)
             w = w.mean(1) if average else w
         return rows_q.nested(self.out_proj(out.flatten(1))), w
 
 
-def _padded_weights(qkv: Trio, borders_q: Tensor, borders_k: Tensor, is_causal: bool) -> Tensor:
-    """(N, H, Lq, Lk), zeros where there is no query or no key."""
-    all_borders = (borders_q, borders_k, borders_k)
-    q, k, v = (
-        packing.unpack(x.transpose(0, 1), borders) for x, borders in zip(qkv, all_borders, strict=True)
-    )
-    seen = Lengths(packing.lengths(borders_k))
-    w = weights(q, k, v, mask=seen & Causal() if is_causal else seen, offset=0 if is_causal else None)
-    real = torch.arange(q.shape[2], device=q.device) < packing.lengths(borders_q)[:, None]
-    return w * real[:, None, :, None]
+def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
+    """(N, H, Lq, Lk) of packed (total, H, D) and borders; zeros where there is no query or no key."""
+    q, k = (packing.unpack(x.transpose(0, 1), borders) for x, borders in (asking, asked))
+    lengths, seen = packing.lengths(asking[1]), Lengths(packing.lengths(asked[1]))
+    given = Arguments(seen & Causal(), offset=0) if is_causal else Arguments(seen)
+    real = torch.arange(q.shape[2], device=q.device) < lengths[:, None]
+    return dense_weights(q, k, given) * real[:, None, :, None]
 
 
 def _asked(module: torch.nn.Module, args: Any) -> None:
