@@ -527,6 +527,17 @@ def test_masks_of_a_call_narrow() -> None:
     assert torch.equal(module(x, mask=M.Window(2)), Attention.forward(module, x, mask=M.Window(2)))
 
 
+def test_a_hook_sees_what_was_projected() -> None:
+    module, x = Attention(24, 4, position=Rotary(6)), torch.randn(2, 5, 24)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        expected = module(x)
+        module.qkv.register_forward_hook(lambda _, __, out: seen.append(out))
+        assert_close(module(x), expected)
+        assert torch.equal(seen[0], torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias))
+    assert_close(module(x), expected)
+
+
 class ListCache:
     """What a cache is to a module: appends, and attends causally."""
 

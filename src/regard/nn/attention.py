@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import packing
 from .._arguments import count, describe
 from .._attention import attention
-from .._problem import Bias, Trio
+from .._problem import Bias, Trio, is_watched
 from ..masks import Causal, Dense, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
 from ._nested import row
@@ -223,8 +223,15 @@ class Attention(Whole):
         if not isinstance(self.position, Rotary):
             return q, k
         cos, sin = self.position.table(q, at)
-        layout = self.position.layout
-        return rotate(q, cos, sin, layout=layout), rotate(k, cos, sin, layout=layout)
+        layout, own = self.position.layout, self._owns(q, k)
+        turned_q = rotate(q, cos, sin, layout=layout, inplace=own)
+        return turned_q, rotate(k, cos, sin, layout=layout, inplace=own)
+
+    def _owns(self, q: Tensor, k: Tensor) -> bool:
+        """Whether nobody else sees what the projections made: no gradient, no hook, no compiler."""
+        projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
+        hooked = any(p._forward_hooks for p in projections)
+        return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
 
     def _bias(self) -> Bias | None:
         return self.position() if isinstance(self.position, (Alibi, Relative)) else None

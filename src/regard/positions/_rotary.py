@@ -83,7 +83,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     (a, b), (c, d) = _pairs(x, half, layout), _pairs(out, half, layout)
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=d).addcmul_(a, sin)
-    out[..., 2 * half :] = x[..., 2 * half :]
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
 
