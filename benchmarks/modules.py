@@ -45,7 +45,7 @@ class Case:
 
 CASES = (
     Case("evaluation", 1.2),
-    Case("evaluation, batch of 4", 1.2, B=4, L=128),
+    Case("evaluation, batch of 4", 1.0, B=4, L=128),
     Case("evaluation, causal", 1.2, causal=True),
     Case("evaluation, with weights", 0.0, weights=True),
     Case("training", 1.05, training=True),

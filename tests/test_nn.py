@@ -584,7 +584,7 @@ def test_positions_after_caches_of_different_length() -> None:
 
 def test_a_cache_and_dropout() -> None:
     module = Attention(24, 4, dropout=0.1)
-    with pytest.raises(ValueError, match="cache: expected none in training with dropout"):
+    with pytest.raises(ValueError, match="cache: expected None in training with dropout"):
         module(torch.randn(2, 3, 24), cache=ListCache(torch.zeros(2, dtype=torch.int64)))
 
 
@@ -607,11 +607,33 @@ def test_a_cache_and_dropout() -> None:
         ),
         (
             lambda: Attention(24, 4, position=Rotary(6))(torch.randn(3, 24), torch.randn(3, 24)),
-            "position: expected None with a context",
+            "context: expected None with a position rule",
         ),
         (
             lambda: Attention(24, 4)(torch.randn(2, 3, 24), torch.randn(2, 3, 24), lengths=torch.ones(2)),
             "lengths: expected None with a context",
+        ),
+        (
+            lambda: Attention(24, 4)(torch.randn(2, 5, 24), cu_seqlens=packing.cu_seqlens([2, 3])),
+            r"x: expected packed tokens \(total, d_model\) with cu_seqlens",
+        ),
+        (
+            lambda: Attention(24, 4)(torch.randn(5, 24), cu_seqlens=packing.cu_seqlens([2, 3]), cache=[]),
+            "cache: expected None with cu_seqlens",
+        ),
+        (
+            lambda: Attention(24, 4)(
+                torch.randn(5, 24), torch.randn(5, 24), cu_seqlens=packing.cu_seqlens([5])
+            ),
+            "context_cu_seqlens: expected the borders of the context",
+        ),
+        (
+            lambda: Attention(24, 4)(torch.randn(5, 24), context_cu_seqlens=packing.cu_seqlens([5])),
+            "context_cu_seqlens: expected None without a context",
+        ),
+        (
+            lambda: Attention(24, 4)(nested([3, 4], torch.jagged)[0], lengths=torch.ones(2)),
+            "lengths: expected None with nested tensors",
         ),
     ],
 )

@@ -1,9 +1,9 @@
 """Modules: attention with its projections, and the blocks that models are made of."""
 
+from ._call import Memory as Memory
 from .attention import Attention as Attention
 from .attention import CrossAttention as CrossAttention
 from .attention import GroupedQueryAttention as GroupedQueryAttention
-from .attention import Memory as Memory
 from .attention import MultiQueryAttention as MultiQueryAttention
 from .attention import SelfAttention as SelfAttention
 from .blocks import Block as Block

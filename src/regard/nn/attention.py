@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,31 +13,14 @@ from .. import packing
 from .._arguments import count, describe
 from .._attention import attention
 from .._problem import Bias, Trio, is_watched
-from ..masks import Causal, Dense, Lengths, Mask
+from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
+from ._call import Cache, Call, Context, Memory, both, check, places_after
 from ._nested import row
 from ._state import Whole
 
 Rule = Rotary | Alibi | Relative
 CAUSAL = Causal()
-
-
-class Memory(NamedTuple):
-    """The keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context, projected once."""
-
-    k: Tensor
-    v: Tensor
-
-
-class Cache(Protocol):
-    """What `Attention` asks of a cache: how long its samples are, and to append and attend."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def lengths(self) -> Tensor: ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, **options: Any) -> Any: ...
 
 
 class Attention(Whole):
@@ -120,7 +103,7 @@ class Attention(Whole):
     def forward(
         self,
         x: Tensor,
-        context: Tensor | Memory | None = None,
+        context: Context = None,
         *,
         mask: Mask | Tensor | None = None,
         lengths: Tensor | None = None,
@@ -143,14 +126,13 @@ class Attention(Whole):
             context_cu_seqlens: those of a packed context.
             cache: a cache of `regard.cache`: appends the keys of x and attends causally to all it holds.
         """
+        call = Call(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
         if x.is_nested:
-            return self._nested(x, context, mask=mask, positions=positions)
-        self._check(x, context, positions, lengths, cache)
+            return self._nested(x, context, call)
+        self._check(x, context, call)
         q, k, v = self._projected(x, context)
-        q, k = self._placed(q, k, self._places(positions, cu_seqlens, cache, x.shape[-2]))
-        found = self._attended(
-            (q, k, v), _both(self.mask, mask), lengths, (cu_seqlens, context_cu_seqlens), cache
-        )
+        q, k = self._placed(q, k, self._places(call, x.shape[-2]))
+        found = self._attended((q, k, v), call)
         joined = found.transpose(-3, -2).flatten(-2)
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
@@ -159,37 +141,39 @@ class Attention(Whole):
         """The keys and values of a context, for calls with the same one."""
         return Memory(*self._keys(context))
 
-    def _attended(
-        self,
-        qkv: Trio,
-        mask: Mask | None,
-        lengths: Tensor | None,
-        borders: tuple[Tensor | None, Tensor | None],
-        cache: Cache | None,
-    ) -> Tensor:
+    def _attended(self, qkv: Trio, call: Call) -> Tensor:
         """(..., Hq, L, D) and so on -> (..., Hq, L, Dv)"""
+        mask = both(self.mask, call.mask)
         options: dict[str, Any] = {
             "scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": self._bias(),
         }  # fmt: skip
         dropout = self.dropout if self.training else 0.0
-        if cache is not None:
+        if call.cache is not None:
             if dropout:
-                raise ValueError("cache: expected none in training with dropout; call eval() first")
-            options["mask"] = None if mask == CAUSAL else mask
-            found: Tensor = cache.attend(*qkv, **options, **({} if lengths is None else {"lengths": lengths}))
-            return found
-        if lengths is not None:
-            mask = _both(mask, Lengths(lengths))
-        if borders[0] is None:
+                raise ValueError("cache: expected None in training with dropout; call eval() first")
+            return self._decoded(qkv, mask, call.cache, call.lengths, options)
+        if call.lengths is not None:
+            mask = both(mask, Lengths(call.lengths))
+        if call.cu_seqlens is None:
             out: Tensor = attention(*qkv, mask=mask, dropout=dropout, **options)
             return out
         q, k, v = (t.transpose(0, 1) for t in qkv)
         packed: Tensor = packing.varlen_attention(
-            q, k, v, *_given(borders), mask=mask, dropout=dropout, **options
+            q, k, v, call.cu_seqlens, call.context_cu_seqlens, mask=mask, dropout=dropout, **options
         )
         return packed.transpose(0, 1)
 
-    def _projected(self, x: Tensor, context: Tensor | Memory | None) -> Trio:
+    @staticmethod
+    def _decoded(
+        qkv: Trio, mask: Mask | None, cache: Cache, lengths: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """A cache is causal by itself."""
+        if lengths is not None:
+            options["lengths"] = lengths
+        out: Tensor = cache.attend(*qkv, mask=None if mask == CAUSAL else mask, **options)
+        return out
+
+    def _projected(self, x: Tensor, context: Context) -> Trio:
         """q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)"""
         if context is None and self.kv_model is None:
             q, k, v = self.qkv(x).split((self.heads * self.head_dim, *self._kv_sizes), -1)
@@ -236,47 +220,40 @@ class Attention(Whole):
     def _bias(self) -> Bias | None:
         return self.position() if isinstance(self.position, (Alibi, Relative)) else None
 
-    def _places(
-        self, positions: Positions | None, cu_seqlens: Tensor | None, cache: Cache | None, L: int
-    ) -> Positions:
-        if positions is not None:
-            return positions
+    def _places(self, call: Call, L: int) -> Positions:
+        if call.positions is not None:
+            return call.positions
         if not isinstance(self.position, Rotary):
             return 0
-        if cu_seqlens is not None:
-            return packing.positions(cu_seqlens)
-        return 0 if cache is None else _after(cache, L)
+        if call.cu_seqlens is not None:
+            return packing.positions(call.cu_seqlens)
+        return 0 if call.cache is None else places_after(call.cache, L)
 
-    def _nested(self, x: Tensor, context: Any, **options: Any) -> Tensor:
-        own = row("x", x)
+    def _nested(self, x: Tensor, context: Context, call: Call) -> Tensor:
+        call.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
         if isinstance(context, Memory):
             raise TypeError("context: expected a nested tensor as x is, got a Memory")
+        own = row("x", x)
         other = None if context is None else row("context", context)
         tokens, borders = (None, None) if other is None else (other.tokens, other.borders)
-        found = self(own.tokens, tokens, cu_seqlens=own.borders, context_cu_seqlens=borders, **options)
+        found = self(
+            own.tokens, tokens, mask=call.mask, positions=call.positions, cu_seqlens=own.borders,
+            context_cu_seqlens=borders,
+        )  # fmt: skip
         return own.nested(found)
 
-    def _check(
-        self,
-        x: Tensor,
-        context: Tensor | Memory | None,
-        positions: Positions | None,
-        lengths: Tensor | None,
-        cache: Cache | None,
-    ) -> None:
+    def _check(self, x: Tensor, context: Context, call: Call) -> None:
         if x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected (..., L, d_model = {self.d_model}), got {describe(x)}")
-        if positions is not None and not isinstance(self.position, Rotary):
-            raise ValueError(
-                f"positions: expected None without position=Rotary(...), got {describe(positions)}"
-            )
+        check(call, x, context)
+        if not isinstance(self.position, Rotary):
+            call.refuse("without position=Rotary(...)", "positions")
         if context is None:
             if self.kv_model not in (None, self.d_model):
                 raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
             return
-        for name, given in (("position", self.position), ("cache", cache), ("lengths", lengths)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None with a context: it speaks of self-attention")
+        if self.position is not None:
+            raise ValueError("context: expected None with a position rule, which is for self-attention")
         width = self.d_model if self.kv_model is None else self.kv_model
         if isinstance(context, Tensor) and (context.is_nested or context.shape[-1] != width):
             raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
@@ -321,25 +298,6 @@ def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
     if isinstance(position, (Alibi, Relative)) and position().heads != module.heads:
         raise ValueError(f"position: expected heads = {module.heads}, got {position().heads}")
     return position
-
-
-def _both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
-    other = Dense(b) if isinstance(b, Tensor) else b
-    if a is None or other is None:
-        return other if a is None else a
-    return a & other
-
-
-def _given(borders: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
-    return [x for x in borders if x is not None]
-
-
-def _after(cache: Cache, L: int) -> Positions:
-    """The places that follow those of a cache: an int if all samples are as long."""
-    longest, lengths = len(cache), cache.lengths
-    if bool((lengths == longest).all()):
-        return longest
-    return lengths[:, None] + torch.arange(L, device=lengths.device)
 
 
 # The same under the names of textbooks

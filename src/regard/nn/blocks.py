@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import Causal, Mask
+from ._call import Cache, Context, Memory
 from ._state import Whole
-from .attention import Attention, Cache, CrossAttention, Memory
+from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
 from .norms import PreNorm
 
@@ -45,7 +46,7 @@ class Block(Whole):
     def forward(
         self,
         x: Tensor,
-        context: Tensor | Memory | None = None,
+        context: Context = None,
         *,
         context_mask: Mask | Tensor | None = None,
         context_cu_seqlens: Tensor | None = None,
