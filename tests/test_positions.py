@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,6 +246,36 @@ def test_rotation_compiles_in_one_graph() -> None:
     assert_close(out, rotary(x, 4))
     grads = [torch.autograd.grad(y.pow(3).sum(), x)[0] for y in (out, rotary(x, 4))]
     assert_close(*grads)
+
+
+PEAK = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import memory
+from regard.positions import Rotary
+if not memory.available():
+    sys.exit()
+x = torch.ones(1, 16, 4096, 64, requires_grad=True)
+for layout in ("half", "interleaved"):
+    rotary, grad = Rotary(64, layout=layout), torch.ones(1, 16, 4096, 64)
+    out = rotary(x)
+    print(memory.extra(lambda: rotary(x)) / x.nbytes)
+    print(memory.extra(lambda: torch.autograd.grad(out, x, grad, retain_graph=True)) / x.nbytes)
+    print(memory.extra(lambda: rotary(grad, inplace=True)) / x.nbytes)
+"""
+
+
+def test_rotation_allocates_its_result_alone() -> None:
+    """Peaks in units of x: forward 1, backward 1, in place half."""
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(benchmarks)], capture_output=True, text=True, check=True, timeout=120
+    )
+    peaks = [float(line) for line in done.stdout.split()]
+    if not peaks:
+        pytest.skip("this system does not reset the high-water mark")
+    for peak, limit in zip(peaks, (1.05, 1.05, 0.55) * 2, strict=True):
+        assert peak < limit
 
 
 def test_in_place_refuses_what_learns() -> None:
