@@ -111,7 +111,7 @@ def _all_strides(tensors: Sequence[Maybe]) -> list[tuple[int, ...] | None]:
 
 
 # What Function.apply comes down to outside of transforms; its own tests take as long as a small forward pass.
-_attend: Any = super(Function, Attention).apply  # type: ignore[misc]
+_attend: Any = super(Function, Attention).apply
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
