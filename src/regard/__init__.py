@@ -1,7 +1,8 @@
 """Attention: every mechanism behind one call, exact, with no cliffs."""
 
-from . import masks, packing, scores
+from . import cache, masks, packing, scores
 from ._attention import attention, weights
+from ._merge import merge
 from ._plan import Plan, plan
 
-__all__ = ["Plan", "attention", "masks", "packing", "plan", "scores", "weights"]
+__all__ = ["Plan", "attention", "cache", "masks", "merge", "packing", "plan", "scores", "weights"]

@@ -1,0 +1,114 @@
+"""Keys and values as they come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._arguments import count
+from .._problem import Bias
+from .._stored import Stored
+from ..masks import Mask
+from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of
+from ._rows import Part, Rows
+
+
+class KVCache(Rows):
+    """Keys (B, Hkv, n, D) and values (B, Hkv, n, Dv) of the tokens so far; samples may differ in length.
+
+    Args:
+        B, Hkv, D, Dv: samples, key heads, size of a key, size of a value (default D).
+        capacity: room for so many tokens, allocated at once; a token more raises. None: grows, doubling, so
+            that a token is copied less than twice on the average.
+        dtype: of keys, values and queries. Nothing is cast.
+        device: where the storage lies.
+
+    Example:
+        >>> cache = KVCache(1, 8, 64, capacity=4096)
+        >>> out = cache.attend(q, k, v)            # the prompt: q (1, Hq, L, 64), k and v (1, 8, L, 64)
+        >>> out = cache.attend(q1, k1, v1)         # one more token
+    """
+
+    def __init__(
+        self,
+        B: int,
+        Hkv: int,
+        D: int,
+        Dv: int | None = None,
+        *,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.D = count("D", D, 1)
+        self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
+        super().__init__(B, Hkv, self._layout(dtype), capacity, dtype, device)
+
+    def append(self, k: Tensor, v: Tensor, *, lengths: Integers | None = None) -> None:
+        """Add k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
+        chunk = self._chunk(k, v, lengths)
+        self._keep(self._draft(self._encode(k, v), chunk))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        window: int | None = None,
+        return_lse: bool = False,
+        impl: str = "auto",
+    ) -> Result:
+        """Append k and v, then attend causally: each query sees the tokens up to its own.
+
+        If anything raises, the cache is as it was before.
+
+        Args:
+            q: (B, Hq, Lq, D): the last Lq tokens; mostly those of k.
+            k, v: the new tokens, (B, Hkv, L, D) and (B, Hkv, L, Dv); without them nothing is appended.
+            lengths: (B,): of sample b only the first lengths[b] new tokens are real. Then Lq = L, and rows of
+                padding give zeros (LSE -inf).
+            mask: narrows further what is seen, by position, as in `attention`.
+            window: only the last `window` tokens are seen, the query's own included.
+            bias, scale, softcap, sink, return_lse, impl: as in `attention`; Lk is `len(cache)` afterwards.
+
+        Returns:
+            out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
+        """
+        asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
+        if k is None or v is None:
+            _check_none(k, v, lengths)
+            return self._attend(q, None, NOTHING, asked)
+        chunk = self._chunk(k, v, lengths)
+        return self._attend(q, self._encode(k, v), chunk, asked)
+
+    def _layout(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        return Part("k", (self.D,), dtype), Part("v", (self.Dv,), dtype)
+
+    def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The new rows of each part."""
+        return k, v
+
+    def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
+        k, v = parts
+        return Stored(k, v, None, None, None, 0, "float", length, self.D, self.Dv)
+
+    def _sizes(self) -> str:
+        return f"D={self.D}, Dv={self.Dv}"
+
+    def _chunk(self, k: Tensor, v: Tensor, lengths: Integers | None) -> Chunk:
+        L = k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 0
+        check_new("k", k, (self.B, self.Hkv, L, self.D), self.dtype, self.device)
+        check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
+        return chunk_of(L, lengths, self.B)
+
+
+def _check_none(k: Tensor | None, v: Tensor | None, lengths: Integers | None) -> None:
+    if k is not None or v is not None or lengths is not None:
+        raise ValueError("k, v: expected both, or neither and no lengths")
