@@ -377,9 +377,8 @@ class PagedCache:
             raise ValueError(
                 f"PagedCache is too small: {used} pages needed, {available} of {self.pages} free"
             )
-        self._replace(
-            dict(zip(names, saved, strict=True)), state["k"].to(self.device), state["v"].to(self.device)
-        )
+        k, v = (state[name].to(self.device) for name in "kv")
+        self._replace(dict(zip(names, saved, strict=True)), k, v)
 
     def _replace(self, saved: dict[int, Held], k: Tensor, v: Tensor) -> None:
         """Other sequences instead of those held; their pages are numbered as in k and v."""

@@ -78,7 +78,7 @@ class SlidingCache(KVCache):
         needed = self.sinks + self.window + self.rollback
         left = shared([min(n, needed) for n in each(held, self.B)])
         rows = max(needed + self.spare, most(plus(left, more)))
-        fresh = self._empty(self.B, rows, self.device)
+        fresh = self._empty(self.B, rows)
         for to, part in zip(fresh, parts, strict=True):
             for samples, n, m in self._groups(held, left):
                 to[samples, :, : self.sinks] = part[samples, :, : self.sinks]
