@@ -204,8 +204,15 @@ def _visible(asked: Asked, mask: Mask | None) -> Mask | None:
         mask = window if mask is None or mask is CAUSAL else mask & window
     if asked.mask is None:
         return mask
-    extra = asked.mask if isinstance(asked.mask, Mask) else Dense(asked.mask)
-    return extra if mask is None else mask & extra
+    return _as_mask(asked.mask) if mask is None else mask & _as_mask(asked.mask)
+
+
+def _as_mask(given: Any) -> Mask:
+    if isinstance(given, Mask):
+        return given
+    if not isinstance(given, Tensor) or given.dtype is not torch.bool:
+        raise TypeError(f"mask: expected a Mask or a bool tensor, True = may attend, got {describe(given)}")
+    return Dense(torch.atleast_2d(given))
 
 
 @functools.lru_cache(maxsize=64)

@@ -342,7 +342,9 @@ class PagedCache:
     # Saving
 
     def state_dict(self) -> State:
-        """Tensors alone: the pages in use, and of each sequence id, length and table (N, max_pages)."""
+        """Tensors alone: the pages in use, zeros where they hold no token, and of each sequence its id, its
+        length and its row of the table (N, max_pages), which counts these pages; -1 is none.
+        """
         used = sorted({number for held in self._held.values() for number in held.pages})
         place = {number: i for i, number in enumerate(used)}
         widest = max((len(held.pages) for held in self._held.values()), default=0)
@@ -350,13 +352,24 @@ class PagedCache:
             [place[number] for number in held.pages] + [-1] * (widest - len(held.pages))
             for held in self._held.values()
         ]
+        k, v = self._pool.k[used], self._pool.v[used]
+        for number, rows in self._rows_used().items():
+            k[place[number], :, rows:] = v[place[number], :, rows:] = 0
         return {
-            "k": self._pool.k[used],
-            "v": self._pool.v[used],
+            "k": k,
+            "v": v,
             "ids": torch.tensor(self.ids, dtype=torch.int64),
             "lengths": self.lengths,
             "table": torch.tensor(table, dtype=torch.int32).reshape(len(table), widest),
         }
+
+    def _rows_used(self) -> dict[int, int]:
+        """How many rows of each page hold tokens of these sequences, for pages that are not full."""
+        rows: dict[int, int] = {}
+        for pages, length in self._held.values():
+            for i, number in enumerate(pages):
+                rows[number] = max(rows.get(number, 0), min(self.page, length - i * self.page))
+        return {number: count for number, count in rows.items() if count < self.page}
 
     def load_state_dict(self, state: State) -> None:
         """Take the sequences of a `state_dict` of a cache with the same page, sizes and dtype."""

@@ -238,13 +238,16 @@ class Rows:
     # Saving
 
     def state_dict(self) -> State:
-        """Tensors alone: what is filled, and the lengths (B,)."""
-        filled = most(self._filled)
+        """Tensors alone: what is filled, behind shorter samples zeros, and the lengths (B,)."""
         parts = zip(self.layout, self._parts, strict=True)
-        state = {
-            part.name: x[:, :, :filled].clone(memory_format=torch.contiguous_format) for part, x in parts
-        }
-        return state | {"lengths": self.lengths}
+        return {part.name: self._filled_part(x) for part, x in parts} | {"lengths": self.lengths}
+
+    def _filled_part(self, part: Tensor) -> Tensor:
+        saved = part[:, :, : most(self._filled)].clone(memory_format=torch.contiguous_format)
+        if not isinstance(self._filled, int):
+            for sample, rows in zip(saved, self._filled, strict=True):
+                sample[:, rows:] = 0
+        return saved
 
     def load_state_dict(self, state: State) -> None:
         """Take the content of a `state_dict` of a cache with the same B, sizes and dtype."""
