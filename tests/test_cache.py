@@ -338,7 +338,7 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "Lq": (ValueError, "q: expected a query", lambda c: attend(c, q[:, :, :2], k, v, lengths=[1, 2])),
         "impl": (ValueError, "impl: expected", lambda c: attend(c, q, k, v, impl="best")),
         "softcap": (ValueError, "softcap", lambda c: attend(c, q, k, v, softcap=-1.0)),
-        "heads": (ValueError, "heads", lambda c: attend(c, q[:, :5], k, v) if kind != "latent" else _heads()),
+        "heads": (ValueError, "heads", lambda c: attend(c, q[:, :5], k, v)),
         "window": (ValueError, "window", lambda c: attend(c, q, k, v, window=0)),
         "mask": (TypeError, "mask", lambda c: attend(c, q, k, v, mask=torch.ones(3, 3))),
         "half of it": (ValueError, "k, v: expected both|lengths: expected none", _half),
@@ -348,10 +348,6 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "state": (ValueError, "state: expected the tensors", lambda c: c.load_state_dict({})),
         "state shape": (ValueError, "(state|lengths): expected", lambda c: c.load_state_dict(_odd(c))),
     }  # fmt: skip
-
-
-def _heads() -> None:
-    raise ValueError("heads: one key head serves any number")
 
 
 def _half(cache: Cache) -> None:
@@ -369,6 +365,8 @@ def _odd(cache: Cache) -> dict[str, Tensor]:
 @every_cache
 @pytest.mark.parametrize("call", failing_calls("fixed"))
 def test_a_failed_call_changes_nothing(kind: str, call: str) -> None:
+    if kind == "latent" and call == "heads":
+        pytest.skip("one key head serves any number of query heads")
     error, message, fail = failing_calls(kind)[call]
     cache = new(kind)
     append(cache, *tokens(kind, 2, 20)[1:], lengths=[20, 9])
@@ -450,7 +448,7 @@ def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], messag
 def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="mask: expected one of distances alone"):
         attend(new("sliding"), *tokens("sliding", 2, 1), **options)
-    with pytest.raises(TypeError, match="bias: expected scores[.]Alibi"):
+    with pytest.raises(TypeError, match=r"bias: expected scores\.Alibi"):
         attend(new("sliding"), *tokens("sliding", 2, 1), bias=torch.zeros(1, 1))
 
 
