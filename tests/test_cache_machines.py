@@ -134,9 +134,9 @@ class Machine(RuleBasedStateMachine):
         twin = self.cache.fork()
         self.cache, twin = (twin, self.cache) if other else (self.cache, twin)
         before = self.cache.state_dict()
-        append(twin, *self.chunk([2] * len(self.samples))[0][1:]) if self.fits(
-            [2] * len(self.samples)
-        ) else twin.reset()
+        two = [2] * len(self.samples)
+        if self.fits(two):
+            append(twin, *self.chunk(two)[0][1:])
         twin.reorder([0])
         twin.reset()
         assert same(before, self.cache.state_dict())

@@ -290,8 +290,10 @@ class PagedCache:
     def _stored(self, draft: Draft, length: int) -> Stored:
         pages = tuple(held.pages for held in draft.after.values())
         if self._table is None or self._table[0] != pages:
-            widest = max(map(len, pages))
-            rows = [numbers + (0,) * (widest - len(numbers)) for numbers in pages]
+            width = (
+                1 << max(map(len, pages)).bit_length()
+            )  # seldom another shape, which would be checked anew
+            rows = [numbers + (0,) * (width - len(numbers)) for numbers in pages]
             self._table = pages, torch.tensor(rows, dtype=torch.int32, device=self.device)
         table, pool = self._table[1], self._pool
         return Stored(pool.k, pool.v, None, None, table, self.page, "float", length, self.D, self.Dv)
