@@ -202,6 +202,29 @@ def test_positions() -> None:
     assert cache.positions(3).tolist() == [[5, 6, 7], [2, 3, 4]]
 
 
+@every_cache
+def test_checks_are_not_skipped_by_a_step_that_looks_like_the_last(kind: str) -> None:
+    """Steps that repeat take a shorter way; it must see what has changed."""
+    q, k, v = tokens(kind, 2, 1)
+    cache = new(kind)
+    for _ in range(2):
+        attend(cache, q, k, v)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        attend(cache, q, k.clone().requires_grad_(), v)
+    with pytest.raises(TypeError, match="expected a tensor of"):
+        attend(cache, q, k.double(), v)
+    with pytest.raises(ValueError, match="softcap"):
+        attend(cache, q, k, v, softcap=-1.0)
+    attend(cache, q, k, v)
+    assert len(cache) == 3
+    if kind != "paged":
+        cache.reorder([1])
+        with pytest.raises(ValueError, match="expected shape"):
+            attend(cache, q, k, v)
+        attend(cache, q[1:], k[1:], v[1:])
+        assert len(cache) == 4
+
+
 # Memory
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from .._arguments import count
+from .._decode import attend_stored
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
@@ -40,9 +43,14 @@ class KVCache(Rows):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        self._checked: tuple[Any, ...] | None = None  # what a step was like that passed all checks
         self.D = count("D", D, 1)
         self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
         super().__init__(B, Hkv, self._layout(dtype), capacity, dtype, device)
+
+    def reorder(self, index: Integers) -> None:
+        self._checked = None  # B may change
+        super().reorder(index)
 
     def append(self, k: Tensor, v: Tensor, *, lengths: Integers | None = None) -> None:
         """Add k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
@@ -81,12 +89,49 @@ class KVCache(Rows):
         Returns:
             out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
         """
+        if lengths is None and mask is None and window is None and self._is_step(q, k, v):
+            return self._step(q, k, v, bias, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if k is None or v is None:
             _check_none(k, v, lengths)
             return self._attend(q, None, NOTHING, asked)
         chunk = self._chunk(k, v, lengths)
-        return self._attend(q, self._encode(k, v), chunk, asked)
+        found = self._attend(q, self._encode(k, v), chunk, asked)
+        if chunk.L == q.shape[2] == 1:
+            self._checked = _signature(q, k, v)
+        return found
+
+    def _is_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> bool:
+        """One more token for samples of one length, like one checked before, and there is room for it."""
+        if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
+            return False
+        if self._checked != _signature(q, k, v) or type(self._lengths) is not int:
+            return False
+        return self._lengths < self._rows and not ((k.requires_grad or v.requires_grad) and is_grad_enabled())
+
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Bias | None,
+        scale: float | None,
+        softcap: float | None,
+        sink: Tensor | None,
+        return_lse: bool,
+        impl: str,
+    ) -> Result:
+        """What `_attend` does, for the case that must be quick: the only query sees all."""
+        n = self._lengths
+        assert isinstance(n, int)
+        for slot, x in zip(self._slot(self._parts, n), self._encode(k, v), strict=True):
+            slot.copy_(x)
+        found = attend_stored(
+            q, self._stored(self._parts, n + 1), bias=bias, scale=scale, softcap=softcap, sink=sink,
+            return_lse=return_lse, impl=impl,
+        )  # fmt: skip
+        self._lengths = n + 1
+        return found
 
     def _layout(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return Part("k", (self.D,), dtype), Part("v", (self.Dv,), dtype)
@@ -107,6 +152,10 @@ class KVCache(Rows):
         check_new("k", k, (self.B, self.Hkv, L, self.D), self.dtype, self.device)
         check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
         return chunk_of(L, lengths, self.B)
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, k.device, v.device
 
 
 def _check_none(k: Tensor | None, v: Tensor | None, lengths: Integers | None) -> None:

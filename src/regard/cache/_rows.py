@@ -168,8 +168,9 @@ class Rows:
     # Attending
 
     def _attend(self, q: Tensor, new: tuple[Tensor, ...] | None, chunk: Chunk, asked: Asked) -> Result:
-        draft = Draft(self._parts, self._lengths, self._filled, NOTHING)
-        if new is not None:
+        if new is None:
+            draft = Draft(self._parts, self._lengths, self._filled, NOTHING)
+        else:
             draft = self._draft(new, chunk)
         check_queries(q, (self.B, self.D), self.dtype, draft.rows, draft.chunk)
         found = self._look(q, draft, asked)

@@ -64,6 +64,9 @@ class SlidingCache(KVCache):
 
     # Appending
 
+    def _is_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> bool:
+        return False  # the window must follow
+
     def _draft(self, new: tuple[Tensor, ...], chunk: Chunk) -> Draft:
         parts, held = self._parts, self._held
         if most(plus(held, chunk.new)) > self._rows:
