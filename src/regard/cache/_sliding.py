@@ -28,7 +28,7 @@ class SlidingCache(KVCache):
         B, Hkv, D, Dv, dtype, device: as for `KVCache`.
         window: tokens that a query sees, its own included.
         sinks: first tokens that stay.
-        rollback: `crop` can always take back so many tokens.
+        rollback: `crop` can always take back so many tokens, counted from the most that there have been.
         spare: rows beyond those needed; default window / 4, at least 16.
     """
 
