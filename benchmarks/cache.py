@@ -44,7 +44,7 @@ def new_tokens(cache: Any, L: int) -> tuple[Tensor, ...]:
 def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
     """Microseconds of a step."""
     cache, q = make(), torch.randn(1, H, 1, D)
-    new, scale, mask = new_tokens(cache, 1), D**-0.5, getattr(cache, "_seen", None)
+    new, scale, mask = new_tokens(cache, 1), D**-0.5, getattr(cache, "_shown", None)
     cache.append(*new_tokens(cache, HELD))
     rows = [cache._stored(cache._parts, HELD + i + 1) for i in range(STEPS)]
 

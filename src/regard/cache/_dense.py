@@ -12,7 +12,7 @@ from .._decode import attend_stored
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
-from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of
+from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of, plus
 from ._rows import Part, Rows
 
 
@@ -47,6 +47,8 @@ class KVCache(Rows):
         self.D = count("D", D, 1)
         self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
         super().__init__(B, Hkv, self._layout(dtype), capacity, dtype, device)
+
+    _shown: Mask | None = None  # which of its rows the last token sees; None: all
 
     def reorder(self, index: Integers) -> None:
         self._checked = None  # B may change
@@ -89,8 +91,8 @@ class KVCache(Rows):
         Returns:
             out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
         """
-        if lengths is None and mask is None and window is None and self._is_step(q, k, v):
-            return self._step(q, k, v, bias, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
+        if lengths is None and mask is None and bias is None and window is None and self._is_step(q, k, v):
+            return self._step(q, k, v, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if k is None or v is None:
             _check_none(k, v, lengths)
@@ -101,37 +103,42 @@ class KVCache(Rows):
             self._checked = _signature(q, k, v)
         return found
 
+    # The case that must be quick
+
     def _is_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> bool:
         """One more token for samples of one length, like one checked before, and there is room for it."""
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
             return False
-        if self._checked != _signature(q, k, v) or type(self._lengths) is not int:
+        filled = self._filled
+        if type(filled) is not int or filled >= self._rows or self._checked != _signature(q, k, v):
             return False
-        return self._lengths < self._rows and not ((k.requires_grad or v.requires_grad) and is_grad_enabled())
+        return not ((k.requires_grad or v.requires_grad) and is_grad_enabled())
 
     def _step(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: Bias | None,
         scale: float | None,
         softcap: float | None,
         sink: Tensor | None,
         return_lse: bool,
         impl: str,
     ) -> Result:
-        """What `_attend` does, for the case that must be quick: the only query sees all."""
-        n = self._lengths
-        assert isinstance(n, int)
-        for slot, x in zip(self._slot(self._parts, n), self._encode(k, v), strict=True):
+        """What `_attend` does, for a query that sees all that its cache shows."""
+        row = self._filled
+        assert isinstance(row, int)
+        for slot, x in zip(self._slot(self._parts, row), self._encode(k, v), strict=True):
             slot.copy_(x)
         found = attend_stored(
-            q, self._stored(self._parts, n + 1), bias=bias, scale=scale, softcap=softcap, sink=sink,
+            q, self._stored(self._parts, row + 1), mask=self._shown, scale=scale, softcap=softcap, sink=sink,
             return_lse=return_lse, impl=impl,
         )  # fmt: skip
-        self._lengths = n + 1
+        self._step_on()
         return found
+
+    def _step_on(self) -> None:
+        self._lengths = plus(self._lengths, 1)
 
     def _layout(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return Part("k", (self.D,), dtype), Part("v", (self.Dv,), dtype)

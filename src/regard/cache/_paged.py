@@ -347,7 +347,7 @@ class PagedCache:
         """Tensors alone: the pages in use, zeros where they hold no token, and of each sequence its id, its
         length and its row of the table (N, max_pages), which counts these pages; -1 is none.
         """
-        used = sorted({number for held in self._held.values() for number in held.pages})
+        used = list(dict.fromkeys(number for held in self._held.values() for number in held.pages))
         place = {number: i for i, number in enumerate(used)}
         widest = max((len(held.pages) for held in self._held.values()), default=0)
         table = [

@@ -51,7 +51,7 @@ class SlidingCache(KVCache):
         self.spare = max(16, window // 4) if spare is None else count("spare", spare, 1)
         rows = self.sinks + self.window + self.rollback + self.spare
         recent = Window(self.window - 1)
-        self._seen: Mask = CAUSAL & (recent | Prefix(self.sinks)) if self.sinks else recent
+        self._shown: Mask = CAUSAL & (recent | Prefix(self.sinks)) if self.sinks else recent
         self._held: Count = 0  # rows in use; the other tokens, after the sinks, have been dropped
         super().__init__(B, Hkv, D, Dv, capacity=rows, dtype=dtype, device=device)
 
@@ -64,8 +64,9 @@ class SlidingCache(KVCache):
 
     # Appending
 
-    def _is_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> bool:
-        return False  # the window must follow
+    def _step_on(self) -> None:
+        super()._step_on()
+        self._held = plus(self._held, 1)
 
     def _draft(self, new: tuple[Tensor, ...], chunk: Chunk) -> Draft:
         parts, held = self._parts, self._held
@@ -111,7 +112,7 @@ class SlidingCache(KVCache):
         if self.sinks and dropped and by_distance:
             return self._look_twice(q, draft, asked)
         stored = self._stored(draft.parts, most(draft.rows))
-        return look(q, stored, draft.rows, draft.chunk, asked, self._seen)
+        return look(q, stored, draft.rows, draft.chunk, asked, self._shown)
 
     def _look_twice(self, q: Tensor, draft: Draft, asked: Asked) -> Result:
         """Sinks and window apart, each at its own distance from the queries, then merged."""
