@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -58,6 +58,30 @@ class KVCache(Rows):
         """Add k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(k, v, lengths)
         self._keep(self._draft(self._encode(k, v), chunk))
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[False] = False, impl: str = "auto",
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[True], impl: str = "auto",
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: bool = False, impl: str = "auto",
+    ) -> Result: ...  # fmt: skip
 
     def attend(
         self,

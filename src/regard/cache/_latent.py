@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,30 @@ class LatentCache(Rows):
         """Add latent (B, L, rank + rope); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(latent, lengths)
         self._keep(self._draft((latent.unsqueeze(1),), chunk))
+
+    @overload
+    def attend(
+        self, q: Tensor, latent: Tensor | None = None, *, scale: float, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[False] = False, impl: str = "auto",
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, latent: Tensor | None = None, *, scale: float, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[True], impl: str = "auto",
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, latent: Tensor | None = None, *, scale: float, lengths: Integers | None = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: bool = False, impl: str = "auto",
+    ) -> Result: ...  # fmt: skip
 
     def attend(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -251,6 +251,33 @@ class PagedCache:
         self._held.update(draft.after)
 
     # Attending
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, ids: Integers | None = None,
+        lengths: Integers | None = None, mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[False] = False, impl: str = "auto",
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, ids: Integers | None = None,
+        lengths: Integers | None = None, mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: Literal[True], impl: str = "auto",
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, ids: Integers | None = None,
+        lengths: Integers | None = None, mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: bool = False, impl: str = "auto",
+    ) -> Result: ...  # fmt: skip
 
     def attend(
         self,
