@@ -115,8 +115,10 @@ class KVCache(Rows):
         Returns:
             out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
         """
-        if lengths is None and mask is None and bias is None and window is None and self._is_step(q, k, v):
-            return self._step(q, k, v, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
+        plain = lengths is None and mask is None and bias is None and window is None
+        row = self._row_of_step(q, k, v) if plain else None
+        if row is not None:
+            return self._step(row, q, k, v, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if k is None or v is None:
             _check_none(k, v, lengths)
@@ -129,17 +131,18 @@ class KVCache(Rows):
 
     # The case that must be quick
 
-    def _is_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> bool:
-        """One more token for samples of one length, like one checked before, and there is room for it."""
+    def _row_of_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> int | None:
+        """Where one more token goes, if samples are of one length, it is like one checked before, and fits."""
+        row = self._filled
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
-            return False
-        filled = self._filled
-        if type(filled) is not int or filled >= self._rows or self._checked != _signature(q, k, v):
-            return False
-        return not ((k.requires_grad or v.requires_grad) and is_grad_enabled())
+            return None
+        if not isinstance(row, int) or row >= self._rows or self._checked != _signature(q, k, v):
+            return None
+        return None if (k.requires_grad or v.requires_grad) and is_grad_enabled() else row
 
     def _step(
         self,
+        row: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -150,8 +153,6 @@ class KVCache(Rows):
         impl: str,
     ) -> Result:
         """What `_attend` does, for a query that sees all that its cache shows."""
-        row = self._filled
-        assert isinstance(row, int)
         for slot, x in zip(self._slot(self._parts, row), self._encode(k, v), strict=True):
             slot.copy_(x)
         found = attend_stored(
