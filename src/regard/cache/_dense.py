@@ -132,7 +132,7 @@ class KVCache(Rows):
     # The case that must be quick
 
     def _row_of_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> int | None:
-        """Where one more token goes, if samples are of one length, it is like one checked before, and fits."""
+        """Where one more token goes, if samples have one length, it is like one checked before, and fits."""
         row = self._filled
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
             return None
