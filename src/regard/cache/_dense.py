@@ -153,8 +153,7 @@ class KVCache(Rows):
         impl: str,
     ) -> Result:
         """What `_attend` does, for a query that sees all that its cache shows."""
-        for slot, x in zip(self._slot(self._parts, row), self._encode(k, v), strict=True):
-            slot.copy_(x)
+        torch._foreach_copy_(self._slot(self._parts, row), self._encode(k, v))
         found = attend_stored(
             q, self._stored(self._parts, row + 1), mask=self._shown, scale=scale, softcap=softcap, sink=sink,
             return_lse=return_lse, impl=impl,

@@ -143,8 +143,7 @@ class Rows:
         """New tensors (B, Hkv, L, ...) into the parts, from row `at` on."""
         if isinstance(at, int) and isinstance(chunk.new, int):
             if chunk.L == 1:
-                for slot, x in zip(self._slot(parts, at), new, strict=True):
-                    slot.copy_(x)
+                torch._foreach_copy_(self._slot(parts, at), new)
                 return
             for part, x in zip(parts, new, strict=True):
                 part.narrow(2, at, chunk.L).copy_(x)
