@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -289,6 +290,21 @@ def test_sliding_memory_is_bounded_and_copies_are_few() -> None:
         step_by_step(cache, q, k, v)
     assert cache.nbytes == before
     assert written.count < (1 + (4 + 32 + 16) / 16) * (k.numel() + v.numel())
+
+
+@pytest.mark.parametrize("kind", ["growing", "sliding", "streaming", "int4", "latent"])
+def test_no_other_storage_is_kept_alive(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 80)
+    cache = new(kind)
+    attend(cache, *(x[:, :, :1] for x in (q, k, v)))
+    first = weakref.ref(cache._parts[0])
+    twin = cache.fork()
+    cache.reorder([1, 0])
+    assert first() is None
+    second = weakref.ref(cache._parts[0])
+    append(cache, k[:, :, 1:], v[:, :, 1:])
+    assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
+    assert len(twin) == 1
 
 
 def test_values_of_a_latent_lie_in_the_keys() -> None:

@@ -53,6 +53,9 @@ class Slots(NamedTuple):
     rows: list[tuple[Tensor, ...]]
 
 
+NO_SLOTS = Slots((), 0, [])
+
+
 class Draft(NamedTuple):
     """The cache as it will be after a call."""
 
@@ -82,7 +85,7 @@ class Rows:
         self._lengths: Count = 0
         self.device = torch.empty(0, device=device).device
         self._parts = self._empty(self.B, self.capacity or 0)
-        self._slots = Slots((), 0, [])
+        self._slots = NO_SLOTS
 
     # What it holds
 
@@ -162,7 +165,14 @@ class Rows:
         return self._slots.rows[row - first]
 
     def _keep(self, draft: Draft) -> None:
-        self._parts, self._lengths = draft.parts, draft.lengths
+        self._use(draft.parts)
+        self._lengths = draft.lengths
+
+    def _use(self, parts: tuple[Tensor, ...]) -> None:
+        """Storage from now on. Views of another would keep it alive."""
+        self._parts = parts
+        if self._slots.parts is not parts:
+            self._slots = NO_SLOTS
 
     # Attending
 
@@ -200,7 +210,8 @@ class Rows:
             return
         parts = self._copies(self._rows, chosen)
         self._select(chosen)
-        self._parts, self.B = parts, len(chosen)
+        self._use(parts)
+        self.B = len(chosen)
 
     def _select(self, chosen: list[int]) -> None:
         """The counts of the chosen samples."""
@@ -209,7 +220,7 @@ class Rows:
     def fork(self: R) -> R:
         """A cache with the same content that goes its own way from here."""
         twin = copy.copy(self)
-        twin._parts = self._copies(self._rows)
+        twin._use(self._copies(self._rows))
         return twin
 
     def reset(self) -> None:
@@ -259,7 +270,7 @@ class Rows:
         parts = self._parts if filled <= self._rows else self._room(filled)
         for part, x in zip(self.layout, parts, strict=True):
             x[:, :, :filled] = state[part.name]
-        self._parts = parts
+        self._use(parts)
         self._take_counts(counts)
 
     def _counts(self) -> tuple[str, ...]:
