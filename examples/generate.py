@@ -109,7 +109,7 @@ def compare(model: Decoder, prompt: Tensor, count: int) -> tuple[Table, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="of training")
+    parser.add_argument("--steps", type=int, default=40, help="of training")
     parser.add_argument("--tokens", type=int, default=192, help="to write")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="5 steps, 100 tokens, for a smoke test")
