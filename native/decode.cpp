@@ -200,6 +200,7 @@ bool decodes(const Spec& spec) {
 }
 
 Outcome decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
+  if (spec.B * spec.Hq * spec.Lq == 0) return Outcome::kDone;
   return Decode(spec, call, code, interrupt).run();
 }
 

@@ -129,12 +129,13 @@ def test_what_is_hidden_may_be_nan(isa: str) -> None:
 
 def test_scores_beyond_float32(isa: str) -> None:
     q, k, v = tensors(1, 4, 2, 1, 700, 8, 8)
-    assert not faults(Call(q * 1e25, k * 1e25, v, {}, isa))
+    call = Call(q * 1e25, k * 1e25, v, {}, isa)
+    assert rel_l2(call.run()[0], call.expected()[0]) < 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32])
 def test_error_beside_the_fused_kernel(isa: str, rows: int) -> None:
-    q, k, v = tensors(8, 32, 32 // rows, 1, 2048, 64, 64)
+    q, k, v = tensors(8, 32, 32 // rows, 1, 600, 64, 64)
     assert not faults(Call(q, k, v, {}, isa))
 
 

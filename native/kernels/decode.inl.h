@@ -16,80 +16,81 @@ constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
 // several rows at once.
 constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys;
 
-// Vectors of K's elements in a cache line.
-template <class V, class K>
-constexpr int kLineVectors = 64 / (sizeof(K) * V::N) > 1 ? 64 / (sizeof(K) * V::N) : 1;
-
 // Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
 // that is read asks for the one `ahead` elements further on.
-template <class V, int R, class K>
-REGARD_INLINE V dots(const typename V::Scalar* queries, const K* const (&keys)[V::N / R], int64_t D,
+template <class V, int R, class Row>
+REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (&keys)[V::N / R], int64_t D,
                      int64_t ahead) {
-  constexpr int C = V::N / R, line = kLineVectors<V, K> * V::N;
+  constexpr int C = V::N / R;
   V sum[V::N];
 #pragma GCC unroll 16
   for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
-  const auto step = [&](int64_t d) REGARD_ALWAYS {
+  const auto step = [&](int64_t d, int i) REGARD_ALWAYS {
     V q[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * D + d);
+    for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * ldq + d + i);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
-      const V k = Lanes<V>::load(keys[c] + d);
+      const V k = keys[c].load(d, i);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
     }
   };
   int64_t d = 0;
-  for (; d + line <= D; d += line) {
+  for (; d + Row::kLine <= D; d += Row::kLine) {
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) __builtin_prefetch(keys[c] + d + ahead);
+    for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
 #pragma GCC unroll 8
-    for (int i = 0; i < line; i += V::N) step(d + i);
+    for (int i = 0; i < Row::kLine; i += V::N) step(d, i);
   }
-  for (; d + V::N <= D; d += V::N) step(d);
+  if constexpr (!Row::kPadded)
+    for (; d + V::N <= D; d += V::N) step(d, 0);
   transpose(sum);
 #pragma GCC unroll 16
   for (int i = 1; i < V::N; ++i) sum[0] = sum[0] + sum[i];
-  if (d == D) return sum[0];
-  typename V::Scalar rest[V::N];
-  for (int i = 0; i < V::N; ++i) {
-    rest[i] = 0;
-    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * D + t] * to_float(keys[i % C][t]);
-  }
-  return sum[0] + Lanes<V>::load(rest);
+  if constexpr (!Row::kPadded)
+    if (d < D) {
+      typename V::Scalar rest[V::N];
+      for (int i = 0; i < V::N; ++i) {
+        rest[i] = 0;
+        for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
+      }
+      sum[0] = sum[0] + Lanes<V>::load(rest);
+    }
+  return sum[0];
 }
 
 // scores[R][ld_scores] of a tile of n keys
-template <class V, int R, class K>
-void score_tile(const typename V::Scalar* queries, int64_t D, const K* keys, int64_t ld, int64_t n,
+template <class V, int R, class Tile>
+void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n,
                 typename V::Scalar* scores, int64_t ld_scores) {
   constexpr int C = V::N / R;
   for (int64_t c = 0; c < n; c += C) {
-    const K* key[C];
-    for (int i = 0; i < C; ++i) key[i] = keys + (c + i < n ? c + i : n - 1) * ld;
+    typename Tile::Row key[C];
+    for (int i = 0; i < C; ++i) key[i] = keys.row(c + i < n ? c + i : n - 1);
     typename V::Scalar lane[V::N];
-    Lanes<V>::store(lane, dots<V, R, K>(queries, key, D, kAheadKeys * ld));
+    Lanes<V>::store(lane, dots<V, R>(queries, ldq, key, keys.width(D), kAheadKeys * keys.ld));
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < C && c + i < n; ++i) scores[r * ld_scores + c + i] = lane[r * C + i];
   }
 }
 
-// out[R][Count vectors] += weights[R][n] * values[n]
-template <class V, int R, int Count, class K>
-REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const K* values,
-                               int64_t ld, int64_t n, typename V::Scalar* out, int64_t Dv) {
+// out[R][Count vectors from d on] += weights[R][n] * values[n]
+template <class V, int R, int Count, class Tile>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values,
+                               int64_t d, int64_t n, typename V::Scalar* out, int64_t ldo) {
   V sum[R][Count];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) sum[r][i] = Lanes<V>::zero();
   for (int64_t c = 0; c < n; ++c) {
+    const typename Tile::Row row = values.row(c);
     V v[Count];
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) {
-      if (i % kLineVectors<V, K> == 0) __builtin_prefetch(values + (c + kAheadValues) * ld + i * V::N);
-      v[i] = Lanes<V>::load(values + c * ld + i * V::N);
+      if (i * V::N % Tile::Row::kLine == 0) row.prefetch(d + i * V::N, kAheadValues * values.ld);
+      v[i] = row.load(d, i * V::N);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -102,28 +103,33 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) {
-      typename V::Scalar* at = out + r * Dv + i * V::N;
+      typename V::Scalar* at = out + r * ldo + d + i * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
 }
 
 // out[R][Dv] += weights[R][n] * values[n][Dv]
-template <class V, int R, class K>
-void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const K* values, int64_t ld, int64_t n,
-              typename V::Scalar* out, int64_t Dv) {
-  constexpr int Count = 8 / R;
+template <class V, int R, class Tile>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values, int64_t n,
+              typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+  using Row = typename Tile::Row;
+  constexpr int Count = 8 / R, Least = Row::kPadded ? Row::kLine / V::N : 1;
+  const int64_t width = values.width(Dv);
   int64_t d = 0;
-  for (; d + Count * V::N <= Dv; d += Count * V::N)
-    add_columns<V, R, Count>(weights, ld_weights, values + d, ld, n, out + d, Dv);
-  for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values + d, ld, n, out + d, Dv);
-  for (; d < Dv; ++d)
-    for (int r = 0; r < R; ++r) {
-      double sum = 0;
-      for (int64_t c = 0; c < n; ++c)
-        sum += static_cast<double>(weights[r * ld_weights + c]) *
-               static_cast<double>(to_float(values[c * ld + d]));
-      out[r * Dv + d] += static_cast<typename V::Scalar>(sum);
-    }
+  if constexpr (!Row::kPadded || Count * V::N % Row::kLine == 0)
+    for (; d + Count * V::N <= width; d += Count * V::N)
+      add_columns<V, R, Count>(weights, ld_weights, values, d, n, out, ldo);
+  for (; d + Least * V::N <= width; d += Least * V::N)
+    add_columns<V, R, Least>(weights, ld_weights, values, d, n, out, ldo);
+  if constexpr (!Row::kPadded)
+    for (; d < width; ++d)
+      for (int r = 0; r < R; ++r) {
+        double sum = 0;
+        for (int64_t c = 0; c < n; ++c)
+          sum += static_cast<double>(weights[r * ld_weights + c]) *
+                 static_cast<double>(values.row(c).element(d));
+        out[r * ldo + d] += static_cast<typename V::Scalar>(sum);
+      }
 }
 
 // Calls work(Count<R>, first row) for blocks of R rows that together are all rows.
@@ -147,6 +153,7 @@ struct Decode {
   const Piece& piece;
   const Spec& spec;
   const Call& call;
+  int64_t ldq, ldo;     // distances of rows of queries and results: whole groups of channels
   int64_t group, rows;  // row r is query r % Lq of head r / Lq of the group
   Stored<V, S> keys, values;
   Arena arena;
@@ -157,13 +164,15 @@ struct Decode {
       : piece(p),
         spec(*p.spec),
         call(*p.call),
+        ldq(round_up(spec.D, kGroup)),
+        ldo(round_up(spec.Dv, kGroup)),
         group(spec.Hq / spec.Hkv),
         rows(group * spec.Lq),
         keys(Stored<V, S>::keys(p)),
         values(Stored<V, S>::values(p)),
         arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
-    queries = arena.take<Scalar>(rows * spec.D);
+    queries = arena.take<Scalar>(rows * ldq);
     scores = arena.take<Scalar>(rows * kPieceKeys);
     tile = arena.take<Scalar>(Stored<V, S>::tile_size(width));
     scales = arena.take<Scalar>(Stored<V, S>::scales_size(width));
@@ -173,14 +182,14 @@ struct Decode {
 
   static int64_t scratch_bytes(const Spec& s) {
     const int64_t rows = s.Hq / s.Hkv * s.Lq, width = s.D > s.Dv ? s.D : s.Dv;
-    const int64_t numbers = rows * (s.D + kPieceKeys) + Stored<V, S>::tile_size(width) +
+    const int64_t numbers = rows * (round_up(s.D, kGroup) + kPieceKeys) + Stored<V, S>::tile_size(width) +
                             Stored<V, S>::scales_size(width) + 3 * s.Dv;
     return numbers * sizeof(Scalar) + 6 * 64;
   }
 
   static int64_t part_bytes(const Spec& s) {
     const int64_t rows = s.Hq / s.Hkv * s.Lq;
-    return round_up(rows * (s.Dv + 2) * sizeof(Scalar), 64);
+    return round_up(rows * (round_up(s.Dv, kGroup) + 2) * sizeof(Scalar), 64);
   }
 
   Part part(int64_t index) const {
@@ -210,37 +219,49 @@ struct Decode {
   void start_queries() {
     const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     for (int64_t r = 0; r < rows; ++r) {
-      Scalar* row = queries + r * spec.D;
+      Scalar* row = queries + r * ldq;
       copy_rows<V>(query(r), 0, spec.q.d, 1, spec.D, 0, row);
       for (int64_t d = 0; d < spec.D; ++d) row[d] *= static_cast<Scalar>(scale);
+      for (int64_t d = spec.D; d < ldq; ++d) row[d] = 0;
     }
   }
 
-  // Calls work(first key, keys, tile of rows, distance of rows) for all keys that are seen.
+  // Calls work(first key, keys, tile of rows) for all keys that are seen.
   template <class Work>
   void walk(Stored<V, S>& stored, Work work) {
-    // Converting a tile first pays when several blocks of rows use it.
-    const bool as_they_are = sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>;
     for (int64_t i = 0; i < piece.n_seen; ++i) {
       const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
       const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < kTileKeys ? end - j : kTileKeys;
-        int64_t ld = 0;
-        if (const S* at = as_they_are ? stored.in_place(j, n, ld) : nullptr) {
-          work(j - piece.begin, n, at, ld);
-        } else {
-          const Scalar* converted = stored.rows(j, n, tile, scales, ld);
-          work(j - piece.begin, n, converted, ld);
-        }
+        visit(stored, j, n, work);
       }
     }
   }
 
+  // Rows as they lie, if one block of query rows is all that uses them; else converted once for all.
+  template <class Work>
+  void visit(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
+    const int64_t c = j - piece.begin;
+    int64_t ld = 0;
+    if constexpr (sizeof(Scalar) == sizeof(float)) {
+      if (spec.store == kInt8 && rows <= 2)
+        if (const auto codes = stored.template codes_in_place<kInt8>(j, n, scales); codes.codes)
+          return work(c, n, codes);
+      if (spec.store == kInt4 && rows <= 2)
+        if (const auto codes = stored.template codes_in_place<kInt4>(j, n, scales); codes.codes)
+          return work(c, n, codes);
+    }
+    if (sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>)
+      if (const S* at = stored.in_place(j, n, ld)) return work(c, n, FloatTile<V, S>{at, ld});
+    const Scalar* at = stored.rows(j, n, tile, scales, ld);
+    work(c, n, FloatTile<V, Scalar>{at, ld});
+  }
+
   void score() {
-    walk(keys, [&](int64_t c, int64_t n, const auto* k, int64_t ld) {
+    walk(keys, [&](int64_t c, int64_t n, const auto& k) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
-        score_tile<V, count.value>(queries + r * spec.D, spec.D, k, ld, n, scores + r * kPieceKeys + c,
+        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, scores + r * kPieceKeys + c,
                                    kPieceKeys);
       });
     });
@@ -263,10 +284,10 @@ struct Decode {
   }
 
   void add_values(const Part& p) {
-    for (int64_t i = 0; i < rows * spec.Dv; ++i) p.out[i] = 0;
-    walk(values, [&](int64_t c, int64_t n, const auto* v, int64_t ld) {
+    for (int64_t i = 0; i < rows * ldo; ++i) p.out[i] = 0;
+    walk(values, [&](int64_t c, int64_t n, const auto& v) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
-        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, ld, n, p.out + r * spec.Dv,
+        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, p.out + r * ldo, ldo,
                                  spec.Dv);
       });
     });
@@ -304,7 +325,7 @@ struct Decode {
       const Part p = part(i);
       if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
       const Scalar factor = first_of(exp2(Lanes<V>::set(p.shift[r] - shift)));
-      const Scalar *out = p.out + r * spec.Dv, added = p.total[r] * factor;
+      const Scalar *out = p.out + r * ldo, added = p.total[r] * factor;
       total += added;
       only_sink &= added == 0;
       for (int64_t d = 0; d < spec.Dv; ++d) sum[d] += out[d] * factor;

@@ -8,6 +8,57 @@ namespace {
 
 constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
 
+// Rows of a tile, read vector by vector: load(d, i) has elements d + i on, for d a multiple of kLine.
+template <class V, class K>
+struct FloatRow {
+  static constexpr bool kPadded = false;  // the width may be anything
+  static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
+  const K* at;
+  V load(int64_t d, int i) const { return Lanes<V>::load(at + d + i); }
+  typename V::Scalar element(int64_t d) const { return static_cast<typename V::Scalar>(to_float(at[d])); }
+  void prefetch(int64_t d, int64_t ahead) const { __builtin_prefetch(at + d + ahead); }
+};
+
+template <class V, class K>
+struct FloatTile {
+  using Row = FloatRow<V, K>;
+  const K* at;
+  int64_t ld;
+  Row row(int64_t c) const { return {at + c * ld}; }
+  int64_t width(int64_t D) const { return D; }
+};
+
+template <class V, StoreKind Kind>
+struct CodeRow {
+  static constexpr bool kPadded = true;  // to whole groups
+  static constexpr int kLine = kGroup, kHalf = kGroup / 2;
+  const uint8_t* codes;
+  const typename V::Scalar* scales;
+  V load(int64_t d, int i) const {
+    const int64_t group = d / kGroup + i / kGroup;
+    if constexpr (Kind == kInt8)
+      return Lanes<V>::load(reinterpret_cast<const int8_t*>(codes) + d + i) * Lanes<V>::set(scales[group]);
+    V below, above;
+    load_nibbles(codes + group * kHalf + i % kHalf, below, above);
+    return fma(i % kGroup < kHalf ? below : above, Lanes<V>::set(scales[2 * group]),
+               Lanes<V>::set(scales[2 * group + 1]));
+  }
+  void prefetch(int64_t d, int64_t ahead) const {
+    __builtin_prefetch(codes + (Kind == kInt8 ? d : d / 2) + ahead);
+  }
+};
+
+template <class V, StoreKind Kind>
+struct CodeTile {
+  using Row = CodeRow<V, Kind>;
+  const uint8_t* codes;
+  int64_t ld;
+  const typename V::Scalar* scales;
+  int64_t per_row;
+  Row row(int64_t c) const { return {codes + c * ld, scales + c * per_row}; }
+  int64_t width(int64_t D) const { return round_up(D, kGroup); }
+};
+
 template <class V, class S>
 class Stored {
   using Scalar = typename V::Scalar;
@@ -45,6 +96,15 @@ class Stored {
     return reinterpret_cast<const S*>(look(begin).data);
   }
 
+  // The same for codes, with their scales converted; codes are null if the rows are not in one piece.
+  template <StoreKind Kind>
+  CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
+    const Row row = look(begin);
+    if (!row.exists || together(begin, n) < n) return {nullptr, 0, nullptr, 0};
+    convert_scales(row, n, scales);
+    return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, scales, scales_per_row()};
+  }
+
   // The same, n at most kTileKeys, converted. Where the table is wrong, zeros; `is_broken` tells.
   const Scalar* rows(int64_t begin, int64_t n, Scalar* into, Scalar* scales, int64_t& ld) {
     ld = round_up(width_, kGroup);
@@ -66,9 +126,6 @@ class Stored {
 
   int64_t item() const { return spec_.store == kFloats ? sizeof(S) : 1; }
   int64_t groups() const { return (width_ + kGroup - 1) / kGroup; }
-  int64_t stored_width() const {
-    return spec_.store == kFloats ? width_ : groups() * (spec_.store == kInt8 ? kGroup : kGroup / 2);
-  }
 
   // How many of the next n rows lie in one page.
   int64_t together(int64_t begin, int64_t n) const {
@@ -101,13 +158,19 @@ class Stored {
       dequantise(row, n, into, scales);
   }
 
-  // Codes of n rows -> numbers.
-  void dequantise(const Row& row, int64_t n, Scalar* into, Scalar* scales) const {
-    const int64_t per_row = groups() * (spec_.store == kInt8 ? 1 : 2), gap = scale_stride_.l * step_;
+  int64_t scales_per_row() const { return groups() * (spec_.store == kInt8 ? 1 : 2); }
+
+  void convert_scales(const Row& row, int64_t n, Scalar* scales) const {
+    const int64_t per_row = scales_per_row(), gap = scale_stride_.l * step_;
     if (gap == per_row)
       copy_rows<V>(row.scales, 0, 1, 1, n * per_row, 0, scales);
     else
       copy_rows<V>(row.scales, gap, 1, n, per_row, per_row, scales);
+  }
+
+  // Codes of n rows -> numbers.
+  void dequantise(const Row& row, int64_t n, Scalar* into, Scalar* scales) const {
+    convert_scales(row, n, scales);
     for (int64_t r = 0; r < n; ++r) {
       const char* codes = row.data + r * stride_.l * step_;
       for (int64_t g = 0; g < groups(); ++g, into += kGroup)
