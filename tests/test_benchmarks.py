@@ -17,7 +17,7 @@ from conftest import HAVE_CORE
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("cases", "hunt", "measure", "memory", "packed", "peers", "report", "run", "scaling")
+MODULES = ("cases", "hunt", "measure", "memory", "modules", "packed", "peers", "report", "run", "scaling")
 
 pytest.importorskip("rich")
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -158,18 +158,24 @@ def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
     assert len({c.name for c in cases}) > 3
 
 
-@pytest.mark.parametrize("script", ["run.py", "hunt.py"])
+@pytest.mark.parametrize("script", ["run.py", "hunt.py", "modules.py"])
 def test_the_commands_run(script: str) -> None:
     tiny = {
         "run.py": ["--shrink", "32", "--seconds", "0.001", "--only", "causal-512", "--markdown"],
         "hunt.py": ["--count", "2", "--seconds", "0.001"],
+        "modules.py": ["--length", "16", "--seconds", "0.001"],
     }
     command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", *tiny[script]]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "80"}
     )
     assert done.returncode == 0, done.stderr
-    assert ("| causal |" if script == "run.py" else "PyTorch was faster in") in done.stdout
+    told = {
+        "run.py": "| causal |",
+        "hunt.py": "PyTorch was faster in",
+        "modules.py": "| training, dropout 0.1 |",
+    }
+    assert told[script] in done.stdout
 
 
 def test_modules_stay_apart(bench: Any) -> None:

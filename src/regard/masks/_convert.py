@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset, describe, holds_integers, tensor_of
+from .._arguments import Offset, describe, holds_integers, readable, tensor_of
 from ._atoms import Causal, Dense, Documents, Lengths, Prefix
 from ._mask import And, Mask, Not, Or
 
@@ -52,14 +52,15 @@ def from_mha(
 ) -> Arguments:
     """From `nn.MultiheadAttention`: bool True = may NOT attend, float = added to the scores.
 
-    `attn_mask` is (Lq, Lk), or (B * heads, Lq, Lk) with `heads`; `key_padding_mask` is (Lk,) or (B, Lk).
+    `attn_mask` is (Lq, Lk), (B * heads, Lq, Lk) with `heads`, or (B, heads or 1, Lq, Lk);
+    `key_padding_mask` is (Lk,) or (B, Lk).
     """
     parts: list[Mask] = [Causal()] if is_causal else []
     biases: list[Tensor] = []
     if attn_mask is not None:
         shaped = _split_heads(tensor_of("attn_mask", attn_mask), heads)
         biases += [shaped] if shaped.is_floating_point() else []
-        parts += [] if shaped.is_floating_point() else [Dense(~_ignored("attn_mask", shaped))]
+        parts += [] if shaped.is_floating_point() else [Dense.borrow(~_ignored("attn_mask", shaped))]
     if key_padding_mask is not None:
         key_padding_mask = tensor_of("key_padding_mask", key_padding_mask)
         if key_padding_mask.is_floating_point():
@@ -166,8 +167,13 @@ def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
 
 
 def padding(keep: Tensor) -> Mask:
-    """Which keys are real, bool (L,) or (B, L), True = real: lengths where they suffice, else Dense."""
+    """Which keys are real, bool (L,) or (B, L), True = real: lengths where they suffice, else Dense.
+
+    Also Dense where values cannot be looked at, as in `torch.compile`.
+    """
     keep = tensor_of("keep", keep)
+    if not readable(keep):
+        return Dense(_key_matrix(keep))
     L = keep.shape[-1]
     at = torch.arange(L, device=keep.device)
     end = torch.where(keep, at + 1, 0).amax(-1) if L else keep.sum(-1)
@@ -185,12 +191,12 @@ def _key_matrix(x: Tensor) -> Tensor:
 
 
 def _split_heads(attn_mask: Tensor, heads: int | None) -> Tensor:
-    if attn_mask.ndim == 2:
+    if attn_mask.ndim in (2, 4):
         return attn_mask
     if attn_mask.ndim != 3 or heads is None or attn_mask.shape[0] % heads:
         raise ValueError(
-            "attn_mask must have shape (Lq, Lk), or (B * heads, Lq, Lk) with `heads` given, "
-            f"got {describe(attn_mask)} and heads = {heads}"
+            "attn_mask must have shape (Lq, Lk), (B, heads, Lq, Lk), or (B * heads, Lq, Lk) with `heads` "
+            f"given, got {describe(attn_mask)} and heads = {heads}"
         )
     return attn_mask.reshape(-1, heads, *attn_mask.shape[-2:])
 

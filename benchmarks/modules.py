@@ -1,0 +1,138 @@
+"""`nn.MultiheadAttention` beside PyTorch's, and beside the same thing composed by hand.
+
+`python benchmarks/modules.py` prints one row for each case: the time of
+- Regard: `regard.nn.MultiheadAttention`;
+- PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it may take its fast path;
+- composed: one packed linear layer, `scaled_dot_product_attention`, one linear layer.
+"Faster" is PyTorch's time over ours, "asked" what it has to be. Every result is compared with float64 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import Load, WrongResult, best_times, cpu_name
+from report import milliseconds
+from torch import Tensor, nn
+
+import regard
+
+Call = Callable[[], Tensor]
+SIDES = ("Regard", "PyTorch", "composed")
+LIMIT = 1e-5  # of the relative error against float64
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    asked: float
+    causal: bool = False
+    training: bool = False
+    dropout: float = 0.0
+    weights: bool = False
+    B: int = 1
+    L: int = 512
+    d: int = 512
+    heads: int = 8
+
+
+CASES = (
+    Case("evaluation", 1.2),
+    Case("evaluation, batch of 4", 1.0, B=4, L=128),
+    Case("evaluation, causal", 1.2, causal=True),
+    Case("evaluation, with weights", 0.0, weights=True),
+    Case("training", 1.05, training=True),
+    Case("training, causal", 1.05, training=True, causal=True),
+    Case("training, dropout 0.1", 1.3, training=True, dropout=0.1),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each case")
+    parser.add_argument("--length", type=int, help="tokens, instead of each case's own")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    load = Load()
+    rows = [row(case, options.length or case.L, options.seconds) for case in CASES]
+    print("| case | B, L, d, heads | Regard | PyTorch | composed | faster | asked |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    print("\n".join(rows))
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"\nfloat32, {options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def row(case: Case, L: int, seconds: float) -> str:
+    theirs = nn.MultiheadAttention(case.d, case.heads, case.dropout, batch_first=True).train(case.training)
+    x = torch.randn(case.B, L, case.d, requires_grad=case.training)
+    calls = sides(case, theirs, x)
+    check(case, theirs, x, calls)
+    if case.training:
+        calls = {side: partial(gradients, call, [x, *theirs.parameters()]) for side, call in calls.items()}
+    with torch.set_grad_enabled(case.training):
+        best = best_times(calls, seconds)
+    times = [milliseconds(best[side]) if side in best else "" for side in SIDES]
+    asked = f"{case.asked:g} x" if case.asked else ""
+    shape = f"{case.B}, {L}, {case.d}, {case.heads}"
+    faster = best["PyTorch"] / best["Regard"]
+    return f"| {case.name} | {shape} | {' | '.join(times)} | {faster:.2f} x | {asked} |"
+
+
+def sides(case: Case, theirs: nn.MultiheadAttention, x: Tensor) -> dict[str, Call]:
+    """The calls. All three use the very same parameters."""
+    ours = regard.nn.MultiheadAttention(case.d, case.heads, case.dropout, batch_first=True)
+    ours.in_proj_weight, ours.in_proj_bias = theirs.in_proj_weight, theirs.in_proj_bias
+    ours.out_proj = theirs.out_proj
+    ours.train(case.training)
+    fixed: dict[str, Any] = {"need_weights": case.weights, "is_causal": case.causal}
+    # PyTorch's module wants the mask besides the hint; where it takes the hint it does not read it.
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if case.causal else None
+    calls: dict[str, Call] = {
+        "Regard": lambda: ours(x, x, x, **fixed)[0],
+        "PyTorch": lambda: theirs(x, x, x, attn_mask=mask, **fixed)[0],
+    }
+    return calls if case.weights else calls | {"composed": partial(composed, case, theirs, x)}
+
+
+def composed(case: Case, module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    packed = F.linear(x, module.in_proj_weight, module.in_proj_bias)
+    q, k, v = packed.unflatten(-1, (3, case.heads, -1)).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal)
+    joined: Tensor = module.out_proj(out.transpose(1, 2).flatten(2))
+    return joined
+
+
+def gradients(call: Call, parameters: list[Tensor]) -> None:
+    out = call()
+    torch.autograd.grad(out, parameters, torch.ones_like(out))
+
+
+def check(case: Case, theirs: nn.MultiheadAttention, x: Tensor, calls: dict[str, Call]) -> None:
+    """Each side against PyTorch's in float64; a dropped pattern is each side's own."""
+    if case.dropout:
+        return
+    exact = nn.MultiheadAttention(case.d, case.heads, batch_first=True, dtype=torch.float64)
+    exact.load_state_dict(theirs.state_dict())
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).double() if case.causal else None
+    with torch.no_grad():
+        expected, _ = exact(*[x.double()] * 3, attn_mask=mask)
+        for side, call in calls.items():
+            error = ((call().double() - expected).norm() / expected.norm()).item()
+            if not error < LIMIT:
+                raise WrongResult(f"{side}, {case.name}: relative error {error:.1e} against float64")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

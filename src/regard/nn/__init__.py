@@ -1,0 +1,19 @@
+"""Modules: attention with its projections, and the blocks that models are made of."""
+
+from ._call import Memory as Memory
+from .attention import Attention as Attention
+from .attention import CrossAttention as CrossAttention
+from .attention import GroupedQueryAttention as GroupedQueryAttention
+from .attention import MultiQueryAttention as MultiQueryAttention
+from .attention import SelfAttention as SelfAttention
+from .blocks import Block as Block
+from .blocks import DecoderBlock as DecoderBlock
+from .blocks import EncoderBlock as EncoderBlock
+from .blocks import EncoderDecoder as EncoderDecoder
+from .blocks import Stack as Stack
+from .feedforward import FeedForward as FeedForward
+from .feedforward import GatedFeedForward as GatedFeedForward
+from .feedforward import SwiGLU as SwiGLU
+from .multihead import MultiheadAttention as MultiheadAttention
+from .norms import PostNorm as PostNorm
+from .norms import PreNorm as PreNorm

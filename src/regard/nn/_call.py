@@ -1,0 +1,83 @@
+"""What `Attention` is called with besides tokens, and which of it goes together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .._arguments import describe
+from ..masks import Dense, Mask
+from ..positions import Positions
+
+
+class Memory(NamedTuple):
+    """The keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context, projected once."""
+
+    k: Tensor
+    v: Tensor
+
+
+Context = Tensor | Memory | None
+
+
+class Cache(Protocol):
+    """What a module asks of a cache: how long its samples are, and to append and attend."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, **options: Any) -> Any: ...
+
+
+class Call(NamedTuple):
+    """The options of `Attention.forward`."""
+
+    mask: Mask | Tensor | None
+    lengths: Tensor | None
+    positions: Positions | None
+    cu_seqlens: Tensor | None
+    context_cu_seqlens: Tensor | None
+    cache: Cache | None
+
+    def refuse(self, why: str, *names: str) -> None:
+        """Raise if one of these options is given."""
+        for name in names:
+            given = getattr(self, name)
+            if given is not None:
+                raise ValueError(f"{name}: expected None {why}, got {type(given).__name__}")
+
+
+def check(call: Call, x: Tensor, context: Context) -> None:
+    """Options that do not go together."""
+    if context is None:
+        call.refuse("without a context", "context_cu_seqlens")
+    else:
+        call.refuse("with a context: it speaks of self-attention", "lengths", "positions", "cache")
+    if call.cu_seqlens is None:
+        call.refuse("without cu_seqlens", "context_cu_seqlens")
+        return
+    call.refuse("with cu_seqlens, which say how long the sequences are", "lengths", "cache")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected packed tokens (total, d_model) with cu_seqlens, got {describe(x)}")
+    if context is not None and call.context_cu_seqlens is None:
+        raise ValueError("context_cu_seqlens: expected the borders of the context as well, got None")
+
+
+def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
+    """What two masks allow together."""
+    other = Dense(b) if isinstance(b, Tensor) else b
+    if a is None or other is None:
+        return other if a is None else a
+    return a & other
+
+
+def places_after(cache: Cache, L: int) -> Positions:
+    """The places that follow those of a cache: an int if all samples are as long."""
+    longest, lengths = len(cache), cache.lengths
+    if bool((lengths == longest).all()):
+        return longest
+    return lengths[:, None] + torch.arange(L, device=lengths.device)

@@ -1,0 +1,323 @@
+"""Projections around `regard.attention`: one module for self- and cross-attention, any grouping of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import packing
+from .._arguments import count, describe
+from .._attention import attention
+from .._problem import Bias, Trio, is_watched
+from ..masks import Causal, Lengths, Mask
+from ..positions import Alibi, Positions, Relative, Rotary, rotate
+from ._call import Cache, Call, Context, Memory, both, check, places_after
+from ._nested import row
+from ._state import Whole
+
+Rule = Rotary | Alibi | Relative
+CAUSAL = Causal()
+
+
+class Attention(Whole):
+    """Multi-head attention with its projections: self, cross or masked, with any grouping of heads.
+
+    Args:
+        d_model: the width of the tokens that ask, and of the result.
+        heads: query heads Hq.
+        kv_heads: key heads Hkv, a divisor of `heads`. Default: as many (multi-head); 1 is multi-query.
+        head_dim: D of queries and keys. Default d_model / heads.
+        value_dim: Dv. Default `head_dim`.
+        kv_model: the width of the context, for cross-attention, whose projections are `q` and `kv`. Default:
+            the tokens are their own context, and one matrix `qkv` makes queries, keys and values.
+        bias: whether the projections of queries, keys and values have biases.
+        out_bias: whether the last one has. Default: as `bias`.
+        qk_norm: a norm of queries and keys, made by `qk_norm(head_dim)`, such as `nn.RMSNorm`.
+        position: `positions.Rotary`, `positions.Alibi` or `positions.Relative`. Layers may share one.
+        mask: a mask of every call, such as `masks.Causal()`.
+        scale, softcap: as in `regard.attention`.
+        sink: learn a logit for each head that takes probability and gives nothing.
+        dropout: of the weights, in training.
+        gate: multiply the heads' results by the sigmoid of a projection of x, before the last projection.
+
+    Example:
+        >>> attend = regard.nn.Attention(512, 8, kv_heads=2, position=Rotary(64), mask=masks.Causal())
+        >>> attend(torch.randn(2, 100, 512)).shape
+        torch.Size([2, 100, 512])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        kv_model: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        position: Rule | None = None,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        dropout: float = 0.0,
+        gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
+        self.kv_heads = _divisor("kv_heads", heads if kv_heads is None else kv_heads, heads)
+        self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
+        self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
+        self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
+        self.scale, self.softcap, self.dropout, self.mask = scale, softcap, _probability(dropout), mask
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._make_projections(bias, bias if out_bias is None else out_bias, gate, made)
+        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**made)
+        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**made)
+        self.position = _checked_rule(position, self)
+        self.sink = nn.Parameter(torch.zeros(heads, **made)) if sink else None
+
+    def _make_projections(self, bias: bool, out_bias: bool, gate: bool, made: dict[str, Any]) -> None:
+        asked, out = self.heads * self.head_dim, self.heads * self.value_dim
+        if self.kv_model is None:
+            self.qkv = nn.Linear(self.d_model, asked + sum(self._kv_sizes), bias, **made)
+        else:
+            self.q = nn.Linear(self.d_model, asked, bias, **made)
+            self.kv = nn.Linear(self.kv_model, sum(self._kv_sizes), bias, **made)
+        self.gate = nn.Linear(self.d_model, out, False, **made) if gate else None
+        self.out = nn.Linear(out, self.d_model, out_bias, **made)
+
+    @property
+    def _kv_sizes(self) -> tuple[int, int]:
+        return self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Context = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        lengths: Tensor | None = None,
+        positions: Positions | None = None,
+        cu_seqlens: Tensor | None = None,
+        context_cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Attention of x to the context, or to itself.
+
+        Args:
+            x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested
+                (N, j, d_model).
+            context: (B, Lk, kv_model) and so on, or what `remember` made of it. Default: x.
+            mask: narrows the module's own mask, as in `regard.attention`; True = may attend.
+            lengths: (B,): the first n tokens of each sample are real, the rest is padding.
+            positions: the places of x for `Rotary`: an int, (L,) or (B, L). Default: from 0 on, after those
+                of the cache, or anew in each packed sequence.
+            cu_seqlens: (N + 1,): the borders of packed sequences; then x holds their tokens end to end.
+            context_cu_seqlens: those of a packed context.
+            cache: a cache of `regard.cache`: appends the keys of x and attends causally to all it holds.
+        """
+        call = Call(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
+        if x.is_nested:
+            return self._nested(x, context, call)
+        self._check(x, context, call)
+        q, k, v = self._projected(x, context)
+        q, k = self._placed(q, k, self._places(call, x.shape[-2]))
+        found = self._attended((q, k, v), call)
+        joined = found.transpose(-3, -2).flatten(-2)
+        out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
+        return out
+
+    def remember(self, context: Tensor) -> Memory:
+        """The keys and values of a context, for calls with the same one."""
+        return Memory(*self._keys(context))
+
+    def _attended(self, qkv: Trio, call: Call) -> Tensor:
+        """(..., Hq, L, D) and so on -> (..., Hq, L, Dv)"""
+        mask = both(self.mask, call.mask)
+        options: dict[str, Any] = {
+            "scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": self._bias(),
+        }  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        if call.cache is not None:
+            if dropout:
+                raise ValueError("cache: expected None in training with dropout; call eval() first")
+            return self._decoded(qkv, mask, call.cache, call.lengths, options)
+        if call.lengths is not None:
+            mask = both(mask, Lengths(call.lengths))
+        if call.cu_seqlens is None:
+            out: Tensor = attention(*qkv, mask=mask, dropout=dropout, **options)
+            return out
+        q, k, v = (t.transpose(0, 1) for t in qkv)
+        packed: Tensor = packing.varlen_attention(
+            q, k, v, call.cu_seqlens, call.context_cu_seqlens, mask=mask, dropout=dropout, **options
+        )
+        return packed.transpose(0, 1)
+
+    @staticmethod
+    def _decoded(
+        qkv: Trio, mask: Mask | None, cache: Cache, lengths: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """A cache is causal by itself."""
+        if lengths is not None:
+            options["lengths"] = lengths
+        out: Tensor = cache.attend(*qkv, mask=None if mask == CAUSAL else mask, **options)
+        return out
+
+    def _projected(self, x: Tensor, context: Context) -> Trio:
+        """q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)"""
+        if context is None and self.kv_model is None:
+            q, k, v = self.qkv(x).split((self.heads * self.head_dim, *self._kv_sizes), -1)
+            return self._split(q, self.heads), *self._normed_keys(k, v)
+        q = self._split(F.linear(x, *self._part(0)) if self.kv_model is None else self.q(x), self.heads)
+        return q, *(context if isinstance(context, Memory) else self._keys(x if context is None else context))
+
+    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        kv = F.linear(context, *self._part(1)) if self.kv_model is None else self.kv(context)
+        return self._normed_keys(*kv.split(self._kv_sizes, -1))
+
+    def _normed_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self._split(k, self.kv_heads), self._split(v, self.kv_heads)
+        return k if self.k_norm is None else self.k_norm(k), v
+
+    def _part(self, which: int) -> tuple[Tensor, Tensor | None]:
+        """The rows of `qkv` that make queries (0), or keys and values (1): matrix and bias."""
+        sizes = (self.heads * self.head_dim, sum(self._kv_sizes))
+        bias = self.qkv.bias
+        return self.qkv.weight.split(sizes)[which], None if bias is None else bias.split(sizes)[which]
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        """(..., L, H * D) -> (..., H, L, D), a view."""
+        split: Tensor = x.unflatten(-1, (heads, -1))
+        return split.transpose(-3, -2)
+
+    def _placed(self, q: Tensor, k: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
+        """Queries normed, and both turned."""
+        q = q if self.q_norm is None else self.q_norm(q)
+        if not isinstance(self.position, Rotary):
+            return q, k
+        cos, sin = self.position.table(q, at)
+        layout, own = self.position.layout, self._owns(q, k)
+        turned_q = rotate(q, cos, sin, layout=layout, inplace=own)
+        return turned_q, rotate(k, cos, sin, layout=layout, inplace=own)
+
+    def _owns(self, q: Tensor, k: Tensor) -> bool:
+        """Whether nobody else sees what the projections made: no gradient, no hook, no compiler."""
+        projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
+        hooked = any(p._forward_hooks for p in projections)
+        return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
+
+    def _bias(self) -> Bias | None:
+        return self.position() if isinstance(self.position, (Alibi, Relative)) else None
+
+    def _places(self, call: Call, L: int) -> Positions:
+        if call.positions is not None:
+            return call.positions
+        if not isinstance(self.position, Rotary):
+            return 0
+        if call.cu_seqlens is not None:
+            return packing.positions(call.cu_seqlens)
+        return 0 if call.cache is None else places_after(call.cache, L)
+
+    def _nested(self, x: Tensor, context: Context, call: Call) -> Tensor:
+        call.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
+        if isinstance(context, Memory):
+            raise TypeError("context: expected a nested tensor as x is, got a Memory")
+        own = row("x", x)
+        other = None if context is None else row("context", context)
+        tokens, borders = (None, None) if other is None else (other.tokens, other.borders)
+        found = self(
+            own.tokens, tokens, mask=call.mask, positions=call.positions, cu_seqlens=own.borders,
+            context_cu_seqlens=borders,
+        )  # fmt: skip
+        return own.nested(found)
+
+    def _check(self, x: Tensor, context: Context, call: Call) -> None:
+        if x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
+            raise ValueError(f"x: expected (..., L, d_model = {self.d_model}), got {describe(x)}")
+        check(call, x, context)
+        if not isinstance(self.position, Rotary):
+            call.refuse("without position=Rotary(...)", "positions")
+        if context is None:
+            if self.kv_model not in (None, self.d_model):
+                raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
+            return
+        if self.position is not None:
+            raise ValueError("context: expected None with a position rule, which is for self-attention")
+        width = self.d_model if self.kv_model is None else self.kv_model
+        if isinstance(context, Tensor) and (context.is_nested or context.shape[-1] != width):
+            raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
+
+    def extra_repr(self) -> str:
+        given = {"kv_model": self.kv_model, "mask": self.mask, "scale": self.scale, "softcap": self.softcap}
+        shown = "".join(f", {name}={value}" for name, value in given.items() if value is not None)
+        return (
+            f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"value_dim={self.value_dim}, dropout={self.dropout:g}{shown}"
+        )
+
+
+# Arguments
+
+
+def _divisor(name: str, value: int, heads: int) -> int:
+    if heads % count(name, value, 1):
+        raise ValueError(f"{name}: expected a divisor of heads = {heads}, got {value}")
+    return value
+
+
+def _share(d_model: int, heads: int) -> int:
+    if d_model % heads:
+        raise ValueError(
+            f"d_model: expected a multiple of heads = {heads}, or head_dim to be given, got {d_model}"
+        )
+    return d_model // heads
+
+
+def _probability(dropout: float) -> float:
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout}")
+    return dropout
+
+
+def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
+    if position is not None and not isinstance(position, Rotary | Alibi | Relative):
+        raise TypeError(f"position: expected Rotary, Alibi or Relative of regard.positions, got {position!r}")
+    if isinstance(position, Rotary) and position.dims > module.head_dim:
+        raise ValueError(f"position: expected dims up to head_dim = {module.head_dim}, got {position.dims}")
+    if isinstance(position, (Alibi, Relative)) and position().heads != module.heads:
+        raise ValueError(f"position: expected heads = {module.heads}, got {position().heads}")
+    return position
+
+
+# The same under the names of textbooks
+
+
+def SelfAttention(d_model: int, heads: int, **options: Any) -> Attention:
+    """Tokens attend to each other; every head has keys of its own."""
+    return Attention(d_model, heads, **options)
+
+
+def CrossAttention(d_model: int, heads: int, kv_model: int | None = None, **options: Any) -> Attention:
+    """Tokens attend to a context of width `kv_model` (default: their own): `attend(x, context)`."""
+    return Attention(d_model, heads, kv_model=d_model if kv_model is None else kv_model, **options)
+
+
+def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
+    """All heads share one key head."""
+    return Attention(d_model, heads, kv_heads=1, **options)
+
+
+def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: Any) -> Attention:
+    """Groups of heads / kv_heads query heads share a key head."""
+    return Attention(d_model, heads, kv_heads=kv_heads, **options)

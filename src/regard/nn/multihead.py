@@ -1,0 +1,228 @@
+"""A drop-in for `torch.nn.MultiheadAttention`: the same constructor, call, results and state_dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import packing
+from .._attention import attention
+from .._problem import Trio
+from ..masks import Arguments, Causal, Lengths
+from ._nested import row
+from ._state import Whole
+from ._torch_masks import Sizes, arguments
+from ._weights import dense_weights
+
+
+class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` on Regard's kernels.
+
+    Arguments, results, parameter names and initialisation are PyTorch's. What differs:
+    - a query that may attend to nothing gives `out_proj` of zeros, never NaN, and weights of zero;
+    - `is_causal=True` needs no mask, and with a mask both hold;
+    - `attn_mask` may also be (B, Lq, Lk) and (B, heads or 1, Lq, Lk);
+    - the weights are returned as they were before dropout, and only they cost n x n memory;
+    - nested tensors of both layouts train, also with other keys than queries;
+    - a checkpoint that does not fit raises before anything is copied.
+
+    Example:
+        >>> attend = regard.nn.MultiheadAttention(512, 8, batch_first=True)
+        >>> x = torch.randn(2, 100, 512)
+        >>> out, _ = attend(x, x, x, need_weights=False, is_causal=True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_heads > 0 and embed_dim % num_heads:
+            raise ValueError(f"embed_dim: expected a multiple of num_heads = {num_heads}, got {embed_dim}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout}")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype,
+        )  # fmt: skip
+        # nn.TransformerEncoderLayer runs a kernel of its own in evaluation instead of calling its attention,
+        # unless there are hooks.
+        self.register_forward_pre_hook(_asked)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of `query` to `key` and `value`.
+
+        Args:
+            query: (Lq, B, E), (B, Lq, E) with `batch_first`, (Lq, E), or nested (B, j, E).
+            key: the same with Lk and `kdim`.
+            value: the same with Lk and `vdim`.
+            key_padding_mask: (B, Lk), or (Lk,): bool, True = **ignore** this key, or float, added to scores.
+            need_weights: also return the weights, averaged over heads, (B, Lq, Lk).
+            attn_mask: (Lq, Lk), (B * heads, Lq, Lk), (B, Lq, Lk) or (B, heads or 1, Lq, Lk): bool, True = may
+                **not** attend, or float, added to the scores.
+            average_attn_weights: if not, the weights of each head, (B, heads, Lq, Lk).
+            is_causal: query i sees keys up to i, besides what the masks say.
+        """
+        if query.is_nested:
+            if attn_mask is not None or key_padding_mask is not None:
+                name = "attn_mask" if attn_mask is not None else "key_padding_mask"
+                raise ValueError(
+                    f"{name}: expected None with nested tensors, which have no padding; got a mask"
+                )
+            return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
+        is_batched = self._checked(query, key, value)
+        if not is_batched:
+            at = 0 if self.batch_first else 1
+            query, key, value = _unsqueezed(query, key, value, at)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q, k, v = (self._heads(x) for x in self._projected(query, key, value))
+        k, v, extra = self._extended(k, v)
+        sizes = Sizes(q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra, extra)
+        given = arguments(attn_mask, key_padding_mask, is_causal, sizes)
+        out = attention(q, k, v, dropout=self.dropout if self.training else 0.0, **given._asdict())
+        out = self.out_proj(self._joined(out))
+        w = dense_weights(q, k, given) if need_weights else None
+        return self._result(out, w, is_batched, average_attn_weights)
+
+    def _result(
+        self, out: Tensor, w: Tensor | None, is_batched: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """w is (B, H, Lq, Lk)."""
+        w = w.mean(1) if w is not None and average else w
+        if is_batched:
+            return out, w
+        return out.squeeze(0 if self.batch_first else 1), None if w is None else w.squeeze(0)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Trio:
+        """q, k, v (..., E), by one product where the inputs are the same tensor."""
+        if self.in_proj_weight is None:
+            matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            return _three(F.linear(*x) for x in zip((query, key, value), matrices, biases, strict=True))
+        W, b = self.in_proj_weight, self.in_proj_bias
+        if query is key and key is value:
+            return _three(F.linear(query, W, b).chunk(3, -1))
+        if key is value:
+            E = self.embed_dim
+            Wq, Wkv = W.split((E, 2 * E))
+            bq, bkv = (None, None) if b is None else b.split((E, 2 * E))
+            return _three((F.linear(query, Wq, bq), *F.linear(key, Wkv, bkv).chunk(2, -1)))
+        biases = (None,) * 3 if b is None else b.chunk(3)
+        return _three(F.linear(*x) for x in zip((query, key, value), W.chunk(3), biases, strict=True))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, L, E) or (L, B, E) -> (B, H, L, D), a view."""
+        split: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """(B, H, L, D) -> (B, L, E) or (L, B, E)."""
+        return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
+
+    def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keys and values after the last that all may attend to: learned ones, and zeros."""
+        more: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (1, self.num_heads, 1, self.head_dim)
+            more.append((self.bias_k.view(shape), self.bias_v.view(shape)))
+        if self.add_zero_attn:
+            more.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
+        if not more:
+            return k, v, 0
+        one = (*k.shape[:2], 1, k.shape[3])
+        k = torch.cat([k, *(a.to(k.dtype).expand(one) for a, _ in more)], 2)
+        return k, torch.cat([v, *(b.to(v.dtype).expand(one) for _, b in more)], 2), len(more)
+
+    def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether there is a batch."""
+        given = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
+        for name, x, width in given:
+            if x.is_nested or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
+                raise ValueError(
+                    f"{name}: expected (L, {width}) or a batch of it, like the others, got {_shapes(*given)}"
+                )
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
+            raise ValueError(
+                f"query, key, value: expected one batch in dim {batch} (batch_first={self.batch_first}), "
+                f"got {_shapes(*given)}"
+            )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"value: expected as many tokens as key, got {_shapes(*given)}")
+        return query.dim() == 3
+
+    def _nested(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(N, jq, E), (N, jk, Ek), (N, jk, Ev) -> (N, jq, E); the weights padded, (N, H, Lq, Lk)."""
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn: expected neither with nested tensors")
+        rows_q = row("query", query)
+        rows_k = rows_q if key is query else row("key", key)
+        rows_v = rows_k if value is key else row("value", value)
+        if rows_v is not rows_k and not torch.equal(rows_k.borders, rows_v.borders):
+            raise ValueError("value: expected sequences as long as those of key")
+        projected = self._projected(rows_q.tokens, rows_k.tokens, rows_v.tokens)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected)
+        mask, offset = (Causal(), 0) if is_causal else (None, None)
+        out = packing.varlen_attention(
+            q, k, v, rows_q.borders, None if rows_k is rows_q else rows_k.borders,
+            mask=mask, offset=offset if rows_k is not rows_q else None,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        w = None
+        if need_weights:
+            w = _padded_weights((q, rows_q.borders), (k, rows_k.borders), is_causal)
+            w = w.mean(1) if average else w
+        return rows_q.nested(self.out_proj(out.flatten(1))), w
+
+
+def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
+    """(N, H, Lq, Lk) of packed (total, H, D) and borders; zeros where there is no query or no key."""
+    q, k = (packing.unpack(x.transpose(0, 1), borders) for x, borders in (asking, asked))
+    lengths, seen = packing.lengths(asking[1]), Lengths(packing.lengths(asked[1]))
+    given = Arguments(seen & Causal(), offset=0) if is_causal else Arguments(seen)
+    real = torch.arange(q.shape[2], device=q.device) < lengths[:, None]
+    return dense_weights(q, k, given) * real[:, None, :, None]
+
+
+def _asked(module: torch.nn.Module, args: Any) -> None:
+    """Changes nothing."""
+
+
+def _three(found: Any) -> Trio:
+    q, k, v = found
+    return q, k, v
+
+
+def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> Trio:
+    """With a batch dim; tensors that were the same stay the same."""
+    q = query.unsqueeze(dim)
+    k = q if key is query else key.unsqueeze(dim)
+    return q, k, k if value is key else value.unsqueeze(dim)
+
+
+def _shapes(*given: tuple[str, Tensor, int]) -> str:
+    return ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x, _ in given)

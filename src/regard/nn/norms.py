@@ -1,0 +1,38 @@
+"""A sublayer with its residual connection and its norm, which stands before or after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+Norm = Callable[[int], nn.Module]
+
+
+class PreNorm(nn.Module):
+    """x + dropout(sublayer(norm(x), ...)): trains without warm-up; a stack needs a norm at its end."""
+
+    def __init__(
+        self, d_model: int, sublayer: nn.Module, *, norm: Norm = nn.LayerNorm, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm, self.sublayer, self.dropout = norm(d_model), sublayer, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
+        return x + added
+
+
+class PostNorm(nn.Module):
+    """norm(x + dropout(sublayer(x, ...))), as in "Attention is all you need"."""
+
+    def __init__(
+        self, d_model: int, sublayer: nn.Module, *, norm: Norm = nn.LayerNorm, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm, self.sublayer, self.dropout = norm(d_model), sublayer, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
+        return normed

@@ -1,0 +1,73 @@
+"""Positions that are added to the tokens: waves of fixed lengths, or a learned table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import count, readable
+from ._frequencies import frequencies
+from ._places import Positions, places
+
+
+def sinusoidal(positions: Tensor, d_model: int, *, base: float = 10000.0) -> Tensor:
+    """The waves of "Attention is all you need": integers (..., L) -> (..., L, d_model) float32.
+
+    Channel 2i is `sin(position * base ** (-2i / d_model))`, channel 2i + 1 the cosine.
+    """
+    turns, _ = frequencies(d_model, base)
+    angles = positions[..., None].float() * turns.to(positions.device)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
+
+
+class Sinusoidal(nn.Module):
+    """x (..., L, d_model) plus the waves of its places. No parameters, any length."""
+
+    def __init__(self, d_model: int, *, base: float = 10000.0) -> None:
+        super().__init__()
+        frequencies(d_model, base)  # refuses what cannot be
+        self.d_model, self.base = d_model, base
+
+    def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        at = places(positions, x.shape[-2], x.device)
+        return x + sinusoidal(at, self.d_model, base=self.base).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, base={self.base:g}"
+
+
+class Learned(nn.Module):
+    """x (..., L, d_model) plus a learned row of `weight` (length, d_model) for each place."""
+
+    def __init__(
+        self,
+        length: int,
+        d_model: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        size = (count("length", length, 1), count("d_model", d_model, 1))
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        at = places(positions, x.shape[-2], x.device)
+        if at.numel() and readable(at):
+            self._check(int(at.min()), int(at.max()))
+        return x + nn.functional.embedding(at, self.weight)
+
+    def _check(self, first: int, last: int) -> None:
+        length = len(self.weight)
+        if first < 0 or last >= length:
+            raise ValueError(
+                f"positions: expected places from 0 to {length - 1}, got {first} to {last}; "
+                "a learned table has no others"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, {self.weight.shape[1]}"

@@ -1,0 +1,163 @@
+"""How fast each pair of channels turns, and how that is stretched for texts longer than those of training.
+
+The numbers are those of Hugging Face's `inv_freq`, in the same single-precision steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._arguments import count
+
+
+class Scaling:
+    """A rule that changes the frequencies of `frequencies`."""
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        """(dims / 2,) float32: radians for each step of position."""
+        raise NotImplementedError
+
+    def gain(self) -> float:
+        """The attention factor: it multiplies cos and sin, and so the scores by its square."""
+        return 1.0
+
+
+def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None) -> tuple[Tensor, float]:
+    """The frequencies (dims / 2,) of rotary embeddings, `base ** (-2i / dims)`, and the attention factor."""
+    if count("dims", dims, 2) % 2:
+        raise ValueError(f"dims: expected an even number of channels to turn in pairs, got {dims}")
+    if not base > 1:
+        raise ValueError(f"base: expected a number above 1, got {base}")
+    if scaling is None:
+        return _plain(dims, base), 1.0
+    if not isinstance(scaling, Scaling):
+        raise TypeError(f"scaling: expected Linear, NTK, YaRN or Llama3, got {scaling!r}")
+    return scaling.turns(dims, base), scaling.gain()
+
+
+def _plain(dims: int, base: float) -> Tensor:
+    return 1.0 / _periods(dims, base)
+
+
+def _periods(dims: int, base: float) -> Tensor:
+    """(dims / 2,): steps of position for one radian. On the CPU even where another default device is set."""
+    even: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
+    return torch.pow(base, even)
+
+
+@dataclass(frozen=True)
+class Linear(Scaling):
+    """Position interpolation: every place divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        return _plain(dims, base) / self.factor
+
+
+@dataclass(frozen=True)
+class NTK(Scaling):
+    """A larger base: fast pairs stay, the slowest pair is stretched by `factor`.
+
+    "Dynamic" NTK at a length n, trained for m, is `NTK(factor * n / m - (factor - 1))`.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        if dims < 4:
+            raise ValueError(f"dims: expected at least 4 with NTK, got {dims}")
+        return _plain(dims, base * self.factor ** (dims / (dims - 2)))
+
+
+@dataclass(frozen=True)
+class YaRN(Scaling):
+    """Fast pairs stay, slow pairs are interpolated, those between are blended; scores grow with `factor`.
+
+    A pair that turns more than `beta_fast` times in `original_length` is fast, less than `beta_slow` slow.
+    `mscale` and `mscale_all_dim` are those of DeepSeek; `attention_factor` overrules them.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+        count("original_length", self.original_length, 1)
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        periods = _periods(dims, base)
+        keep = 1 - self._ramp(dims, base)
+        return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
+
+    def gain(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def _ramp(self, dims: int, base: float) -> Tensor:
+        """(dims / 2,): 0 for fast pairs, 1 for slow ones."""
+
+        def pair(rotations: float) -> float:
+            return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        width = high - low if high != low else 0.001
+        return ((torch.arange(dims // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Llama 3.1: slow pairs are interpolated, those between are blended by their wavelength."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _at_least_one("factor", self.factor)
+        count("original_length", self.original_length, 1)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "low_freq_factor and high_freq_factor: expected 0 < low < high, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        turns = _plain(dims, base)
+        wavelength = 2 * math.pi / turns
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (self.original_length / wavelength - low) / (high - low)
+        blended = (1 - smooth) * turns / self.factor + smooth * turns
+        slowed = torch.where(wavelength > self.original_length / low, turns / self.factor, blended)
+        return torch.where(wavelength < self.original_length / high, turns, slowed)
+
+
+def _at_least_one(name: str, value: float) -> None:
+    if not value >= 1:
+        raise ValueError(f"{name}: expected a number from 1 on, got {value!r}")

@@ -1,0 +1,25 @@
+"""The argument `positions`: an int, the place of the first token, or a tensor, the place of every token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._arguments import as_int, describe, holds_integers, is_integer
+
+Positions = int | Tensor
+
+
+def places(positions: Positions, L: int, device: torch.device) -> Tensor:
+    """The place of each token, integers (L,), (1, L) or (B, L)."""
+    if isinstance(positions, Tensor):
+        if not holds_integers(positions) or positions.ndim < 1 or positions.shape[-1] != L:
+            raise ValueError(
+                f"positions: expected an int or integers of shape (..., L) with L = {L}, "
+                f"got {describe(positions)}"
+            )
+        return positions.to(device)
+    if not is_integer(positions):
+        raise TypeError(f"positions: expected an int or an integer tensor, got {describe(positions)}")
+    start = as_int(positions)
+    return torch.arange(start, start + L, device=device)
