@@ -54,6 +54,15 @@ def test_train_decoder(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+def test_generate() -> None:
+    """It exits with 1 when an exact cache writes another text than full attention."""
+    pytest.importorskip("rich")
+    text = run(str(ROOT / "examples" / "generate.py"), "--quick", "--threads", "1")
+    for part in ("PagedCache", "SlidingCache, 64 + 4", "identical", "Exact caches wrote the same text"):
+        assert part in text
+
+
 def test_quickstart() -> None:
     text = run(str(ROOT / "examples" / "quickstart.py"))
     assert "(2, 8, 1, 64)" in text

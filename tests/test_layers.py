@@ -14,11 +14,11 @@ FLOORS = """
     6    hf models see distributed info
     5    nn convert cost
     4.5  cache packing
-    4    _attention _decode _packed _plan _evidence _linear
+    4    _attention _decode _merge _packed _plan _evidence _linear
     3    _autograd _ops _vmap
     2    _dispatch
     1    _native _torch reference _boxes _higher
-    0    _arguments _problem _stored _dense masks scores positions
+    0    _arguments _problem _dense _stored masks scores positions
     -1   _core
 """
 FLOOR = {name: float(line.split()[0]) for line in FLOORS.strip().splitlines() for name in line.split()[1:]}

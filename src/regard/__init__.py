@@ -1,7 +1,10 @@
 """Attention: every mechanism behind one call, exact, with no cliffs."""
 
-from . import masks, nn, packing, positions, scores
+from . import cache, masks, nn, packing, positions, scores
 from ._attention import attention, weights
+from ._merge import merge
 from ._plan import Plan, plan
 
-__all__ = ["Plan", "attention", "masks", "nn", "packing", "plan", "positions", "scores", "weights"]
+__all__ = [
+    "Plan", "attention", "cache", "masks", "merge", "nn", "packing", "plan", "positions", "scores", "weights",
+]  # fmt: skip

@@ -1,0 +1,304 @@
+"""Tokens in rows: one tensor (B, Hkv, rows, ...) for each thing kept, row j for the token at position j."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._arguments import count, describe
+from .._stored import Stored
+from ._cache import (
+    NOTHING,
+    Asked,
+    Chunk,
+    Count,
+    Integers,
+    Result,
+    as_tensor,
+    check_float,
+    check_queries,
+    each,
+    integers,
+    kept,
+    look,
+    most,
+    places,
+    plus,
+    put,
+    shared,
+    shown,
+)
+
+LEAST_ROWS = SLOTS = 64
+State = dict[str, Tensor]
+R = TypeVar("R", bound="Rows")
+
+
+class Part(NamedTuple):
+    """One of the tensors that make up the storage: (B, Hkv, rows, *tail)."""
+
+    name: str
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Slots(NamedTuple):
+    """Views of some rows of the parts, from row `first` on: what a single token is written to."""
+
+    parts: tuple[Tensor, ...]
+    first: int
+    rows: list[tuple[Tensor, ...]]
+
+
+NO_SLOTS = Slots((), 0, [])
+
+
+class Draft(NamedTuple):
+    """The cache as it will be after a call."""
+
+    parts: tuple[Tensor, ...]
+    lengths: Count
+    rows: Count  # how many rows of each sample are filled
+    chunk: Chunk
+
+
+class Rows:
+    """Storage in rows, preallocated (`capacity`) or growing geometrically (None)."""
+
+    D: int
+
+    def __init__(
+        self,
+        B: int,
+        Hkv: int,
+        layout: tuple[Part, ...],
+        capacity: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        self.B, self.Hkv = count("B", B, 1), count("Hkv", Hkv, 1)
+        self.dtype, self.layout = check_float(dtype), layout
+        self.capacity = None if capacity is None else count("capacity", capacity, 1)
+        self._lengths: Count = 0
+        self.device = torch.empty(0, device=device).device
+        self._parts = self._empty(self.B, self.capacity or 0)
+        self._slots = NO_SLOTS
+
+    # What it holds
+
+    def __len__(self) -> int:
+        """The tokens of the longest sample."""
+        return most(self._lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: the tokens of each sample."""
+        return as_tensor(self._lengths, self.B, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, filled or not."""
+        return sum(part.nbytes for part in self._parts)
+
+    def positions(self, L: int = 1) -> Tensor:
+        """(B, L) int64: where the next L tokens will stand, for rotary and learned embeddings."""
+        return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
+
+    def __repr__(self) -> str:
+        rows = f"{self._rows} rows" if self.capacity is not None else f"{self._rows} rows, grows"
+        return (
+            f"{type(self).__name__}(B={self.B}, Hkv={self.Hkv}, {self._sizes()}, {self.dtype}: "
+            f"length {shown(each(self._lengths, self.B))}, {rows}, {self.nbytes:,} bytes)"
+        )
+
+    def _sizes(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _rows(self) -> int:
+        return self._parts[0].shape[2]
+
+    # Appending
+
+    def _draft(self, new: tuple[Tensor, ...], chunk: Chunk) -> Draft:
+        """The parts with the new tokens behind the others, where nobody looks before `_keep`."""
+        before = self._lengths
+        after = plus(before, chunk.new)
+        parts = self._room(most(after))
+        self._write(parts, before, new, chunk)
+        return Draft(parts, after, after, chunk)
+
+    def _room(self, rows: int) -> tuple[Tensor, ...]:
+        """The parts, or larger copies of them if they have too few rows."""
+        if rows <= self._rows:
+            return self._parts
+        if self.capacity is not None:
+            raise ValueError(
+                f"{type(self).__name__} is full: {rows} tokens needed, capacity {self.capacity}, of which "
+                f"{self.capacity - len(self)} are free; capacity=None lets it grow"
+            )
+        return self._copies(max(rows, 2 * self._rows, LEAST_ROWS))
+
+    def _write(self, parts: tuple[Tensor, ...], at: Count, new: tuple[Tensor, ...], chunk: Chunk) -> None:
+        """New tensors (B, Hkv, L, ...) into the parts, from row `at` on."""
+        if isinstance(at, int) and isinstance(chunk.new, int):
+            if chunk.L == 1:
+                torch._foreach_copy_(self._slot(parts, at), new)
+                return
+            for part, x in zip(parts, new, strict=True):
+                part.narrow(2, at, chunk.L).copy_(x)
+            return
+        sample, number, row = places(at, chunk.new, self.B, self.device)
+        for part, x in zip(parts, new, strict=True):
+            put(part, (sample, row), x, (sample, number))
+
+    def _slot(self, parts: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
+        """Row `row` of each part: (B, Hkv, 1, ...). Cutting many rows at once halves the cost of a step."""
+        first = row - row % SLOTS
+        if self._slots.parts is not parts or self._slots.first != first:
+            with torch.inference_mode(False):
+                blocks = [part[:, :, first : first + SLOTS].split(1, 2) for part in parts]
+            self._slots = Slots(parts, first, list(zip(*blocks, strict=True)))
+        return self._slots.rows[row - first]
+
+    def _keep(self, draft: Draft) -> None:
+        self._use(draft.parts)
+        self._lengths = draft.lengths
+
+    def _use(self, parts: tuple[Tensor, ...]) -> None:
+        """Storage from now on. Views of another would keep it alive."""
+        self._parts = parts
+        if self._slots.parts is not parts:
+            self._slots = NO_SLOTS
+
+    # Attending
+
+    def _attend(self, q: Tensor, new: tuple[Tensor, ...] | None, chunk: Chunk, asked: Asked) -> Result:
+        if new is None:
+            draft = Draft(self._parts, self._lengths, self._filled, NOTHING)
+        else:
+            draft = self._draft(new, chunk)
+        check_queries(q, (self.B, self.D), self.dtype, draft.rows, draft.chunk)
+        found = self._look(q, draft, asked)
+        self._keep(draft)
+        return found
+
+    def _look(self, q: Tensor, draft: Draft, asked: Asked) -> Result:
+        return look(q, self._stored(draft.parts, most(draft.rows)), draft.rows, draft.chunk, asked)
+
+    def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
+        raise NotImplementedError
+
+    @property
+    def _filled(self) -> Count:
+        """Rows in use of each sample."""
+        return self._lengths
+
+    # Changing what is there
+
+    def crop(self, n: Integers) -> None:
+        """Keep the first n tokens of each sample, n one number or (B,); a negative n drops the last -n."""
+        self._lengths = shared(kept(n, each(self._lengths, self.B)))
+
+    def reorder(self, index: Integers) -> None:
+        """Sample i becomes what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        chosen = _checked_index(index, self.B)
+        if chosen == list(range(self.B)):
+            return
+        parts = self._copies(self._rows, chosen)
+        self._select(chosen)
+        self._use(parts)
+        self.B = len(chosen)
+
+    def _select(self, chosen: list[int]) -> None:
+        """The counts of the chosen samples."""
+        self._lengths = shared([each(self._lengths, self.B)[b] for b in chosen])
+
+    def fork(self: R) -> R:
+        """A cache with the same content that goes its own way from here."""
+        twin = copy.copy(self)
+        twin._use(self._copies(self._rows))
+        return twin
+
+    def reset(self) -> None:
+        """Forget all tokens; the storage stays."""
+        self._lengths = 0
+
+    # Storage
+
+    def _empty(self, B: int, rows: int) -> tuple[Tensor, ...]:
+        """Zeros: a NaN in a row that nobody has written would send kernels to their slow path."""
+        with torch.inference_mode(False):  # or it could not be written to outside
+            return tuple(
+                torch.zeros((B, self.Hkv, rows, *part.tail), dtype=part.dtype, device=self.device)
+                for part in self.layout
+            )
+
+    def _copies(self, rows: int, chosen: list[int] | None = None) -> tuple[Tensor, ...]:
+        """What is filled, of all or of the chosen samples, in new storage of so many rows."""
+        fresh = self._empty(self.B if chosen is None else len(chosen), rows)
+        filled = most(self._filled)
+        for to, part in zip(fresh, self._parts, strict=True):
+            source = part[:, :, :filled]
+            to[:, :, :filled] = source if chosen is None else source[chosen]
+        return fresh
+
+    # Saving
+
+    def state_dict(self) -> State:
+        """Tensors alone: what is filled, behind shorter samples zeros, and the lengths (B,)."""
+        parts = zip(self.layout, self._parts, strict=True)
+        return {part.name: self._filled_part(x) for part, x in parts} | {"lengths": self.lengths}
+
+    def _filled_part(self, part: Tensor) -> Tensor:
+        saved = part[:, :, : most(self._filled)].clone(memory_format=torch.contiguous_format)
+        if not isinstance(self._filled, int):
+            for sample, rows in zip(saved, self._filled, strict=True):
+                sample[:, rows:] = 0
+        return saved
+
+    def load_state_dict(self, state: State) -> None:
+        """Take the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        check_names(state, {part.name for part in self.layout} | set(self._counts()))
+        counts = {name: integers(name, state[name], self.B) for name in self._counts()}
+        filled = self._checked_counts(counts)
+        for part in self.layout:
+            check_saved(part.name, state[part.name], (self.B, self.Hkv, filled, *part.tail), part.dtype)
+        parts = self._parts if filled <= self._rows else self._room(filled)
+        for part, x in zip(self.layout, parts, strict=True):
+            x[:, :, :filled] = state[part.name]
+        self._use(parts)
+        self._take_counts(counts)
+
+    def _counts(self) -> tuple[str, ...]:
+        """The names of the (B,) integers in a state."""
+        return ("lengths",)
+
+    def _checked_counts(self, counts: dict[str, list[int]]) -> int:
+        """How many rows a state with these counts fills."""
+        if min(counts["lengths"]) < 0:
+            raise ValueError(f"lengths: expected numbers from 0 on, got {shown(counts['lengths'])}")
+        return max(counts["lengths"])
+
+    def _take_counts(self, counts: dict[str, list[int]]) -> None:
+        self._lengths = shared(counts["lengths"])
+
+
+def check_names(state: State, expected: set[str]) -> None:
+    if set(state) != expected:
+        raise ValueError(f"state: expected the tensors {sorted(expected)}, got {sorted(state)}")
+
+
+def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor) or x.shape != shape or x.dtype is not dtype:
+        raise ValueError(f"state: expected {name} to be {dtype} of shape {shape}, got {describe(x)}")
+
+
+def _checked_index(index: Integers, B: int) -> list[int]:
+    chosen = integers("index", index, None)
+    if not chosen or not 0 <= min(chosen) <= max(chosen) < B:
+        raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {chosen}")
+    return chosen
