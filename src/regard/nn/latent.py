@@ -246,10 +246,7 @@ class LatentAttention(Whole):
 
     def _decoded(self, q: Queries, latent: Tensor, call: Call) -> Tensor:
         cache = cast(LatentCache, call.cache)
-        found = cache.attend(
-            self._absorbed(q), latent, scale=self.scale, mask=call.mask, lengths=call.lengths
-        )
-        return cast(Tensor, found)
+        return cache.attend(self._absorbed(q), latent, scale=self.scale, mask=call.mask, lengths=call.lengths)
 
     def _decoded_expanded(self, q: Queries, latent: Tensor, call: Call) -> Tensor:
         """As a cache attends: if anything raises, it is as it was before, and rows of padding give zeros."""
