@@ -16,7 +16,7 @@ from .._attention import attention
 from .._problem import Trio
 from ..cache import LatentCache
 from ..masks import Causal, Lengths, Mask
-from ..positions import Positions, Rotary, YaRN
+from ..positions import Positions, Rotary, YaRN, rotate
 from ._call import Call, both, check, places_after
 from ._nested import row
 from ._state import Whole
@@ -195,8 +195,10 @@ class LatentAttention(Whole):
         content = self.kv_norm(content)
         if self.position is None:
             return Queries(nope, rope), content
-        turned = self.position(key.unsqueeze(-3), at).squeeze(-3)
-        return Queries(nope, self.position(rope, at)), torch.cat((content, turned), -1)
+        cos, sin = self.position.table(rope, at)
+        turned = rotate(key.unsqueeze(-3), cos, sin, layout=self.position.layout).squeeze(-3)
+        rope = rotate(rope, cos, sin, layout=self.position.layout)
+        return Queries(nope, rope), torch.cat((content, turned), -1)
 
     def _trio(self, q: Queries, latent: Tensor, absorb: bool) -> Trio:
         """What `attention` takes: the latents as one key head, or keys and values of all heads."""
