@@ -17,7 +17,19 @@ from conftest import HAVE_CORE
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("cases", "hunt", "measure", "memory", "modules", "packed", "peers", "report", "run", "scaling")
+MODULES = (
+    "cases",
+    "hunt",
+    "latent",
+    "measure",
+    "memory",
+    "modules",
+    "packed",
+    "peers",
+    "report",
+    "run",
+    "scaling",
+)
 
 pytest.importorskip("rich")
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -156,6 +168,15 @@ def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
     cases = list(bench.hunt.random_cases(random.Random(0), 20))
     assert len(cases) == 20
     assert len({c.name for c in cases}) > 3
+
+
+def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tiny = ["--threads", "1", "--seconds", "0.001", "--tokens", "16", "--chunks", "1", "64"]
+    assert bench.latent.main(tiny) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    chosen = {line[1].strip(): line[4].strip() for line in lines[3:]}
+    assert chosen == {"1": "absorbed", "64": "expanded"}
 
 
 @pytest.mark.parametrize("script", ["run.py", "hunt.py", "modules.py"])

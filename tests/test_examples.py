@@ -63,6 +63,18 @@ def test_generate() -> None:
         assert part in text
 
 
+def test_compare_heads() -> None:
+    """It exits with 1 when decoding is not what one call gives."""
+    pytest.importorskip("rich")
+    sizes = {"tokens": 40, "steps": 2, "rounds": 1, "width": 64, "heads": 8, "layers": 2, "threads": 1}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    text = run(str(ROOT / "examples" / "compare_heads.py"), *options)
+    numbers = {"MHA": 2 * 64, "GQA-4": 64, "MQA": 16, "MLA": 36}  # kept for each token and layer
+    for kind, kept in numbers.items():
+        (row,) = (line for line in text.splitlines() if f"│ {kind} " in line)
+        assert f" {42 * 2 * 4 * kept:,} " in row
+
+
 def test_quickstart() -> None:
     text = run(str(ROOT / "examples" / "quickstart.py"))
     assert "(2, 8, 1, 64)" in text

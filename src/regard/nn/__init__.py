@@ -14,6 +14,7 @@ from .blocks import Stack as Stack
 from .feedforward import FeedForward as FeedForward
 from .feedforward import GatedFeedForward as GatedFeedForward
 from .feedforward import SwiGLU as SwiGLU
+from .latent import LatentAttention as LatentAttention
 from .multihead import MultiheadAttention as MultiheadAttention
 from .norms import PostNorm as PostNorm
 from .norms import PreNorm as PreNorm

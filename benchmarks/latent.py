@@ -1,0 +1,159 @@
+"""Decoding with latent attention: Regard beside Hugging Face's DeepSeek-V3 attention on the same weights.
+
+`python benchmarks/latent.py` prints one row for each number of cached tokens: the time of one step (one new
+token) with `LatentAttention`, absorbed and expanded, and with `DeepseekV3Attention`, which expands the keys
+and values of all tokens at every step. DeepSeek-V3's sizes of a head, with 16 heads: rank 512, rope 64,
+nope 128, v 128. A second table has the time of a chunk of new tokens both ways, and the cost rule's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from measure import Load, WrongResult, best_times, cpu_name
+from report import milliseconds
+from torch import Tensor
+
+from regard.cache import LatentCache
+from regard.nn import LatentAttention
+
+WIDTH, HEADS, RANK, ROPE, NOPE, V, Q_RANK = 2048, 16, 512, 64, 128, 128, 1536
+NAMES = {
+    "q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up", "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_norm", "kv_b_proj": "kv_up", "o_proj": "out",
+}  # fmt: skip
+Step = Callable[[], Tensor]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="cached before the step")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 16, 64, 128, 256], help="new tokens")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    load = Load()
+    with torch.no_grad():
+        ours, theirs = modules()
+        print("\n".join(steps(ours, theirs, options)), "\n")
+        print("\n".join(chunks(ours, options)))
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"\n{HEADS} heads, float32, {options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def modules() -> tuple[LatentAttention, Any]:
+    """Ours and Hugging Face's, the latter with a function that makes its rotary table."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as found
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=Q_RANK,
+        kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=V,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = found.DeepseekV3Attention(config, 0).eval()
+    ours = LatentAttention(
+        WIDTH, HEADS, rank=RANK, nope_dim=NOPE, rope_dim=ROPE, value_dim=V, q_rank=Q_RANK
+    ).eval()
+    state = {name.rsplit(".", 1)[0]: value for name, value in theirs.state_dict().items()}
+    ours.load_state_dict({f"{NAMES[name]}.weight": value for name, value in state.items()})
+    theirs.table = found.DeepseekV3RotaryEmbedding(config)
+    return ours, theirs
+
+
+def steps(ours: LatentAttention, theirs: Any, options: argparse.Namespace) -> Iterator[str]:
+    yield "| cached tokens | absorbed | expanded | Hugging Face | faster | MiB of cache |"
+    yield "|---:|---:|---:|---:|---:|---:|"
+    for n in options.tokens:
+        cache, token = filled(ours, n), torch.randn(1, 1, WIDTH)
+        calls: dict[str, Step] = {
+            "absorbed": lambda cache=cache, token=token: step(ours, token, cache, True),
+            "expanded": lambda cache=cache, token=token: step(ours, token, cache, False),
+            "theirs": peer(theirs, cache, token),
+        }
+        check(calls)
+        best = best_times(calls, options.seconds)
+        ratio = best["theirs"] / best["absorbed"]
+        times = " | ".join(milliseconds(t) for t in best.values())
+        yield f"| {n} | {times} | {ratio:.1f} x | {n * cache_bytes(cache) / 2**20:.1f} |"
+
+
+def chunks(ours: LatentAttention, options: argparse.Namespace) -> Iterator[str]:
+    n = max(options.tokens)
+    yield f"| new tokens after {n} | absorbed | expanded | the rule takes |"
+    yield "|---:|---:|---:|---|"
+    cache = filled(ours, n)
+    for L in options.chunks:
+        x = torch.randn(1, L, WIDTH)
+        best = best_times(
+            {
+                "absorbed": lambda x=x: step(ours, x, cache, True),
+                "expanded": lambda x=x: step(ours, x, cache, False),
+            },
+            options.seconds,
+        )
+        ways = ours.operations(L, n + L)
+        taken = "absorbed" if ways.absorbed < ways.expanded else "expanded"
+        yield f"| {L} | " + " | ".join(milliseconds(t) for t in best.values()) + f" | {taken} |"
+
+
+def filled(ours: LatentAttention, n: int) -> LatentCache:
+    cache = ours.new_cache(1, capacity=2 * n + 512)
+    cache.append(torch.randn(1, n, RANK + ROPE))
+    return cache
+
+
+def cache_bytes(cache: LatentCache) -> float:
+    """Of one token."""
+    return cache.nbytes / (2 * len(cache) + 512)
+
+
+def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> Tensor:
+    """Without leaving a trace in the cache, so that every step is as long."""
+    out: Tensor = ours(x, cache=cache, absorb=absorb)
+    cache.crop(-x.shape[1])
+    return out
+
+
+def peer(theirs: Any, cache: LatentCache, token: Tensor) -> Step:
+    """A step of Hugging Face's attention over the same latents; its cache, too, is cut back afterwards."""
+    from transformers import DynamicCache
+
+    held, n = cache.state_dict()["latent"], len(cache)
+    own = DynamicCache()
+    own.update(held[..., :RANK].contiguous(), halves(held[..., RANK:]), 0)
+    at = theirs.table(token, torch.tensor([[n]]))
+
+    def call() -> Tensor:
+        out: Tensor = theirs(token, at, None, own)[0]
+        own.crop(-1)
+        return out
+
+    return call
+
+
+def halves(keys: Tensor) -> Tensor:
+    """Turned pairs (2i, 2i + 1) in the order in which Hugging Face keeps them."""
+    return torch.cat((keys[..., 0::2], keys[..., 1::2]), -1)
+
+
+def check(calls: dict[str, Step]) -> None:
+    expected = calls["theirs"]()
+    for side in ("absorbed", "expanded"):
+        error = float((calls[side]() - expected).norm() / expected.norm())
+        if not error < 2e-6:
+            raise WrongResult(f"{side} and Hugging Face differ by {error:.1e}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

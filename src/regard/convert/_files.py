@@ -1,0 +1,125 @@
+"""Converted modules in safetensors files: tensors, and what is needed to build the module anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import positions
+from ..masks import Causal, Mask
+from ..nn import Attention, LatentAttention
+from ..positions import Rotary, Scaling
+from ._latent import Frequencies
+
+KINDS: dict[str, type[Attention | LatentAttention]] = {
+    "Attention": Attention,
+    "LatentAttention": LatentAttention,
+}
+SIZES = {
+    "Attention": (
+        "d_model", "heads", "kv_heads", "head_dim", "value_dim", "kv_model", "scale", "softcap", "dropout",
+    ),
+    "LatentAttention": (
+        "d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout",
+    ),
+}  # fmt: skip
+SCALINGS = {
+    kind.__name__: kind for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3)
+}
+
+
+def save(module: Attention | LatentAttention, path: str | os.PathLike[str]) -> None:
+    """Write the module to a safetensors file: its state_dict, and as metadata how to build it."""
+    from safetensors.torch import save_file
+
+    about = json.dumps(_description(module))
+    tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
+    save_file(tensors, path, {"format": "pt", "regard": about})
+
+
+def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:
+    """The module that `save` wrote, in evaluation. A file with missing or extra tensors raises."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        about = (file.metadata() or {}).get("regard")
+        if about is None:
+            raise ValueError(
+                f"path: expected a file of regard.convert.save, got {os.fspath(path)} without its metadata"
+            )
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    module = _built(json.loads(about))
+    module.load_state_dict(state, assign=True)
+    return module.eval()
+
+
+def _description(module: Attention | LatentAttention) -> dict[str, Any]:
+    kind = next((name for name, known in KINDS.items() if type(module) is known), None)
+    if kind is None:
+        raise TypeError(f"module: expected Attention or LatentAttention, got {type(module).__name__}")
+    about = {"kind": kind, **{name: getattr(module, name) for name in SIZES[kind]}}
+    about["mask"] = _mask(module.mask)
+    about["position"] = None if module.position is None else _position(module.position)
+    about["out_bias"] = module.out.bias is not None
+    if isinstance(module, LatentAttention):
+        return about | _latent(module)
+    if module.q_norm is not None:
+        raise ValueError("module: expected no qk_norm, whose kind a file cannot name")
+    first = module.qkv if module.kv_model is None else module.q
+    gate, sink = module.gate is not None, module.sink is not None
+    return about | {"bias": first.bias is not None, "gate": gate, "sink": sink}
+
+
+def _latent(module: LatentAttention) -> dict[str, Any]:
+    norm = module.kv_norm
+    if not isinstance(norm, nn.Identity | nn.RMSNorm):
+        raise ValueError(f"module: expected RMSNorm or no norm, got {type(norm).__name__}")
+    eps = norm.eps if isinstance(norm, nn.RMSNorm) else None
+    return {"bias": module.kv_down.bias is not None, "norm": eps}
+
+
+def _mask(mask: Mask | None) -> str | None:
+    if mask is None or mask == Causal():
+        return None if mask is None else "causal"
+    raise ValueError(f"module: expected mask None or Causal(), which a file can name, got {mask}")
+
+
+def _position(rule: nn.Module) -> dict[str, Any]:
+    if isinstance(rule, Frequencies):
+        return {"turns": rule.inv_freq.tolist(), "attention_factor": rule.attention_factor}
+    if type(rule) is not Rotary:
+        raise ValueError(f"module: expected position None or Rotary, which a file can name, got {rule}")
+    return {"dims": rule.dims, "base": rule.base, "layout": rule.layout, "scaling": _scaling(rule.scaling)}
+
+
+def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    name = type(scaling).__name__
+    if SCALINGS.get(name) is not type(scaling):
+        raise ValueError(f"module: expected a scaling of regard.positions, got {scaling!r}")
+    return {"kind": name, **dataclasses.asdict(scaling)}
+
+
+def _built(about: dict[str, Any]) -> Attention | LatentAttention:
+    kind = KINDS[about.pop("kind")]
+    about["mask"] = Causal() if about["mask"] == "causal" else None
+    about["position"] = None if about["position"] is None else _rotary(about["position"])
+    if kind is LatentAttention:
+        eps = about["norm"]
+        about["norm"] = None if eps is None else lambda rank: nn.RMSNorm(rank, eps=eps)
+    return kind(**about)
+
+
+def _rotary(about: dict[str, Any]) -> Rotary:
+    if "turns" in about:
+        return Frequencies(torch.tensor(about["turns"]), about["attention_factor"])
+    scaling = about.pop("scaling")
+    if scaling is not None:
+        scaling = SCALINGS[scaling.pop("kind")](**scaling)
+    return Rotary(**about, scaling=scaling)

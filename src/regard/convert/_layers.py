@@ -1,0 +1,81 @@
+"""All self-attention of a model converted, each layer on the tokens that it meets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import Attention
+from ._report import Report, evaluating
+
+Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The report of each layer, by name, and the error of the whole model's result on held-out input."""
+
+    layers: dict[str, Report]
+    output: float
+    skipped: tuple[str, ...]  # attention of other kinds: to a context, or PyTorch's
+
+    def __str__(self) -> str:
+        parts = [f"{name}: {report}" for name, report in self.layers.items()]
+        worst = max(self.layers.values(), key=lambda report: report.held_out.output if report.held_out else 0)
+        not_converted = [f"not converted: {', '.join(self.skipped)}"] if self.skipped else []
+        return "\n".join([*parts, *not_converted, f"whole model: error {self.output:.2e}; {worst.verdict}"])
+
+
+@torch.no_grad()
+def convert_layers(
+    model: nn.Module, convert: Convert, calibration: Tensor, held_out: Tensor
+) -> tuple[nn.Module, ModelReport]:
+    """A copy of the model with every `regard.nn.Attention` of self-attention converted, and a report.
+
+    Args:
+        model: takes `calibration` and returns a tensor. It stays as it is.
+        convert: what is done with a layer, its calibration and its held-out tokens, for example
+            `lambda layer, seen, unseen: to_latent(layer, 64, 16, calibration=seen, held_out=unseen)`.
+        calibration, held_out: input of the model; each layer gets the tokens that reach it.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Attention | nn.MultiheadAttention)}
+    own = {n: m for n, m in layers.items() if isinstance(m, Attention) and m.kv_model is None}
+    if not own:
+        raise ValueError("model: expected at least one regard.nn.Attention of self-attention, got none")
+    seen, unseen = _met(model, own, calibration), _met(model, own, held_out)
+    made = {name: convert(m, seen[name], unseen[name]) for name, m in own.items()}
+    # What is in the memo of a deep copy counts as copied: wherever a layer stands, the converted one follows.
+    memo: dict[int, Any] = {id(m): made[name][0] for name, m in own.items()}
+    after = copy.deepcopy(model, memo)
+    with evaluating(model, after):
+        expected = model(held_out).double()
+        error = float((after(held_out) - expected).norm() / expected.norm())
+    reports = {name: report for name, (_, report) in made.items()}
+    return after, ModelReport(reports, error, tuple(name for name in layers if name not in own))
+
+
+def _met(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[str, Tensor]:
+    """The tokens (B, L, d_model) that each layer is given."""
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            found.setdefault(name, args[0])
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()]
+    try:
+        with evaluating(model):
+            model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missing := layers.keys() - found.keys():
+        raise ValueError(f"model: expected all layers to be called, got none of {', '.join(sorted(missing))}")
+    return found
