@@ -136,7 +136,8 @@ def markdown_facts(found: Sequence[Fact]) -> str:
 # What a reader asks for first, the closest races included.
 HEADLINES = (
     "dense-2048-64", "dense-2048-128", "causal-2048-64", "window-4096", "documents-4096", "padded-512",
-    "dropout-1024", "softcap-1024", "bf16-2048", "fp16-1024", "tiny-calls", "decode-fp32-1-8-4096", "decode-bf16-1-8-4096",
+    "dropout-1024", "softcap-1024", "bf16-2048", "fp16-1024", "tiny-calls",
+    "decode-fp32-1-8-4096", "decode-bf16-1-8-4096",
     "train-dense-1024", "train-causal-1024", "train-window-4096", "train-dropout-1024", "train-bias-1024",
     "train-bf16-1024",
 )  # fmt: skip
