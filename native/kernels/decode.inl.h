@@ -13,11 +13,11 @@ template <class V>
 constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
 
 // Rows between what is read and what is asked for. The processor's own prefetching loses its way among
-// several rows at once.
-constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys;
+// several rows at once. Keys and values that fit into the L2 cache are likely to be there.
+constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys, kNearBytes = 512 << 10;
 
 // Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
-// that is read asks for the one `ahead` elements further on.
+// that is read asks for the one `ahead` elements further on, if that is not 0.
 template <class V, int R, class Row>
 REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (&keys)[V::N / R], int64_t D,
                      int64_t ahead) {
@@ -38,8 +38,10 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (
   };
   int64_t d = 0;
   for (; d + Row::kLine <= D; d += Row::kLine) {
+    if (ahead) {
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
+      for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < Row::kLine; i += V::N) step(d, i);
   }
@@ -63,22 +65,31 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (
 // scores[R][ld_scores] of a tile of n keys
 template <class V, int R, class Tile>
 void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n,
-                typename V::Scalar* scores, int64_t ld_scores) {
+                int64_t ahead, typename V::Scalar* scores, int64_t ld_scores) {
   constexpr int C = V::N / R;
   for (int64_t c = 0; c < n; c += C) {
     typename Tile::Row key[C];
     for (int i = 0; i < C; ++i) key[i] = keys.row(c + i < n ? c + i : n - 1);
+    const V found = dots<V, R>(queries, ldq, key, keys.width(D), ahead * keys.ld);
+    const int64_t left = n - c;
+    if (R == 1 && left >= C) {
+      Lanes<V>::store(scores + c, found);
+      continue;
+    }
     typename V::Scalar lane[V::N];
-    Lanes<V>::store(lane, dots<V, R>(queries, ldq, key, keys.width(D), kAheadKeys * keys.ld));
+    Lanes<V>::store(lane, found);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < C && c + i < n; ++i) scores[r * ld_scores + c + i] = lane[r * C + i];
+#pragma GCC unroll 16
+      for (int i = 0; i < C; ++i)
+        if (i < left) scores[r * ld_scores + c + i] = lane[r * C + i];
   }
 }
 
 // out[R][Count vectors from d on] += weights[R][n] * values[n]
 template <class V, int R, int Count, class Tile>
 REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values,
-                               int64_t d, int64_t n, typename V::Scalar* out, int64_t ldo) {
+                               int64_t d, int64_t n, int64_t ahead, typename V::Scalar* out, int64_t ldo) {
   V sum[R][Count];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -89,7 +100,7 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
     V v[Count];
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) {
-      if (i * V::N % Tile::Row::kLine == 0) row.prefetch(d + i * V::N, kAheadValues * values.ld);
+      if (ahead && i * V::N % Tile::Row::kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
       v[i] = row.load(d, i * V::N);
     }
 #pragma GCC unroll 4
@@ -111,16 +122,16 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
 // out[R][Dv] += weights[R][n] * values[n][Dv]
 template <class V, int R, class Tile>
 void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values, int64_t n,
-              typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+              int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
   using Row = typename Tile::Row;
   constexpr int Count = 8 / R, Least = Row::kPadded ? Row::kLine / V::N : 1;
   const int64_t width = values.width(Dv);
   int64_t d = 0;
   if constexpr (!Row::kPadded || Count * V::N % Row::kLine == 0)
     for (; d + Count * V::N <= width; d += Count * V::N)
-      add_columns<V, R, Count>(weights, ld_weights, values, d, n, out, ldo);
+      add_columns<V, R, Count>(weights, ld_weights, values, d, n, ahead, out, ldo);
   for (; d + Least * V::N <= width; d += Least * V::N)
-    add_columns<V, R, Least>(weights, ld_weights, values, d, n, out, ldo);
+    add_columns<V, R, Least>(weights, ld_weights, values, d, n, ahead, out, ldo);
   if constexpr (!Row::kPadded)
     for (; d < width; ++d)
       for (int r = 0; r < R; ++r) {
@@ -216,6 +227,10 @@ struct Decode {
 
   // A piece of the keys
 
+  bool is_near() const {
+    return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kNearBytes;
+  }
+
   void start_queries() {
     const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     for (int64_t r = 0; r < rows; ++r) {
@@ -261,8 +276,8 @@ struct Decode {
   void score() {
     walk(keys, [&](int64_t c, int64_t n, const auto& k) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
-        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, scores + r * kPieceKeys + c,
-                                   kPieceKeys);
+        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, is_near() ? 0 : kAheadKeys,
+                                   scores + r * kPieceKeys + c, kPieceKeys);
       });
     });
   }
@@ -287,8 +302,8 @@ struct Decode {
     for (int64_t i = 0; i < rows * ldo; ++i) p.out[i] = 0;
     walk(values, [&](int64_t c, int64_t n, const auto& v) {
       row_blocks<V>(rows, [&](auto count, int64_t r) {
-        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, p.out + r * ldo, ldo,
-                                 spec.Dv);
+        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, is_near() ? 0 : kAheadValues,
+                                 p.out + r * ldo, ldo, spec.Dv);
       });
     });
   }
