@@ -10,28 +10,26 @@ from torch import Tensor, nn
 Norm = Callable[[int], nn.Module]
 
 
-class PreNorm(nn.Module):
-    """x + dropout(sublayer(norm(x), ...)): trains without warm-up; a stack needs a norm at its end."""
+class Residual(nn.Module):
+    """A sublayer, its norm and the dropout of what it adds; `forward` says in which order."""
 
     def __init__(
         self, d_model: int, sublayer: nn.Module, *, norm: Norm = nn.LayerNorm, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.norm, self.sublayer, self.dropout = norm(d_model), sublayer, nn.Dropout(dropout)
+
+
+class PreNorm(Residual):
+    """x + dropout(sublayer(norm(x), ...)): trains without warm-up; a stack needs a norm at its end."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
         return x + added
 
 
-class PostNorm(nn.Module):
+class PostNorm(Residual):
     """norm(x + dropout(sublayer(x, ...))), as in "Attention is all you need"."""
-
-    def __init__(
-        self, d_model: int, sublayer: nn.Module, *, norm: Norm = nn.LayerNorm, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.norm, self.sublayer, self.dropout = norm(d_model), sublayer, nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
