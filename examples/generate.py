@@ -17,7 +17,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard.cache import KVCache, PagedCache, QuantizedCache, SlidingCache
+from regard.cache import KVCache, LatentCache, PagedCache, QuantizedCache, SlidingCache
 
 from train_decoder import Decoder, batches, step  # isort: skip
 
@@ -33,10 +33,27 @@ def paged(B: int, Hkv: int, D: int) -> PagedCache:
     return cache
 
 
+class Joined(LatentCache):
+    """Keys and values of all heads as one latent: what latent attention is at full rank."""
+
+    def __init__(self, B: int, Hkv: int, D: int) -> None:
+        super().__init__(B, 2 * Hkv * D, 0, capacity=512)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        B, H, L, D = q.shape
+        latent = torch.cat([k, v], 1).transpose(1, 2).flatten(2)  # (B, L, 2 * H * D)
+        wide = q.new_zeros(B, H, L, 2 * H, D)
+        heads = torch.arange(H)
+        wide[:, heads, :, heads] = q.transpose(0, 1)  # head h meets its own keys alone
+        out = super().attend(wide.flatten(3), latent, scale=D**-0.5).unflatten(3, (2 * H, D))
+        return out[:, heads, :, H + heads].transpose(0, 1)
+
+
 EXACT: dict[str, tuple[Callable[..., Any], M.Mask]] = {
     "KVCache, grows": (KVCache, FULL),
     "KVCache, preallocated": (partial(KVCache, capacity=512), FULL),
     "PagedCache": (paged, FULL),
+    "LatentCache, full rank": (Joined, FULL),
     f"SlidingCache, {WINDOW} + {SINKS}": (partial(SlidingCache, window=WINDOW, sinks=SINKS), STREAMING),
 }
 QUANTIZED: dict[str, tuple[Callable[..., Any], M.Mask]] = {

@@ -24,6 +24,28 @@ bool signal_pending() {
   return PyErr_CheckSignals() != 0;
 }
 
+template <class Work>
+void run(Work work) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release release;
+    outcome = work();
+  }
+  if (outcome == Outcome::kInterrupted) throw nb::python_error();
+  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
+  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
+}
+
+void write_new(const Ints& numbers, const Ints& starts, const Ints& counts) {
+  const size_t sides = (numbers.size() - kWriteNumbers) / kSideNumbers;
+  if (numbers.size() < kWriteNumbers || sides * kSideNumbers + kWriteNumbers != numbers.size() || !sides)
+    throw nb::value_error("numbers: expected those of unpack_write");
+  const Write rows = unpack_write(numbers);
+  if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
+    throw nb::value_error("starts, counts: expected one for each sample");
+  run([&] { return regard::write(rows, starts, counts); });
+}
+
 // One checked call, with everything but its data.
 class Attention {
  public:
@@ -121,18 +143,6 @@ class Attention {
     call.tensors = tensors.data();
   }
 
-  template <class Work>
-  static void run(Work work) {
-    Outcome outcome;
-    {
-      nb::gil_scoped_release release;
-      outcome = work();
-    }
-    if (outcome == Outcome::kInterrupted) throw nb::python_error();
-    if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
-    if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
-  }
-
   Spec spec_{};
   Ints code_;
 };
@@ -152,6 +162,7 @@ NB_MODULE(_core, m) {
       .def("backward", &Attention::backward)
       .def("cost", &Attention::cost)
       .def("runs", &Attention::runs);
+  m.def("write", &write_new);
   m.def("compiled", &compiled);
   m.def("runnable", &runnable);
   m.def("isa", [] { return std::string(kernels().name); });

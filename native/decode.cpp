@@ -11,7 +11,7 @@ namespace regard {
 namespace {
 
 constexpr int64_t kBridged = 8;  // hidden keys between seen ones that are not worth a cut
-constexpr int64_t kRows = 16, kGroupRows = 64, kStoredRows = 256;
+constexpr int64_t kRows = 16;
 constexpr double kInlineWork = 5e5;  // multiplications that are not worth a second thread
 
 // Keys [begin, end) of a piece, and which of `seen` lie in it.
@@ -192,11 +192,12 @@ class Decode {
 
 }  // namespace
 
-// What is not dense would have to be gathered first for the other kernels, so it may have more rows here.
+// The panels of the other kernel hold rows of one head, so few rows leave lanes empty; here rows of a group's
+// heads lie side by side. What is not dense would have to be gathered first for the other kernel.
 bool decodes(const Spec& spec) {
   const bool dense = spec.store == kFloats && !spec.page;
-  const int64_t rows = spec.Lq * (spec.Hkv ? spec.Hq / spec.Hkv : 0);
-  return spec.Lq <= (dense ? kRows : kMaxPanel) && rows <= (dense ? kGroupRows : kStoredRows);
+  const int64_t filled = ceil_div(spec.Lq, kRows) * kRows;
+  return spec.Lq <= kMaxPanel && (!dense || spec.Lq <= kRows || 4 * spec.Lq < 3 * filled);
 }
 
 Outcome decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kRows = 256;  // query rows of a task: the more, the less often keys are read (and copied)
 constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
-constexpr int64_t kEnoughTasks = 32;
-constexpr int64_t kTogether = 4;       // tiles of one head that are handed out in a row
+constexpr int64_t kEnoughTasks = 8;         // of each thread, so that all end at about the same time
+constexpr int64_t kTogether = 4;            // tiles of one head that are handed out in a row
 constexpr size_t kManyRuns = 1 << 12;  // of a tile: keeping those of several tiles would take too much memory
 constexpr double kInlineWork = 1e6;    // floating point operations that are not worth a second thread
 
@@ -69,7 +69,7 @@ class Forward {
     panel_ = panel_rows(spec.dtype);
     shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
     width_ = first_width();
-    while (lay_tiles(), tasks() < kEnoughTasks && width_ > 2) width_ /= 2;
+    while (lay_tiles(), tasks() < kEnoughTasks * threads() && width_ > 2) width_ /= 2;
     copy_k_ = copies(spec.k, spec.D);
     copy_v_ = copies(spec.v, spec.Dv);
   }

@@ -42,6 +42,7 @@ struct Kernels {
   int64_t (*scratch_bytes[4])(const Spec&, int panels, bool copy_k, bool copy_v);
   DecodeKernels decode[4];
   BackwardKernels backward[4];
+  void (*write_rows[4])(const NewRows&);
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

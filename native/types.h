@@ -100,6 +100,18 @@ struct Task {
   void* stop_context;
 };
 
+// Rows of one head that a cache takes in. Strides are in elements, of codes in bytes, of scales in float16.
+struct NewRows {
+  StoreKind store;
+  int64_t count, width;
+  const void* source;
+  int64_t row_stride, stride;
+  void* target;
+  int64_t target_stride;
+  void* scales;
+  int64_t scale_stride;
+};
+
 struct RunList {
   const Run* runs;
   int64_t count;

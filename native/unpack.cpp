@@ -40,6 +40,20 @@ std::vector<MaskTensor> unpack_tensors(const Ints& numbers) {
   return tensors;
 }
 
+Write unpack_write(const Ints& numbers) {
+  const int64_t* n = numbers.data();
+  Write w{};
+  w.dtype = static_cast<DType>(n[0]), w.store = static_cast<StoreKind>(n[1]);
+  w.B = n[2], w.H = n[3], w.table = pointer<const int32_t>(n[4]);
+  w.table_stride = n[5], w.page = n[6], w.pages = n[7];
+  for (size_t at = kWriteNumbers; at + kSideNumbers <= numbers.size(); at += kSideNumbers) {
+    const int64_t* s = n + at;
+    w.sides.push_back({pointer<const void>(s[0]), strides(s + 1), pointer<void>(s[5]), strides(s + 6),
+                       pointer<void>(s[10]), strides(s + 11), s[15]});
+  }
+  return w;
+}
+
 Gradients unpack_gradients(const int64_t* n) {
   Gradients g{};
   g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "types.h"
+#include "write.h"
 
 namespace regard {
 
@@ -27,5 +28,10 @@ std::vector<MaskTensor> unpack_tensors(const Ints& numbers);
 void unpack_extras(const int64_t* numbers, Call& call);
 
 Gradients unpack_gradients(const int64_t* numbers);
+
+// dtype, kind of store, B, H, table, its stride, page, pages, then for each side its source, four strides,
+// target, four strides, scales, four strides and width.
+constexpr size_t kWriteNumbers = 8, kSideNumbers = 16;
+Write unpack_write(const Ints& numbers);
 
 }  // namespace regard

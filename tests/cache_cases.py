@@ -10,8 +10,7 @@ from torch import Tensor
 import regard
 from regard import cache as C
 from regard import masks as M
-from regard._stored import decode
-from regard.cache._quantize import encode
+from regard._stored import decode, encode
 
 H, Hkv, D, Dv = 6, 3, 37, 11  # a latent has one head, and its first Dv channels are the values
 WINDOW, SINKS, PAGE = 7, 3, 16
@@ -61,7 +60,7 @@ def kept(kind: str, x: Tensor) -> Tensor:
     """Numbers as the cache remembers them."""
     if not kind.startswith("int"):
         return x
-    return decode(*encode(x, int(kind[3:])), kind, x.shape[-1]).to(x.dtype)
+    return decode(*encode(x, kind), kind, x.shape[-1]).to(x.dtype)
 
 
 def mask_of(kind: str) -> M.Mask:

@@ -17,6 +17,7 @@ import regard
 from regard import _decode, _native
 from regard import masks as M
 from regard._decode import attend_stored
+from regard._stored import Stored
 from regard.scores import Alibi, RelativeBias
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -88,7 +89,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("Lq", [1, 5])
+@pytest.mark.parametrize("Lq", [1, 5, 7])  # lanes along D, and rows in panels, the last not full
 def test_threads_and_batches_do_not_change_a_bit(isa: str, name: str, Lq: int) -> None:
     q, k, v = tensors(2, 4, 2, Lq, 1100, 24, 16)
     options = OPTIONS[name]
@@ -219,6 +220,53 @@ def test_faults_of_a_store(isa: str) -> None:
         attend_stored(q, stored._replace(kind="int2"), impl="native")
     with pytest.raises(ValueError, match=r"stored\.k_scale: expected float16"):
         attend_stored(q, store(k, v, "int8", 0)._replace(k_scale=None), impl="native")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
+    """What the core writes is what `Stored.write` says, to the bit; all other rows stay."""
+    starts, counts = [3, 14], [9, 20]
+    for D, Dv, size in ((1, 33, 1.0), (40, 64, 1e-7), (97, 32, 1e4)):
+        _, k, v = tensors(2, 2, 2, 1, 40, D, Dv)
+        _, new_k, new_v = tensors(2, 2, 2, 1, 21, D, Dv)
+        new_k[0, 0, 3], new_v[0, 1, 2] = 0.25, 0
+        new_k[1, 1, 5, 0], new_v[0, 0, 7, 1], new_v[0, 0, 8, 2] = torch.nan, torch.inf, -torch.inf
+        new_k, new_v = (new_k * size).to(dtype), (new_v * size).to(dtype).mT.contiguous().mT
+        stored = store(k.to(dtype), v.to(dtype), kind, page)
+        twin = Stored(*(x.clone() if isinstance(x, Tensor) else x for x in stored))
+        stored.write(starts, counts, new_k, new_v)
+        _native.write(twin, starts, counts, new_k, new_v)
+        both = (
+            (stored.k, twin.k),
+            (stored.v, twin.v),
+            *zip(stored.dense(dtype), twin.dense(dtype), strict=True),
+        )
+        for x, y in both:
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_writing_is_the_same_for_any_number_of_threads() -> None:
+    _, k, v = tensors(1, 8, 8, 1, 2000, 64, 64)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        stored = store(torch.zeros_like(k), torch.zeros_like(v), "int8", 0)
+        _native.write(stored, [0], [2000], k, v)
+        found.append(stored)
+    for other in found[1:]:
+        assert torch.equal(found[0].k, other.k)
+        assert torch.equal(found[0].v_scale, other.v_scale)
+
+
+def test_a_wrong_page_is_not_written_to() -> None:
+    _, k, v = tensors(1, 2, 2, 1, 40, 16, 16)
+    stored = store(k, v, "float", 16)
+    assert stored.table is not None
+    stored.table[0, 1] = 99
+    with pytest.raises(IndexError, match="page"):
+        _native.write(stored, [10], [20], k, v)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "torch"])

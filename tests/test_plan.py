@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import HAVE_CORE
 from torch import Tensor
 
 import regard
@@ -108,3 +109,12 @@ def test_an_empty_call() -> None:
     q, k, v = qkv()
     p = regard.plan(q[:0], k[:0], v[:0], impl="reference")
     assert (p.flops, p.bytes_written, p.fraction) == (0, 0, 0.0)
+
+
+@pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+def test_few_queries_are_cut_along_the_keys() -> None:
+    k = torch.zeros(1, 2, 4096, 8)
+    one, many = (regard.plan(torch.zeros(1, 8, Lq, 8), k, k, impl="native") for Lq in (1, 64))
+    assert (one.cut, many.cut) == ("keys", "queries")
+    assert "cut along the keys" in str(one)
+    assert regard.plan(torch.zeros(1, 8, 1, 8), k, k, impl="torch").cut == "queries"

@@ -1,5 +1,6 @@
 // Few query rows against many keys. A piece of the keys of one head is read once for all query rows of its
-// group: first all scores, then the softmax of each row, then all values. Lanes run along D.
+// group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
+// are enough rows to fill a panel, over rows.
 #pragma once
 #include "exact.inl.h"
 #include "gemm.inl.h"
@@ -143,18 +144,32 @@ void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const Tile&
       }
 }
 
-// Calls work(Count<R>, first row) for blocks of R rows that together are all rows.
+// Calls work(Count<R>, first row) for blocks of R rows that together are rows r on.
 template <class V, class Work>
-inline void row_blocks(int64_t rows, Work work) {
-  int64_t r = 0;
+inline void row_blocks(int64_t r, int64_t rows, Work work) {
   for (; r + kRowsTogether<V> <= rows; r += kRowsTogether<V>) work(Count<kRowsTogether<V>>{}, r);
   for (; r + 2 <= rows; r += 2) work(Count<2>{}, r);
   for (; r < rows; ++r) work(Count<1>{}, r);
 }
 
+// Keys that the panels of rows take at once: long enough for sums in registers.
+constexpr int64_t kPanelKeys = 96;
+
+// Rows that pass over a piece together, so that their scores stay in L2. The piece does, too.
+constexpr int64_t kRowSet = 64;
+
+// Rows that lie in panels. A panel that is nearly full is worth it.
+template <class V>
+inline int64_t panel_rows(int64_t rows) {
+  constexpr int64_t P = kPanel<V>;
+  const int64_t left = rows % P;
+  return 4 * left >= 3 * P ? rows : rows - left;
+}
+
 template <class V, class S>
 struct Decode {
   using Scalar = typename V::Scalar;
+  static constexpr int P = kPanel<V>;
 
   // What a piece of the keys gives to each row: its softmax's shift and sum, and the weighted values.
   struct Part {
@@ -164,11 +179,14 @@ struct Decode {
   const Piece& piece;
   const Spec& spec;
   const Call& call;
-  int64_t ldq, ldo;     // distances of rows of queries and results: whole groups of channels
-  int64_t group, rows;  // row r is query r % Lq of head r / Lq of the group
+  int64_t ldq, ldo;         // distances of rows of queries and results: whole groups of channels
+  int64_t group, all_rows;  // row r is query r % Lq of head r / Lq of the group
+  int64_t first = 0, rows;  // the set of rows at work
+  int64_t paneled = 0;      // so many of them are in panels
   Stored<V, S> keys, values;
   Arena arena;
   Scalar *queries, *scores, *tile, *scales, *sum;
+  Scalar *query_panels, *out_panels, *block;  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
   double* exact;
 
   explicit Decode(const Piece& p)
@@ -178,24 +196,38 @@ struct Decode {
         ldq(round_up(spec.D, kGroup)),
         ldo(round_up(spec.Dv, kGroup)),
         group(spec.Hq / spec.Hkv),
-        rows(group * spec.Lq),
+        all_rows(group * spec.Lq),
+        rows(most_rows(spec)),
+        paneled(panel_rows<V>(rows)),
         keys(Stored<V, S>::keys(p)),
         values(Stored<V, S>::values(p)),
         arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
     queries = arena.take<Scalar>(rows * ldq);
     scores = arena.take<Scalar>(rows * kPieceKeys);
-    tile = arena.take<Scalar>(Stored<V, S>::tile_size(width));
-    scales = arena.take<Scalar>(Stored<V, S>::scales_size(width));
+    tile = arena.take<Scalar>(Stored<V, S>::tile_size(width, tile_keys(rows)));
+    scales = arena.take<Scalar>(Stored<V, S>::scales_size(width, tile_keys(rows)));
     sum = arena.take<Scalar>(spec.Dv);
     exact = arena.take<double>(spec.Dv);
+    query_panels = arena.take<Scalar>(panels() * P * spec.D);
+    out_panels = arena.take<Scalar>(panels() * P * spec.Dv);
+    block = arena.take<Scalar>(paneled ? P * kPanelKeys : 0);
   }
 
+  static int64_t most_rows(const Spec& s) {
+    const int64_t rows = s.Hq / s.Hkv * s.Lq;
+    return rows < kRowSet ? rows : kRowSet;
+  }
+  int64_t panels() const { return (paneled + P - 1) / P; }
+  static int64_t tile_keys(int64_t rows) { return panel_rows<V>(rows) ? kPanelKeys : kTileKeys; }
+
   static int64_t scratch_bytes(const Spec& s) {
-    const int64_t rows = s.Hq / s.Hkv * s.Lq, width = s.D > s.Dv ? s.D : s.Dv;
-    const int64_t numbers = rows * (round_up(s.D, kGroup) + kPieceKeys) + Stored<V, S>::tile_size(width) +
-                            Stored<V, S>::scales_size(width) + 3 * s.Dv;
-    return numbers * sizeof(Scalar) + 6 * 64;
+    const int64_t rows = most_rows(s), width = s.D > s.Dv ? s.D : s.Dv;
+    const int64_t n = tile_keys(rows), lanes = round_up(panel_rows<V>(rows), P);
+    const int64_t numbers = rows * (round_up(s.D, kGroup) + kPieceKeys) + Stored<V, S>::tile_size(width, n) +
+                            Stored<V, S>::scales_size(width, n) + 3 * s.Dv + lanes * (s.D + s.Dv) +
+                            (lanes ? P * kPanelKeys : 0);
+    return numbers * sizeof(Scalar) + 9 * 64;
   }
 
   static int64_t part_bytes(const Spec& s) {
@@ -205,7 +237,7 @@ struct Decode {
 
   Part part(int64_t index) const {
     Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(piece.part) + index * part_bytes(spec));
-    return {at, at + rows, at + 2 * rows};
+    return {at, at + all_rows, at + 2 * all_rows};
   }
 
   int64_t head(int64_t r) const { return piece.kv_head * group + r / spec.Lq; }
@@ -235,10 +267,23 @@ struct Decode {
     const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     for (int64_t r = 0; r < rows; ++r) {
       Scalar* row = queries + r * ldq;
-      copy_rows<V>(query(r), 0, spec.q.d, 1, spec.D, 0, row);
+      copy_rows<V>(query(first + r), 0, spec.q.d, 1, spec.D, 0, row);
       for (int64_t d = 0; d < spec.D; ++d) row[d] *= static_cast<Scalar>(scale);
       for (int64_t d = spec.D; d < ldq; ++d) row[d] = 0;
     }
+    each_panel([&](int64_t i, int count) {
+      Scalar* panel = query_panels + i * P * spec.D;
+      if (count < P)
+        for (int64_t d = 0; d < P * spec.D; ++d) panel[d] = 0;
+      pack<V>(queries + i * P * ldq, ldq, 1, count, spec.D, Scaled<V>{1}, panel);
+    });
+  }
+
+  // work(panel, rows in it)
+  template <class Work>
+  void each_panel(Work work) const {
+    for (int64_t i = 0; i < panels(); ++i)
+      work(i, static_cast<int>(paneled - i * P < P ? paneled - i * P : P));
   }
 
   // Calls work(first key, keys, tile of rows) for all keys that are seen.
@@ -248,7 +293,7 @@ struct Decode {
       const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
       const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
       for (int64_t j = begin, n; j < end; j += n) {
-        n = end - j < kTileKeys ? end - j : kTileKeys;
+        n = end - j < tile_keys(rows) ? end - j : tile_keys(rows);
         visit(stored, j, n, work);
       }
     }
@@ -260,10 +305,10 @@ struct Decode {
     const int64_t c = j - piece.begin;
     int64_t ld = 0;
     if constexpr (sizeof(Scalar) == sizeof(float)) {
-      if (spec.store == kInt8 && rows <= 2)
+      if (spec.store == kInt8 && rows <= kRowsTogether<V>)
         if (const auto codes = stored.template codes_in_place<kInt8>(j, n, scales); codes.codes)
           return work(c, n, codes);
-      if (spec.store == kInt4 && rows <= 2)
+      if (spec.store == kInt4 && rows <= kRowsTogether<V>)
         if (const auto codes = stored.template codes_in_place<kInt4>(j, n, scales); codes.codes)
           return work(c, n, codes);
     }
@@ -275,21 +320,45 @@ struct Decode {
 
   void score() {
     walk(keys, [&](int64_t c, int64_t n, const auto& k) {
-      row_blocks<V>(rows, [&](auto count, int64_t r) {
+      score_panels(k, c, n);
+      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
         score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, is_near() ? 0 : kAheadKeys,
                                    scores + r * kPieceKeys + c, kPieceKeys);
       });
     });
   }
 
+  void score_panels(const FloatTile<V, Scalar>& k, int64_t c, int64_t n) {
+    Scalar ones[P];
+    for (Scalar& one : ones) one = 1;
+    each_panel([&](int64_t i, int count) {
+      V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
+      score_keys<V>(k.at, k.ld, n, query_panels + i * P * spec.D, spec.D, block, unused);
+      unpack<V>(block, n, ones, count, scores + i * P * kPieceKeys + c, kPieceKeys, 1, Whole<V>());
+    });
+  }
+
+  void add_panels(const FloatTile<V, Scalar>& v, int64_t c, int64_t n) {
+    each_panel([&](int64_t i, int count) {
+      pack<V>(scores + i * P * kPieceKeys + c, kPieceKeys, 1, count, n, Scaled<V>{1}, block);
+      ::add_values<V>(v.at, v.ld, n, block, spec.Dv, out_panels + i * P * spec.Dv);
+    });
+  }
+
+  // Panels take converted rows alone; `visit` sees to it.
+  template <class Tile>
+  void score_panels(const Tile&, int64_t, int64_t) {}
+  template <class Tile>
+  void add_panels(const Tile&, int64_t, int64_t) {}
+
   // Raw scores -> weights, in the contract's order.
   void soften(int64_t r, const Part& p) {
     Scalar* row = scores + r * kPieceKeys;
     const int64_t n = piece.end - piece.begin, filled = round_up(n, V::N);
-    const RowPlace at = place(r, piece.begin);
+    const RowPlace at = place(first + r, piece.begin);
     if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
     if (spec.bias != kNoBias) add_bias_row<V, S>(spec, call, at, n, row);
-    hide_row<V>(runs(r), lane(r), piece.begin, piece.end, row);
+    hide_row<V>(runs(first + r), lane(first + r), piece.begin, piece.end, row);
     const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
     p.shift[r] = first_of(shift);
     p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
@@ -299,21 +368,31 @@ struct Decode {
   }
 
   void add_values(const Part& p) {
-    for (int64_t i = 0; i < rows * ldo; ++i) p.out[i] = 0;
+    for (int64_t i = paneled * ldo; i < rows * ldo; ++i) p.out[i] = 0;
+    for (int64_t i = 0; i < panels() * P * spec.Dv; ++i) out_panels[i] = 0;
     walk(values, [&](int64_t c, int64_t n, const auto& v) {
-      row_blocks<V>(rows, [&](auto count, int64_t r) {
+      add_panels(v, c, n);
+      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
         add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, is_near() ? 0 : kAheadValues,
                                  p.out + r * ldo, ldo, spec.Dv);
       });
     });
+    Scalar ones[P];
+    for (Scalar& one : ones) one = 1;
+    each_panel([&](int64_t i, int count) {
+      unpack<V>(out_panels + i * P * spec.Dv, spec.Dv, ones, count, p.out + i * P * ldo, ldo, 1, Whole<V>());
+    });
   }
 
   bool run() {
-    const Part p = part(0);
-    start_queries();
-    score();
-    for (int64_t r = 0; r < rows; ++r) soften(r, p);
-    add_values(p);
+    for (first = 0; first < all_rows; first += rows) {
+      if (all_rows - first < rows) rows = all_rows - first, paneled = panel_rows<V>(rows);
+      const Part all = part(0), p{all.shift + first, all.total + first, all.out + first * ldo};
+      start_queries();
+      score();
+      for (int64_t r = 0; r < rows; ++r) soften(r, p);
+      add_values(p);
+    }
     return !keys.is_broken() && !values.is_broken();
   }
 
@@ -399,7 +478,7 @@ struct Decode {
     task.row_step = 1;
     task.key = piece.key;
     task.key_step = piece.key_step;
-    for (int64_t r = 0; r < rows; ++r) finish_row(r, task);
+    for (int64_t r = 0; r < all_rows; ++r) finish_row(r, task);
     return !keys.is_broken() && !values.is_broken();
   }
 };

@@ -14,6 +14,7 @@ using namespace regard;
 
 #include "backward.inl.h"
 #include "decode.inl.h"
+#include "encode.inl.h"
 #include "forward.inl.h"
 #include "probe.inl.h"
 
@@ -33,6 +34,7 @@ extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REG
      decode_kernels<Floats, Half>()},
     {backward_kernels<Floats, float>(), backward_kernels<Doubles, double>(),
      backward_kernels<Floats, BHalf>(), backward_kernels<Floats, Half>()},
+    {write_rows<float>, write_rows<double>, write_rows<BHalf>, write_rows<Half>},
     fma_probe,
     read_probe,
 };

@@ -85,9 +85,9 @@ class Stored {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
-  // Numbers that a tile of rows takes, and its scales.
-  static int64_t tile_size(int64_t width) { return kTileKeys * round_up(width, kGroup); }
-  static int64_t scales_size(int64_t width) { return kTileKeys * 2 * (round_up(width, kGroup) / kGroup); }
+  // Numbers that a tile of n rows takes, and its scales.
+  static int64_t tile_size(int64_t width, int64_t n) { return n * round_up(width, kGroup); }
+  static int64_t scales_size(int64_t width, int64_t n) { return n * 2 * (round_up(width, kGroup) / kGroup); }
 
   // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one piece.
   const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
@@ -105,7 +105,7 @@ class Stored {
     return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, scales, scales_per_row()};
   }
 
-  // The same, n at most kTileKeys, converted. Where the table is wrong, zeros; `is_broken` tells.
+  // The same, converted. Where the table is wrong, zeros; `is_broken` tells.
   const Scalar* rows(int64_t begin, int64_t n, Scalar* into, Scalar* scales, int64_t& ld) {
     ld = round_up(width_, kGroup);
     for (int64_t r = 0, m; r < n; r += m) {

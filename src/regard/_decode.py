@@ -1,7 +1,8 @@
-"""Attention over keys and values as a cache keeps them."""
+"""Keys and values as a cache keeps them: attention over them, and writing them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def attend_stored(
     out, lse = _native.forward_stored(ready, problem.q, stored, problem.spec.offset or 0, extras, tensors)
     del alive
     return out if lse is None else (out, lse)
+
+
+def write_stored(
+    stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None
+) -> None:
+    """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
+    (_native.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
+
+
+def _is_plain(k: Tensor, v: Tensor) -> bool:
+    """Whether the core may read these tensors where they lie, and nobody watches."""
+    if _native.reason_unavailable() is not None or k.device.type != "cpu":
+        return False
+    return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
 
 
 def _key(

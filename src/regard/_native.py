@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +161,22 @@ def forward_stored(
             f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} wherever a key is seen"
         ) from None
     return out, lse
+
+
+def write(stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:
+    """`stored.write(starts, counts, k, v)`. The caller has checked shapes, dtypes and room."""
+    table, sides = stored.table, [(k, stored.k, stored.k_scale, stored.D)]
+    if v is not None:
+        sides.append((v, stored.v, stored.v_scale, stored.Dv))
+    numbers = [
+        DTYPES[k.dtype], STORES[stored.kind], k.shape[0], stored.k.shape[1],
+        *((0, 0) if table is None else (table.data_ptr(), table.stride(0))), stored.page, stored.k.shape[0],
+    ]  # fmt: skip
+    for x, target, scale, width in sides:
+        numbers += [x.data_ptr(), *x.stride(), target.data_ptr(), *target.stride()]
+        numbers += [0] * 5 if scale is None else [scale.data_ptr(), *scale.stride()[:3], 1]
+        numbers.append(width)
+    _core.write(numbers, starts, counts)
 
 
 def _check_stored(spec: Spec, stored: Stored) -> None:
@@ -396,6 +412,11 @@ def cost(problem: Problem) -> Cost:
     extras = [*PLAIN[:5], _address(offsets), 0, 0, 0]
     found = Cost(*_attention(spec).cost(spec.offset or 0, extras, _mask_numbers(problem.tensors)))
     return found._replace(scratch_bytes=found.scratch_bytes * found.threads)
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether the call has so few query rows that it is cut along its keys."""
+    return bool(_attention(problem.spec).decodes())
 
 
 def runs(

@@ -29,6 +29,7 @@ class Plan:
     bytes_written: int  # out and LSE
     peak_extra_bytes: int  # out, LSE and scratch
     tasks: int
+    cut: str  # what tasks have their own part of: "queries", or "keys" where query rows are few (decoding)
 
     @property
     def isa(self) -> str | None:
@@ -43,7 +44,7 @@ class Plan:
             ("executed work", f"{_unit(self.flops_executed, 1000)}FLOP"),
             ("traffic", f"{_unit(self.bytes_read, 1024)}B read, {_unit(self.bytes_written, 1024)}B written"),
             ("extra memory", f"{_unit(self.peak_extra_bytes, 1024)}B at most"),
-            ("tasks", str(self.tasks)),
+            ("tasks", f"{self.tasks}, cut along the {self.cut}"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -92,6 +93,7 @@ def plan(
         bytes_written=written,
         peak_extra_bytes=written + scratch,
         tasks=tasks,
+        cut="keys" if name == "native" and _native.decodes(problem) else "queries",
     )
 
 

@@ -143,22 +143,6 @@ def check_float(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def places(at: Count, new: Count, B: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample, number in the chunk and row of every new token, when they are written from row `at` on."""
-    found = [
-        (b, i, row + i)
-        for b, (row, m) in enumerate(zip(each(at, B), each(new, B), strict=True))
-        for i in range(m)
-    ]
-    sample, number, row = torch.tensor(found, dtype=torch.int64, device=device).reshape(-1, 3).unbind(1)
-    return sample, number, row
-
-
-def put(part: Tensor, where: tuple[Tensor, Tensor], x: Tensor, taken: tuple[Tensor, Tensor]) -> None:
-    """Rows `taken` of x (B, H, L, ...) into rows `where` of part (B or pages, H, rows, ...)."""
-    part.transpose(1, 2).index_put_(where, x.transpose(1, 2)[taken])
-
-
 # What queries see
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from .._arguments import count
-from .._decode import attend_stored
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
-from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of, plus
+from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of
 from ._rows import Part, Rows
 
 
@@ -43,21 +42,14 @@ class KVCache(Rows):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        self._checked: tuple[Any, ...] | None = None  # what a step was like that passed all checks
         self.D = count("D", D, 1)
         self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
         super().__init__(B, Hkv, self._layout(dtype), capacity, dtype, device)
 
-    _shown: Mask | None = None  # which of its rows the last token sees; None: all
-
-    def reorder(self, index: Integers) -> None:
-        self._checked = None  # B may change
-        super().reorder(index)
-
     def append(self, k: Tensor, v: Tensor, *, lengths: Integers | None = None) -> None:
         """Add k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(k, v, lengths)
-        self._keep(self._draft(self._encode(k, v), chunk))
+        self._keep(self._draft((k, v), chunk))
 
     @overload
     def attend(
@@ -116,60 +108,17 @@ class KVCache(Rows):
             out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
         """
         plain = lengths is None and mask is None and bias is None and window is None
-        row = self._row_of_step(q, k, v) if plain else None
-        if row is not None:
-            return self._step(row, q, k, v, scale, softcap, sink, return_lse, impl)  # type: ignore[arg-type]
+        if plain and k is not None and (row := self._row_of_step(q, (k, v))) is not None:
+            return self._step(row, q, (k, v), scale, softcap, sink, return_lse, impl)
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if k is None or v is None:
             _check_none(k, v, lengths)
             return self._attend(q, None, NOTHING, asked)
         chunk = self._chunk(k, v, lengths)
-        found = self._attend(q, self._encode(k, v), chunk, asked)
-        if chunk.L == q.shape[2] == 1:
-            self._checked = _signature(q, k, v)
-        return found
-
-    # The case that must be quick
-
-    def _row_of_step(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> int | None:
-        """Where one more token goes, if samples have one length, it is like one checked before, and fits."""
-        row = self._filled
-        if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
-            return None
-        if not isinstance(row, int) or row >= self._rows or self._checked != _signature(q, k, v):
-            return None
-        return None if (k.requires_grad or v.requires_grad) and is_grad_enabled() else row
-
-    def _step(
-        self,
-        row: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        softcap: float | None,
-        sink: Tensor | None,
-        return_lse: bool,
-        impl: str,
-    ) -> Result:
-        """What `_attend` does, for a query that sees all that its cache shows."""
-        torch._foreach_copy_(self._slot(self._parts, row), self._encode(k, v))
-        found = attend_stored(
-            q, self._stored(self._parts, row + 1), mask=self._shown, scale=scale, softcap=softcap, sink=sink,
-            return_lse=return_lse, impl=impl,
-        )  # fmt: skip
-        self._step_on()
-        return found
-
-    def _step_on(self) -> None:
-        self._lengths = plus(self._lengths, 1)
+        return self._attend(q, (k, v), chunk, asked)
 
     def _layout(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return Part("k", (self.D,), dtype), Part("v", (self.Dv,), dtype)
-
-    def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The new rows of each part."""
-        return k, v
 
     def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
         k, v = parts
@@ -183,10 +132,6 @@ class KVCache(Rows):
         check_new("k", k, (self.B, self.Hkv, L, self.D), self.dtype, self.device)
         check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
         return chunk_of(L, lengths, self.B)
-
-
-def _signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, k.device, v.device
 
 
 def _check_none(k: Tensor | None, v: Tensor | None, lengths: Integers | None) -> None:

@@ -47,7 +47,7 @@ class LatentCache(Rows):
     def append(self, latent: Tensor, *, lengths: Integers | None = None) -> None:
         """Add latent (B, L, rank + rope); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(latent, lengths)
-        self._keep(self._draft((latent.unsqueeze(1),), chunk))
+        self._keep(self._draft((latent.unsqueeze(1), None), chunk))
 
     @overload
     def attend(
@@ -94,17 +94,22 @@ class LatentCache(Rows):
         model was trained with: it is 1 / sqrt(size of a head before absorption, rotary channels included).
         All else is as in `KVCache.attend`.
         """
+        plain = lengths is None and mask is None and bias is None and window is None
+        if plain and isinstance(latent, Tensor) and latent.ndim == 3:
+            new = (latent.unsqueeze(1), None)
+            if (row := self._row_of_step(q, new)) is not None:
+                return self._step(row, q, new, scale, softcap, sink, return_lse, impl)
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if latent is None:
             if lengths is not None:
                 raise ValueError("lengths: expected none without latent")
             return self._attend(q, None, NOTHING, asked)
         chunk = self._chunk(latent, lengths)
-        return self._attend(q, (latent.unsqueeze(1),), chunk, asked)
+        return self._attend(q, (latent.unsqueeze(1), None), chunk, asked)
 
     def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
         (latent,) = parts
-        content = latent[..., : self.rank]
+        content = latent.narrow(3, 0, self.rank)
         return Stored(latent, content, None, None, None, 0, "float", length, self.D, self.rank)
 
     def _sizes(self) -> str:

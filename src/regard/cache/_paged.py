@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import count, describe
+from .._decode import write_stored
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
@@ -28,7 +29,6 @@ from ._cache import (
     kept,
     look,
     most,
-    put,
     shared,
     shown,
 )
@@ -236,14 +236,8 @@ class PagedCache:
             if self._held[name].pages != held.pages[: len(self._held[name].pages)]
         ]
         self._pool.copy([old for old, _ in moved], [new for _, new in moved])
-        places = [
-            (b, i, held.pages[at // self.page], at % self.page)
-            for b, (name, held) in enumerate(draft.after.items())
-            for i, at in enumerate(range(self._held[name].length, held.length))
-        ]
-        b, i, page, row = torch.tensor(places, dtype=torch.int64, device=self.device).reshape(-1, 4).unbind(1)
-        put(self._pool.k, (page, row), k, (b, i))
-        put(self._pool.v, (page, row), v, (b, i))
+        starts = [self._held[name].length for name in names]
+        write_stored(self._stored(draft, 0), starts, each(draft.chunk.new, len(names)), k, v)
 
     def _keep(self, draft: Draft) -> None:
         self._pool.take(draft.fresh)

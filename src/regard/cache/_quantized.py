@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._stored import GROUP, HALF, Stored
 from ._dense import KVCache
-from ._quantize import KINDS, check_bits, encode
+from ._quantize import KINDS, check_bits
 from ._rows import Part
 
 
@@ -49,9 +49,6 @@ class QuantizedCache(KVCache):
         if self.bits == 8:
             return Part(name, (groups * GROUP,), torch.int8), Part(f"{name}_scale", (groups,), torch.half)
         return Part(name, (groups * HALF,), torch.uint8), Part(f"{name}_scale", (groups, 2), torch.half)
-
-    def _encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return *encode(k.detach(), self.bits), *encode(v.detach(), self.bits)
 
     def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
         k, k_scale, v, v_scale = parts

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, TypeVar
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from .._arguments import count, describe
+from .._decode import attend_stored, write_stored
 from .._stored import Stored
+from ..masks import Mask
 from ._cache import (
     NOTHING,
     Asked,
@@ -25,15 +28,14 @@ from ._cache import (
     kept,
     look,
     most,
-    places,
     plus,
-    put,
     shared,
     shown,
 )
 
-LEAST_ROWS = SLOTS = 64
+LEAST_ROWS = 64
 State = dict[str, Tensor]
+New = tuple[Tensor, Tensor | None]  # what keys and values are written from
 R = TypeVar("R", bound="Rows")
 
 
@@ -43,17 +45,6 @@ class Part(NamedTuple):
     name: str
     tail: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Slots(NamedTuple):
-    """Views of some rows of the parts, from row `first` on: what a single token is written to."""
-
-    parts: tuple[Tensor, ...]
-    first: int
-    rows: list[tuple[Tensor, ...]]
-
-
-NO_SLOTS = Slots((), 0, [])
 
 
 class Draft(NamedTuple):
@@ -85,7 +76,7 @@ class Rows:
         self._lengths: Count = 0
         self.device = torch.empty(0, device=device).device
         self._parts = self._empty(self.B, self.capacity or 0)
-        self._slots = NO_SLOTS
+        self._checked: tuple[Any, ...] | None = None  # what a step was like that passed all checks
 
     # What it holds
 
@@ -123,7 +114,7 @@ class Rows:
 
     # Appending
 
-    def _draft(self, new: tuple[Tensor, ...], chunk: Chunk) -> Draft:
+    def _draft(self, new: New, chunk: Chunk) -> Draft:
         """The parts with the new tokens behind the others, where nobody looks before `_keep`."""
         before = self._lengths
         after = plus(before, chunk.new)
@@ -142,41 +133,16 @@ class Rows:
             )
         return self._copies(max(rows, 2 * self._rows, LEAST_ROWS))
 
-    def _write(self, parts: tuple[Tensor, ...], at: Count, new: tuple[Tensor, ...], chunk: Chunk) -> None:
-        """New tensors (B, Hkv, L, ...) into the parts, from row `at` on."""
-        if isinstance(at, int) and isinstance(chunk.new, int):
-            if chunk.L == 1:
-                torch._foreach_copy_(self._slot(parts, at), new)
-                return
-            for part, x in zip(parts, new, strict=True):
-                part.narrow(2, at, chunk.L).copy_(x)
-            return
-        sample, number, row = places(at, chunk.new, self.B, self.device)
-        for part, x in zip(parts, new, strict=True):
-            put(part, (sample, row), x, (sample, number))
-
-    def _slot(self, parts: tuple[Tensor, ...], row: int) -> tuple[Tensor, ...]:
-        """Row `row` of each part: (B, Hkv, 1, ...). Cutting many rows at once halves the cost of a step."""
-        first = row - row % SLOTS
-        if self._slots.parts is not parts or self._slots.first != first:
-            with torch.inference_mode(False):
-                blocks = [part[:, :, first : first + SLOTS].split(1, 2) for part in parts]
-            self._slots = Slots(parts, first, list(zip(*blocks, strict=True)))
-        return self._slots.rows[row - first]
+    def _write(self, parts: tuple[Tensor, ...], at: Count, new: New, chunk: Chunk) -> None:
+        """New tokens into the parts, from row `at` on."""
+        write_stored(self._stored(parts, 0), each(at, self.B), each(chunk.new, self.B), *new)
 
     def _keep(self, draft: Draft) -> None:
-        self._use(draft.parts)
-        self._lengths = draft.lengths
-
-    def _use(self, parts: tuple[Tensor, ...]) -> None:
-        """Storage from now on. Views of another would keep it alive."""
-        self._parts = parts
-        if self._slots.parts is not parts:
-            self._slots = NO_SLOTS
+        self._parts, self._lengths = draft.parts, draft.lengths
 
     # Attending
 
-    def _attend(self, q: Tensor, new: tuple[Tensor, ...] | None, chunk: Chunk, asked: Asked) -> Result:
+    def _attend(self, q: Tensor, new: New | None, chunk: Chunk, asked: Asked) -> Result:
         if new is None:
             draft = Draft(self._parts, self._lengths, self._filled, NOTHING)
         else:
@@ -184,7 +150,45 @@ class Rows:
         check_queries(q, (self.B, self.D), self.dtype, draft.rows, draft.chunk)
         found = self._look(q, draft, asked)
         self._keep(draft)
+        if new is not None and chunk.L == q.shape[2] == 1:
+            self._checked = _signature(q, new)
         return found
+
+    # The case that must be quick: one more token, as one that was checked
+
+    _shown: Mask | None = None  # which of its rows the last token sees; None: all
+
+    def _row_of_step(self, q: Tensor, new: New) -> int | None:
+        """Where the token goes, if samples have one length and there is room."""
+        row, (k, v) = self._filled, new
+        if not isinstance(row, int) or row >= self._rows or self._checked != _signature(q, new):
+            return None
+        needs_grad = is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))
+        return None if needs_grad else row
+
+    def _step(
+        self,
+        row: int,
+        q: Tensor,
+        new: New,
+        scale: float | None,
+        softcap: float | None,
+        sink: Tensor | None,
+        return_lse: bool,
+        impl: str,
+    ) -> Result:
+        """What `_attend` does, for a query that sees all that its cache shows."""
+        stored = self._stored(self._parts, row + 1)
+        write_stored(stored, (row,) * self.B, (1,) * self.B, *new)
+        found = attend_stored(
+            q, stored, mask=self._shown, scale=scale, softcap=softcap, sink=sink, return_lse=return_lse,
+            impl=impl,
+        )  # fmt: skip
+        self._step_on()
+        return found
+
+    def _step_on(self) -> None:
+        self._lengths = plus(self._lengths, 1)
 
     def _look(self, q: Tensor, draft: Draft, asked: Asked) -> Result:
         return look(q, self._stored(draft.parts, most(draft.rows)), draft.rows, draft.chunk, asked)
@@ -210,8 +214,7 @@ class Rows:
             return
         parts = self._copies(self._rows, chosen)
         self._select(chosen)
-        self._use(parts)
-        self.B = len(chosen)
+        self._parts, self.B, self._checked = parts, len(chosen), None
 
     def _select(self, chosen: list[int]) -> None:
         """The counts of the chosen samples."""
@@ -220,7 +223,7 @@ class Rows:
     def fork(self: R) -> R:
         """A cache with the same content that goes its own way from here."""
         twin = copy.copy(self)
-        twin._use(self._copies(self._rows))
+        twin._parts = self._copies(self._rows)
         return twin
 
     def reset(self) -> None:
@@ -270,7 +273,7 @@ class Rows:
         parts = self._parts if filled <= self._rows else self._room(filled)
         for part, x in zip(self.layout, parts, strict=True):
             x[:, :, :filled] = state[part.name]
-        self._use(parts)
+        self._parts = parts
         self._take_counts(counts)
 
     def _counts(self) -> tuple[str, ...]:
@@ -285,6 +288,15 @@ class Rows:
 
     def _take_counts(self, counts: dict[str, list[int]]) -> None:
         self._lengths = shared(counts["lengths"])
+
+
+def _signature(q: Any, new: tuple[Any, Any]) -> tuple[Any, ...] | None:
+    """What tells whether a step is like one before; None if it must be checked."""
+    k, v = new
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) not in (Tensor, NoneType):
+        return None
+    values = None if v is None else (v.shape, v.dtype, v.device)
+    return q.shape, q.dtype, k.shape, k.dtype, k.device, values
 
 
 def check_names(state: State, expected: set[str]) -> None:

@@ -11,7 +11,7 @@ from .._stored import Stored
 from ..masks import Causal, Dilated, Mask, Prefix, Window
 from ._cache import CAUSAL, Asked, Chunk, Count, Integers, Result, each, kept, look, minus, most, plus, shared
 from ._dense import KVCache
-from ._rows import Draft
+from ._rows import Draft, New
 
 
 class SlidingCache(KVCache):
@@ -68,7 +68,7 @@ class SlidingCache(KVCache):
         super()._step_on()
         self._held = plus(self._held, 1)
 
-    def _draft(self, new: tuple[Tensor, ...], chunk: Chunk) -> Draft:
+    def _draft(self, new: New, chunk: Chunk) -> Draft:
         parts, held = self._parts, self._held
         if most(plus(held, chunk.new)) > self._rows:
             parts, held = self._compact(parts, held, chunk.new)
@@ -100,8 +100,7 @@ class SlidingCache(KVCache):
         parts, held = draft.parts, draft.rows
         if parts[0].shape[2] != self._rows:  # a chunk larger than the spare rows
             parts, held = self._compact(parts, held, 0)
-        self._use(parts)
-        self._lengths, self._held = draft.lengths, held
+        self._parts, self._lengths, self._held = parts, draft.lengths, held
 
     # Attending
 
