@@ -18,7 +18,8 @@ from torch.autograd import gradcheck
 import regard
 from regard import masks as M
 from regard import packing
-from regard.nn import Attention, Memory, MultiheadAttention
+from regard.nn import Attention, Memory, MultiheadAttention, _weights
+from regard.nn._torch_masks import Sizes, arguments
 from regard.positions import Alibi, Relative, Rotary
 
 pytestmark = [
@@ -183,6 +184,60 @@ def test_weights_are_those_of_the_formula() -> None:
     heads = [ours._heads(x) for x in ours._projected(q, k, k)]
     assert_close(w, regard.weights(*heads, mask=~mask))
     assert torch.equal(out, ours(q, k, k, attn_mask=mask, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("piece", [1, 2 * LQ * LK, 4 * LQ * LK, 2**18])
+def test_weights_and_result_at_once(
+    masks: str, average: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients: by heads, by samples, and all together."""
+    monkeypatch.setattr(_weights, "PIECE", piece)
+    theirs, ours = modules({"batch_first": True})
+    inputs = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)
+    options = MASKS[masks]() | {"average_attn_weights": average}
+    with torch.no_grad():
+        out, w = ours(*inputs, **options)
+        expected, v = theirs(*(x.double() for x in inputs), **doubled(options))
+        assert rel_l2(out, expected) < LIMIT
+        assert rel_l2(w, v) < LIMIT
+
+
+@pytest.mark.parametrize("form", ["bool", "float", "padding"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_hidden_numbers_stay_hidden_with_weights(form: str, grad: bool) -> None:
+    """Key 4 is NaN and seen by none, query 2 sees nothing."""
+    _, ours = modules({"batch_first": True})
+    q, k, v = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)
+    hidden = torch.zeros(LQ, LK, dtype=torch.bool)
+    hidden[:, 4] = hidden[2] = True
+    zeros = torch.zeros(LQ, LK)
+    mask = {
+        "bool": {"attn_mask": hidden},
+        "float": {"attn_mask": zeros.masked_fill(hidden, -torch.inf)},
+        "padding": {"key_padding_mask": hidden[:1].expand(B, LK)},
+    }[form]
+    with torch.set_grad_enabled(grad):
+        expected, w = ours(q, k, v, **mask)
+        k[:, 4] = v[:, 4] = torch.nan
+        found, found_w = ours(q, k, v, **mask)
+    assert_close(found, expected)
+    assert_close(found_w, w)
+    if form != "padding":
+        assert_close(found[:, 2], ours.out_proj.bias.expand(B, E))
+        assert not found_w[:, 2].any()
+
+
+def test_a_float_mask_of_a_bool_one_is_as_fast() -> None:
+    """PyTorch's layers pass floats: hidden keys are left out all the same."""
+    mask = causal_mask(LQ)
+    sizes = Sizes(B, HEADS, LQ, LQ, 0, torch.float32)
+    found = arguments(mask, None, False, sizes)
+    assert found.bias is None
+    assert torch.equal(found.mask.to_dense(LQ, LQ), mask == 0)
+    for other in (mask + 1, mask.masked_fill(mask < 0, torch.nan), torch.randn(LQ, LQ)):
+        assert arguments(other, None, False, sizes).bias is other
 
 
 def test_weights_are_those_before_dropout() -> None:
@@ -355,9 +410,16 @@ def test_wrong_calls(call: dict[str, tuple[int, ...]], message: str) -> None:
 
 def test_wrong_masks_of_other_kinds() -> None:
     ours, x = MultiheadAttention(24, 4, batch_first=True), torch.randn(2, 7, 24)
-    with pytest.raises(TypeError, match="attn_mask must be bool"):
-        ours(x, x, x, attn_mask=torch.zeros(7, 7, dtype=torch.int64))
+    for name, mask in (("attn_mask", torch.zeros(7, 7)), ("key_padding_mask", torch.zeros(2, 7))):
+        for wrong in (mask.long(), mask.byte(), mask.double(), mask.half()):
+            with pytest.raises(TypeError, match=f"{name}: expected a bool tensor .*torch.float32.*, got "):
+                ours(x, x, x, **{name: wrong})
     n, _ = nested([3, 4], torch.jagged)
+    other, narrow = nested([3, 4, 2], torch.jagged)[0], nested([3, 4], torch.jagged, 23)[0]
+    with pytest.raises(ValueError, match="key: expected as many sequences as query, 2, got 3"):
+        ours(n, other, other)
+    with pytest.raises(ValueError, match=r"value: expected a nested tensor \(N, j, 24\), got width 23"):
+        ours(n, n, narrow)
     with pytest.raises(ValueError, match="key_padding_mask: expected None with nested tensors"):
         ours(n, n, n, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="embed_dim: expected a multiple of num_heads = 5, got 24"):
@@ -674,15 +736,16 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-@pytest.mark.parametrize("kind", ["multihead", "masked", "attention"])
+@pytest.mark.parametrize("kind", ["multihead", "masked", "extra keys", "attention"])
 def test_modules_compile_in_one_graph(fresh: None, kind: str) -> None:
     x = torch.randn(2, 9, 24, requires_grad=True)
     if kind == "attention":
         module: Any = Attention(24, 4, kv_heads=2, position=Rotary(6), mask=M.Causal(), qk_norm=nn.RMSNorm)
         call = module
     else:
-        module = MultiheadAttention(24, 4, batch_first=True)
-        options = {"need_weights": False, "is_causal": True} if kind == "multihead" else {
+        more = kind == "extra keys"
+        module = MultiheadAttention(24, 4, batch_first=True, add_bias_kv=more, add_zero_attn=more)
+        options = {"need_weights": more, "is_causal": True} if kind != "masked" else {
             "attn_mask": torch.rand(9, 9) > 0.8,
             "key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]])}  # fmt: skip
 

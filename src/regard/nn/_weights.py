@@ -1,27 +1,130 @@
-"""The n x n weights that `MultiheadAttention` returns when it is asked for them."""
+"""Attention that also gives the n x n weights, for `MultiheadAttention` when it is asked for them."""
 
 from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._arguments import readable
+from .._attention import attention
+from .._problem import Trio, is_watched
 from ..masks import Arguments
 
+PIECE = 2**18  # scores that are worked on at a time: they stay in a core's cache
+EXACT = (torch.float32, torch.float64)
 
-def dense_weights(q: Tensor, k: Tensor, given: Arguments) -> Tensor:
-    """(B, H, Lq, Lk) for q (B, H, Lq, D) and k (B, H, Lk, D): softmax of the scores, as PyTorch computes it.
 
-    In q's dtype, float32 inside for 16 bits; `regard.weights` is in float64 and takes about three times as
-    long. A row that sees nothing is zeros.
+class Given(NamedTuple):
+    """What is added to the scores and what is hidden, broadcastable to (B, H, Lq, Lk)."""
+
+    bias: Tensor | None
+    hidden: Tensor | None
+    blind: Tensor | None  # (..., Lq, 1): rows that see nothing
+
+
+def attend_with_weights(
+    qkv: Trio, arguments: Arguments, dropout: float, average: bool
+) -> tuple[Tensor, Tensor]:
+    """The result (B, H, Lq, D), and the weights before dropout: (B, Lq, Lk), or (B, H, Lq, Lk) of each head.
+
+    A row that sees nothing is zeros. Without gradients and dropout the result is made of the weights, so that
+    scores are computed once; if a hidden value is not finite it would show, and the kernel is asked instead.
     """
+    q, k, v = qkv
+    given = _given(q, k, arguments)
+    if dropout or not _is_plain(qkv, given):
+        w = _formula(q, k, given)
+        out = attention(q, k, v, dropout=dropout, **arguments._asdict())
+        return out, w.mean(1) if average else w
+    out, w = _at_once(qkv, given, average)
+    if given.hidden is not None and not bool(out.isfinite().all()):
+        out = attention(q, k, v, **arguments._asdict())
+    return out, w
+
+
+def dense_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
+    """(B, H, Lq, Lk) for q (B, H, Lq, D) and k (B, H, Lk, D)."""
+    return _formula(q, k, _given(q, k, arguments))
+
+
+def _given(q: Tensor, k: Tensor, arguments: Arguments) -> Given:
+    hidden, bias = None, arguments.bias
+    if arguments.mask is not None:
+        hidden = ~arguments.mask.to_dense(q.shape[2], k.shape[2], arguments.offset, q.shape[1], q.device)
+    if bias is not None:
+        excluded = _if_any(bias == -torch.inf)  # selected, not added: the score may be NaN
+        hidden = hidden if excluded is None else excluded if hidden is None else hidden | excluded
+    return Given(bias, hidden, None if hidden is None else _if_any(hidden.all(-1, keepdim=True)))
+
+
+def _if_any(x: Tensor) -> Tensor | None:
+    """None if it is known to hold nothing."""
+    return x if not readable(x) or bool(x.any()) else None
+
+
+def _is_plain(qkv: Trio, given: Given) -> bool:
+    """Whether nobody follows the steps, which may then work in place."""
+    leaves = qkv if given.bias is None else (*qkv, given.bias)
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    return not followed and not is_watched(*qkv) and qkv[0].dtype in EXACT
+
+
+def _formula(q: Tensor, k: Tensor, given: Given) -> Tensor:
+    """In q's dtype, float32 inside for 16 bits."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s: Tensor = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).mT
     if given.bias is not None:
         s = s + given.bias
-    if given.mask is not None:
-        keep = given.mask.to_dense(q.shape[2], k.shape[2], given.offset, q.shape[1], q.device)
-        s = s.masked_fill(~keep, -torch.inf)
-    if given.bias is None and given.mask is None:
-        return s.softmax(-1).to(q.dtype)
-    nothing = s.amax(-1, keepdim=True) == -torch.inf
-    return s.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).to(q.dtype)
+    if given.hidden is not None:
+        s = s.masked_fill(given.hidden, -torch.inf)
+    w = s.softmax(-1)
+    return (w if given.blind is None else w.masked_fill(given.blind, 0)).to(q.dtype)
+
+
+def _at_once(qkv: Trio, given: Given, average: bool) -> tuple[Tensor, Tensor]:
+    """Piece by piece in the same memory: to fetch memory for all scores takes as long as to compute them."""
+    q, k, v = qkv
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    if B * H * Lq * Lk <= PIECE:
+        w = _formula(q, k, given)
+        return w @ v, w.mean(1) if average else w
+    out = torch.empty_like(q)
+    found = q.new_zeros(B, Lq, Lk) if average else q.new_empty(B, H, Lq, Lk)
+    given = Given(*(None if x is None else x.expand(B, H, Lq, x.shape[-1]) for x in given))
+    samples, heads = _piece(H, Lq * Lk)
+    room = q.new_empty(2, min(samples, B), heads, Lq, Lk)
+    for b, h in itertools.product(range(0, B, samples), range(0, H, heads)):
+        at = slice(b, b + samples), slice(h, h + heads)
+        part = Given(*(None if x is None else x[at] for x in given))
+        n, m = q[at].shape[:2]
+        s, w = room[:, :n, :m]
+        w = w if average else found[at]
+        _softmax_of_scores(q[at], k[at], part, s, w)
+        out[at] = w @ v[at]
+        if average:
+            found[at[0]] += w.sum(1)
+    return out, found.div_(H) if average else found
+
+
+def _softmax_of_scores(q: Tensor, k: Tensor, given: Given, s: Tensor, w: Tensor) -> None:
+    """The weights of q (n, m, Lq, D) and k (n, m, Lk, D) into w, by way of the scores in s, (n, m, Lq, Lk)."""
+    flat = s.view(-1, *s.shape[2:])
+    torch.baddbmm(
+        flat, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=q.shape[-1] ** -0.5, out=flat
+    )
+    if given.bias is not None:
+        s += given.bias
+    if given.hidden is not None:
+        s.masked_fill_(given.hidden, -torch.inf)
+    torch.softmax(s, -1, out=w)
+    if given.blind is not None:
+        w.masked_fill_(given.blind, 0)
+
+
+def _piece(H: int, pairs: int) -> tuple[int, int]:
+    """Samples and heads of a piece: several samples with all heads, or some heads of one."""
+    fitting = PIECE // max(1, pairs)
+    return max(1, fitting // H), max(1, min(H, fitting))

@@ -12,10 +12,10 @@ from .. import packing
 from .._attention import attention
 from .._problem import Trio
 from ..masks import Arguments, Causal, Lengths
-from ._nested import row
+from ._nested import Row, row
 from ._state import Whole
 from ._torch_masks import Sizes, arguments
-from ._weights import dense_weights
+from ._weights import attend_with_weights, dense_weights
 
 
 class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
@@ -25,7 +25,8 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
     - a query that may attend to nothing gives `out_proj` of zeros, never NaN, and weights of zero;
     - `is_causal=True` needs no mask, and with a mask both hold;
     - `attn_mask` may also be (B, Lq, Lk) and (B, heads or 1, Lq, Lk);
-    - the weights are returned as they were before dropout, and only they cost n x n memory;
+    - the weights are returned as they were before dropout, and only they cost n x n memory, once for all
+      heads if they are averaged and no gradient is wanted;
     - nested tensors of both layouts train, also with other keys than queries;
     - a checkpoint that does not fit raises before anything is copied.
 
@@ -94,48 +95,51 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         is_batched = self._checked(query, key, value)
         if not is_batched:
-            at = 0 if self.batch_first else 1
-            query, key, value = _unsqueezed(query, key, value, at)
+            query, key, value = _unsqueezed(query, key, value, self._batch)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, extra = self._extended(k, v)
-        sizes = Sizes(q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra, extra)
+        sizes = Sizes(q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra, extra, q.dtype)
         given = arguments(attn_mask, key_padding_mask, is_causal, sizes)
-        out = attention(q, k, v, dropout=self.dropout if self.training else 0.0, **given._asdict())
+        dropout, w = self.dropout if self.training else 0.0, None
+        if need_weights:
+            out, w = attend_with_weights((q, k, v), given, dropout, average_attn_weights)
+        else:
+            out = attention(q, k, v, dropout=dropout, **given._asdict())
         out = self.out_proj(self._joined(out))
-        w = dense_weights(q, k, given) if need_weights else None
-        return self._result(out, w, is_batched, average_attn_weights)
-
-    def _result(
-        self, out: Tensor, w: Tensor | None, is_batched: bool, average: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """w is (B, H, Lq, Lk)."""
-        w = w.mean(1) if w is not None and average else w
         if is_batched:
             return out, w
-        return out.squeeze(0 if self.batch_first else 1), None if w is None else w.squeeze(0)
+        return out.squeeze(self._batch), None if w is None else w.squeeze(0)
+
+    @property
+    def _batch(self) -> int:
+        """The dim of samples."""
+        return 0 if self.batch_first else 1
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Trio:
-        """q, k, v (..., E), by one product where the inputs are the same tensor."""
-        if self.in_proj_weight is None:
+        """q, k, v (..., H, D), by one product where the inputs are the same tensor."""
+        W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if W is None:
             matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            return _three(F.linear(*x) for x in zip((query, key, value), matrices, biases, strict=True))
-        W, b = self.in_proj_weight, self.in_proj_bias
-        if query is key and key is value:
-            return _three(F.linear(query, W, b).chunk(3, -1))
-        if key is value:
-            E = self.embed_dim
+            biases = (None,) * 3 if b is None else b.chunk(3)
+        elif query is key and key is value:
+            return _three(self._split(F.linear(query, W, b), 3))
+        elif key is value:
             Wq, Wkv = W.split((E, 2 * E))
             bq, bkv = (None, None) if b is None else b.split((E, 2 * E))
-            return _three((F.linear(query, Wq, bq), *F.linear(key, Wkv, bkv).chunk(2, -1)))
-        biases = (None,) * 3 if b is None else b.chunk(3)
-        return _three(F.linear(*x) for x in zip((query, key, value), W.chunk(3), biases, strict=True))
+            return _three((*self._split(F.linear(query, Wq, bq)), *self._split(F.linear(key, Wkv, bkv), 2)))
+        else:
+            matrices, biases = W.chunk(3), (None,) * 3 if b is None else b.chunk(3)
+        each = zip((query, key, value), matrices, biases, strict=True)
+        return _three(self._split(F.linear(*x))[0] for x in each)
+
+    def _split(self, x: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
+        """(..., parts * E) -> each part (..., H, D), views."""
+        return x.unflatten(-1, (parts, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, L, E) or (L, B, E) -> (B, H, L, D), a view."""
-        split: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
-        return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
+        """(B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _joined(self, x: Tensor) -> Tensor:
         """(B, H, L, D) -> (B, L, E) or (L, B, E)."""
@@ -163,7 +167,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
                 raise ValueError(
                     f"{name}: expected (L, {width}) or a batch of it, like the others, got {_shapes(*given)}"
                 )
-        batch = 0 if self.batch_first else 1
+        batch = self._batch
         if query.dim() == 3 and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
             raise ValueError(
                 f"query, key, value: expected one batch in dim {batch} (batch_first={self.batch_first}), "
@@ -182,10 +186,8 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         rows_q = row("query", query)
         rows_k = rows_q if key is query else row("key", key)
         rows_v = rows_k if value is key else row("value", value)
-        if rows_v is not rows_k and not torch.equal(rows_k.borders, rows_v.borders):
-            raise ValueError("value: expected sequences as long as those of key")
-        projected = self._projected(rows_q.tokens, rows_k.tokens, rows_v.tokens)
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected)
+        self._check_rows(rows_q, rows_k, rows_v)
+        q, k, v = self._projected(rows_q.tokens, rows_k.tokens, rows_v.tokens)
         mask, offset = (Causal(), 0) if is_causal else (None, None)
         out = packing.varlen_attention(
             q, k, v, rows_q.borders, None if rows_k is rows_q else rows_k.borders,
@@ -197,6 +199,22 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
             w = _padded_weights((q, rows_q.borders), (k, rows_k.borders), is_causal)
             w = w.mean(1) if average else w
         return rows_q.nested(self.out_proj(out.flatten(1))), w
+
+
+    def _check_rows(self, query: Row, key: Row, value: Row) -> None:
+        widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, found, width in widths:
+            if found.tokens.shape[-1] != width:
+                raise ValueError(
+                    f"{name}: expected a nested tensor (N, j, {width}), got width {found.tokens.shape[-1]}"
+                )
+        if len(query.borders) != len(key.borders):
+            raise ValueError(
+                f"key: expected as many sequences as query, {len(query.borders) - 1}, "
+                f"got {len(key.borders) - 1}"
+            )
+        if value is not key and not torch.equal(key.borders, value.borders):
+            raise ValueError("value: expected sequences as long as those of key")
 
 
 def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
