@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 from itertools import pairwise
@@ -437,7 +438,14 @@ def test_all_layers_of_a_model() -> None:
     assert after.blocks[0].attention.sublayer is after.blocks[2].attention.sublayer
     assert type(before.blocks[0].attention.sublayer) is Attention
     assert "whole model: error" in str(report)
+    assert report.verdict == "equivalent"
     assert report.skipped == ()
+    # A model is judged by its own error: small ones of layers add up.
+    assert "needs training; do not deploy" in dataclasses.replace(report, output=0.2).verdict
+    assert "needs training; do not deploy" in str(dataclasses.replace(report, output=0.2))
+    name, layer = next(iter(report.layers.items()))
+    broken = report.layers | {name: dataclasses.replace(layer, exact=0.1)}
+    assert "broken" in dataclasses.replace(report, layers=broken).verdict
     with pytest.raises(ValueError, match=r"at least one regard.nn.Attention"):
         convert.convert_layers(nn.Linear(3, 3), lambda *_: None, x, x)
 

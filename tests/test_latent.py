@@ -245,9 +245,9 @@ def test_cache_bytes(dtype: torch.dtype) -> None:
 
 
 def test_in_a_stack() -> None:
-    stack = Stack([Block(small(), FeedForward(17)) for _ in range(2)]).double()  # type: ignore[arg-type]
+    stack = Stack([Block(small(), FeedForward(17)) for _ in range(2)]).double()
     x = torch.randn(2, 6, 17, dtype=torch.float64)
-    caches = [block.attention.sublayer.new_cache(2) for block in stack.blocks]
+    caches = stack.new_caches(2)
     with torch.no_grad():
         steps = [stack(part, caches=caches) for part in x.split(2, 1)]
         assert rel_l2(torch.cat(steps, 1), stack(x)) < 1e-13

@@ -628,6 +628,27 @@ def test_decoding_with_a_cache(rule: str) -> None:
         assert_close(torch.cat(steps, 1), module(x))
 
 
+def test_a_new_cache_fits() -> None:
+    module = Attention(24, 4, kv_heads=2, value_dim=5, mask=M.Causal(), dtype=torch.float64).eval()
+    x = torch.randn(3, 6, 24, dtype=torch.float64)
+    cache = module.new_cache(3, capacity=6)
+    assert cache.nbytes == 3 * 6 * 2 * (6 + 5) * 8
+    with torch.no_grad():
+        steps = [module(part, cache=cache) for part in x.split((4, 1, 1), 1)]
+        assert_close(torch.cat(steps, 1), module(x))
+    with pytest.raises(ValueError, match="new_cache: expected self-attention, got kv_model = 10"):
+        regard.nn.CrossAttention(24, 4, 10).new_cache(3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_arguments_are_those_of_the_call(rule: str) -> None:
+    made = {"kv_heads": 2, "position": RULES[rule](), "mask": M.Causal(), "sink": True, "softcap": 3.0}
+    module, x = randomized(Attention(24, 4, scale=0.7, **made)), torch.randn(2, 5, 24)
+    qkv, options = module.arguments(x)
+    found = regard.attention(*qkv, **options).transpose(1, 2).flatten(2)
+    assert_close(module.out(found), module(x))
+
+
 def test_positions_after_caches_of_different_length() -> None:
     module = Attention(24, 4, position=Rotary(6), mask=M.Causal())
     seen: list[Tensor] = []

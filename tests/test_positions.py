@@ -18,7 +18,18 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from regard import packing, positions, scores
-from regard.positions import NTK, Linear, Llama3, Rotary, Scaling, YaRN, frequencies, rotary_table, rotate
+from regard.positions import (
+    NTK,
+    Frequencies,
+    Linear,
+    Llama3,
+    Rotary,
+    Scaling,
+    YaRN,
+    frequencies,
+    rotary_table,
+    rotate,
+)  # fmt: skip
 
 # PyTorch's own, while it compiles or transforms.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -116,6 +127,27 @@ def test_frequencies_are_those_of_hugging_face(name: str) -> None:
         assert gain == pytest.approx(factor, rel=1e-12)
 
 
+def test_given_frequencies() -> None:
+    turns, gain = frequencies(16, 10000.0, YaRN(4.0, 64))
+    scaling = Frequencies(turns.tolist(), gain)
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(Rotary(16, scaling=scaling)(x, 3), Rotary(16, scaling=YaRN(4.0, 64))(x, 3))
+    assert scaling == Frequencies(tuple(turns.tolist()), gain)
+    assert hash(scaling) == hash(pickle.loads(pickle.dumps(scaling)))
+    assert "Frequencies(8 pairs" in repr(Rotary(16, scaling=scaling))
+    with pytest.raises(ValueError, match="dims: expected 2 for each of 8 frequencies, got 18"):
+        Rotary(18, scaling=scaling)
+    with pytest.raises(ValueError, match="values: expected finite frequencies"):
+        Frequencies((1.0, torch.inf))
+
+
+def test_growth_is_deepseeks() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+    for factor, mscale in ((4.0, 1.0), (40.0, 0.707), (1.0, 1.0)):
+        assert YaRN(factor, 64).growth(mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
+
+
 def test_dynamic_ntk_at_a_length() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.configuration_llama import LlamaConfig
@@ -141,7 +173,10 @@ def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
     [
         (lambda: frequencies(7), "dims: expected an even number"),
         (lambda: frequencies(8, 0.5), "base: expected a number above 1, got 0.5"),
-        (lambda: frequencies(8, scaling="yarn"), "scaling: expected Linear, NTK, YaRN or Llama3, got 'yarn'"),
+        (
+            lambda: frequencies(8, scaling="yarn"),
+            "scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",
+        ),
         (lambda: Linear(0.5), "factor: expected a number from 1 on, got 0.5"),
         (lambda: frequencies(2, scaling=NTK(2.0)), "dims: expected at least 4"),
         (lambda: Llama3(8.0, 4.0, 1.0), "low_freq_factor and high_freq_factor"),

@@ -68,6 +68,12 @@ def count(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
+def probability(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a probability from 0 to 1, got {value}")
+    return value
+
+
 def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
     """A private bool tensor with at least `least_dims` dimensions."""
     tensor = tensor_of(name, value)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import positions
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
 from ..positions import Rotary, Scaling
-from ._latent import Frequencies
 
 KINDS: dict[str, type[Attention | LatentAttention]] = {
     "Attention": Attention,
@@ -28,8 +25,9 @@ SIZES = {
         "d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout",
     ),
 }  # fmt: skip
-SCALINGS = {
-    kind.__name__: kind for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3)
+SCALINGS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3, positions.Frequencies)
 }
 
 
@@ -90,8 +88,6 @@ def _mask(mask: Mask | None) -> str | None:
 
 
 def _position(rule: nn.Module) -> dict[str, Any]:
-    if isinstance(rule, Frequencies):
-        return {"turns": rule.inv_freq.tolist(), "attention_factor": rule.attention_factor}
     if type(rule) is not Rotary:
         raise ValueError(f"module: expected position None or Rotary, which a file can name, got {rule}")
     return {"dims": rule.dims, "base": rule.base, "layout": rule.layout, "scaling": _scaling(rule.scaling)}
@@ -103,7 +99,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     name = type(scaling).__name__
     if SCALINGS.get(name) is not type(scaling):
         raise ValueError(f"module: expected a scaling of regard.positions, got {scaling!r}")
-    return {"kind": name, **dataclasses.asdict(scaling)}
+    return {"kind": name, **vars(scaling)}
 
 
 def _built(about: dict[str, Any]) -> Attention | LatentAttention:
@@ -117,8 +113,6 @@ def _built(about: dict[str, Any]) -> Attention | LatentAttention:
 
 
 def _rotary(about: dict[str, Any]) -> Rotary:
-    if "turns" in about:
-        return Frequencies(torch.tensor(about["turns"]), about["attention_factor"])
     scaling = about.pop("scaling")
     if scaling is not None:
         scaling = SCALINGS[scaling.pop("kind")](**scaling)

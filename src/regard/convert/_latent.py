@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._arguments import count
 from ..nn import Attention, LatentAttention
-from ..positions import Rotary
+from ..positions import Frequencies, Rotary
 from ._pairs import Channels, channels
 from ._parts import Parts, linear, parts_of, root_moment, source, tokens, widened
 from ._report import Report, cache_bytes, compare, curve, largest_difference, output_error, split
@@ -28,17 +28,6 @@ from ._report import Report, cache_bytes, compare, curve, largest_difference, ou
 LONGEST = 512  # distances that decide what a rotation is worth
 RIDGE = 1e-4  # of the mean: what no query asks for is not free
 POINTS = 8  # of the curve
-
-
-class Frequencies(Rotary):
-    """Rotary embeddings whose pairs turn by given frequencies (dims / 2,), in the interleaved layout."""
-
-    def __init__(self, turns: Tensor, attention_factor: float = 1.0) -> None:
-        super().__init__(2 * len(turns), layout="interleaved")
-        self.inv_freq, self.attention_factor = turns.float().cpu(), attention_factor
-
-    def extra_repr(self) -> str:
-        return f"{self.dims} channels, frequencies {self.inv_freq.min():.3g} to {self.inv_freq.max():.3g}"
 
 
 class Components(NamedTuple):
@@ -262,7 +251,7 @@ def _made(module: Attention, found: Latent, rank: int) -> LatentAttention:
     made = LatentAttention(
         module.d_model, module.heads, rank=rank, nope_dim=found.nope, rope_dim=len(found.key),
         value_dim=module.value_dim, bias=module.qkv.bias is not None, out_bias=module.out.bias is not None,
-        norm=None, position=Frequencies(found.turns, _factor(module)) if len(found.key) else None,
+        norm=None, position=_rotary(found.turns, _factor(module)) if len(found.key) else None,
         mask=module.mask, scale=module.head_dim**-0.5 if module.scale is None else module.scale,
         dropout=module.dropout, **options,
     )  # fmt: skip
@@ -273,6 +262,10 @@ def _made(module: Attention, found: Latent, rank: int) -> LatentAttention:
         made.kv_up.weight.copy_(up.reshape(module.heads * rows, rank))
     made.out.load_state_dict(module.out.state_dict())
     return made.train(module.training)
+
+
+def _rotary(turns: Tensor, factor: float) -> Rotary:
+    return Rotary(2 * len(turns), layout="interleaved", scaling=Frequencies(tuple(turns.tolist()), factor))
 
 
 def _factor(module: Attention) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import Attention
-from ._report import Report, evaluating
+from ._report import Report, evaluating, verdict
 
 Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
 
@@ -24,11 +24,17 @@ class ModelReport:
     output: float
     skipped: tuple[str, ...]  # attention of other kinds: to a context, or PyTorch's
 
+    @property
+    def verdict(self) -> str:
+        """Of the whole model: by its worst proof, its own error and the narrowest tolerance of a layer."""
+        reports = self.layers.values()
+        exact, tolerance = max(r.exact for r in reports), min(r.tolerance for r in reports)
+        return verdict(exact, self.output, tolerance)
+
     def __str__(self) -> str:
         parts = [f"{name}: {report}" for name, report in self.layers.items()]
-        worst = max(self.layers.values(), key=lambda report: report.held_out.output if report.held_out else 0)
         not_converted = [f"not converted: {', '.join(self.skipped)}"] if self.skipped else []
-        return "\n".join([*parts, *not_converted, f"whole model: error {self.output:.2e}; {worst.verdict}"])
+        return "\n".join([*parts, *not_converted, f"whole model: error {self.output:.2e}; {self.verdict}"])
 
 
 @torch.no_grad()

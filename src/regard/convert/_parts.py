@@ -62,8 +62,8 @@ def widened(module: Attention) -> Attention:
 
 
 def parts_of(module: Attention) -> Parts:
-    sizes = (module.heads * module.head_dim, *module._kv_sizes)
-    q, k, v = affine(module.qkv).split(sizes)
+    asked, held = module.heads * module.head_dim, module.kv_heads * module.head_dim
+    q, k, v = affine(module.qkv).split((asked, held, module.kv_heads * module.value_dim))
     out = module.out.weight.detach().double().cpu().unflatten(1, (module.heads, -1)).transpose(0, 1)
     return Parts(
         _by_head(q, module.heads), _by_head(k, module.kv_heads), _by_head(v, module.kv_heads), out

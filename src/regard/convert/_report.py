@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .._attention import weights
-from ..cache import KVCache
 from ..nn import Attention, LatentAttention
 
 EQUIVALENT = 1e-5
@@ -69,19 +68,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        if not self.exact < EQUIVALENT:
-            return f"broken: nothing was left out, and yet results differ by {self.exact:.1e}; do not deploy"
-        if self.held_out is None:
-            return "not measured: give calibration tokens; do not deploy"
-        error = self.held_out.output
-        if error < EQUIVALENT:
-            return "equivalent"
-        if error <= self.tolerance:
-            return f"usable without training at tolerance {self.tolerance:g}"
-        return (
-            f"needs training; do not deploy: held-out error {error:.2g} is above the tolerance "
-            f"{self.tolerance:g}. Train from here, with a loss between this module's results and its source's"
-        )
+        return verdict(self.exact, None if self.held_out is None else self.held_out.output, self.tolerance)
 
     def smallest(self, tolerance: float | None = None) -> Point | None:
         """The point of the curve with the fewest bytes whose error is within the tolerance."""
@@ -124,6 +111,22 @@ class Report:
         for point in self.curve:
             by_size.add_row(str(point.size), f"{point.nbytes:,}", f"{point.error:.2e}")
         return [by_head, by_size]
+
+
+def verdict(exact: float, error: float | None, tolerance: float) -> str:
+    """What the proof and the held-out error say, in words."""
+    if not exact < EQUIVALENT:
+        return f"broken: nothing was left out, and yet results differ by {exact:.1e}; do not deploy"
+    if error is None:
+        return "not measured: give calibration tokens; do not deploy"
+    if error < EQUIVALENT:
+        return "equivalent"
+    if error <= tolerance:
+        return f"usable without training at tolerance {tolerance:g}"
+    return (
+        f"needs training; do not deploy: held-out error {error:.2g} is above the tolerance {tolerance:g}. "
+        "Train from here, with a loss between the results and those of the source"
+    )
 
 
 def _errors(name: str, errors: Errors | None) -> list[str]:
@@ -184,13 +187,7 @@ def largest_difference(before: Module, after: Module, x: Tensor) -> float:
 def cache_bytes(module: Module, x: Tensor) -> int:
     """`nbytes` of a cache with room for just these tokens, after the module has filled it."""
     B, L = x.shape[:2]
-    weight = module.out.weight
-    cache: Any
-    if isinstance(module, LatentAttention):
-        cache = module.new_cache(B, capacity=L)
-    else:
-        sizes = (B, module.kv_heads, module.head_dim, module.value_dim)
-        cache = KVCache(*sizes, capacity=L, dtype=weight.dtype, device=weight.device)
+    cache = module.new_cache(B, capacity=L)
     with evaluating(module):
         module(x, cache=cache)
     if len(cache) != L:
@@ -230,14 +227,8 @@ def _shares(module: Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weights(module: Module, x: Tensor) -> Tensor:
     """(H, L, L) in float64; x (1, L, d_model)"""
-    options: dict[str, Any] = {"mask": module.mask, "scale": module.scale}
-    if isinstance(module, LatentAttention):
-        q, k, v = module._trio(*module._projected(x, 0), False)
-    else:
-        q, k, v = module._projected(x, None)
-        q, k = module._placed(q, k, 0)
-        options |= {"softcap": module.softcap, "sink": module.sink, "bias": module._bias()}
-    return weights(q, k, v, **options)[0].double()
+    qkv, options = module.arguments(x)
+    return weights(*qkv, **options)[0].double()
 
 
 def _relative(error: Tensor, size: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,14 +24,18 @@ Context = Tensor | Memory | None
 
 
 class Cache(Protocol):
-    """What a module asks of a cache: how long its samples are, and to append and attend."""
+    """What a module asks of a cache: how long its samples are, and to append and attend.
+
+    `Attention` calls `attend(q, k, v, **options)`, `LatentAttention` `attend(q, latent, **options)`.
+    """
 
     def __len__(self) -> int: ...
 
     @property
     def lengths(self) -> Tensor: ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, **options: Any) -> Any: ...
+    @property
+    def attend(self) -> Callable[..., Any]: ...
 
 
 class Call(NamedTuple):

@@ -91,30 +91,26 @@ def _at_once(qkv: Trio, given: Given, average: bool) -> tuple[Tensor, Tensor]:
     if B * H * Lq * Lk <= PIECE:
         w = _formula(q, k, given)
         return w @ v, w.mean(1) if average else w
-    out = torch.empty_like(q)
+    out, scaled = torch.empty_like(q), q * q.shape[-1] ** -0.5
     found = q.new_zeros(B, Lq, Lk) if average else q.new_empty(B, H, Lq, Lk)
     given = Given(*(None if x is None else x.expand(B, H, Lq, x.shape[-1]) for x in given))
     samples, heads = _piece(H, Lq * Lk)
     room = q.new_empty(2, min(samples, B), heads, Lq, Lk)
     for b, h in itertools.product(range(0, B, samples), range(0, H, heads)):
         at = slice(b, b + samples), slice(h, h + heads)
-        part = Given(*(None if x is None else x[at] for x in given))
         n, m = q[at].shape[:2]
         s, w = room[:, :n, :m]
         w = w if average else found[at]
-        _softmax_of_scores(q[at], k[at], part, s, w)
-        out[at] = w @ v[at]
+        torch.bmm(scaled[at].flatten(0, 1), k[at].flatten(0, 1).mT, out=s.flatten(0, 1))
+        _softmax(s, Given(*(None if x is None else x[at] for x in given)), w)
+        out[at] = torch.bmm(w.flatten(0, 1), v[at].flatten(0, 1)).unflatten(0, (n, m))
         if average:
-            found[at[0]] += w.sum(1)
+            found[at[0]] += w.sum(1) if m > 1 else w[:, 0]
     return out, found.div_(H) if average else found
 
 
-def _softmax_of_scores(q: Tensor, k: Tensor, given: Given, s: Tensor, w: Tensor) -> None:
-    """The weights of q (n, m, Lq, D) and k (n, m, Lk, D) into w, by way of the scores in s, (n, m, Lq, Lk)."""
-    flat = s.view(-1, *s.shape[2:])
-    torch.baddbmm(
-        flat, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=q.shape[-1] ** -0.5, out=flat
-    )
+def _softmax(s: Tensor, given: Given, w: Tensor) -> None:
+    """Of scores (n, m, Lq, Lk), which are changed, into w."""
     if given.bias is not None:
         s += given.bias
     if given.hidden is not None:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import packing
-from .._arguments import count, describe
+from .._arguments import count, describe, probability
 from .._attention import attention
-from .._problem import Bias, Trio, is_watched
+from .._problem import Trio, is_watched
+from ..cache import KVCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
 from ._call import Cache, Call, Context, Memory, both, check, places_after
@@ -78,7 +79,8 @@ class Attention(Whole):
         self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
         self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
-        self.scale, self.softcap, self.dropout, self.mask = scale, softcap, _probability(dropout), mask
+        self.scale, self.softcap, self.mask = scale, softcap, mask
+        self.dropout = probability("dropout", dropout)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, bias if out_bias is None else out_bias, gate, made)
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**made)
@@ -141,12 +143,30 @@ class Attention(Whole):
         """The keys and values of a context, for calls with the same one."""
         return Memory(*self._keys(context))
 
+    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
+        """What `regard.attention` is called with for x: (q, k, v) and options; dropout aside.
+
+        So `regard.weights(*qkv, **options)` are the weights of this layer.
+        """
+        q, k, v = self._projected(x, None)
+        return (*self._placed(q, k, positions), v), {"mask": self.mask, **self._options()}
+
+    def new_cache(self, B: int, capacity: int | None = None) -> KVCache:
+        """An empty cache for B samples, of the dtype and on the device of the weights."""
+        if self.kv_model not in (None, self.d_model):
+            raise ValueError(
+                f"new_cache: expected self-attention, got kv_model = {self.kv_model}; for a context, "
+                "`remember` keeps keys and values"
+            )
+        weight = self.out.weight
+        return KVCache(
+            B, self.kv_heads, self.head_dim, self.value_dim, capacity=capacity, dtype=weight.dtype,
+            device=weight.device,
+        )  # fmt: skip
+
     def _attended(self, qkv: Trio, call: Call) -> Tensor:
         """(..., Hq, L, D) and so on -> (..., Hq, L, Dv)"""
-        mask = both(self.mask, call.mask)
-        options: dict[str, Any] = {
-            "scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": self._bias(),
-        }  # fmt: skip
+        mask, options = both(self.mask, call.mask), self._options()
         dropout = self.dropout if self.training else 0.0
         if call.cache is not None:
             if dropout:
@@ -217,8 +237,9 @@ class Attention(Whole):
         hooked = any(p._forward_hooks for p in projections)
         return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
 
-    def _bias(self) -> Bias | None:
-        return self.position() if isinstance(self.position, (Alibi, Relative)) else None
+    def _options(self) -> dict[str, Any]:
+        bias = self.position() if isinstance(self.position, (Alibi, Relative)) else None
+        return {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": bias}
 
     def _places(self, call: Call, L: int) -> Positions:
         if call.positions is not None:
@@ -282,12 +303,6 @@ def _share(d_model: int, heads: int) -> int:
             f"d_model: expected a multiple of heads = {heads}, or head_dim to be given, got {d_model}"
         )
     return d_model // heads
-
-
-def _probability(dropout: float) -> float:
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout}")
-    return dropout
 
 
 def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:

@@ -12,6 +12,7 @@ from ._call import Cache, Context, Memory
 from ._state import Whole
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
+from .latent import LatentAttention
 from .norms import PreNorm
 
 Residual = Callable[[int, nn.Module], nn.Module]
@@ -31,7 +32,7 @@ class Block(Whole):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         feed_forward: nn.Module,
         *,
         cross: Attention | None = None,
@@ -64,6 +65,11 @@ class Block(Whole):
             )
         out: Tensor = self.feed_forward(x)
         return out
+
+    def new_cache(self, B: int, capacity: int | None = None) -> Cache:
+        """An empty cache for B samples that fits the attention."""
+        cache: Cache = self.attention.sublayer.new_cache(B, capacity)  # type: ignore[operator, union-attr]
+        return cache
 
     def remember(self, context: Tensor) -> Memory:
         """The context's keys and values, to be given instead of it."""
@@ -101,6 +107,10 @@ class Stack(Whole):
             more = options if cache is None else options | {"cache": cache}
             x = block(x, own, **more)
         return x if self.norm is None else self.norm(x)
+
+    def new_caches(self, B: int, capacity: int | None = None) -> list[Cache]:
+        """An empty cache for each block, for B samples."""
+        return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
         """The context's keys and values for each block, so that decoding projects it once."""

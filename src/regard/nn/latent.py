@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
-from .._arguments import count, describe
+from .._arguments import count, describe, probability
 from .._attention import attention
 from .._problem import Trio
 from ..cache import LatentCache
@@ -20,7 +20,6 @@ from ..positions import Positions, Rotary, YaRN, rotate
 from ._call import Call, both, check, places_after
 from ._nested import row
 from ._state import Whole
-from .attention import _probability
 
 CAUSAL = Causal()
 RMS = partial(nn.RMSNorm, eps=1e-6)
@@ -107,7 +106,7 @@ class LatentAttention(Whole):
         self.value_dim = count("value_dim", nope_dim if value_dim is None else value_dim, 1)
         self.position = _rotary(position, rope_dim)
         self.scale = _default_scale(self) if scale is None else scale
-        self.mask, self.dropout = mask, _probability(dropout)
+        self.mask, self.dropout = mask, probability("dropout", dropout)
         self._make_projections(
             bias, bias if out_bias is None else out_bias, norm, {"device": device, "dtype": dtype}
         )
@@ -151,7 +150,7 @@ class LatentAttention(Whole):
             cache: appends the latents of x and attends causally to all it holds.
             absorb: the way to attend, by default the one with fewer operations (`operations`).
         """
-        call = Call(mask, lengths, positions, cu_seqlens, None, cast(Any, cache))
+        call = Call(mask, lengths, positions, cu_seqlens, None, cache)
         if x.is_nested:
             return self._nested(x, call, absorb)
         self._check(x, call)
@@ -171,6 +170,11 @@ class LatentAttention(Whole):
         return LatentCache(
             B, self.rank, self.rope_dim, capacity=capacity, dtype=weight.dtype, device=weight.device
         )
+
+    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
+        """What `regard.attention` is called with for x: (q, k, v), expanded, and options; dropout aside."""
+        qkv = self._trio(*self._projected(x, positions), False)
+        return qkv, {"mask": self.mask, "scale": self.scale}
 
     def operations(self, Lq: int, Lk: int) -> Ways:
         """What Lq queries cost that attend Lk keys, for each sample, without what both ways share.
@@ -290,8 +294,7 @@ class LatentAttention(Whole):
         check(call, x, None)
         if self.position is None:
             call.refuse("with rope_dim = 0", "positions")
-        cache: object = call.cache
-        sizes = f"rank={self.rank}, rope={self.rope_dim}"
+        cache, sizes = call.cache, f"rank={self.rank}, rope={self.rope_dim}"
         if cache is not None and not isinstance(cache, LatentCache):
             raise TypeError(f"cache: expected a LatentCache with {sizes}, got {describe(cache)}")
         if isinstance(cache, LatentCache) and (cache.rank, cache.rope) != (self.rank, self.rope_dim):
@@ -320,5 +323,4 @@ def _default_scale(module: LatentAttention) -> float:
     scaling = None if module.position is None else module.position.scaling
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
         return scale
-    growth = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0
-    return scale * growth * growth
+    return scale * scaling.growth(scaling.mscale_all_dim) ** 2

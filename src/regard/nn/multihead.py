@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import packing
+from .._arguments import probability
 from .._attention import attention
 from .._problem import Trio
 from ..masks import Arguments, Causal, Lengths
@@ -52,11 +53,9 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
     ) -> None:
         if num_heads > 0 and embed_dim % num_heads:
             raise ValueError(f"embed_dim: expected a multiple of num_heads = {num_heads}, got {embed_dim}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout}")
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype,
+            embed_dim, num_heads, probability("dropout", dropout), bias, add_bias_kv, add_zero_attn, kdim,
+            vdim, batch_first, device, dtype,
         )  # fmt: skip
         # nn.TransformerEncoderLayer runs a kernel of its own in evaluation instead of calling its attention,
         # unless there are hooks.
@@ -199,7 +198,6 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
             w = _padded_weights((q, rows_q.borders), (k, rows_k.borders), is_causal)
             w = w.mean(1) if average else w
         return rows_q.nested(self.out_proj(out.flatten(1))), w
-
 
     def _check_rows(self, query: Row, key: Row, value: Row) -> None:
         widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))

@@ -10,6 +10,7 @@ from ._embeddings import Learned as Learned
 from ._embeddings import Sinusoidal as Sinusoidal
 from ._embeddings import sinusoidal as sinusoidal
 from ._frequencies import NTK as NTK
+from ._frequencies import Frequencies as Frequencies
 from ._frequencies import Linear as Linear
 from ._frequencies import Llama3 as Llama3
 from ._frequencies import Scaling as Scaling

@@ -35,7 +35,7 @@ def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None
     if scaling is None:
         return _plain(dims, base), 1.0
     if not isinstance(scaling, Scaling):
-        raise TypeError(f"scaling: expected Linear, NTK, YaRN or Llama3, got {scaling!r}")
+        raise TypeError(f"scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
     return scaling.turns(dims, base), scaling.gain()
 
 
@@ -110,10 +110,11 @@ class YaRN(Scaling):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-        return self._growth(1.0)
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth()
 
-    def _growth(self, mscale: float) -> float:
+    def growth(self, mscale: float = 1.0) -> float:
+        """How much the paper lets cos and sin grow with `factor`, DeepSeek's `yarn_get_mscale`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
@@ -156,6 +157,33 @@ class Llama3(Scaling):
         blended = (1 - smooth) * turns / self.factor + smooth * turns
         slowed = torch.where(wavelength > self.original_length / low, turns / self.factor, blended)
         return torch.where(wavelength < self.original_length / high, turns, slowed)
+
+
+@dataclass(frozen=True)
+class Frequencies(Scaling):
+    """The frequencies themselves, radians for each step of position, one for each pair; `base` is not used.
+
+    For rules that are not here: `Rotary(64, scaling=Frequencies(inv_freq.tolist(), attention_factor))`.
+    """
+
+    values: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(float(x) for x in self.values))
+        if not all(math.isfinite(x) for x in self.values):
+            raise ValueError(f"values: expected finite frequencies, got {self.values}")
+
+    def turns(self, dims: int, base: float) -> Tensor:
+        if dims != 2 * len(self.values):
+            raise ValueError(f"dims: expected 2 for each of {len(self.values)} frequencies, got {dims}")
+        return torch.tensor(self.values, dtype=torch.float32, device="cpu")
+
+    def gain(self) -> float:
+        return self.attention_factor
+
+    def __repr__(self) -> str:
+        return f"Frequencies({len(self.values)} pairs, attention_factor={self.attention_factor:g})"
 
 
 def _at_least_one(name: str, value: float) -> None:
