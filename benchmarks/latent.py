@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import command
 import torch
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor
 
@@ -30,23 +31,16 @@ Step = Callable[[], Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser = command.parser(__doc__, 3.0, "row")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="cached before the step")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 16, 64, 128, 256], help="new tokens")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     with torch.no_grad():
         ours, theirs = modules()
         print("\n".join(steps(ours, theirs, options)), "\n")
         print("\n".join(chunks(ours, options)))
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\n{HEADS} heads, float32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing(f"{HEADS} heads, float32"))
     return 0
 
 

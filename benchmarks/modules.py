@@ -9,16 +9,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import command
 import torch
 import torch.nn.functional as F
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ CASES = (
     Case("evaluation", 1.2),
     Case("evaluation, batch of 4", 1.0, B=4, L=128),
     Case("evaluation, causal", 1.2, causal=True),
-    Case("evaluation, with weights", 0.0, weights=True),
+    Case("evaluation, with weights", 1.0, weights=True),
     Case("training", 1.05, training=True),
     Case("training, causal", 1.05, training=True, causal=True),
     Case("training, dropout 0.1", 1.3, training=True, dropout=0.1),
@@ -55,22 +55,15 @@ CASES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each case")
+    parser = command.parser(__doc__, 4.0, "case")
     parser.add_argument("--length", type=int, help="tokens, instead of each case's own")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     rows = [row(case, options.length or case.L, options.seconds) for case in CASES]
     print("| case | B, L, d, heads | Regard | PyTorch | composed | faster | asked |")
     print("|---|---|---:|---:|---:|---:|---:|")
     print("\n".join(rows))
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\nfloat32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing("float32"))
     return 0
 
 
@@ -84,10 +77,9 @@ def row(case: Case, L: int, seconds: float) -> str:
     with torch.set_grad_enabled(case.training):
         best = best_times(calls, seconds)
     times = [milliseconds(best[side]) if side in best else "" for side in SIDES]
-    asked = f"{case.asked:g} x" if case.asked else ""
     shape = f"{case.B}, {L}, {case.d}, {case.heads}"
     faster = best["PyTorch"] / best["Regard"]
-    return f"| {case.name} | {shape} | {' | '.join(times)} | {faster:.2f} x | {asked} |"
+    return f"| {case.name} | {shape} | {' | '.join(times)} | {faster:.2f} x | {case.asked:g} x |"
 
 
 def sides(case: Case, theirs: nn.MultiheadAttention, x: Tensor) -> dict[str, Call]:

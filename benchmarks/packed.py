@@ -15,9 +15,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import command
 import torch
 import torch.nn.functional as F
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor
 
@@ -51,24 +52,17 @@ def batches(most: int) -> dict[str, Sizes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each batch")
+    parser = command.parser(__doc__, 3.0, "batch")
     parser.add_argument("--most", type=int, default=1024, help="the longest sequence")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--impl", default="auto")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     rows = [row(name, sizes, options) for name, sizes in batches(options.most).items()]
     print("| sequences | full | packed | from padded | padded | SDPA, padded |")
     print("|---|---:|---:|---:|---:|---:|")
     print("\n".join(rows))
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\n{H} heads, D = {D}, float32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing(f"{H} heads, D = {D}, float32"))
     return 0
 
 

