@@ -4,9 +4,9 @@
 (30 layers, 9 query and 3 key heads, rotary). The weights come with the packages of requirements-models.txt,
 the text from Python's own documentation: calibration and held-out text are different topics. The attention
 of the model becomes `regard.nn.Attention` with the same weights, which must change nothing; then every layer
-is converted on the tokens that reach it. One row for each conversion: bytes of the caches, errors on held-out
-text of the worst layer and of the whole model, what the model is good for, and the verdict. `--details`
-prints the report of every layer.
+is converted on the tokens that reach it. One row for each conversion: bytes of the caches, errors when all is
+kept, of the worst layer and of the whole model, and what the model is good for; then the verdicts.
+`--details` prints the report of every layer.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def judge_sentences(before: Tensor, after: Tensor, _: Tensor) -> dict[str, str]:
     """As embeddings of sentences, the mean over tokens."""
     a, b = (nn.functional.normalize(x.mean(1), dim=-1) for x in (before, after))
     cosine = (a * b).sum(-1)
-    return {"embedding, cosine": f"{cosine.mean():.4f}", "its worst": f"{cosine.min():.4f}"}
+    return {"cosine of embeddings": f"{cosine.mean():.4f}", "its worst": f"{cosine.min():.4f}"}
 
 
 # SmolLM2
@@ -180,8 +180,8 @@ def judge_text(before: Tensor, after: Tensor, ids: Tensor) -> dict[str, str]:
     kl = (now.exp() * (now - new)).sum(-1).mean()
     return {
         "perplexity": f"{loss[0].exp():.2f} -> {loss[1].exp():.2f}",
-        "next tokens agree": f"{agree:.1%}",
-        "KL, nats": f"{kl:.4f}",
+        "tokens agree": f"{agree:.1%}",
+        "KL": f"{kl:.4f}",
     }
 
 
@@ -246,8 +246,8 @@ def row(report: ModelReport) -> dict[str, str]:
     layers = report.layers.values()
     before, after = sum(x.bytes_before for x in layers), sum(x.bytes_after for x in layers)
     return {
-        "bytes of caches": f"{after / before:.0%}",
-        "nothing left out": f"{max(x.exact for x in layers):.0e}",
+        "bytes": f"{after / before:.0%}",
+        "all kept": f"{max(x.exact for x in layers):.0e}",
         "worst layer": f"{max(x.held_out.output for x in layers if x.held_out):.1e}",
         "whole model": f"{report.output:.1e}",
     }
@@ -286,15 +286,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise SystemExit("the models are not the same")
     first = next(m for m in source.model.modules() if isinstance(m, Attention))
     found: dict[str, dict[str, str]] = {}
+    verdicts: list[str] = []
     for name, way in ways(first, options):
         with console.status(name):
             after, report = convert.convert_layers(source.model, way, seen, unseen)
         if options.details:
             console.print(f"{name}\n{report}\n", soft_wrap=True)
         found[name] = row(report) | source.judge(result, after(unseen), unseen)
-        found[name]["verdict"] = report.verdict.split(":")[0]
+        verdicts.append(f"{name}: {report.verdict}")
     shape = f"{seen.numel()} tokens of calibration, {unseen.numel()} held out"
     console.print(table(f"{options.model}, {shape}; errors are relative, on held-out text", found))
+    console.print("\n".join(verdicts), soft_wrap=True)
 
 
 def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
