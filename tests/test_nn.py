@@ -18,6 +18,7 @@ from torch.autograd import gradcheck
 import regard
 from regard import masks as M
 from regard import packing
+from regard.cache import LatentCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
 from regard.nn._torch_masks import Sizes, arguments
 from regard.positions import Alibi, Relative, Rotary
@@ -713,6 +714,28 @@ def test_a_cache_and_dropout() -> None:
         (
             lambda: Attention(24, 4)(torch.randn(5, 24), context_cu_seqlens=packing.cu_seqlens([5])),
             "context_cu_seqlens: expected None without a context",
+        ),
+        (
+            lambda: Attention(24, 4, position=Rotary(6))(
+                torch.randn(7, 24), cu_seqlens=packing.cu_seqlens([2, 3])
+            ),
+            "cu_seqlens: expected borders that end at the 7 tokens of x, got 5",
+        ),
+        (
+            lambda: Attention(24, 4).eval()(torch.randn(3, 24), cache=Attention(24, 4).new_cache(1)),
+            r"x: expected \(B, L, d_model\) with a cache, got float32 tensor of shape \(3, 24\)",
+        ),
+        (
+            lambda: Attention(24, 4).eval()(torch.randn(1, 3, 24), cache=LatentCache(1, 8, 4)),
+            "cache: expected one of keys and values.*LatentCache",
+        ),
+        (
+            lambda: regard.nn.CrossAttention(24, 4, 9).remember(torch.randn(3, 24)),
+            r"context: expected \(..., Lk, 9\)",
+        ),
+        (
+            lambda: Attention(24, 4, mask=M.Causal())(torch.randn(3, 24), mask=[True]),
+            "mask: expected a Mask or a bool tensor",
         ),
         (
             lambda: Attention(24, 4)(nested([3, 4], torch.jagged)[0], lengths=torch.ones(2)),

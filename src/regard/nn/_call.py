@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import packing
 from .._arguments import describe
 from ..masks import Dense, Mask
 from ..positions import Positions
@@ -64,6 +65,8 @@ def check(call: Call, x: Tensor, context: Context) -> None:
         call.refuse("with a context: it speaks of self-attention", "lengths", "positions", "cache")
     if call.cu_seqlens is None:
         call.refuse("without cu_seqlens", "context_cu_seqlens")
+        if call.cache is not None and x.dim() != 3:
+            raise ValueError(f"x: expected (B, L, d_model) with a cache, got {describe(x)}")
         return
     call.refuse("with cu_seqlens, which say how long the sequences are", "lengths", "cache")
     if x.dim() != 2:
@@ -74,10 +77,20 @@ def check(call: Call, x: Tensor, context: Context) -> None:
 
 def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
     """What two masks allow together."""
+    if not (b is None or isinstance(b, Mask | Tensor)):
+        raise TypeError(f"mask: expected a Mask or a bool tensor (True = may attend), got {describe(b)}")
     other = Dense(b) if isinstance(b, Tensor) else b
     if a is None or other is None:
         return other if a is None else a
     return a & other
+
+
+def places_in_row(cu_seqlens: Tensor, L: int) -> Tensor:
+    """The places of packed tokens (L,), which begin anew in every sequence."""
+    found = packing.positions(cu_seqlens)
+    if len(found) != L:
+        raise ValueError(f"cu_seqlens: expected borders that end at the {L} tokens of x, got {len(found)}")
+    return found
 
 
 def places_after(cache: Cache, L: int) -> Positions:

@@ -13,10 +13,10 @@ from .. import packing
 from .._arguments import count, describe, probability
 from .._attention import attention
 from .._problem import Trio, is_watched
-from ..cache import KVCache
+from ..cache import KVCache, LatentCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
-from ._call import Cache, Call, Context, Memory, both, check, places_after
+from ._call import Cache, Call, Context, Memory, both, check, places_after, places_in_row
 from ._nested import row
 from ._state import Whole
 
@@ -141,6 +141,7 @@ class Attention(Whole):
 
     def remember(self, context: Tensor) -> Memory:
         """The keys and values of a context, for calls with the same one."""
+        self._check_context(context)
         return Memory(*self._keys(context))
 
     def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
@@ -247,7 +248,7 @@ class Attention(Whole):
         if not isinstance(self.position, Rotary):
             return 0
         if call.cu_seqlens is not None:
-            return packing.positions(call.cu_seqlens)
+            return places_in_row(call.cu_seqlens, L)
         return 0 if call.cache is None else places_after(call.cache, L)
 
     def _nested(self, x: Tensor, context: Context, call: Call) -> Tensor:
@@ -267,6 +268,8 @@ class Attention(Whole):
         if x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected (..., L, d_model = {self.d_model}), got {describe(x)}")
         check(call, x, context)
+        if isinstance(call.cache, LatentCache):
+            raise TypeError(f"cache: expected one of keys and values, as of new_cache, got {call.cache!r}")
         if not isinstance(self.position, Rotary):
             call.refuse("without position=Rotary(...)", "positions")
         if context is None:
@@ -275,8 +278,12 @@ class Attention(Whole):
             return
         if self.position is not None:
             raise ValueError("context: expected None with a position rule, which is for self-attention")
+        if isinstance(context, Tensor):
+            self._check_context(context)
+
+    def _check_context(self, context: Tensor) -> None:
         width = self.d_model if self.kv_model is None else self.kv_model
-        if isinstance(context, Tensor) and (context.is_nested or context.shape[-1] != width):
+        if context.is_nested or context.shape[-1] != width:
             raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
 
     def extra_repr(self) -> str:

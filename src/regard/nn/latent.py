@@ -17,7 +17,7 @@ from .._problem import Trio
 from ..cache import LatentCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Positions, Rotary, YaRN, rotate
-from ._call import Call, both, check, places_after
+from ._call import Call, both, check, places_after, places_in_row
 from ._nested import row
 from ._state import Whole
 
@@ -285,7 +285,7 @@ class LatentAttention(Whole):
         if call.positions is not None:
             return call.positions
         if call.cu_seqlens is not None:
-            return packing.positions(call.cu_seqlens)
+            return places_in_row(call.cu_seqlens, L)
         return 0 if call.cache is None else places_after(call.cache, L)
 
     def _check(self, x: Tensor, call: Call) -> None:
