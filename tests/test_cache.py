@@ -692,3 +692,14 @@ def test_every_kind_is_tested() -> None:
     assert {name for name in dir(regard.cache) if name.endswith("Cache")} == {
         type(new(kind)).__name__ for kind in KINDS
     }
+
+
+def test_start_is_the_place_that_all_samples_share() -> None:
+    cache, k = C.KVCache(2, 1, 4), torch.randn(2, 1, 3, 4)
+    assert cache.start == 0
+    cache.append(k, k)
+    assert cache.start == 3
+    cache.append(k, k, lengths=[1, 3])
+    assert cache.start is None
+    cache.crop([3, 3])
+    assert cache.start == 3

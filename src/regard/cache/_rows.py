@@ -90,6 +90,11 @@ class Rows:
         return as_tensor(self._lengths, self.B, self.device)
 
     @property
+    def start(self) -> int | None:
+        """Where the next token will stand, if that is the same place for all samples."""
+        return self._lengths if isinstance(self._lengths, int) else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of storage, filled or not."""
         return sum(part.nbytes for part in self._parts)

@@ -94,7 +94,10 @@ def places_in_row(cu_seqlens: Tensor, L: int) -> Tensor:
 
 
 def places_after(cache: Cache, L: int) -> Positions:
-    """The places that follow those of a cache: an int if all samples are as long."""
+    """The places that follow those of a cache: an int if all samples are as long, which a cache may know."""
+    start: int | None = getattr(cache, "start", None)
+    if start is not None:
+        return start
     longest, lengths = len(cache), cache.lengths
     if bool((lengths == longest).all()):
         return longest
