@@ -1,8 +1,8 @@
 """MHA, GQA-4, MQA and MLA of equal width, decoding through a whole small model.
 
 `python examples/compare_heads.py` reads a prompt into the caches, checks that decoding gives what one call
-over all tokens gives, and prints for each: parameters of a layer's attention, bytes of the caches, products
-of a step for each byte of them, tokens in a second.
+over all tokens gives, and prints for each: parameters of a layer's attention, bytes of the caches,
+multiplications of a step for each of those bytes, tokens in a second.
 """
 
 from __future__ import annotations
@@ -131,16 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(sides: list[Side], options: argparse.Namespace) -> Table:
     shape = f"width {options.width}, {options.heads} heads, {options.layers} layers"
     found = Table(title=f"{shape}, {options.tokens} tokens cached, float32, {options.threads} threads")
-    measured = (
-        "parameters of a layer",
-        "bytes of caches",
-        "to MHA",
-        "products / byte",
-        "tokens / s",
-        "to MHA",
-    )
-    for name in ("attention", *measured):
-        found.add_column(name, justify="left" if name == "attention" else "right", no_wrap=True)
+    measured = ("parameters", "cache bytes", "to MHA", "per byte", "tokens / s", "to MHA")
+    for name in ("heads", *measured):
+        found.add_column(name, justify="left" if name == "heads" else "right", no_wrap=True)
     first = sides[0]
     for side in sides:
         found.add_row(
