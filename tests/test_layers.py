@@ -15,7 +15,7 @@ FLOORS = """
     5    nn convert cost
     4.5  cache packing
     4    _attention _decode _merge _packed _plan _evidence _linear
-    3    _autograd _ops _vmap
+    3    _autograd _linear_autograd _ops _vmap
     2    _dispatch
     1    _native _torch _linear_torch reference _boxes _higher
     0    _arguments _problem _linear_problem _dense _stored masks scores positions

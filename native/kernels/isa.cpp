@@ -15,6 +15,7 @@ using namespace regard;
 #include "backward.inl.h"
 #include "decode.inl.h"
 #include "forward.inl.h"
+#include "linear_gradients.inl.h"
 #include "probe.inl.h"
 
 #define REGARD_JOIN(a, b) a##b
@@ -33,6 +34,8 @@ extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REG
      decode_kernels<Floats, Half>()},
     {backward_kernels<Floats, float>(), backward_kernels<Doubles, double>(),
      backward_kernels<Floats, BHalf>(), backward_kernels<Floats, Half>()},
+    {linear_kernels<Floats, float>(), linear_kernels<Doubles, double>(), linear_kernels<Floats, BHalf>(),
+     linear_kernels<Floats, Half>()},
     fma_probe,
     read_probe,
 };

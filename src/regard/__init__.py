@@ -8,6 +8,6 @@ from ._merge import merge
 from ._plan import Plan, plan
 
 __all__ = [
-    "LinearState", "Plan", "attention", "cache", "convert", "linear_attention", "masks", "merge", "nn", "packing",
-    "plan", "positions", "scores", "weights",
+    "LinearState", "Plan", "attention", "cache", "convert", "linear_attention", "masks", "merge", "nn",
+    "packing", "plan", "positions", "scores", "weights",
 ]  # fmt: skip

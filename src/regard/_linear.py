@@ -8,13 +8,15 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import _linear_torch, reference
 from ._arguments import describe
 from ._dense import as_given
-from ._dispatch import check_name, preference
+from ._dispatch import FORCED, check_name, preference
+from ._linear_autograd import run
 from ._linear_problem import Linear, LinearState, Options, Result, check, state_dims
-from ._problem import Problem, Spec
+from ._native import reason_unavailable
+from ._problem import Problem, Spec, is_followed
 
 FeatureMap = Callable[[Tensor], Tensor]
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -23,6 +25,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     "relu": F.relu,
     "exp": torch.exp,
     "softmax": lambda x: x.softmax(-1),
+    "unit": lambda x: F.normalize(x, dim=-1),
 }
 
 
@@ -76,8 +79,8 @@ def linear_attention(
         v: values (..., Hkv, L, Dv).
         causal: each token sees itself and those before it. False: every query sees every key; then there may
             be other numbers of queries and keys, and neither gates nor the delta rule.
-        feature_map: phi, applied to q and k: "identity" (or None), "elu+1", "relu", "exp", "softmax" (over D),
-            or a function of a tensor that may change its last dim.
+        feature_map: phi, applied to q and k: "identity" (or None), "elu+1", "relu", "exp", "softmax" (over
+            D), "unit" (length 1), or a function of a tensor that may change its last dim.
         normalize: divide by the sum of the weights, phi(q) . (sum of phi(k)), as softmax does. Sensible where
             phi is not negative. A row whose weights sum to 0 gives zeros. Not with beta.
         log_decay: the logarithm of what is left of the state at each step, usually below 0: a number, one for
@@ -104,8 +107,9 @@ def linear_attention(
     q, k = _features(feature_map, q, k)
     options = Options(causal, normalize, log_decay, beta, lengths, state)
     problem, call = check(q, k, v, scale, options)
-    found = _run(call, _choose(problem, impl))
-    out = as_given(problem.spec, found.out)
+    name = _choose(problem, call, impl)
+    found = run(call, name)
+    out = found.out if name == "native" and problem.spec.rank == 4 else as_given(problem.spec, found.out)
     return (out, _state(problem.spec, found)) if return_state else out
 
 
@@ -131,13 +135,28 @@ def feature_map_of(given: str | FeatureMap) -> FeatureMap:
     return FEATURE_MAPS[given]
 
 
-def _choose(problem: Problem, impl: str) -> str:
+def _choose(problem: Problem, call: Linear, impl: str) -> str:
+    """Named backends run or raise. `auto` leaves to PyTorch what the native kernels cannot do."""
     check_name(impl, "impl", "auto")
-    return preference(problem)[0] if impl == "auto" else impl
+    name = preference(problem)[0] if impl == "auto" else impl
+    against = _against_native(call) if name == "native" else None
+    if against is None:
+        return name
+    if impl == "auto" and FORCED in (None, "auto"):
+        return "torch"
+    raise NotImplementedError(f"impl='native' cannot run this call: {against}; possible here: impl='torch'")
 
 
-def _run(call: Linear, name: str) -> Result:
-    return reference.linear(call) if name == "reference" else _linear_torch.linear(call)
+def _against_native(call: Linear) -> str | None:
+    if (missing := reason_unavailable()) is not None:
+        return missing
+    if not call.q.is_cpu:
+        return f"native kernels run on the CPU, the tensors are on {call.q.device}"
+    if not call.causal:
+        return "without causal=True it is two matrix products, which are PyTorch's"
+    if forward_ad._current_level >= 0 or is_followed(call.q, call.k, call.v):
+        return "PyTorch compiles or transforms it and must see every operation"
+    return None
 
 
 def _state(spec: Spec, found: Result) -> LinearState:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._arguments import broadcasts, describe, holds_integers, readable
 from ._dense import heads_4d
-from ._problem import Problem, Spec, make
+from ._problem import Problem, Spec, Strides, make
 
 
 class LinearState(NamedTuple):
@@ -47,6 +47,7 @@ class Linear(NamedTuple):
     scale: float
     normalize: bool
     causal: bool
+    out_stride: Strides  # of the result, dense, ordered like q's
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,12 +69,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) 
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)
     gates = (
-        _per_token("log_decay", given.log_decay, problem),
-        _per_token("beta", given.beta, problem),
+        _per_token("log_decay", given.log_decay, spec),
+        _per_token("beta", given.beta, spec),
     )
-    qkv = (heads_4d(spec, x) for x in problem[1:4])
+    q, k, v = (heads_4d(spec, x) for x in (problem.q, problem.k, problem.v))
     lengths = _flat_lengths(spec, given.lengths)
-    return problem, Linear(*qkv, *gates, S, z, lengths, spec.scale, given.normalize, given.causal)
+    return problem, Linear(
+        q, k, v, *gates, S, z, lengths, spec.scale, given.normalize, given.causal, spec.out_stride
+    )
 
 
 def _check_flags(spec: Spec, given: Options) -> None:
@@ -93,11 +96,10 @@ def _check_flags(spec: Spec, given: Options) -> None:
         raise ValueError("normalize: expected False with beta, whose weights are not positive, got True")
 
 
-def _per_token(name: str, gate: Any, problem: Problem) -> Tensor | None:
+def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | None:
     """A gate, one for all, one for each head or one for each token, as (B, Hkv, L)."""
     if gate is None:
         return None
-    spec = problem.spec
     heads = () if spec.rank == 2 else (spec.Hkv,)
     shape = (*spec.batch, *heads, spec.Lk)
     if not isinstance(gate, Tensor):
@@ -159,7 +161,7 @@ def _flat_part(spec: Spec, name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
     return x.reshape(spec.B, spec.Hkv, *x.shape[x.ndim - own :]).contiguous()
 
 
-def _flat_lengths(spec: Spec, lengths: Any) -> Tensor | None:
+def _flat_lengths(spec: Spec, lengths: Tensor | None) -> Tensor | None:
     if lengths is None:
         return None
     if not isinstance(lengths, Tensor) or not holds_integers(lengths):

@@ -93,7 +93,8 @@ def _cut(p: Linear, C: int) -> _Chunks:
     more = -L % C
 
     def cut(x: Tensor) -> Tensor:
-        return F.pad(x.to(p.dtype), (0, 0, 0, more)).unflatten(-2, (-1, C))
+        filled = F.pad(x.to(p.dtype), (0, 0, 0, more))
+        return filled.reshape(*x.shape[:-2], -1, C, x.shape[-1])
 
     lower = torch.ones(C, C, dtype=torch.bool, device=p.k.device).tril()
     q = cut(_grouped(p.q, p.k.shape[1]) * p.scale)
@@ -112,7 +113,10 @@ def _inverse(chunks: _Chunks) -> Tensor | None:
     k = chunks.k
     below = (chunks.beta * (k @ k.mT) * chunks.pairs).tril(-1)
     eye = torch.eye(below.shape[-1], dtype=below.dtype, device=below.device)
-    return torch.linalg.solve_triangular(eye + below, eye.expand_as(below), upper=False, unitriangular=True)
+    inverse: Tensor = torch.linalg.solve_triangular(
+        eye + below, eye.expand_as(below), upper=False, unitriangular=True
+    )
+    return inverse
 
 
 def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
@@ -125,7 +129,7 @@ def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
 
 def _grouped(q: Tensor, Hkv: int) -> Tensor:
     """(B, Hq, L, D) -> (B, Hkv, group, L, D)"""
-    return q.unflatten(1, (Hkv, -1))
+    return q.reshape(q.shape[0], Hkv, -1, *q.shape[2:])
 
 
 def _between_heads(pairs: Tensor) -> Tensor:
