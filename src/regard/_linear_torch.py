@@ -94,7 +94,7 @@ def _cut(p: Linear, C: int) -> _Chunks:
 
     def cut(x: Tensor) -> Tensor:
         filled = F.pad(x.to(p.dtype), (0, 0, 0, more))
-        return filled.reshape(*x.shape[:-2], -1, C, x.shape[-1])
+        return filled.reshape(*x.shape[:-2], (L + more) // C, C, x.shape[-1])
 
     lower = torch.ones(C, C, dtype=torch.bool, device=p.k.device).tril()
     q = cut(_grouped(p.q, p.k.shape[1]) * p.scale)
@@ -129,7 +129,8 @@ def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
 
 def _grouped(q: Tensor, Hkv: int) -> Tensor:
     """(B, Hq, L, D) -> (B, Hkv, group, L, D)"""
-    return q.reshape(q.shape[0], Hkv, -1, *q.shape[2:])
+    B, Hq, L, D = q.shape
+    return q.reshape(B, Hkv, Hq // max(Hkv, 1), L, D)
 
 
 def _between_heads(pairs: Tensor) -> Tensor:

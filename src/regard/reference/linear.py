@@ -14,7 +14,7 @@ from .._linear_problem import Linear, Result
 
 def linear(p: Linear) -> Result:
     """Shapes: q, k (B, H, L, D), v (B, H, L, Dv), S (B, H, D, Dv), z (B, H, D), every head its own."""
-    group = p.q.shape[1] // p.k.shape[1]
+    group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
     q, k, v, S, z = _start(p, group)
     tokens = range(k.shape[2])
     if p.causal:
