@@ -137,8 +137,10 @@ def feature_map_of(given: str | FeatureMap) -> FeatureMap:
 
 def _choose(problem: Problem, call: Linear, impl: str) -> str:
     """Named backends run or raise. `auto` leaves to PyTorch what the native kernels cannot do."""
-    check_name(impl, "impl", "auto")
-    name = preference(problem)[0] if impl == "auto" else impl
+    if impl == "auto":
+        name = preference(problem)[0]
+    else:
+        check_name(name := impl, "impl", "auto")
     against = _against_native(call) if name == "native" else None
     if against is None:
         return name
@@ -160,6 +162,8 @@ def _against_native(call: Linear) -> str | None:
 
 
 def _state(spec: Spec, found: Result) -> LinearState:
+    if spec.rank == 4:
+        return LinearState(found.S, found.z)
     outer = state_dims(spec)
     z = None if found.z is None else found.z.reshape(*outer, spec.D)
     return LinearState(found.S.reshape(*outer, spec.D, spec.Dv), z)

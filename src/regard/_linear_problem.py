@@ -68,15 +68,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) 
     spec = problem.spec
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)
-    gates = (
-        _per_token("log_decay", given.log_decay, spec),
-        _per_token("beta", given.beta, spec),
-    )
-    q, k, v = (heads_4d(spec, x) for x in (problem.q, problem.k, problem.v))
-    lengths = _flat_lengths(spec, given.lengths)
     return problem, Linear(
-        q, k, v, *gates, S, z, lengths, spec.scale, given.normalize, given.causal, spec.out_stride
-    )
+        heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
+        _per_token("log_decay", given.log_decay, spec), _per_token("beta", given.beta, spec),
+        S, z, _flat_lengths(spec, given.lengths), spec.scale, given.normalize, given.causal, spec.out_stride,
+    )  # fmt: skip
 
 
 def _check_flags(spec: Spec, given: Options) -> None:
@@ -131,7 +127,7 @@ def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> 
 
 
 def _flat_state(spec: Spec, given: Options) -> tuple[Tensor | None, Tensor | None]:
-    """S (B, Hkv, D, Dv) and z (B, Hkv, D), contiguous."""
+    """S (B, Hkv, D, Dv) and z (B, Hkv, D)."""
     state = given.state
     if state is None:
         return None, None
@@ -157,8 +153,7 @@ def _flat_part(spec: Spec, name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"state.{name}: expected {spec.lse_dtype} {shape}, got {describe(x)}")
     if x.device != spec.device:
         raise ValueError(f"state.{name}: expected q's device {spec.device}, got {x.device}")
-    own = 2 if name == "S" else 1
-    return x.reshape(spec.B, spec.Hkv, *x.shape[x.ndim - own :]).contiguous()
+    return x if spec.rank == 4 else x.reshape(spec.B, spec.Hkv, *shape[len(state_dims(spec)) :])
 
 
 def _flat_lengths(spec: Spec, lengths: Tensor | None) -> Tensor | None:
