@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from torch import Tensor
 
+import regard
 from regard import masks as M
 
 HERE = Path(__file__).parent
@@ -97,6 +98,26 @@ def alignment() -> None:
     figure.savefig(IMAGES / "alignment.png", dpi=80, metadata=UNSIGNED)
 
 
+def linear() -> None:
+    """What each token takes from each, by four rules; with v the identity, the result is the weights."""
+    torch.manual_seed(4)
+    n, options = 24, {"feature_map": "elu+1", "normalize": True}
+    q, k, v = torch.randn(1, n, 8), torch.randn(1, n, 8), torch.eye(n)[None]
+    rules = {
+        "softmax": regard.attention(2 * q, 2 * k, v, mask=M.Causal()),
+        "elu+1, normalized": regard.linear_attention(q, k, v, **options),
+        "log_decay=-0.3": regard.linear_attention(q, k, v, log_decay=-0.3, **options),
+        "unit, beta=0.9 (delta rule)": regard.linear_attention(q, k, v, feature_map="unit", beta=0.9),
+    }
+    figure = Figure(figsize=(11, 3.0), layout="constrained", facecolor="white")
+    for axes, (title, weights) in zip(figure.subplots(1, len(rules)), rules.items(), strict=True):
+        top = float(weights.abs().max())
+        axes.imshow(weights[0].numpy(), cmap="RdBu", vmin=-top, vmax=top, interpolation="nearest")
+        axes.set_title(title, fontsize=9, color=INK, family="monospace")
+        bare(axes)
+    figure.savefig(IMAGES / "linear.png", dpi=80, metadata=UNSIGNED)
+
+
 def head() -> None:
     sys.path.insert(0, str(HERE.parent / "examples"))
     import heatmap
@@ -115,6 +136,7 @@ def main() -> None:
     small_pictures()
     hero()
     alignment()
+    linear()
     head()
 
 

@@ -24,7 +24,6 @@ constexpr double kInlineWork = 1e6;     // floating point operations that are no
 constexpr int64_t kShares = 1 << 17;  // doubles for shares of dby_head
 constexpr int64_t kPiece = 1 << 18;   // bytes to clear or numbers to round at a time
 
-int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
 // How the keys and queries of one key head are cut. With a dilated mask keys and rows fall into classes that

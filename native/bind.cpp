@@ -1,12 +1,10 @@
 // The door between Python and the core: integers in, integers out. No arithmetic, no tensors.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <new>
-
 #include "backward.h"
+#include "bind.h"
 #include "cpu.h"
 #include "decode.h"
 #include "forward.h"
@@ -14,27 +12,9 @@
 #include "spans.h"
 #include "unpack.h"
 
-namespace nb = nanobind;
 using namespace regard;
 
 namespace {
-
-bool signal_pending() {
-  nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-template <class Work>
-void run(Work work) {
-  Outcome outcome;
-  {
-    nb::gil_scoped_release release;
-    outcome = work();
-  }
-  if (outcome == Outcome::kInterrupted) throw nb::python_error();
-  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
-  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
-}
 
 void write_new(const Ints& numbers, const Ints& starts, const Ints& counts) {
   const size_t sides = (numbers.size() - kWriteNumbers) / kSideNumbers;
@@ -163,6 +143,7 @@ NB_MODULE(_core, m) {
       .def("cost", &Attention::cost)
       .def("runs", &Attention::runs);
   m.def("write", &write_new);
+  bind_linear(m);
   m.def("compiled", &compiled);
   m.def("runnable", &runnable);
   m.def("isa", [] { return std::string(kernels().name); });

@@ -1,7 +1,5 @@
 #include "forward.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 
@@ -21,22 +19,6 @@ constexpr size_t kManyRuns = 1 << 12;  // of a tile: keeping those of several ti
 constexpr double kInlineWork = 1e6;    // floating point operations that are not worth a second thread
 
 bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
-
-int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
-
-// A large result is mostly fresh pages; taking them 2 MB at a time saves the kernel tens of milliseconds.
-void ask_for_large_pages(const Spec& spec, void* out) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t page = 4096, large = 4 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(out) + page - 1) / page * page;
-  const uintptr_t end =
-      (reinterpret_cast<uintptr_t>(out) + spec.B * spec.Hq * spec.Lq * spec.Dv * item_bytes(spec.dtype)) /
-      page * page;
-  if (begin + large <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)spec, (void)out;
-#endif
-}
 
 // Neighbouring panels of one residue class of query rows.
 struct Tile {
@@ -88,7 +70,7 @@ class Forward {
 
   Outcome run() {
     if (tasks() == 0) return Outcome::kDone;
-    ask_for_large_pages(spec_, call_.out);
+    ask_for_large_pages(call_.out, spec_.B * spec_.Hq * spec_.Lq * spec_.Dv * item_bytes(spec_.dtype));
     workers_.resize(workers());
     for (size_t i = 0; i < workers_.size(); ++i)
       if (!(workers_[i].scratch = scratch(static_cast<int>(i), scratch_bytes())))

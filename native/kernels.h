@@ -34,6 +34,18 @@ struct DecodeKernels {
 };
 constexpr int64_t kPieceKeys = 512;
 
+// Tokens of linear attention that meet each other in pairs, and chunks whose states backward computes anew
+// from one that forward kept.
+constexpr int64_t kLinearChunk = 32;
+constexpr int64_t kLinearSegment = 16;
+
+struct LinearKernels {
+  int64_t (*scratch_bytes)(const LinearSpec&);
+  void (*forward)(const LinearTask&);
+  int64_t (*backward_scratch_bytes)(const LinearSpec&);
+  void (*backward)(const LinearTask&);
+};
+
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows in a panel
@@ -43,6 +55,7 @@ struct Kernels {
   DecodeKernels decode[4];
   BackwardKernels backward[4];
   void (*write_rows[4])(const NewRows&);
+  LinearKernels linear[4];
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

@@ -5,6 +5,7 @@
 namespace regard {
 
 enum DType : int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+static inline int64_t item_bytes(DType dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 // How K and V are stored: in the dtype of q, or as codes with scales in float16, kGroup channels sharing one.
 enum StoreKind : int32_t {
   kFloats = 0,
@@ -181,6 +182,47 @@ struct Chunk {
   bool bias_only;   // the pass that sums a broadcast bias's gradient
   double* by_head;  // (heads of the group, columns): this chunk's share of dby_head; or null
   void* scratch;
+};
+
+// Linear attention: a state S (D, Dv) for each head of K and V, in place of a cache.
+struct LinearSpec {
+  DType dtype;
+  int64_t B, Hq, Hkv, L, D, Dv;
+  Strides q, k, v, out;
+  double scale;
+  bool normalize;
+};
+
+// Gates, states and what is kept for backward are contiguous, in the compute type.
+struct LinearCall {
+  const void *q, *k, *v;
+  void* out;
+  const void *log_decay, *beta;  // (B, Hkv, L), or null
+  const int64_t* lengths;        // (B), or null
+  const void *S, *z;             // (B, Hkv, D, Dv) and (B, Hkv, D) before the first token, or null: zeros
+  void *S_end, *z_end;           // after the last; z_end null unless normalised
+  void *S_kept, *z_kept;         // (B, Hkv, segments, ...): before each segment, for backward; or null
+  void* errors;                  // (B, Hkv, L, Dv): v less what the state held of it (delta rule); or null
+};
+
+struct LinearGradients {
+  const void* dout;
+  const void *dS_end, *dz_end;  // or null: zeros
+  void *dq, *dk, *dv;           // in the dtype of q
+  void *dlog_decay, *dbeta;     // (B, Hkv, L) compute type, or null
+  void *dS, *dz;                // of the state before the first token; dz null unless normalised
+  Strides dout_stride, dq_stride, dk_stride, dv_stride;
+};
+
+// One head of K and V with its query heads, from the first token to the last or back.
+struct LinearTask {
+  const LinearSpec* spec;
+  const LinearCall* call;
+  const LinearGradients* grads;  // null in forward
+  int64_t batch, kv_head;
+  void* scratch;
+  bool (*stop)(void*);
+  void* stop_context;
 };
 
 }  // namespace regard

@@ -65,4 +65,37 @@ Gradients unpack_gradients(const int64_t* n) {
   return g;
 }
 
+LinearSpec unpack_linear_spec(const int64_t* n) {
+  LinearSpec s{};
+  s.dtype = static_cast<DType>(n[0]);
+  s.B = n[1], s.Hq = n[2], s.Hkv = n[3], s.L = n[4], s.D = n[5], s.Dv = n[6];
+  s.normalize = n[7] != 0;
+  s.q = strides(n + 8), s.k = strides(n + 12), s.v = strides(n + 16), s.out = strides(n + 20);
+  return s;
+}
+
+LinearCall unpack_linear_call(const int64_t* n) {
+  LinearCall c{};
+  c.q = pointer<const void>(n[0]), c.k = pointer<const void>(n[1]), c.v = pointer<const void>(n[2]);
+  c.out = pointer<void>(n[3]);
+  c.log_decay = pointer<const void>(n[4]), c.beta = pointer<const void>(n[5]);
+  c.lengths = pointer<const int64_t>(n[6]);
+  c.S = pointer<const void>(n[7]), c.z = pointer<const void>(n[8]);
+  c.S_end = pointer<void>(n[9]), c.z_end = pointer<void>(n[10]);
+  c.S_kept = pointer<void>(n[11]), c.z_kept = pointer<void>(n[12]), c.errors = pointer<void>(n[13]);
+  return c;
+}
+
+LinearGradients unpack_linear_gradients(const int64_t* n) {
+  LinearGradients g{};
+  g.dout = pointer<const void>(n[0]), g.dS_end = pointer<const void>(n[1]);
+  g.dz_end = pointer<const void>(n[2]);
+  g.dq = pointer<void>(n[3]), g.dk = pointer<void>(n[4]), g.dv = pointer<void>(n[5]);
+  g.dlog_decay = pointer<void>(n[6]), g.dbeta = pointer<void>(n[7]);
+  g.dS = pointer<void>(n[8]), g.dz = pointer<void>(n[9]);
+  g.dout_stride = strides(n + 10), g.dq_stride = strides(n + 14);
+  g.dk_stride = strides(n + 18), g.dv_stride = strides(n + 22);
+  return g;
+}
+
 }  // namespace regard

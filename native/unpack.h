@@ -34,4 +34,16 @@ Gradients unpack_gradients(const int64_t* numbers);
 constexpr size_t kWriteNumbers = 8, kSideNumbers = 16;
 Write unpack_write(const Ints& numbers);
 
+// dtype, B, Hq, Hkv, L, D, Dv, normalize, four strides each of q, k, v and out
+constexpr size_t kLinearSpecNumbers = 24;
+LinearSpec unpack_linear_spec(const int64_t* numbers);
+
+// addresses: q, k, v, out, log_decay, beta, lengths, S, z, S_end, z_end, S_kept, z_kept, errors
+constexpr size_t kLinearCallNumbers = 14;
+LinearCall unpack_linear_call(const int64_t* numbers);
+
+// addresses: dout, dS_end, dz_end, dq, dk, dv, dlog_decay, dbeta, dS, dz; strides of dout, dq, dk, dv
+constexpr size_t kLinearGradientNumbers = 26;
+LinearGradients unpack_linear_gradients(const int64_t* numbers);
+
 }  // namespace regard

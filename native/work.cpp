@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include <vector>
@@ -68,6 +69,17 @@ Outcome Stopper::outcome() const {
 void* scratch(int worker, int64_t bytes) {
   if (static_cast<int>(kept.size()) <= worker) kept.resize(worker + 1);
   return kept[worker].hold(bytes);
+}
+
+void ask_for_large_pages(void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = 4096, large = 4 << 20;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(data), begin = (from + page - 1) / page * page;
+  const uintptr_t end = (from + static_cast<uintptr_t>(bytes)) / page * page;
+  if (begin + large <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
 }
 
 }  // namespace regard

@@ -1,5 +1,5 @@
 """Calls whose tensors lie flush against pages that must not be touched. `python guard.py first count isa...`
-Every seed makes a call of `attention` and one over stored keys.
+Every seed makes a call of `attention`, one over stored keys, and one of linear attention and its gradient.
 
 A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
 slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import linear_cases
 import torch
 from forward_cases import Call, sample
 from stored_cases import KINDS, store
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from regard import _native
 from regard._decode import attend_stored
+from regard._linear_problem import Linear, Options
+from regard._linear_problem import check as check_call
 from regard._problem import make
 from regard._stored import Stored
 
@@ -161,6 +164,32 @@ def check_stored(seed: int, isa: str) -> None:
     assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
 
 
+def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
+    """Results and gradients of linear attention."""
+    result, kept = _native.linear_saving(p)
+    dout, dS, dz = dys
+    assert dout is not None
+    found = (*result, *_native.linear_backward(p, kept, dout, dS, dz))
+    return [x for x in found if x is not None]
+
+
+def check_linear(seed: int, isa: str) -> None:
+    case, guard = linear_cases.sample(seed), Guard(seed)
+    given = Options(**{"causal": True, **dict.fromkeys(Options._fields[2:]), **case.options})
+    p = check_call(case.q, case.k, case.v, None, given)[1]
+    with _native.use_isa(isa):
+        dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]
+        plain = both_passes(p, dys)
+        moved = Linear(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        with guard.results():
+            found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
+        same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))
+        assert all(guard.inside(x) for x in found if x.numel())
+    del found, moved
+    guard.close()
+    assert same, f"seed {seed} on {isa}: {case.options}"
+
+
 def main(first: int, count: int, isas: list[str]) -> None:
     torch.set_num_threads(1)
     for seed in range(first, first + count):
@@ -168,6 +197,7 @@ def main(first: int, count: int, isas: list[str]) -> None:
             print(seed, isa, flush=True)
             check(seed, isa)
             check_stored(seed, isa)
+            check_linear(seed, isa)
 
 
 if __name__ == "__main__":

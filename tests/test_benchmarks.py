@@ -22,6 +22,7 @@ MODULES = (
     "command",
     "hunt",
     "latent",
+    "linear",
     "measure",
     "memory",
     "modules",
@@ -169,6 +170,15 @@ def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
     cases = list(bench.hunt.random_cases(random.Random(0), 20))
     assert len(cases) == 20
     assert len({c.name for c in cases}) > 3
+
+
+def test_linear_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--threads", "1", "--seconds", "0", "--tokens", "40", "70", "--training", "40"]
+    assert bench.linear.main(tiny) == 0
+    printed = capsys.readouterr().out
+    assert "| 70 |" in printed
+    assert "| gated delta |" in printed
+    assert "| 70 tokens |" in printed
 
 
 def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,8 @@ inline int tile_rows(int64_t left) {
 
 // A(r, k) = a[r * lda + k] when RowMajor, else a[r + k * lda].
 template <class V, int R, bool RowMajor>
-REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
-                            int64_t depth, V (&sum)[R][2]) {
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
+REGARD_INLINE void multiply_add(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
+                                int64_t depth, V (&sum)[R][2]) {
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     const V b0 = Lanes<V>::load(b + k * 2 * V::N), b1 = Lanes<V>::load(b + k * 2 * V::N + V::N);
@@ -28,6 +26,14 @@ REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const type
       sum[r][1] = fma(x, b1, sum[r][1]);
     }
   }
+}
+
+template <class V, int R, bool RowMajor>
+REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
+                            int64_t depth, V (&sum)[R][2]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
+  multiply_add<V, R, RowMajor>(a, lda, b, depth, sum);
 }
 
 template <int R>

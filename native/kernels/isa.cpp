@@ -16,6 +16,7 @@ using namespace regard;
 #include "decode.inl.h"
 #include "encode.inl.h"
 #include "forward.inl.h"
+#include "linear_gradients.inl.h"
 #include "probe.inl.h"
 
 #define REGARD_JOIN(a, b) a##b
@@ -35,6 +36,8 @@ extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REG
     {backward_kernels<Floats, float>(), backward_kernels<Doubles, double>(),
      backward_kernels<Floats, BHalf>(), backward_kernels<Floats, Half>()},
     {write_rows<float>, write_rows<double>, write_rows<BHalf>, write_rows<Half>},
+    {linear_kernels<Floats, float>(), linear_kernels<Doubles, double>(), linear_kernels<Floats, BHalf>(),
+     linear_kernels<Floats, Half>()},
     fma_probe,
     read_probe,
 };

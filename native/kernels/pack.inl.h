@@ -152,13 +152,34 @@ void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int ro
   constexpr int P = kPanel<V>;
   for (int r = 0; r < rows; ++r) {
     const V scale = Lanes<V>::set(factor[r]);
+    const S* from = source + r * row_stride;
+    typename V::Scalar* to = slices + r * P;
     int64_t c = 0;
-    for (; col_stride == 1 && c + V::N <= cols; c += V::N)
-      Lanes<V>::store(slices + (c / P * ld + r) * P + c % P,
-                      Lanes<V>::load(source + r * row_stride + c) * scale);
-    for (; c < (cols + P - 1) / P * P; ++c)
-      slices[(c / P * ld + r) * P + c % P] =
-          c < cols ? to_float(source[r * row_stride + c * col_stride]) * factor[r] : 0;
+    for (; col_stride == 1 && c + P <= cols; c += P, to += ld * P) {
+      Lanes<V>::store(to, Lanes<V>::load(from + c) * scale);
+      Lanes<V>::store(to + V::N, Lanes<V>::load(from + c + V::N) * scale);
+    }
+    for (; c < cols; c += P, to += ld * P)
+      for (int i = 0; i < P; ++i) to[i] = c + i < cols ? to_float(from[(c + i) * col_stride]) * factor[r] : 0;
+  }
+}
+
+// target[r][c] = slices[slice][r][c % P] * factor. `ld` is the distance of slices in rows.
+template <class V, class S>
+void unpack_slices(const typename V::Scalar* slices, int64_t ld, int64_t rows, int64_t cols,
+                   typename V::Scalar factor, S* target, int64_t row_stride, int64_t col_stride) {
+  constexpr int P = kPanel<V>;
+  const V scale = Lanes<V>::set(factor);
+  for (int64_t r = 0; r < rows; ++r) {
+    const typename V::Scalar* from = slices + r * P;
+    S* to = target + r * row_stride;
+    int64_t c = 0;
+    for (; col_stride == 1 && c + P <= cols; c += P, from += ld * P) {
+      Lanes<V>::store(to + c, Lanes<V>::load(from) * scale);
+      Lanes<V>::store(to + c + V::N, Lanes<V>::load(from + V::N) * scale);
+    }
+    for (; c < cols; c += P, from += ld * P)
+      for (int i = 0; i < P && c + i < cols; ++i) from_float(to + (c + i) * col_stride, from[i] * factor);
   }
 }
 

@@ -49,7 +49,7 @@ def reasons(problem: Problem, name: str) -> tuple[str, ...]:
 def preference(problem: Problem) -> tuple[str, ...]:
     """What `auto` tries, in order."""
     if FORCED is not None and FORCED != "auto":
-        _check_name(FORCED, f"environment variable {VARIABLE}")
+        check_name(FORCED, f"environment variable {VARIABLE}")
         return (FORCED,)
     if problem.spec.device.type != "cpu":
         return ("torch",)
@@ -57,7 +57,7 @@ def preference(problem: Problem) -> tuple[str, ...]:
 
 
 def _choose(problem: Problem, impl: str) -> str:
-    _check_name(impl, "impl", "auto")
+    check_name(impl, "impl", "auto")
     names = preference(problem) if impl == "auto" else (impl,)
     against = {name: reasons(problem, name) for name in names}
     for name, found in against.items():
@@ -69,7 +69,7 @@ def _choose(problem: Problem, impl: str) -> str:
     raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}{hint}")
 
 
-def _check_name(name: object, argument: str, *more: str) -> None:
+def check_name(name: object, argument: str, *more: str) -> None:
     known = (*more, *BACKENDS)
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected one of {', '.join(known)}, got {describe(name)}")

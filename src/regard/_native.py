@@ -6,6 +6,7 @@ No tensor goes further down than this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._arguments import describe
-from ._problem import Problem, Spec
+from ._linear_problem import Linear, Result
+from ._problem import MAX_SPECS, Problem, Spec
 from ._stored import GROUP, HALF, Stored
 
 VARIABLE = "REGARD_ISA"
@@ -391,6 +393,86 @@ def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:
         strides = (x.stride(0), *(0,) * missing, *x.stride()[1:])
         numbers += [x.data_ptr(), *sizes, *(s if n > 1 else 0 for n, s in zip(sizes, strides, strict=True))]
     return numbers
+
+
+# Linear attention
+
+
+class LinearKept(NamedTuple):
+    """What backward starts from besides the inputs."""
+
+    S: Tensor  # (B, Hkv, segments, D, Dv): the state before every 512th token
+    z: Tensor | None  # (B, Hkv, segments, D)
+    errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v less what the state held of it
+
+
+def linear(p: Linear) -> Result:
+    """The forward pass."""
+    return _linear_forward(p, None)
+
+
+def linear_saving(p: Linear) -> tuple[Result, LinearKept]:
+    """The forward pass of a call that is going to be differentiated."""
+    (B, Hkv, L, D), Dv = p.k.shape, p.v.shape[3]
+    segments = -(-L // _core.LINEAR_SEGMENT)
+    S = p.k.new_empty((B, Hkv, segments, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, segments, D), dtype=p.dtype) if p.normalize else None
+    errors = p.k.new_empty((B, Hkv, L, Dv), dtype=p.dtype) if p.beta is not None else None
+    kept = LinearKept(S, z, errors)
+    return _linear_forward(p, kept), kept
+
+
+def _linear_forward(p: Linear, kept: LinearKept | None) -> Result:
+    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
+    out = p.q.new_empty_strided((B, Hq, L, Dv), p.out_stride)
+    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    where, alive = _linear_addresses(p, kept)
+    where[3], where[9], where[10] = out.data_ptr(), S.data_ptr(), _address(z)
+    _linear_core(p).forward(where)
+    del alive
+    return Result(out, S, z)
+
+
+def linear_backward(
+    p: Linear, kept: LinearKept, dout: Tensor, dS: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, log_decay, beta, S and z; None for what was not given."""
+    dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
+    dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
+    gates = [None if x is None else x.new_empty(x.shape) for x in (p.log_decay, p.beta)]
+    (B, Hkv, _, D), Dv = p.k.shape, p.v.shape[3]
+    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    where, alive = _linear_addresses(p, kept)
+    numbers = [
+        *map(_address, (dout, dS, dz, dq, dk, dv, *gates, S, z)),
+        *dout.stride(), *dq.stride(), *dk.stride(), *dv.stride(),
+    ]  # fmt: skip
+    _linear_core(p).backward(where, numbers)
+    del alive
+    return dq, dk, dv, *gates, S if p.S is not None else None, z if p.z is not None else None
+
+
+def _linear_addresses(p: Linear, kept: LinearKept | None) -> tuple[list[int], tuple[Tensor | None, ...]]:
+    """Those of the inputs and of what is kept; the results' are 0. And the tensors they belong to."""
+    alive = tuple(None if x is None else x.contiguous() for x in (p.log_decay, p.beta, p.lengths, p.S, p.z))
+    log_decay, beta, lengths, S, z = map(_address, alive)
+    more = (0, 0, 0) if kept is None else tuple(map(_address, kept))
+    qkv = (p.q.data_ptr(), p.k.data_ptr(), p.v.data_ptr())
+    return [*qkv, 0, log_decay, beta, lengths, S, z, 0, 0, *more], alive
+
+
+def _linear_core(p: Linear) -> Any:
+    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
+    numbers = (DTYPES[p.q.dtype], B, Hq, Hkv, L, D, Dv, p.normalize)
+    return _linear_made((*numbers, *p.q.stride(), *p.k.stride(), *p.v.stride(), *p.out_stride), p.scale)
+
+
+@functools.lru_cache(MAX_SPECS)
+def _linear_made(numbers: tuple[int, ...], scale: float) -> Any:
+    return _core.Linear(list(numbers), scale)
 
 
 class Cost(NamedTuple):

@@ -271,12 +271,16 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Or q, k or v are not plain tensors.
     """
+    return profiler._is_profiler_enabled or is_followed(q, k, v)
+
+
+def is_followed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch must see every operation: as `is_watched`, but a profiler only looks on."""
     return (
         is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
         or _get_tracing_state() is not None
-        or profiler._is_profiler_enabled
         or type(q) not in PLAIN
         or type(k) not in PLAIN
         or type(v) not in PLAIN

@@ -2,6 +2,7 @@
 
 from ._dense import KVCache as KVCache
 from ._latent import LatentCache as LatentCache
+from ._linear import LinearCache as LinearCache
 from ._paged import PagedCache as PagedCache
 from ._quantize import QuantizationError as QuantizationError
 from ._quantize import quantization_error as quantization_error

@@ -214,7 +214,7 @@ class Rows:
 
     def reorder(self, index: Integers) -> None:
         """Sample i becomes what sample index[i] was, as beams need it; there may be more or fewer than B."""
-        chosen = _checked_index(index, self.B)
+        chosen = checked_index(index, self.B)
         if chosen == list(range(self.B)):
             return
         parts = self._copies(self._rows, chosen)
@@ -314,7 +314,7 @@ def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype
         raise ValueError(f"state: expected {name} to be {dtype} of shape {shape}, got {describe(x)}")
 
 
-def _checked_index(index: Integers, B: int) -> list[int]:
+def checked_index(index: Integers, B: int) -> list[int]:
     chosen = integers("index", index, None)
     if not chosen or not 0 <= min(chosen) <= max(chosen) < B:
         raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {chosen}")

@@ -16,6 +16,7 @@ from .feedforward import FeedForward as FeedForward
 from .feedforward import GatedFeedForward as GatedFeedForward
 from .feedforward import SwiGLU as SwiGLU
 from .latent import LatentAttention as LatentAttention
+from .linear import LinearAttention as LinearAttention
 from .multihead import MultiheadAttention as MultiheadAttention
 from .norms import PostNorm as PostNorm
 from .norms import PreNorm as PreNorm

@@ -4,5 +4,6 @@ Everything else in the library is measured against this package.
 """
 
 from .formula import forward, reasons, weights
+from .linear import linear
 
-__all__ = ["forward", "reasons", "weights"]
+__all__ = ["forward", "linear", "reasons", "weights"]

@@ -1,0 +1,141 @@
+"""Linear attention beside exact causal attention, its backward pass, and a step of decoding.
+
+`python benchmarks/linear.py` prints three tables, for 8 heads of 64 channels in float32:
+each length with the time of exact `regard.attention`, of `linear_attention` with feature map and normaliser,
+and of its plain torch backend; each form with the times of forward and backward; a step after so many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import Load, WrongResult, best_times, cpu_name
+from report import milliseconds
+from torch import Tensor
+
+import regard
+from regard.cache import LinearCache
+
+HEADS, D = 8, 64
+CLASSIC: dict[str, Any] = {"feature_map": "elu+1", "normalize": True}
+Call = Callable[[], Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 65536])
+    parser.add_argument("--training", type=int, default=16384, help="tokens of the second table")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    load = Load()
+    for table in (lengths, forms, steps):
+        print("\n".join(table(options)), "\n")
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"{HEADS} heads, D {D}, float32, {options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def inputs(L: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, L, D).unbind()
+    return q, F.normalize(k, dim=-1), v
+
+
+@torch.no_grad()
+def lengths(options: argparse.Namespace) -> Iterator[str]:
+    yield "| tokens | exact causal | linear | plain torch | exact / linear |"
+    yield "|---:|---:|---:|---:|---:|"
+    for L in options.tokens:
+        exact, linear, plain = times_of(inputs(L), options.seconds)
+        shown = " | ".join(milliseconds(t) for t in (exact, linear, plain))
+        yield f"| {L} | {shown} | {exact / linear:.0f} x |"
+
+
+def times_of(qkv: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float, float]:
+    """Exact, linear, plain torch. The first is timed alone: it may take minutes."""
+    check(*qkv)
+    slow: dict[str, Call] = {"exact": lambda: regard.attention(*qkv, mask=regard.masks.Causal())}
+    quick: dict[str, Call] = {
+        impl: lambda impl=impl: regard.linear_attention(*qkv, **CLASSIC, impl=impl)
+        for impl in ("native", "torch")
+    }
+    best = best_times(slow, seconds, least=1) | best_times(quick, seconds)
+    return best["exact"], best["native"], best["torch"]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The first tokens against the recurrence in float64."""
+    few = [x[:, :, :200] for x in (q, k, v)]
+    found = regard.linear_attention(q, k, v, **CLASSIC)[:, :, :200]
+    exact = regard.linear_attention(*few, **CLASSIC, impl="reference")
+    error = float((found - exact).norm() / exact.norm())
+    if not error < 1e-5:
+        raise WrongResult(f"linear attention is off by {error:.1e}")
+
+
+def forms(options: argparse.Namespace) -> Iterator[str]:
+    yield f"| form, {options.training} tokens | forward | backward | backward / forward |"
+    yield "|---|---:|---:|---:|"
+    gates = torch.rand(2, 1, HEADS, options.training)
+    decay, beta = -0.1 * gates[0], gates[1]
+    chosen: dict[str, dict[str, Tensor]] = {
+        "plain": {},
+        "decayed": {"log_decay": decay},
+        "delta": {"beta": beta},
+        "gated delta": {"log_decay": decay, "beta": beta},
+    }
+    for name, used in chosen.items():
+        best = best_times(passes(options.training, used), options.seconds)
+        times = " | ".join(milliseconds(t) for t in best.values())
+        yield f"| {name} | {times} | {best['backward'] / best['forward']:.2f} |"
+
+
+def passes(L: int, gates: dict[str, Tensor]) -> dict[str, Call]:
+    xs = [x.clone().requires_grad_() for x in inputs(L)]
+    own = {name: x.clone().requires_grad_() for name, x in gates.items()}
+
+    def forward() -> Tensor:
+        out: Tensor = regard.linear_attention(
+            xs[0], xs[1], xs[2], log_decay=own.get("log_decay"), beta=own.get("beta")
+        )
+        return out
+
+    out = forward()
+    dout = torch.randn_like(out)
+    wanted = [*xs, *own.values()]
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True),
+    }
+
+
+@torch.no_grad()
+def steps(options: argparse.Namespace) -> Iterator[str]:
+    yield "| step after | microseconds | KiB of state |"
+    yield "|---:|---:|---:|"
+    calls: dict[str, Call] = {}
+    sizes = {}
+    for L in options.tokens:
+        q, k, v = inputs(L)
+        cache = LinearCache(1, HEADS, D)
+        cache.attend(q, k, v)
+        token = (q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        calls[str(L)] = lambda cache=cache, token=token: cache.attend(*token)
+        sizes[str(L)] = cache.nbytes
+    best = best_times(calls, options.seconds)
+    for name, seconds in best.items():
+        yield f"| {name} tokens | {1e6 * seconds:.0f} | {sizes[name] / 1024:.0f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

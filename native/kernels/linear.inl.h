@@ -1,0 +1,388 @@
+// Linear attention: chunks of tokens, one after the other. Within a chunk tokens meet in pairs; before it
+// there is the state. Matrices lie in slices of P columns, filled up with zeros: slices[column / P][row][P].
+#pragma once
+#include "arena.inl.h"
+#include "gemm.inl.h"
+#include "math.inl.h"
+#include "pack.inl.h"
+
+namespace {
+
+template <class V>
+constexpr int64_t slice_columns(int64_t columns) {
+  return round_up(columns, kPanel<V>);
+}
+
+template <class V>
+inline typename V::Scalar dot(const typename V::Scalar* a, const typename V::Scalar* b, int64_t n) {
+  V sum = Lanes<V>::zero();
+  int64_t i = 0;
+  for (; i + V::N <= n; i += V::N) sum = fma(Lanes<V>::load(a + i), Lanes<V>::load(b + i), sum);
+  typename V::Scalar total = sum_of(sum);
+  for (; i < n; ++i) total += a[i] * b[i];
+  return total;
+}
+
+// Numbers in place, n a multiple of V::N.
+template <class V>
+inline void scale(typename V::Scalar* x, int64_t n, typename V::Scalar factor) {
+  for (int64_t i = 0; i < n; i += V::N) Lanes<V>::store(x + i, Lanes<V>::load(x + i) * Lanes<V>::set(factor));
+}
+
+// x += y * factor, n a multiple of V::N.
+template <class V>
+inline void add_scaled(typename V::Scalar* x, const typename V::Scalar* y, int64_t n,
+                       typename V::Scalar factor) {
+  for (int64_t i = 0; i < n; i += V::N)
+    Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
+}
+
+// Tokens in the caller's layout and dtype: n rows from (batch, head, token) on. Everything else knows the
+// compute type alone, and is compiled once for it.
+template <class V>
+struct TokenAccess {
+  using T = typename V::Scalar;
+  void (*load)(const void* base, const Strides&, int64_t start, int64_t n, int64_t width, int64_t ld,
+               T* rows);
+  // Times a factor, from slices of kLinearChunk rows.
+  void (*store)(const T* slices, T factor, int64_t n, int64_t width, void* base, const Strides&,
+                int64_t start);
+  void (*clear)(void* base, const Strides&, int64_t start, int64_t n, int64_t width);
+};
+
+template <class V, class S>
+void load_tokens(const void* base, const Strides& s, int64_t start, int64_t n, int64_t width, int64_t ld,
+                 typename V::Scalar* rows) {
+  copy_rows<V>(static_cast<const S*>(base) + start, s.l, s.d, n, width, ld, rows);
+}
+
+template <class V, class S>
+void store_tokens(const typename V::Scalar* slices, typename V::Scalar factor, int64_t n, int64_t width,
+                  void* base, const Strides& s, int64_t start) {
+  unpack_slices<V>(slices, kLinearChunk, n, width, factor, static_cast<S*>(base) + start, s.l, s.d);
+}
+
+template <class V, class S>
+void clear_tokens(void* base, const Strides& s, int64_t start, int64_t n, int64_t width) {
+  S* row = static_cast<S*>(base) + start;
+  for (int64_t l = 0; l < n; ++l, row += s.l)
+    for (int64_t c = 0; c < width; ++c) from_float(row + c * s.d, typename V::Scalar(0));
+}
+
+template <class V, class S>
+constexpr TokenAccess<V> kTokenAccess = {load_tokens<V, S>, store_tokens<V, S>, clear_tokens<V, S>};
+
+// What both passes know of a task and of the chunk at hand.
+template <class V>
+struct LinearChunk {
+  using T = typename V::Scalar;
+  static constexpr int P = kPanel<V>;
+  static constexpr int64_t C = kLinearChunk;
+  static constexpr T kSmallest = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
+
+  const LinearTask& task;
+  const TokenAccess<V>& access;
+  const LinearSpec& spec;
+  const LinearCall& call;
+  const int64_t D, Dv, Dp, Vp;  // Dp, Vp: filled up to slices
+  const int64_t head;           // of K and V, among those of all samples
+  const int64_t group, tokens;
+  int64_t at = 0, n = 0;  // the chunk: tokens at ... at + n - 1
+
+  // What is left of token j's share at token i: pairs[i][j]; of the state at token i: since[i]; of token j's
+  // share at the end: until[j]; of the state: whole. Without decay all are 1.
+  T *factors, *pairs, *since, *until, *beta, *ones;
+  T whole = 1;
+
+  LinearChunk(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
+      : task(t),
+        access(a),
+        spec(*t.spec),
+        call(*t.call),
+        D(spec.D),
+        Dv(spec.Dv),
+        Dp(slice_columns<V>(D)),
+        Vp(slice_columns<V>(Dv)),
+        head(t.batch * spec.Hkv + t.kv_head),
+        group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
+        tokens(call.lengths ? call.lengths[t.batch] : spec.L) {
+    factors = arena.take<T>(C);
+    pairs = arena.take<T>(C * C);
+    since = arena.take<T>(C);
+    until = arena.take<T>(C);
+    beta = arena.take<T>(C);
+    ones = arena.take<T>(C < D ? D : C);
+  }
+
+  void start() {
+    for (int64_t i = 0; i < (C < D ? D : C); ++i) ones[i] = 1;
+    for (int64_t i = 0; i < C; ++i) since[i] = until[i] = 1;
+  }
+
+  static const T* shifted(const void* base, int64_t by) { return static_cast<const T*>(base) + by; }
+  static T* shifted(void* base, int64_t by) { return static_cast<T*>(base) + by; }
+
+  // Where the rows of head h begin at token l, from the tensor's own start.
+  int64_t place(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
+
+  void load(const void* base, const Strides& s, int64_t h, int64_t width, int64_t ld, T* rows) const {
+    access.load(base, s, place(s, h, at), n, width, ld, rows);
+  }
+  void store(const T* slices, T factor, int64_t width, void* base, const Strides& s, int64_t h) const {
+    access.store(slices, factor, n, width, base, s, place(s, h, at));
+  }
+  // The rows of padding.
+  void clear(void* base, const Strides& s, int64_t h, int64_t width) const {
+    access.clear(base, s, place(s, h, tokens), spec.L - tokens, width);
+  }
+
+  void slice_rows(const T* rows, int64_t ld, int64_t width, const T* factor, T* slices) const {
+    pack_slices<V>(rows, ld, 1, static_cast<int>(n), width, factor, C, slices);
+  }
+
+  void panel_rows(const T* rows, int64_t ld, int64_t width, T* panels) const {
+    for (int64_t j = 0; j < n; j += P)
+      pack<V>(rows + j * ld, ld, 1, static_cast<int>(n - j < P ? n - j : P), width, Scaled<V>{1},
+              panels + j * width);
+  }
+
+  void go_to(int64_t token) {
+    at = token;
+    n = tokens - at < C ? tokens - at : C;
+    if (call.log_decay) load_decay(shifted(call.log_decay, head * spec.L + at));
+    if (call.beta)
+      for (int64_t i = 0; i < n; ++i) beta[i] = shifted(call.beta, head * spec.L + at)[i];
+  }
+
+  // Row i is row i - 1 times the factor of token i: no quotient that could overflow, and no token knows a
+  // later one. What would be denormal is 0.
+  void load_decay(const T* log_decay) {
+    for (int64_t i = 0; i < C; ++i) factors[i] = i < n ? log_decay[i] : 0;
+    for (int64_t i = 0; i < C; i += V::N)
+      Lanes<V>::store(factors + i, exponential(Lanes<V>::load(factors + i)));
+    T left = 1;
+    for (int64_t i = 0; i < n; ++i) {
+      since[i] = left *= factors[i];
+      T* row = pairs + i * C;
+      for (int64_t j = 0; j < C; j += V::N) {
+        const V x = i ? Lanes<V>::load(row - C + j) * Lanes<V>::set(factors[i]) : Lanes<V>::zero();
+        Lanes<V>::store(row + j, keep(not_less(x, Lanes<V>::set(kSmallest)), x));
+      }
+      row[i] = 1;
+    }
+    for (int64_t j = 0; j < n; ++j) until[j] = pairs[(n - 1) * C + j];
+    whole = left;
+  }
+
+  static V exponential(V x) {
+    constexpr T log2e = static_cast<T>(1.44269504088896340736), most = 2 - Exp2<V>::kLowest;
+    const V zero = Lanes<V>::zero(), z = x * Lanes<V>::set(log2e);
+    return exp2<V>(zero - max(Lanes<V>::set(-most), zero - z));
+  }
+
+  void scale_rows(T* rows, int64_t ld, const T* factor) const {
+    for (int64_t i = 0; i < n; ++i) scale<V>(rows + i * ld, ld, factor[i]);
+  }
+
+  // products[i][j] = rows_i . panel_j for j <= i (and what else is in the tile), times `decay` where given.
+  void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
+    for (int64_t j = 0; j < n; j += P)
+      tiles(n - j, [&](auto count, int64_t t) {
+        V sum[count.value][2];
+        multiply<V, count.value, true>(rows + (j + t) * ld, ld, panels + j * width, width, sum);
+        for (int r = 0; r < count.value; ++r)
+          for (int i = 0; i < 2; ++i) {
+            const int64_t to = (j + t + r) * C + j + i * V::N;
+            const V x = sum[r][i];
+            Lanes<V>::store(products + to, decay ? x * Lanes<V>::load(decay + to) : x);
+          }
+      });
+  }
+
+  // sum_r += weights[t + r][j] * slice[j] over j up to t + r, or with Strict below it.
+  template <int R, bool Strict>
+  static REGARD_INLINE void add_lower(const T* weights, const T* slice, int64_t t, V (&sum)[R][2]) {
+    multiply_add<V, R, true>(weights + t * C, C, slice, t, sum);
+#pragma GCC unroll 6
+    for (int j = 0; j < R; ++j) {
+      const V b0 = Lanes<V>::load(slice + (t + j) * P), b1 = Lanes<V>::load(slice + (t + j) * P + V::N);
+#pragma GCC unroll 6
+      for (int r = j + Strict; r < R; ++r) {
+        const V x = Lanes<V>::set(weights[(t + r) * C + t + j]);
+        sum[r][0] = fma(x, b0, sum[r][0]);
+        sum[r][1] = fma(x, b1, sum[r][1]);
+      }
+    }
+  }
+};
+
+template <class V, int R>
+REGARD_INLINE void scale_tile(const typename V::Scalar* factor, V (&sum)[R][2]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    const V x = Lanes<V>::set(factor[r]);
+    sum[r][0] = sum[r][0] * x;
+    sum[r][1] = sum[r][1] * x;
+  }
+}
+
+template <class V, int R>
+REGARD_INLINE void store_tile(const V (&sum)[R][2], typename V::Scalar* target) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    Lanes<V>::store(target + r * kPanel<V>, sum[r][0]);
+    Lanes<V>::store(target + r * kPanel<V> + V::N, sum[r][1]);
+  }
+}
+
+template <class V, int R>
+REGARD_INLINE void load_tile(const typename V::Scalar* source, V (&sum)[R][2]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    sum[r][0] = Lanes<V>::load(source + r * kPanel<V>);
+    sum[r][1] = Lanes<V>::load(source + r * kPanel<V> + V::N);
+  }
+}
+
+// target[rows][columns] = factor * before + left^T * right, in slices: `left` is [n][ld], `right` [n][P]
+// slices of kLinearChunk rows.
+template <class V>
+void add_outer(const typename V::Scalar* left, int64_t ld, int64_t rows, const typename V::Scalar* right,
+               int64_t columns, int64_t n, typename V::Scalar factor, const typename V::Scalar* before,
+               typename V::Scalar* target) {
+  constexpr int P = kPanel<V>;
+  for (int64_t c = 0; c < columns; c += P)
+    tiles(rows, [&](auto count, int64_t r) {
+      V sum[count.value][2], old[count.value][2];
+      const int64_t to = c * rows + r * P;
+      multiply<V, count.value, false>(left + r, ld, right + c * kLinearChunk, n, sum);
+      load_tile<V, count.value>(before + to, old);
+      for (int i = 0; i < count.value; ++i)
+        for (int h = 0; h < 2; ++h) sum[i][h] = fma(old[i][h], Lanes<V>::set(factor), sum[i][h]);
+      store_tile<V, count.value>(sum, target + to);
+    });
+}
+
+template <class V>
+struct LinearForward : LinearChunk<V> {
+  using Base = LinearChunk<V>;
+  using T = typename V::Scalar;
+  using Base::head, Base::group, Base::tokens, Base::at, Base::n, Base::shifted;
+  using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
+  using Base::pairs, Base::since, Base::until, Base::whole, Base::beta, Base::ones;
+
+  T *state, *sum;                  // slices of D rows; (Dp)
+  T *keys, *key_panels, *queries;  // [C][Dp], [C / P][D][P], [C][Dp]
+  T *rows, *values, *result;       // [C][Vp]; slices: values, or what the delta rule makes of them; results
+  T *weights, *divisor;            // [C][C]
+
+  LinearForward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena) : Base(t, a, arena) {
+    state = arena.take<T>(D * Vp);
+    sum = arena.take<T>(Dp);
+    keys = arena.take<T>(C * Dp);
+    key_panels = arena.take<T>(C * D);
+    queries = arena.take<T>(C * Dp);
+    rows = arena.take<T>(C * Vp);
+    values = arena.take<T>(C * Vp);
+    result = arena.take<T>(C * Vp);
+    weights = arena.take<T>(C * C);
+    divisor = arena.take<T>(C);
+  }
+
+  void load_state() {
+    for (int64_t i = 0; D != Dp && i < C * Dp; ++i) keys[i] = queries[i] = 0;
+    if (call.S)
+      pack_slices<V>(shifted(call.S, head * D * Dv), Dv, 1, static_cast<int>(D), Dv, ones, D, state);
+    else
+      for (int64_t i = 0; i < D * Vp; ++i) state[i] = 0;
+    for (int64_t i = 0; i < Dp; ++i) sum[i] = call.z && i < D ? shifted(call.z, head * D)[i] : 0;
+  }
+
+  void write_state(void* S_to, void* z_to, int64_t index) const {
+    unpack_slices<V>(state, D, D, Dv, T(1), shifted(S_to, index * D * Dv), Dv, 1);
+    for (int64_t i = 0; z_to && i < D; ++i) shifted(z_to, index * D)[i] = sum[i];
+  }
+
+  void load_chunk() {
+    this->load(call.k, spec.k, task.kv_head, D, Dp, keys);
+    this->panel_rows(keys, Dp, D, key_panels);
+    this->load(call.v, spec.v, task.kv_head, Dv, Vp, rows);
+    this->slice_rows(rows, Vp, Dv, ones, values);
+  }
+
+  // The delta rule: a value becomes beta times its error, what the state does not yet hold of it.
+  void replace_values() {
+    this->score(keys, Dp, D, key_panels, call.log_decay ? pairs : nullptr, weights);
+    for (int64_t c = 0; c < Vp; c += P)
+      tiles(n, [&](auto count, int64_t t) {
+        T* own = values + c * C + t * P;
+        V held[count.value][2];
+        multiply<V, count.value, true>(keys + t * Dp, Dp, state + c * D, D, held);
+        scale_tile<V, count.value>(since + t, held);
+        multiply_add<V, count.value, true>(weights + t * C, C, values + c * C, t, held);
+        for (int r = 0; r < count.value; ++r)
+          for (int h = 0; h < 2; ++h) {
+            const V error = Lanes<V>::load(own + r * P + h * V::N) - held[r][h];
+            const V value = error * Lanes<V>::set(beta[t + r]);
+            Lanes<V>::store(result + c * C + (t + r) * P + h * V::N, error);
+            Lanes<V>::store(own + r * P + h * V::N, value);
+            for (int i = r + 1; i < count.value; ++i)
+              held[i][h] = fma(Lanes<V>::set(weights[(t + i) * C + t + r]), value, held[i][h]);
+          }
+      });
+    if (call.errors)
+      unpack_slices<V>(result, C, n, Dv, T(1), shifted(call.errors, (head * spec.L + at) * Dv), Dv, 1);
+  }
+
+  void find_divisors() {
+    for (int64_t i = 0; i < n; ++i) {
+      const T total = since[i] * dot<V>(queries + i * Dp, sum, D) + dot<V>(weights + i * C, ones, i + 1);
+      divisor[i] = total == 0 ? 0 : 1 / total;
+    }
+  }
+
+  void look(int64_t h) {
+    this->load(call.q, spec.q, h, D, Dp, queries);
+    scale<V>(queries, n * Dp, static_cast<T>(spec.scale));
+    this->score(queries, Dp, D, key_panels, call.log_decay ? pairs : nullptr, weights);
+    if (spec.normalize) find_divisors();
+    for (int64_t c = 0; c < Vp; c += P)
+      tiles(n, [&](auto count, int64_t t) {
+        V found[count.value][2];
+        multiply<V, count.value, true>(queries + t * Dp, Dp, state + c * D, D, found);
+        if (call.log_decay) scale_tile<V, count.value>(since + t, found);
+        Base::template add_lower<count.value, false>(weights, values + c * C, t, found);
+        if (spec.normalize) scale_tile<V, count.value>(divisor + t, found);
+        store_tile<V, count.value>(found, result + c * C + t * P);
+      });
+    this->store(result, 1, Dv, call.out, spec.out, h);
+  }
+
+  void learn() {
+    if (call.log_decay) this->scale_rows(keys, Dp, until);
+    add_outer<V>(keys, Dp, D, values, Vp, n, whole, state, state);
+    if (!spec.normalize) return;
+    scale<V>(sum, Dp, whole);
+    for (int64_t i = 0; i < n; ++i) add_scaled<V>(sum, keys + i * Dp, Dp, 1);
+  }
+
+  void run() {
+    this->start();
+    load_state();
+    const int64_t segment = C * kLinearSegment, segments = (spec.L + segment - 1) / segment;
+    for (int64_t token = 0; token < tokens; token += C) {
+      if (task.stop(task.stop_context)) return;
+      if (call.S_kept && token % segment == 0)
+        write_state(call.S_kept, call.z_kept, head * segments + token / segment);
+      this->go_to(token);
+      load_chunk();
+      if (call.beta) replace_values();
+      for (int64_t g = 0; g < group; ++g) look(task.kv_head * group + g);
+      learn();
+    }
+    write_state(call.S_end, call.z_end, head);
+    for (int64_t g = 0; g < group; ++g) this->clear(call.out, spec.out, task.kv_head * group + g, Dv);
+  }
+};
+
+}  // namespace
