@@ -5,6 +5,7 @@ With them attention needs no pair of tokens: sum_j phi(q).phi(k_j) v_j = phi(q).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -30,23 +31,24 @@ def orthogonal_gaussian(
     lengths = torch.randn(features, dim, generator=generator, dtype=torch.float64).norm(dim=1)
     q, r = torch.linalg.qr(noise)
     # With the signs of r's diagonal, q is uniform over all rotations and reflections.
-    rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:features]
+    rows: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:features]
     return (lengths[:, None] * rows).to(device=device, dtype=dtype or torch.get_default_dtype())
 
 
 def positive_exponents(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
-    """The logarithms of `positive_features`, (..., m): w_i.x' - |x'|^2 / 2 - log(m) / 2 with x' = sqrt(scale) x."""
+    """The logarithms of `positive_features`, (..., m)."""
     _check(x, projection)
     scaled = x * scale**0.5
-    m = projection.shape[0]
-    half = (scaled.square().sum(-1, keepdim=True) + torch.tensor(float(m)).log().item()) / 2
-    return scaled @ projection.mT.to(x.dtype) - half
+    half = (scaled.square().sum(-1, keepdim=True) + math.log(projection.shape[0])) / 2
+    found: Tensor = scaled @ projection.mT.to(x.dtype) - half
+    return found
 
 
 def positive_features(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
     """FAVOR+ features of x (..., D), (..., m): positive, and the mean of phi(q).phi(k) is exp(scale * q.k).
 
-    phi(x)_i = exp(w_i.x' - |x'|^2 / 2) / sqrt(m) for the rows w_i of the projection (m, D), x' = sqrt(scale) x.
+    phi(x)_i = exp(w_i.x' - |x'|^2 / 2) / sqrt(m) with the rows w_i of the projection (m, D) and
+    x' = sqrt(scale) x.
     """
     return positive_exponents(x, projection, scale=scale).exp()
 

@@ -58,7 +58,7 @@ class LinformerProjection(Whole):
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k (B, H, L, D) and v (B, H, L, Dv) -> (B, H, rank, D) and (B, H, rank, Dv)"""
         L = k.shape[2]
-        if L > self.max_length:
+        if self.max_length < L:
             raise ValueError(f"x: expected at most max_length = {self.max_length} tokens, got {L}")
         F = self.E if self.F is None else self.F
         return self.E[:, :L].mT @ k, F[:, :L].mT @ v
@@ -129,7 +129,11 @@ class LinformerAttention(Projected):
         self._check(x)
         source = x if context is None else context
         self._check(source)
-        q, k, v = self._by_head(self.query(x)), self._by_head(self.key(source)), self._by_head(self.value(source))
+        q, k, v = (
+            self._by_head(self.query(x)),
+            self._by_head(self.key(source)),
+            self._by_head(self.value(source)),
+        )
         return self._finished(self.attend(q, k, v, lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
@@ -149,7 +153,7 @@ class LinformerAttention(Projected):
 def _refuse(name: str, given: object) -> None:
     if given is not None:
         raise ValueError(
-            f"{name}: expected None, got {describe(given)}; in a Linformer every key is a mixture of all tokens, "
-            "so that no mask can hide the later ones and no cache can add one; LinearAttention, "
+            f"{name}: expected None, got {describe(given)}; in a Linformer every key is a mixture of all "
+            "tokens, so that no mask can hide the later ones and no cache can add one; LinearAttention, "
             "PerformerAttention and Attention with a window have causal forms"
         )

@@ -43,7 +43,7 @@ class Chosen(NamedTuple):
 
 
 class LongformerAttention(Projected):
-    """Each token attends its neighbours and the global tokens; global tokens attend all, by projections of their own.
+    """Each token attends its neighbours and the global tokens; these attend all, by their own projections.
 
     Exact over that pattern, in time and memory O(L * (window + globals)).
 
@@ -144,7 +144,7 @@ class LongformerAttention(Projected):
         return chosen.put(rows, local)
 
     def _local(self, qkv: Trio, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """Windows and global keys. Dilated windows take a call of their own, in which residue classes are dense."""
+        """Windows and global keys. Dilated windows alone are dense in their residue classes: two calls."""
         marks = chosen.marks.long()
         seen_by_all = Documents(torch.ones_like(marks[:1]), marks)
         dropout = self._dropped()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class PerformerAttention(Projected):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=0.0, made=made)
         default = max(1, int(self.head_dim * math.log(self.head_dim)))
         self.features = default if features is None else count("features", features, 1)
@@ -142,7 +142,8 @@ class PerformerAttention(Projected):
         named = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", self.kernel)
         return (
             f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}, kernel={named}, "
-            f"causal={self.causal}, redraw={self.redraw_every}, seed={int(self.schedule[0])}, eps={self.eps:g}"
+            f"causal={self.causal}, redraw={self.redraw_every}, seed={int(self.schedule[0])}, "
+            f"eps={self.eps:g}"
         )
 
 
