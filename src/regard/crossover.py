@@ -32,7 +32,7 @@ Quantity = Literal["time", "memory"]
 KINDS: list[tuple[Work, Quantity]] = [
     (work, quantity) for work in get_args(Work) for quantity in get_args(Quantity)
 ]
-EXACT, CLEAR = "exact", 1.1
+EXACT, CLEAR, RESOLUTION = "exact", 1.1, 2**20
 NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
 
 
@@ -61,17 +61,17 @@ class Crossover:
         """In the order measured, without exact attention."""
         return [name for name in dict.fromkeys(point.mechanism for point in self.points) if name != EXACT]
 
-    def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float | None]:
-        """By length."""
-        chosen = (p for p in self.points if (p.mechanism, p.work) == (mechanism, work))
-        return {p.L: p.time if quantity == "time" else p.memory for p in chosen}
+    def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
+        """By length; empty where nothing was measured."""
+        chosen = [p for p in self.points if (p.mechanism, p.work) == (mechanism, work)]
+        if quantity == "time":
+            return {p.L: p.time for p in chosen}
+        return {p.L: p.memory for p in chosen if p.memory is not None}
 
     def gains(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
-        """By length, how many times less it needs than exact attention. Empty where nothing was measured."""
+        """By length, how many times less it needs than exact attention."""
         own, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
-        return {
-            L: needs / max(own[L] or 0, 1e-9) for L, needs in exact.items() if needs and own[L] is not None
-        }
+        return {L: needs / own[L] for L, needs in exact.items()}
 
     def first(self, mechanism: str, work: Work, quantity: Quantity) -> int | None:
         """The shortest measured length from which on it always needs clearly less than exact attention."""
@@ -98,7 +98,7 @@ class Crossover:
         figure = Figure(figsize=(10, 7), layout="constrained")
         for axes, (work, quantity) in zip(figure.subplots(2, 2).flat, KINDS, strict=True):
             for name in (EXACT, *self.mechanisms):
-                curve = {L: y for L, y in self.curve(name, work, quantity).items() if y}
+                curve = self.curve(name, work, quantity)
                 bold = {"color": "black", "linewidth": 2.5} if name == EXACT else {}
                 axes.plot(list(curve), list(curve.values()), marker=".", label=name, **bold)
             axes.set_xscale("log", base=2)
@@ -154,9 +154,9 @@ def measure(
 
 
 def _peak(call: Callable[[], object]) -> int:
-    """Of a second call: the first one also loads code and starts threads."""
+    """Of a second call: the first one also loads code and starts threads. The system counts in steps."""
     _measuring.in_thread(call)
-    return _measuring.extra(call)
+    return max(_measuring.extra(call), RESOLUTION)
 
 
 def _calls(

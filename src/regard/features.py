@@ -32,7 +32,8 @@ def orthogonal_gaussian(
     q, r = torch.linalg.qr(noise)
     # With the signs of r's diagonal, q is uniform over all rotations and reflections.
     rows: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:features]
-    return (lengths[:, None] * rows).to(device=device, dtype=dtype or torch.get_default_dtype())
+    found: Tensor = lengths[:, None] * rows
+    return found.to(device=device, dtype=dtype or torch.get_default_dtype())
 
 
 def positive_exponents(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -39,7 +39,10 @@ class Chosen(NamedTuple):
         """x (B, H, L, D) with the rows (B, H, n, D) at their places."""
         sample, slot = self.real.nonzero(as_tuple=True)
         places = sample, self.at[sample, slot]
-        return x.transpose(1, 2).index_put(places, rows.transpose(1, 2)[sample, slot]).transpose(1, 2)
+        tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
+        # Without a gradient nobody else has seen x.
+        put = tokens.index_put if x.requires_grad or rows.requires_grad else tokens.index_put_
+        return put(places, rows).transpose(1, 2)
 
 
 class LongformerAttention(Projected):
@@ -100,9 +103,9 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        qkv, chosen = self._projected(x), _chosen(global_tokens, x, lengths)
-        found = self._attended(qkv, chosen, lengths, self._global_qkv(x, chosen))
-        return self._finished(found)
+        chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
+        local = self._local(self._projected(x), chosen, padding)
+        return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
         self,
@@ -117,45 +120,61 @@ class LongformerAttention(Projected):
 
         q, k, v and the result are (B, H, L, D).
         """
-        chosen = _chosen(global_tokens, q.transpose(1, 2), lengths)
-        qkv_global = None if chosen is None else (chosen.rows(q), k, v)
-        return self._attended((q, k, v), chosen, lengths, qkv_global)
-
-    def _global_qkv(self, x: Tensor, chosen: Chosen | None) -> Trio | None:
-        """q (B, H, n, D) of the global tokens; k, v (B, H, L, D) of all."""
+        chosen, padding = _chosen(global_tokens, q.transpose(1, 2), lengths), _padding(lengths)
+        local = self._local((q, k, v), chosen, padding)
         if chosen is None:
-            return None
-        tokens = chosen.rows(x[:, None])[:, 0]
-        return (
-            self._by_head(self.query_global(tokens)),
-            self._by_head(self.key_global(x)),
-            self._by_head(self.value_global(x)),
-        )
+            return local
+        return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
 
-    def _attended(
-        self, qkv: Trio, chosen: Chosen | None, lengths: Tensor | None, qkv_global: Trio | None
-    ) -> Tensor:
-        """(B, H, L, D): all tokens as local ones, then the rows of global tokens in their place."""
-        padding = None if lengths is None else Lengths(lengths)
-        if chosen is None or qkv_global is None:
-            return attention(*qkv, mask=both(self.mask, padding), dropout=self._dropped())
-        local = self._local(qkv, chosen, padding)
-        rows = attention(*qkv_global, mask=padding, dropout=self._dropped())
-        return chosen.put(rows, local)
+    def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
+        """(B, H, L, D): windows and global keys.
 
-    def _local(self, qkv: Trio, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """Windows and global keys. Dilated windows alone are dense in their residue classes: two calls."""
+        Dilated windows are dense in their residue classes, but with global keys they are not: two calls.
+        """
+        dropout = self._dropped()
+        if chosen is None:
+            return attention(*qkv, mask=both(self.mask, padding), dropout=dropout)
         marks = chosen.marks.long()
         seen_by_all = Documents(torch.ones_like(marks[:1]), marks)
-        dropout = self._dropped()
         if max(self.dilation) == 1:
             return attention(*qkv, mask=both(self.mask | seen_by_all, padding), dropout=dropout)
         q, k, v = qkv
-        hidden = both(self.mask & ~seen_by_all, padding)
-        near = attention(q, k, v, mask=hidden, dropout=dropout, return_lse=True)
+        windows = both(self.mask & ~seen_by_all, padding)
+        near = attention(q, k, v, mask=windows, dropout=dropout, return_lse=True)
         real = Dense(chosen.real[:, None, None])
         far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
         return merge(*zip(near, far, strict=True))[0]
+
+    def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
+        """(B, H, n, D): the global tokens attend all tokens."""
+        tokens = chosen.rows(x[:, None])[:, 0]
+        q = self._by_head(self.query_global(tokens))
+        if self._absorbs(q.shape[2]):
+            return self._absorbed(q, x[:, None], padding)
+        k, v = self._by_head(self.key_global(x)), self._by_head(self.value_global(x))
+        return attention(q, k, v, mask=padding, dropout=self._dropped())
+
+    def _absorbs(self, n: int) -> bool:
+        """Whether n global tokens are too few to be worth keys and values of all tokens.
+
+        Multiplications for each token and head: 2 n d_model, or 2 d_model D to make them and 2 n D to use
+        them. In training they are made, because dropout and hooks of the projections speak of them.
+        """
+        plain = type(self.key_global) is type(self.value_global) is nn.Linear
+        fewer = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
+        return plain and fewer and not self.training
+
+    def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
+        """q (B, H, n, D), x (B, 1, L, d_model): (q W_k).x is q.(W_k x), and W_v comes after the sum.
+
+        The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
+        """
+        W_k, W_v = (
+            part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
+        )
+        found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
+        bias = self.value_global.bias
+        return found if bias is None else found + bias.unflatten(0, (self.heads, 1, -1))
 
     def extra_repr(self) -> str:
         return (
@@ -177,6 +196,10 @@ def _band(window: tuple[int, int], step: int) -> Mask:
 
 
 # Arguments
+
+
+def _padding(lengths: Tensor | None) -> Mask | None:
+    return None if lengths is None else Lengths(lengths)
 
 
 def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
