@@ -1,11 +1,11 @@
 """Sparse attention beside exact attention and beside Hugging Face's Longformer and BigBird.
 
 `python benchmarks/sparse.py` prints three tables. The first has the attention alone, projections apart:
-Longformer's with 256 neighbours on each side and 8 global tokens, BigBird's with blocks of 64 (3 in the window,
-3 random, 2 global), and exact attention over all keys. The second has whole layers on the same weights, ours
-and Hugging Face's (of which `BigBirdBlockSparseAttention` also fills an n x n matrix of weights). The third
-has the peak memory of Longformer's attention by length, and the exponent of its growth. 8 heads of 64
-channels, float32.
+Longformer's with 256 neighbours on each side and 8 global tokens, BigBird's with blocks of 64 (3 in the
+window, 3 random, 2 global), and exact attention over all keys. The second has whole layers on the same
+weights, ours and Hugging Face's (whose BigBird also fills an n x n matrix of weights).
+The third has the peak memory of Longformer's attention by length, and the exponent of its growth. 8 heads of
+64 channels, float32.
 """
 
 from __future__ import annotations
@@ -182,10 +182,10 @@ def memory(lengths: Sequence[int]) -> Iterator[str]:
     if not _measuring.available():
         yield "Peak memory: this system does not tell."
         return
-    _measuring.return_freed_blocks()
     yield "| tokens of Longformer's attention | peak MiB beyond q, k, v | bytes for each token |"
     yield "|---:|---:|---:|"
-    peaks = {L: peak(L) for L in sorted(lengths)}
+    with _measuring.freed_at_once():
+        peaks = {L: peak(L) for L in sorted(lengths)}
     for L, extra in peaks.items():
         yield f"| {L} | {extra / 2**20:.1f} | {extra / L:,.0f} |"
     yield f"\nGrows with the length to the power {slope(peaks):.2f}."

@@ -6,13 +6,15 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-TRIM_THRESHOLD, MMAP_THRESHOLD, SMALL = -1, -3, 65536  # the names of mallopt
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the names of mallopt
+SMALL, LARGE = 2**16, 2**25
 
 
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
@@ -36,11 +38,18 @@ def available() -> bool:
     return os.access(REFS, os.W_OK)
 
 
-def return_freed_blocks() -> None:
-    """Freed blocks go back to the system at once, from here on: else they would hide the next allocation."""
-    libc = ctypes.CDLL(None)
-    for name in (TRIM_THRESHOLD, MMAP_THRESHOLD):
-        libc.mallopt(name, SMALL)
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Freed blocks go back to the system at once: else they would hide the next allocation."""
+    set_option = ctypes.CDLL(None).mallopt
+    set_option(MMAP_THRESHOLD, SMALL)
+    set_option(TRIM_THRESHOLD, SMALL)
+    try:
+        yield
+    finally:
+        # What the allocator itself comes to when large blocks are freed often.
+        set_option(MMAP_THRESHOLD, LARGE)
+        set_option(TRIM_THRESHOLD, 2 * LARGE)
 
 
 def extra(run: Callable[[], Any]) -> int:
@@ -48,7 +57,7 @@ def extra(run: Callable[[], Any]) -> int:
     found: list[int] = []
 
     def work() -> None:
-        gc.collect()
+        gc.collect(1)  # what the last call left; all of it would take longer than most calls
         ctypes.CDLL(None).malloc_trim(0)
         REFS.write_text("5")  # the high-water mark starts again from here
         before = status("VmRSS")

@@ -123,8 +123,7 @@ def measure(
 ) -> Crossover:
     """Time and peak memory of exact attention and of each mechanism, projections of tokens apart.
 
-    Memory is measured after all times, where the system tells it; from then on freed memory of this process
-    goes back to the system at once.
+    Memory is measured after all times, where the system tells it.
 
     Args:
         lengths: numbers of tokens L. Queries, keys and values are (1, heads, L, dim) float32.
@@ -139,10 +138,9 @@ def measure(
         progress(f"time, {work}, {L:,} tokens")
         times[L, work] = _measuring.best_times(dict(_calls(L, work, causal, heads, dim)), seconds, least=2)
     peaks: dict[tuple[int, str], dict[str, int]] = {job: {} for job in jobs}
-    if _measuring.available():
-        _measuring.return_freed_blocks()
-        for L, work in jobs:
-            progress(f"memory, {work}, {L:,} tokens")
+    for L, work in jobs if _measuring.available() else []:
+        progress(f"memory, {work}, {L:,} tokens")
+        with _measuring.freed_at_once():
             peaks[L, work] = {name: _peak(call) for name, call in _calls(L, work, causal, heads, dim)}
     return Crossover(
         tuple(
