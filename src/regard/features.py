@@ -39,10 +39,8 @@ def orthogonal_gaussian(
 def positive_exponents(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
     """The logarithms of `positive_features`, (..., m)."""
     _check(x, projection)
-    scaled = x * scale**0.5
-    half = (scaled.square().sum(-1, keepdim=True) + math.log(projection.shape[0])) / 2
-    found: Tensor = scaled @ projection.mT.to(x.dtype) - half
-    return found
+    half = (scale * x.square().sum(-1, keepdim=True) + math.log(projection.shape[0])) / 2
+    return _projected(x, projection, scale) - half
 
 
 def positive_features(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -63,7 +61,12 @@ def generalized_features(
 ) -> Tensor:
     """kernel(w_i.x') for the rows w_i of the projection (m, D), x' = sqrt(scale) x: (..., D) -> (..., m)."""
     _check(x, projection)
-    return kernel((x * scale**0.5) @ projection.mT.to(x.dtype))
+    return kernel(_projected(x, projection, scale))
+
+
+def _projected(x: Tensor, projection: Tensor, scale: float) -> Tensor:
+    found: Tensor = x @ (scale**0.5 * projection.mT.to(x.dtype))
+    return found
 
 
 def _check(x: Tensor, projection: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,8 +31,8 @@ class PerformerAttention(Projected):
         causal: each token sees itself and those before it.
         redraw: new random features after so many calls in training; None: never.
         seed: of the random features. Default: drawn from PyTorch's generator.
-        eps: added to every feature, so that no sum of weights is 0. Default 1e-3 for functions; for "softmax"
-            1e-6 of the largest feature.
+        eps: added to the features of keys, so that no sum of weights is 0; relative to the largest of them, by
+            default 1e-6. For a function it is added to those of queries and keys, by default 1e-3.
         head_dim: D. Default d_model / heads.
         bias: whether the projections of queries, keys and values have biases.
         out: whether there is a last projection.
@@ -113,22 +114,28 @@ class PerformerAttention(Projected):
     def _softmax_features(
         self, q: Tensor, k: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features divided by a factor that the normalisation cancels, so that the largest one is 1.
+        """Features divided by a factor that the normalisation cancels.
 
-        Queries have a factor each, keys one for all that a query sees: the largest so far in a causal call,
-        where the state that came before is made smaller as the factor grows.
+        Those of a query sum to 1: exp(w.q - |q|^2 / 2) over the sum is a softmax. Of the keys' features that
+        a query sees the largest is 1. In a causal call it is the largest so far, and the state that came
+        before is made smaller as the factor grows.
         """
         scale = self.head_dim**-0.5
-        asked, held = (positive_exponents(x, self.projection, scale=scale) for x in (q, k))
+        phi_q = generalized_features(q, self.projection, partial(torch.softmax, dim=-1), scale=scale)
+        held = positive_exponents(k, self.projection, scale=scale)
         if lengths is not None:
             held = held.masked_fill(~real_tokens(lengths, k), -torch.inf)
-        top_q, top_k = asked.detach().amax(-1, keepdim=True), held.detach().amax(-1)
+        top = held.detach().amax(-1)
         if self.causal:
-            top_k = top_k.cummax(-1).values
-            log_decay = -top_k.diff(dim=-1, prepend=top_k[..., :1])
+            top = top.cummax(-1).values
+            log_decay = -top.diff(dim=-1, prepend=top[..., :1])
         else:
-            top_k, log_decay = top_k.amax(-1, keepdim=True), None
-        return (asked - top_q).exp() + self.eps, (held - top_k[..., None]).exp() + self.eps, log_decay
+            top, log_decay = top.amax(-1, keepdim=True), None
+        return phi_q, self._features_of_keys(held.sub_(top.unsqueeze(-1))), log_decay
+
+    def _features_of_keys(self, exponents: Tensor) -> Tensor:
+        """In place where no gradient needs the steps."""
+        return exponents.exp() + self.eps if exponents.requires_grad else exponents.exp_().add_(self.eps)
 
     def _generalized(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, None]:
         scale = self.head_dim**-0.5
