@@ -193,11 +193,12 @@ def test_causal_is_strict() -> None:
 @pytest.mark.parametrize("kernel", ["softmax", torch.relu])
 def test_padding_is_a_shorter_sequence(causal: bool, kernel: Any) -> None:
     module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, causal=causal, seed=1).eval()
-    x = torch.randn(2, 40, WIDTH)
-    lengths = torch.tensor([40, 13])
-    out = module(x, lengths=lengths)
-    assert_close(out[1, :13], module(x[1:, :13])[0])
+    x = torch.randn(3, 40, WIDTH)
+    x[1, 13:] = float("nan")
+    out = module(x, lengths=torch.tensor([40, 13, 0]))
+    assert_close(out[1, :13], module(x[1:2, :13])[0])
     assert_close(out[0], module(x[:1])[0])
+    assert out[2].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -103,7 +103,7 @@ class _Exact:
         self.hidden = _hidden(causal, lengths)
         with torch.no_grad():
             self.out, self.lse = attention(q, k, v, mask=self.hidden, scale=self.scale, return_lse=True)
-        self.causal, self.lengths = causal, lengths
+        self.causal, self.lengths = causal, None if lengths is None else lengths.to(q.device)
         self.real = self._real_rows()
         self.rows = int(self.real.sum())
 
@@ -111,15 +111,18 @@ class _Exact:
         """bool (B, H, Lq)"""
         B, H, Lq = self.q.shape[:3]
         if self.lengths is None:
-            return torch.ones(B, H, Lq, dtype=torch.bool)
-        return (torch.arange(Lq) < self.lengths[:, None])[:, None].expand(B, H, Lq)
+            return torch.ones(B, H, Lq, dtype=torch.bool, device=self.q.device)
+        return (self._range(0, Lq) < self.lengths[:, None])[:, None].expand(B, H, Lq)
+
+    def _range(self, first: int, end: int) -> Tensor:
+        return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
         """(B, H, Lq, n), -inf for hidden keys."""
         s = self.scale * self.q.float() @ self.k[:, :, keys].float().mT - self.lse.unsqueeze(-1)
-        places = torch.arange(keys.start, keys.stop)
+        places = self._range(keys.start, keys.stop)
         if self.causal:
-            last = torch.arange(self.q.shape[2]) + self.k.shape[2] - self.q.shape[2]
+            last = self._range(self.k.shape[2] - self.q.shape[2], self.k.shape[2])
             s = s.masked_fill(places > last[:, None], -torch.inf)
         if self.lengths is not None:
             s = s.masked_fill((places >= self.lengths[:, None])[:, None, None], -torch.inf)
@@ -138,10 +141,10 @@ class _Weights:
         self.exact = exact
         shape = exact.q.shape[:3]
         self.rebuilt = torch.zeros_like(exact.out, dtype=torch.float32)
-        self.divergence, self.total, self.lowest = torch.zeros(3, *shape)
+        self.divergence, self.total, self.lowest = self.rebuilt.new_zeros(3, *shape)
         # The largest weight so far and its key: approximate, exact.
-        self.best = torch.full((2, *shape), -torch.inf)
-        self.at = torch.zeros(2, *shape, dtype=torch.int64)
+        self.best = self.rebuilt.new_full((2, *shape), -torch.inf)
+        self.at = torch.zeros_like(self.best, dtype=torch.int64)
 
     def add(self, first: int, found: Tensor) -> None:
         """`found` (B, H, Lq, Dv): the weights of the keys from `first` on."""
@@ -179,7 +182,7 @@ def _units(v: Tensor, first: int) -> Tensor:
     """Values like v whose row first + i is the unit vector i: the result is the weights of those keys."""
     units = torch.zeros_like(v)
     n = min(v.shape[3], v.shape[2] - first)
-    units[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype)
+    units[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)
     return units
 
 

@@ -31,9 +31,9 @@ class Projected(Whole):
         self.query, self.key, self.value = (nn.Linear(d_model, inner, bias, **made) for _ in range(3))
         self.out = nn.Linear(inner, d_model, **made) if out else nn.Identity()
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, x: Tensor, name: str = "x") -> None:
         if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x: expected (B, L, d_model = {self.d_model}), got {describe(x)}")
+            raise ValueError(f"{name}: expected (B, L, d_model = {self.d_model}), got {describe(x)}")
 
     def _projected(self, x: Tensor) -> Trio:
         """q, k, v (B, H, L, D)"""

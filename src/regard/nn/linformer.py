@@ -128,7 +128,7 @@ class LinformerAttention(Projected):
         _refuse("cache", cache)
         self._check(x)
         source = x if context is None else context
-        self._check(source)
+        self._check(source, "context")
         q, k, v = (
             self._by_head(self.query(x)),
             self._by_head(self.key(source)),

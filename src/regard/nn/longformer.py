@@ -173,8 +173,9 @@ class LongformerAttention(Projected):
             part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
         )
         found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
-        bias = self.value_global.bias
-        return found if bias is None else found + bias.unflatten(0, (self.heads, 1, -1))
+        if self.value_global.bias is not None:
+            found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
+        return found
 
     def extra_repr(self) -> str:
         return (
@@ -226,7 +227,7 @@ def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen 
     at = Global(tokens).tokens.to(x.device)
     if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
         shape = f"(L = {L},), (B = {B}, L), or positions (n,) or (B, n)"
-        raise ValueError(f"global_tokens: expected {shape}, got {describe(torch.as_tensor(tokens))}")
+        raise ValueError(f"global_tokens: expected {shape}, got {describe(at)}")
     at = at.expand(B, -1)
     if not at.shape[1]:
         return None

@@ -31,8 +31,8 @@ class PerformerAttention(Projected):
         causal: each token sees itself and those before it.
         redraw: new random features after so many calls in training; None: never.
         seed: of the random features. Default: drawn from PyTorch's generator.
-        eps: added to the features of keys, so that no sum of weights is 0; relative to the largest of them, by
-            default 1e-6. For a function it is added to those of queries and keys, by default 1e-3.
+        eps: added to the features of keys, so that no sum of weights is 0, relative to the largest of them.
+            Default 1e-6. For a function it is added to those of queries and keys; default 1e-3.
         head_dim: D. Default d_model / heads.
         bias: whether the projections of queries, keys and values have biases.
         out: whether there is a last projection.
@@ -125,7 +125,7 @@ class PerformerAttention(Projected):
         held = positive_exponents(k, self.projection, scale=scale)
         if lengths is not None:
             held = held.masked_fill(~real_tokens(lengths, k), -torch.inf)
-        top = held.detach().amax(-1)
+        top = held.detach().amax(-1).clamp(min=torch.finfo(held.dtype).min)  # also if there is no token
         if self.causal:
             top = top.cummax(-1).values
             log_decay = -top.diff(dim=-1, prepend=top[..., :1])
