@@ -214,6 +214,16 @@ def test_the_plot(tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
+def test_a_plot_that_cannot_be_drawn_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from regard.cli._app import app
+
+    monkeypatch.setattr("regard.cli.crossover.find_spec", lambda name: None)
+    result: Any = testing.CliRunner().invoke(app, ["crossover", "--plot", "x.png"])
+    assert result.exit_code == 2
+    assert "regard[plot]" in result.output
+
+
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     testing = pytest.importorskip("typer.testing")

@@ -11,7 +11,7 @@ from conftest import HAVE_CORE, assert_close, rel_l2
 from torch import Tensor
 
 import regard
-from regard.nn import BigBirdAttention, LongformerAttention, block_table
+from regard.nn import BigBirdAttention, Block, FeedForward, LongformerAttention, block_table
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 B, WIDTH, HEADS = 3, 24, 4
@@ -185,6 +185,15 @@ def test_longformer_dropout_is_only_in_training() -> None:
     assert not torch.equal(module(x, global_tokens=[0]), module(x, global_tokens=[0]))
     module.eval()
     assert torch.equal(module(x, global_tokens=[0]), module(x, global_tokens=[0]))
+
+
+def test_it_fits_into_blocks() -> None:
+    parts = (LongformerAttention(WIDTH, HEADS, window=3), FeedForward(WIDTH, 2 * WIDTH))
+    block, x = Block(*parts).eval(), torch.randn(2, 20, WIDTH)
+    lengths = torch.tensor([20, 9])
+    attended = x + parts[0](block.attention.norm(x), global_tokens=[1], lengths=lengths)
+    expected = attended + parts[1](block.feed_forward.norm(attended))
+    assert_close(block(x, global_tokens=[1], lengths=lengths), expected)
 
 
 def test_padding_cannot_be_seen() -> None:

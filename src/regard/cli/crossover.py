@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,8 @@ def crossover(
     seconds: Annotated[float, typer.Option(min=0.0, help="For the times of one length.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Short sequences and small heads, to try it.")
+        bool,
+        typer.Option("--quick", help="Try it: short sequences, one small head, whatever the sizes above."),
     ] = False,
 ) -> None:
     """The length from which on each mechanism beats exact attention on this machine."""
@@ -32,6 +34,8 @@ def crossover(
     from ..crossover import measure
 
     console = Console()
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("a plot needs matplotlib: pip install 'regard[plot]'")
     if quick:
         longest, heads, dim, seconds = 2 * SHORTEST, 1, 16, 0.0
     lengths = [SHORTEST << step for step in range((longest // SHORTEST).bit_length())]
