@@ -201,6 +201,22 @@ def test_padding_is_a_shorter_sequence(causal: bool, kernel: Any) -> None:
     assert out[2].isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", ["softmax", torch.relu])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([50, 12])])
+def test_some_tokens_at_a_time(kernel: Any, lengths: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many; there may be nothing but padding among them."""
+    module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, seed=1)
+    tensors = [x.requires_grad_() for x in qkv(50, size=3.0, dtype=torch.float64)]
+    dout = torch.randn_like(tensors[0])
+    whole = module.attend(*tensors, lengths=lengths)
+    monkeypatch.setattr("regard.nn.performer.CHUNK", 7)
+    parts = module.attend(*tensors, lengths=lengths)
+    assert_close(parts, whole, rtol=1e-10, atol=1e-10)
+    pairs = zip(*(torch.autograd.grad(y, tensors, dout) for y in (parts, whole)), strict=True)
+    for grad, expected in pairs:
+        assert_close(grad, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients(causal: bool) -> None:
     module = PerformerAttention(6, 2, features=5, causal=causal, seed=1, redraw=None).double()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import count, describe
@@ -15,6 +16,7 @@ from .._linear import linear_attention
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
 from ._projected import Projected, real_tokens
 
+CHUNK = 1024  # tokens whose features are held at a time
 Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
 
 
@@ -89,13 +91,11 @@ class PerformerAttention(Projected):
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        find = self._softmax_features if self.kernel == "softmax" else self._generalized
-        phi_q, phi_k, log_decay = find(q.to(wide), k.to(wide), lengths)
-        return linear_attention(
-            phi_q.to(q.dtype), phi_k.to(k.dtype), v, causal=self.causal, normalize=True, lengths=lengths,
-            log_decay=log_decay,
-        )  # fmt: skip
+        if self.causal:
+            return self._one_way(q, k, v, lengths)
+        sums = self._sums(k, v, lengths)
+        parts = [_divided(self._asked(part) @ sums).to(q.dtype) for part in q.split(CHUNK, 2)]
+        return torch.cat(parts, 2)
 
     @torch.no_grad()
     def redraw(self) -> None:
@@ -111,39 +111,62 @@ class PerformerAttention(Projected):
             self.redraw()
         self.schedule[2] += 1
 
-    def _softmax_features(
-        self, q: Tensor, k: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features divided by a factor that the normalisation cancels.
+    def _asked(self, q: Tensor) -> Tensor:
+        """Features of queries. For softmax they sum to 1: exp(w.q - |q|^2 / 2) over the sum is a softmax."""
+        if isinstance(self.kernel, str):
+            return self._mapped(q, partial(torch.softmax, dim=-1))
+        return self._mapped(q, self.kernel) + self.eps
 
-        Those of a query sum to 1: exp(w.q - |q|^2 / 2) over the sum is a softmax. Of the keys' features that
-        a query sees the largest is 1. In a causal call it is the largest so far, and the state that came
-        before is made smaller as the factor grows.
+    def _mapped(self, x: Tensor, kernel: Callable[[Tensor], Tensor]) -> Tensor:
+        return generalized_features(_wide(x), self.projection, kernel, scale=self.head_dim**-0.5)
+
+    def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, H, m, Dv + 1): phi(k) v^T and, in the last column, phi(k), summed over keys.
+
+        Some keys at a time, so that their features stay in the processor's caches. All is divided by the
+        largest feature exp(top) so far, which the quotient cancels, and eps is relative to that of all keys.
         """
-        scale = self.head_dim**-0.5
-        phi_q = generalized_features(q, self.projection, partial(torch.softmax, dim=-1), scale=scale)
-        held = positive_exponents(k, self.projection, scale=scale)
-        if lengths is not None:
-            held = held.masked_fill(~real_tokens(lengths, k), -torch.inf)
-        top = held.detach().amax(-1).clamp(min=torch.finfo(held.dtype).min)  # also if there is no token
-        if self.causal:
-            top = top.cummax(-1).values
+        real = None if lengths is None else real_tokens(lengths, k)
+        sums, top, total = _wide(k.new_zeros(())), _wide(k.new_full((), -torch.inf)), _wide(k.new_zeros(()))
+        for first in range(0, k.shape[2], CHUNK):
+            some = slice(first, first + CHUNK)
+            hidden = None if real is None else ~real[:, :, some]
+            phi, own = self._held(k[:, :, some], hidden)
+            values = F.pad(_wide(v[:, :, some]), (0, 1), value=1.0)
+            values = values if hidden is None else values.masked_fill(hidden, 0)
+            larger = torch.maximum(top, own)
+            sums = sums * (top - larger).exp() + phi.mT @ values * (own - larger).exp()
+            top, total = larger, total + values.sum(-2, keepdim=True)
+        return sums + self.eps * total
+
+    def _held(self, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
+        if not isinstance(self.kernel, str):
+            phi = self._mapped(k, self.kernel)
+            return phi if hidden is None else phi.masked_fill(hidden, 0), phi.new_zeros(())
+        exponents = self._exponents(k, hidden)
+        top = _largest(exponents).amax(-1, keepdim=True).unsqueeze(-1)
+        return _exp_of(exponents.sub_(top)), top
+
+    def _exponents(self, k: Tensor, hidden: Tensor | None) -> Tensor:
+        found = positive_exponents(_wide(k), self.projection, scale=self.head_dim**-0.5)
+        return found if hidden is None else found.masked_fill(hidden, -torch.inf)
+
+    def _one_way(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        """Causal: the largest feature so far grows from token to token; what came before decays as much."""
+        log_decay = None
+        hidden = None if lengths is None else ~real_tokens(lengths, k)
+        if self.kernel == "softmax":
+            exponents = self._exponents(k, hidden)
+            top = _largest(exponents).cummax(-1).values
             log_decay = -top.diff(dim=-1, prepend=top[..., :1])
+            phi = _exp_of(exponents.sub_(top.unsqueeze(-1)))
         else:
-            top, log_decay = top.amax(-1, keepdim=True), None
-        return phi_q, self._features_of_keys(held.sub_(top.unsqueeze(-1))), log_decay
-
-    def _features_of_keys(self, exponents: Tensor) -> Tensor:
-        """In place where no gradient needs the steps."""
-        return exponents.exp() + self.eps if exponents.requires_grad else exponents.exp_().add_(self.eps)
-
-    def _generalized(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        scale = self.head_dim**-0.5
-        phi_q, phi_k = (
-            generalized_features(x, self.projection, self.kernel, scale=scale) + self.eps  # type: ignore[arg-type]
-            for x in (q, k)
-        )
-        return phi_q, phi_k, None
+            phi, _ = self._held(k, hidden)
+        return linear_attention(
+            self._asked(q).to(q.dtype), (phi + self.eps).to(k.dtype), v, causal=True, normalize=True,
+            lengths=lengths, log_decay=log_decay,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         named = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", self.kernel)
@@ -152,6 +175,26 @@ class PerformerAttention(Projected):
             f"causal={self.causal}, redraw={self.redraw_every}, seed={int(self.schedule[0])}, "
             f"eps={self.eps:g}"
         )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _largest(exponents: Tensor) -> Tensor:
+    """(B, H, L, m) -> (B, H, L): of each key; finite also where it is hidden."""
+    return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
+
+
+def _exp_of(exponents: Tensor) -> Tensor:
+    """In place where no gradient needs them."""
+    return exponents.exp() if exponents.requires_grad else exponents.exp_()
+
+
+def _divided(found: Tensor) -> Tensor:
+    """(..., Dv + 1) -> (..., Dv): by the last column, the sum of weights; zeros where that is 0."""
+    weights = found[..., -1:]
+    return found[..., :-1] / weights.masked_fill(weights == 0, 1)
 
 
 def _kernel(kernel: Kernel) -> Kernel:
