@@ -23,7 +23,7 @@ Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
 class PerformerAttention(Projected):
     """FAVOR+: phi(q).phi(k) in place of exp(q.k / sqrt(D)), with positive orthogonal random features phi.
 
-    Time and memory are O(L * features). It is an approximation; its error falls as features grow.
+    Time is O(L * features). It is an approximation; its error falls as features grow.
 
     Args:
         d_model: the width of the tokens.
