@@ -196,6 +196,20 @@ def test_it_fits_into_blocks() -> None:
     assert_close(block(x, global_tokens=[1], lengths=lengths), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast_and_transforms(training: bool) -> None:
+    module, x = LongformerAttention(WIDTH, HEADS, window=3).train(training), torch.randn(2, 20, WIDTH)
+
+    def loss(x: Tensor) -> Tensor:
+        return module(x, global_tokens=[1]).square().sum()  # type: ignore[no-any-return]
+
+    leaf = x.clone().requires_grad_()
+    assert_close(torch.func.grad(loss)(x), *torch.autograd.grad(loss(leaf), leaf))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = module(x, global_tokens=[1])
+    assert rel_l2(half, module(x, global_tokens=[1])) < 0.02
+
+
 def test_padding_cannot_be_seen() -> None:
     module = LongformerAttention(WIDTH, HEADS, window=9).eval()
     x = torch.randn(1, 30, WIDTH)

@@ -40,9 +40,9 @@ class Chosen(NamedTuple):
         sample, slot = self.real.nonzero(as_tuple=True)
         places = sample, self.at[sample, slot]
         tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
-        # Without a gradient nobody else has seen x.
-        put = tokens.index_put if x.requires_grad or rows.requires_grad else tokens.index_put_
-        return put(places, rows).transpose(1, 2)
+        # Backward keeps x; without it nobody else has seen it.
+        put = tokens.index_put if torch.is_grad_enabled() else tokens.index_put_
+        return put(places, rows.to(x.dtype)).transpose(1, 2)  # with autocast they may differ
 
 
 class LongformerAttention(Projected):

@@ -146,7 +146,7 @@ class PerformerAttention(Projected):
             return phi if hidden is None else phi.masked_fill(hidden, 0), phi.new_zeros(())
         exponents = self._exponents(k, hidden)
         top = _largest(exponents).amax(-1, keepdim=True).unsqueeze(-1)
-        return _exp_of(exponents.sub_(top)), top
+        return exponents.sub_(top).exp_(), top
 
     def _exponents(self, k: Tensor, hidden: Tensor | None) -> Tensor:
         found = positive_exponents(_wide(k), self.projection, scale=self.head_dim**-0.5)
@@ -160,7 +160,7 @@ class PerformerAttention(Projected):
             exponents = self._exponents(k, hidden)
             top = _largest(exponents).cummax(-1).values
             log_decay = -top.diff(dim=-1, prepend=top[..., :1])
-            phi = _exp_of(exponents.sub_(top.unsqueeze(-1)))
+            phi = exponents.sub_(top.unsqueeze(-1)).exp_()
         else:
             phi, _ = self._held(k, hidden)
         return linear_attention(
@@ -184,11 +184,6 @@ def _wide(x: Tensor) -> Tensor:
 def _largest(exponents: Tensor) -> Tensor:
     """(B, H, L, m) -> (B, H, L): of each key; finite also where it is hidden."""
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
-
-
-def _exp_of(exponents: Tensor) -> Tensor:
-    """In place where no gradient needs them."""
-    return exponents.exp() if exponents.requires_grad else exponents.exp_()
 
 
 def _divided(found: Tensor) -> Tensor:
