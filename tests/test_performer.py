@@ -203,9 +203,12 @@ def test_padding_is_a_shorter_sequence(causal: bool, kernel: Any) -> None:
 
 @pytest.mark.parametrize("kernel", ["softmax", torch.relu])
 @pytest.mark.parametrize("lengths", [None, torch.tensor([50, 12])])
-def test_some_tokens_at_a_time(kernel: Any, lengths: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_some_tokens_at_a_time(
+    kernel: Any, causal: bool, lengths: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many; there may be nothing but padding among them."""
-    module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, seed=1)
+    module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, causal=causal, seed=1)
     tensors = [x.requires_grad_() for x in qkv(50, size=3.0, dtype=torch.float64)]
     dout = torch.randn_like(tensors[0])
     whole = module.attend(*tensors, lengths=lengths)
@@ -215,6 +218,12 @@ def test_some_tokens_at_a_time(kernel: Any, lengths: Tensor | None, monkeypatch:
     pairs = zip(*(torch.autograd.grad(y, tensors, dout) for y in (parts, whole)), strict=True)
     for grad, expected in pairs:
         assert_close(grad, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_tokens(causal: bool) -> None:
+    module = PerformerAttention(WIDTH, HEADS, causal=causal)
+    assert module(torch.randn(2, 0, WIDTH)).shape == (2, 0, WIDTH)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -91,6 +91,8 @@ class PerformerAttention(Projected):
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
+        if not q.shape[2] or not k.shape[2]:
+            return v.new_zeros(*q.shape[:3], v.shape[3])
         if self.causal:
             return self._one_way(q, k, v, lengths)
         sums = self._sums(k, v, lengths)
@@ -154,19 +156,36 @@ class PerformerAttention(Projected):
 
     def _one_way(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         """Causal: the largest feature so far grows from token to token; what came before decays as much."""
-        log_decay = None
-        hidden = None if lengths is None else ~real_tokens(lengths, k)
-        if self.kernel == "softmax":
-            exponents = self._exponents(k, hidden)
-            top = _largest(exponents).cummax(-1).values
-            log_decay = -top.diff(dim=-1, prepend=top[..., :1])
-            phi = exponents.sub_(top.unsqueeze(-1)).exp_()
-        else:
-            phi, _ = self._held(k, hidden)
-        return linear_attention(
-            self._asked(q).to(q.dtype), (phi + self.eps).to(k.dtype), v, causal=True, normalize=True,
-            lengths=lengths, log_decay=log_decay,
-        )  # fmt: skip
+        real = None if lengths is None else real_tokens(lengths, k)
+        state, top, parts = None, None, []
+        for first in range(0, k.shape[2], CHUNK):
+            some = slice(first, first + CHUNK)
+            phi, log_decay, top = self._growing(
+                k[:, :, some], None if real is None else ~real[:, :, some], top
+            )
+            part, state = linear_attention(
+                self._asked(q[:, :, some]).to(q.dtype), (phi + self.eps).to(k.dtype), v[:, :, some],
+                causal=True, normalize=True, lengths=_rest(lengths, first, phi.shape[2]), log_decay=log_decay,
+                state=state, return_state=True,
+            )  # fmt: skip
+            parts.append(part)
+        return torch.cat(parts, 2)
+
+    def _growing(
+        self, k: Tensor, hidden: Tensor | None, before: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Features of keys, each divided by the largest up to it; the decay that follows; the last of them.
+
+        `before` (B, H, 1) is the last one of the keys that came before.
+        """
+        if not isinstance(self.kernel, str):
+            return self._held(k, hidden)[0], None, None
+        exponents = self._exponents(k, hidden)
+        top = _largest(exponents)
+        before = top[..., :1] if before is None else before
+        top = torch.cat((before, top), -1).cummax(-1).values
+        phi = exponents.sub_(top[..., 1:, None]).exp_()
+        return phi, -top.diff(dim=-1), top[..., -1:]
 
     def extra_repr(self) -> str:
         named = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", self.kernel)
@@ -184,6 +203,11 @@ def _wide(x: Tensor) -> Tensor:
 def _largest(exponents: Tensor) -> Tensor:
     """(B, H, L, m) -> (B, H, L): of each key; finite also where it is hidden."""
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
+
+
+def _rest(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
+    """How many of the L tokens from `first` on are real."""
+    return None if lengths is None else (lengths - first).clamp(0, L)
 
 
 def _divided(found: Tensor) -> Tensor:
