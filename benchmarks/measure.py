@@ -6,12 +6,11 @@ import functools
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from cases import Case, Inputs
@@ -19,6 +18,7 @@ from torch import Tensor
 
 import regard
 from regard import _native
+from regard._measuring import best_times as best_times
 from regard.info import report as installation
 
 # Largest error of a row by the mean norm of a row, against float64: far above rounding, far below a fault.
@@ -28,19 +28,6 @@ ROWS = 6  # query rows in each of the three samples that are compared
 
 class WrongResult(Exception):
     """A side computed something else: its time means nothing."""
-
-
-def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
-    """The shortest time of each call in seconds. They take turns, so that a slow spell meets all of them."""
-    best = dict.fromkeys(calls, float("inf"))
-    end, rounds = perf_counter() + seconds, 0
-    while rounds < least or perf_counter() < end:
-        for name, call in calls.items():
-            begin = perf_counter()
-            call()
-            best[name] = min(best[name], perf_counter() - begin)
-        rounds += 1
-    return best
 
 
 # Correctness

@@ -6,17 +6,14 @@ what q, k and v do not hold yet: the mask, the result, and everything in between
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+
+from regard._measuring import available, extra, in_thread
 
 # Freed blocks go back to the system at once, else they would hide the next allocation.
 ALLOCATOR = {
@@ -24,11 +21,6 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }
-STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def available() -> bool:
-    return os.access(REFS, os.W_OK)
 
 
 def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterator[tuple[str, int]]:
@@ -42,34 +34,6 @@ def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterat
         for line in child.stdout:
             label, extra = json.loads(line)
             yield label, extra
-
-
-def extra(run: Callable[[], Any]) -> int:
-    """Bytes beyond what the process held. In a new thread, since the core keeps scratch for its caller."""
-    found: list[int] = []
-
-    def work() -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        REFS.write_text("5")  # the high-water mark starts again from here
-        before = status("VmRSS")
-        result = run()
-        found.append(status("VmHWM") - before)
-        del result
-
-    in_thread(work)
-    return max(found[0], 0)
-
-
-def in_thread(work: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def status(name: str) -> int:
-    line = next(s for s in STATUS.read_text(encoding="ascii").splitlines() if s.startswith(name + ":"))
-    return 1024 * int(line.split()[1])
 
 
 def measure_here(label: str, L: int | None) -> int:

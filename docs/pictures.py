@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import approximations
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -138,6 +139,7 @@ def main() -> None:
     alignment()
     linear()
     head()
+    approximations.main(IMAGES)
 
 
 if __name__ == "__main__":

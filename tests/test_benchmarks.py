@@ -31,6 +31,7 @@ MODULES = (
     "report",
     "run",
     "scaling",
+    "sparse",
 )
 
 pytest.importorskip("rich")
@@ -188,6 +189,40 @@ def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     chosen = {line[1].strip(): line[4].strip() for line in lines[3:]}
     assert chosen == {"1": "absorbed", "64": "expanded"}
+
+
+def test_sparse_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tiny = [
+        "--threads",
+        "1",
+        "--seconds",
+        "0",
+        "--longformer",
+        "1024",
+        "--bigbird",
+        "896",
+        "--memory",
+        "1024",
+    ]
+    assert bench.sparse.main(tiny) == 0
+    lines = [
+        line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")
+    ]
+    assert [lines.count(name) for name in ("Longformer", "BigBird", "1024")] == [2, 2, 1]
+
+
+def test_the_slope_of_memory(bench: Any) -> None:
+    assert bench.sparse.slope({1: 10, 2: 20, 4: 40}) == pytest.approx(1)
+    assert bench.sparse.slope({1: 10, 2: 40, 4: 160}) == pytest.approx(2)
+
+
+@pytest.mark.full
+def test_longformers_memory_is_linear(bench: Any) -> None:
+    if not bench.memory.available():
+        pytest.skip("the system does not tell the peak memory")
+    lines = list(bench.sparse.memory([4096, 8192, 16384, 32768]))
+    assert 0.9 < float(lines[-1].split()[-1].rstrip(".")) < 1.1
 
 
 @pytest.mark.parametrize("script", ["run.py", "hunt.py", "modules.py"])

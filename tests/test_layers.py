@@ -11,14 +11,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "regard"
 
 FLOORS = """
     7    cli __main__
-    6    hf models see distributed info
+    6    hf models see distributed info crossover
     5    nn convert cost
-    4.5  cache packing
+    4.5  cache packing _meter
     4    _attention _decode _merge _packed _plan _evidence _linear
     3    _autograd _linear_autograd _ops _vmap
     2    _dispatch
     1    _native _torch _linear_torch reference _boxes _higher
-    0    _arguments _problem _linear_problem _dense _stored masks scores positions
+    0    _arguments _problem _linear_problem _dense _stored masks scores positions features _measuring
     -1   _core
 """
 FLOOR = {name: float(line.split()[0]) for line in FLOORS.strip().splitlines() for name in line.split()[1:]}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from .crossover import crossover
 from .info import info
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(crossover)
 app.command()(info)
 
 

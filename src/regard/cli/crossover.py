@@ -1,0 +1,64 @@
+"""`regard crossover`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..crossover import Crossover
+
+SHORTEST = 256
+
+
+def crossover(
+    longest: Annotated[int, typer.Option(min=SHORTEST, help="The longest sequence, in tokens.")] = 8192,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    dim: Annotated[int, typer.Option(min=2, help="Channels of a head.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.0, help="For the times of one length.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Try it: short sequences, one small head, whatever the sizes above."),
+    ] = False,
+) -> None:
+    """The length from which on each mechanism beats exact attention on this machine."""
+    from rich.console import Console
+
+    from ..crossover import measure
+
+    console = Console()
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("a plot needs matplotlib: pip install 'regard[plot]'")
+    if quick:
+        longest, heads, dim, seconds = 2 * SHORTEST, 1, 16, 0.0
+    lengths = [SHORTEST << step for step in range((longest // SHORTEST).bit_length())]
+    with console.status("") as status:
+        found = measure(lengths, causal=causal, heads=heads, dim=dim, seconds=seconds, progress=status.update)
+    console.print(_table(found, f"{heads} heads of {dim} channels, float32{', causal' if causal else ''}"))
+    if plot is not None:
+        found.plot(str(plot))
+        console.print(f"curves in {plot}")
+
+
+def _table(found: Crossover, title: str) -> Table:
+    from rich.table import Table
+
+    from ..crossover import KINDS
+
+    longest = f"{found.lengths[-1]:,} tokens"
+    caption = (
+        f"In brackets: how many times less than exact attention at {longest}. Under 10 % counts as none."
+    )
+    table = Table("mechanism", title=f"Needs less than exact attention: {title}", caption=caption)
+    for work, quantity in KINDS:
+        table.add_column(f"{quantity}, {work}")
+    for name in found.mechanisms:
+        table.add_row(name, *(found.verdict(name, work, quantity) for work, quantity in KINDS))
+    return table

@@ -1,0 +1,204 @@
+"""From which length on does a mechanism beat exact attention, here? Time and memory, forward and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from . import _measuring
+from ._arguments import count
+from ._attention import attention
+from ._linear import linear_attention
+from .masks import Causal, Window
+from .nn import (
+    BigBirdAttention,
+    LinformerAttention,
+    LinformerProjection,
+    LongformerAttention,
+    PerformerAttention,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Work = Literal["forward", "training"]
+Quantity = Literal["time", "memory"]
+KINDS: list[tuple[Work, Quantity]] = [
+    (work, quantity) for work in get_args(Work) for quantity in get_args(Quantity)
+]
+EXACT, CLEAR, RESOLUTION = "exact", 1.1, 2**20
+NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
+
+
+class Point(NamedTuple):
+    """One measurement."""
+
+    mechanism: str
+    work: Work
+    L: int
+    time: float  # seconds
+    memory: int | None  # peak bytes beyond q, k and v; None where the system does not tell
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """What `measure` found."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({point.L for point in self.points})
+
+    @property
+    def mechanisms(self) -> list[str]:
+        """In the order measured, without exact attention."""
+        return [name for name in dict.fromkeys(point.mechanism for point in self.points) if name != EXACT]
+
+    def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
+        """By length; empty where nothing was measured."""
+        chosen = [p for p in self.points if (p.mechanism, p.work) == (mechanism, work)]
+        if quantity == "time":
+            return {p.L: p.time for p in chosen}
+        return {p.L: p.memory for p in chosen if p.memory is not None}
+
+    def gains(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
+        """By length, how many times less it needs than exact attention."""
+        own, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
+        return {L: needs / own[L] for L, needs in exact.items()}
+
+    def first(self, mechanism: str, work: Work, quantity: Quantity) -> int | None:
+        """The shortest measured length from which on it always needs clearly less than exact attention."""
+        found = None
+        for L, gain in sorted(self.gains(mechanism, work, quantity).items(), reverse=True):
+            if gain < CLEAR:
+                break
+            found = L
+        return found
+
+    def verdict(self, mechanism: str, work: Work, quantity: Quantity) -> str:
+        """In words, with the gain at the longest length."""
+        gains = self.gains(mechanism, work, quantity)
+        if not gains:
+            return "not measured"
+        longest, first = max(gains), self.first(mechanism, work, quantity)
+        when = f"never up to {longest:,}" if first is None else f"from {first:,} on"
+        return f"{when} ({gains[longest]:.3g} x)"
+
+    def plot(self, path: str | None = None) -> Figure:
+        """Four curves by length: time and memory, forward and training (needs the extra `plot`)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        for axes, (work, quantity) in zip(figure.subplots(2, 2).flat, KINDS, strict=True):
+            for name in (EXACT, *self.mechanisms):
+                curve = self.curve(name, work, quantity)
+                bold = {"color": "black", "linewidth": 2.5} if name == EXACT else {}
+                axes.plot(list(curve), list(curve.values()), marker=".", label=name, **bold)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(f"{quantity}, {work}")
+            axes.set_xlabel("tokens")
+            axes.set_ylabel("seconds" if quantity == "time" else "bytes")
+        figure.axes[0].legend(fontsize=8)
+        if path is not None:
+            figure.savefig(path, dpi=80)
+        return figure
+
+
+def measure(
+    lengths: Sequence[int],
+    *,
+    causal: bool = False,
+    heads: int = 8,
+    dim: int = 64,
+    seconds: float = 1.0,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Crossover:
+    """Time and peak memory of exact attention and of each mechanism, projections of tokens apart.
+
+    Memory is measured after all times, where the system tells it.
+
+    Args:
+        lengths: numbers of tokens L. Queries, keys and values are (1, heads, L, dim) float32.
+        causal: compare with causal attention, and the mechanisms that have a causal form.
+        heads, dim: H and D.
+        seconds: for the times of one length and work; every call runs at least twice.
+        progress: told what comes next.
+    """
+    jobs = [(count("lengths", L, 1), work) for L in sorted(set(lengths)) for work in get_args(Work)]
+    times = {}
+    for L, work in jobs:
+        progress(f"time, {work}, {L:,} tokens")
+        times[L, work] = _measuring.best_times(dict(_calls(L, work, causal, heads, dim)), seconds, least=2)
+    peaks: dict[tuple[int, str], dict[str, int]] = {job: {} for job in jobs}
+    for L, work in jobs if _measuring.available() else []:
+        progress(f"memory, {work}, {L:,} tokens")
+        with _measuring.freed_at_once():
+            peaks[L, work] = {name: _peak(call) for name, call in _calls(L, work, causal, heads, dim)}
+    return Crossover(
+        tuple(
+            Point(name, work, L, time, peaks[L, work].get(name))
+            for L, work in jobs
+            for name, time in times[L, work].items()
+        )
+    )
+
+
+def _peak(call: Callable[[], object]) -> int:
+    """Of a second call: the first one also loads code and starts threads. The system counts in steps."""
+    _measuring.in_thread(call)
+    return max(_measuring.extra(call), RESOLUTION)
+
+
+def _calls(
+    L: int, work: Work, causal: bool, heads: int, dim: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, heads, L, dim, generator=generator) for _ in range(4))
+    for name, attend in _mechanisms(L, causal, heads, dim).items():
+        if work == "forward":
+            yield name, partial(_forward, attend, q, k, v)
+        else:
+            yield name, partial(_training, attend, q, k, v, dout)
+
+
+@torch.no_grad()
+def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v)
+
+
+def _training(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def _mechanisms(L: int, causal: bool, heads: int, dim: int) -> dict[str, Attend]:
+    mask = Causal() if causal else None
+    window = Window(NEIGHBOURS, 0 if causal else NEIGHBOURS)
+    width = heads * dim
+    performer = PerformerAttention(width, heads, features=FEATURES, causal=causal, redraw=None, seed=0)
+    both_ways: dict[str, Attend] = {
+        EXACT: lambda q, k, v: attention(q, k, v, mask=mask),
+        "window": lambda q, k, v: attention(q, k, v, mask=window),
+        "performer": performer.attend,
+        "linear": lambda q, k, v: linear_attention(
+            q, k, v, causal=causal, feature_map="elu+1", normalize=True
+        ),
+    }
+    if causal:
+        return both_ways
+    longformer = LongformerAttention(width, heads, window=NEIGHBOURS)
+    tokens = range(min(GLOBALS, L))
+    linformer = LinformerAttention(width, heads, LinformerProjection(L, RANK))
+    return both_ways | {
+        "longformer": lambda q, k, v: longformer.attend(q, k, v, global_tokens=tokens),
+        "bigbird": BigBirdAttention(width, heads, block=BLOCK).attend,
+        "linformer": linformer.attend,
+    }

@@ -1,0 +1,74 @@
+"""Random features: maps phi with phi(q).phi(k) close to a kernel of q and k, such as exp(q.k).
+
+With them attention needs no pair of tokens: sum_j phi(q).phi(k_j) v_j = phi(q).(sum_j phi(k_j) v_j).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._arguments import count, describe
+
+
+def orthogonal_gaussian(
+    features: int,
+    dim: int,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A projection (features, dim): rows orthogonal in groups of `dim`, each distributed as N(0, 1).
+
+    Orthogonal rows make a better estimate than independent ones of the same number.
+    """
+    blocks = -(-count("features", features, 1) // count("dim", dim, 1))
+    noise = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)
+    lengths = torch.randn(features, dim, generator=generator, dtype=torch.float64).norm(dim=1)
+    q, r = torch.linalg.qr(noise)
+    # With the signs of r's diagonal, q is uniform over all rotations and reflections.
+    rows: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:features]
+    found: Tensor = lengths[:, None] * rows
+    return found.to(device=device, dtype=dtype or torch.get_default_dtype())
+
+
+def positive_exponents(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
+    """The logarithms of `positive_features`, (..., m)."""
+    _check(x, projection)
+    half = (scale * x.square().sum(-1, keepdim=True) + math.log(projection.shape[0])) / 2
+    return _projected(x, projection, scale) - half
+
+
+def positive_features(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
+    """FAVOR+ features of x (..., D), (..., m): positive, and the mean of phi(q).phi(k) is exp(scale * q.k).
+
+    phi(x)_i = exp(w_i.x' - |x'|^2 / 2) / sqrt(m) with the rows w_i of the projection (m, D) and
+    x' = sqrt(scale) x.
+    """
+    return positive_exponents(x, projection, scale=scale).exp()
+
+
+def generalized_features(
+    x: Tensor,
+    projection: Tensor,
+    kernel: Callable[[Tensor], Tensor] = torch.relu,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """kernel(w_i.x') for the rows w_i of the projection (m, D), x' = sqrt(scale) x: (..., D) -> (..., m)."""
+    _check(x, projection)
+    return kernel(_projected(x, projection, scale))
+
+
+def _projected(x: Tensor, projection: Tensor, scale: float) -> Tensor:
+    found: Tensor = x @ (scale**0.5 * projection.mT.to(x.dtype))
+    return found
+
+
+def _check(x: Tensor, projection: Tensor) -> None:
+    if projection.dim() != 2 or projection.shape[1] != x.shape[-1]:
+        raise ValueError(f"projection: expected (m, D = {x.shape[-1]}), got {describe(projection)}")

@@ -1,0 +1,182 @@
+"""BigBird: blocks of tokens attend their neighbours, some random blocks, and global ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._arguments import count, describe, is_integer
+from .._attention import attention
+from .._problem import Trio
+from ..masks import Blocks, Lengths, Mask, Prefix
+from ._call import both
+from ._projected import Projected
+
+
+def block_table(
+    blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
+) -> Tensor:
+    """Which blocks see which, bool (heads, blocks, blocks).
+
+    A block sees the `window` blocks around it (an odd number), the global blocks, and `random` others, drawn
+    for each head and block from those that it would not see anyway. Global blocks see all. The draw depends
+    on the arguments alone.
+    """
+    places = torch.arange(blocks)
+    chosen = torch.zeros(blocks, dtype=torch.bool)
+    chosen[[block for block in global_blocks if -blocks <= block < blocks]] = True
+    near = (places[:, None] - places).abs() <= window // 2
+    seen = (near | chosen | chosen[:, None]).expand(heads, -1, -1).clone()
+    free = min(random, blocks)
+    if not free:
+        return seen
+    lots = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed))
+    drawn = lots.masked_fill(seen, -1).topk(free, -1)
+    # Where fewer are left than wanted, topk gives some that are seen anyway.
+    return seen.scatter(-1, drawn.indices, True)
+
+
+class BigBirdAttention(Projected):
+    """Blocks of tokens attend the blocks around them, random ones, and global ones.
+
+    Exact over that pattern, in time O(L * block * (window + random + globals)). Global tokens are blocks of
+    the sequence (BigBird-ITC: `global_blocks`), or tokens beside it (BigBird-ETC: `global_x` of a call,
+    usually with `global_blocks=()`), or both.
+
+    Args:
+        d_model: the width of the tokens.
+        heads: the number of heads H.
+        block: tokens in a block.
+        window: blocks that a block sees around itself, itself included: an odd number.
+        random: further blocks that it sees, different for each head.
+        global_blocks: blocks that see all and are seen by all; -1 is the last one.
+        seed: of the random blocks.
+        head_dim: D. Default d_model / heads.
+        bias: whether the projections of queries, keys and values have biases.
+        out: whether there is a last projection. Hugging Face's `BigBirdBlockSparseAttention` has none, and
+            with `out=False` its state_dict fits.
+        dropout: of the weights, in training.
+
+    Example:
+        >>> attend = regard.nn.BigBirdAttention(512, 8, block=64)
+        >>> attend(torch.randn(1, 4096, 512)).shape
+        torch.Size([1, 4096, 512])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        block: int = 64,
+        window: int = 3,
+        random: int = 3,
+        global_blocks: Sequence[int] = (0, -1),
+        seed: int = 0,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        made = {"device": device, "dtype": dtype}
+        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
+        self.block, self.random = count("block", block, 1), count("random", random)
+        self.window, self.global_blocks = _odd(window), _integers(global_blocks)
+        self.seed = count("seed", seed)
+
+    def forward(
+        self,
+        x: Tensor,
+        global_x: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        table: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of x (B, L, d_model) to itself and to global tokens beside it.
+
+        Args:
+            x: (B, L, d_model); L need not be a multiple of the block.
+            global_x: (B, G, d_model): tokens that see all and are seen by all (ETC).
+            lengths: (B,): the first n tokens of x are real, the rest is padding.
+            table: the pattern itself, bool (H or 1, ceil(L / block), ceil(L / block)), for x alone. Default:
+                `block_table` of the module's arguments.
+
+        Returns:
+            (B, L, d_model), and with `global_x` also (B, G, d_model).
+        """
+        self._check(x)
+        if global_x is None:
+            return self._finished(self.attend(*self._projected(x), lengths=lengths, table=table))
+        self._check_beside(x, global_x, table)
+        G, pad = global_x.shape[1], -global_x.shape[1] % self.block
+        empty = x.new_zeros(x.shape[0], pad, self.d_model)
+        qkv = self._projected(torch.cat((empty, global_x, x), 1))
+        # Global tokens fill blocks in front of x; what is left of the first block is hidden.
+        mask = self._pattern(x.shape[1], (pad + G) // self.block)
+        found = self._attended(qkv, mask & ~Prefix(pad), None if lengths is None else lengths + pad + G)
+        _, beside, own = self._finished(found).split((pad, G, x.shape[1]), 1)
+        return own, beside
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, table: Tensor | None = None
+    ) -> Tensor:
+        """The attention apart from the projections: q, k, v and the result are (B, H, L, D)."""
+        mask = self._pattern(q.shape[2], 0) if table is None else Blocks(table, self.block)
+        return self._attended((q, k, v), mask, lengths)
+
+    def _attended(self, qkv: Trio, mask: Mask, lengths: Tensor | None) -> Tensor:
+        padding = None if lengths is None else Lengths(lengths)
+        return attention(*qkv, mask=both(mask, padding), dropout=self._dropped())
+
+    def _pattern(self, L: int, beside: int) -> Blocks:
+        own = -(-L // self.block)
+        return _pattern(
+            own, beside, self.heads, self.block, self.window, self.random, self.global_blocks, self.seed
+        )
+
+    def _check_beside(self, x: Tensor, global_x: Tensor, table: Tensor | None) -> None:
+        if table is not None:
+            raise ValueError(f"table: expected None with global_x, got {describe(table)}")
+        if global_x.dim() != 3 or global_x.shape[::2] != x.shape[::2]:
+            shape = f"(B = {x.shape[0]}, G, d_model = {self.d_model})"
+            raise ValueError(f"global_x: expected {shape}, got {describe(global_x)}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, head_dim={self.head_dim}, block={self.block}, window={self.window}, "
+            f"random={self.random}, global_blocks={self.global_blocks}, seed={self.seed}, "
+            f"dropout={self.dropout:g}"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _pattern(
+    own: int, beside: int, heads: int, block: int, window: int, random: int, global_blocks: tuple[int, ...],
+    seed: int,
+) -> Blocks:  # fmt: skip
+    """The mask of a sequence of `own` blocks behind `beside` blocks of global tokens."""
+    inside = [beside + number % own for number in global_blocks if -own <= number < own]
+    seen = block_table(
+        own + beside, heads, window=window, random=random, global_blocks=[*range(beside), *inside], seed=seed
+    )
+    return Blocks(seen, block)
+
+
+# Arguments
+
+
+def _odd(window: int) -> int:
+    if not count("window", window, 1) % 2:
+        raise ValueError(f"window: expected an odd number of blocks, got {window}")
+    return window
+
+
+def _integers(blocks: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(blocks, Sequence) or not all(map(is_integer, blocks)):
+        raise TypeError(f"global_blocks: expected numbers of blocks, got {describe(blocks)}")
+    return tuple(blocks)

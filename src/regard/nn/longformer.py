@@ -1,0 +1,250 @@
+"""Longformer: a window for every token, and global tokens that see all and are seen by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import count, describe, readable
+from .._attention import attention
+from .._merge import merge
+from .._problem import Trio
+from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, PerHead, Window
+from ._call import both
+from ._projected import Projected
+
+Tokens = Tensor | Sequence[int]
+
+
+class Chosen(NamedTuple):
+    """The global tokens of a call."""
+
+    at: Tensor  # (B, n) positions, -1 where a sample has fewer
+    marks: Tensor  # (B, L) bool
+
+    @property
+    def real(self) -> Tensor:
+        """(B, n)"""
+        return self.at >= 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(B, H, L, D) -> (B, H, n, D)"""
+        index = self.at.clamp(min=0)[:, None, :, None]
+        return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def put(self, rows: Tensor, x: Tensor) -> Tensor:
+        """x (B, H, L, D) with the rows (B, H, n, D) at their places."""
+        sample, slot = self.real.nonzero(as_tuple=True)
+        places = sample, self.at[sample, slot]
+        tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
+        # Backward keeps x; without it nobody else has seen it.
+        put = tokens.index_put if torch.is_grad_enabled() else tokens.index_put_
+        return put(places, rows.to(x.dtype)).transpose(1, 2)  # with autocast they may differ
+
+
+class LongformerAttention(Projected):
+    """Each token attends its neighbours and the global tokens; these attend all, by their own projections.
+
+    Exact over that pattern, in time and memory O(L * (window + globals)).
+
+    Args:
+        d_model: the width of the tokens.
+        heads: the number of heads H.
+        window: neighbours on each side, or (left, right). Hugging Face's `attention_window` is twice that.
+        dilation: distances are multiples of it: an int, or one for each head. A head with dilation d reaches
+            `window * d` tokens far and sees as many.
+        head_dim: D. Default d_model / heads.
+        bias: whether the projections of queries, keys and values have biases.
+        out: whether there is a last projection. Hugging Face's `LongformerSelfAttention` has none, and with
+            `out=False` its state_dict fits.
+        dropout: of the weights, in training.
+
+    Example:
+        >>> attend = regard.nn.LongformerAttention(512, 8, window=256)
+        >>> attend(torch.randn(1, 4096, 512), global_tokens=[0]).shape
+        torch.Size([1, 4096, 512])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        window: int | tuple[int, int],
+        dilation: int | Sequence[int] = 1,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        made = {"device": device, "dtype": dtype}
+        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
+        inner = heads * self.head_dim
+        self.query_global, self.key_global, self.value_global = (
+            nn.Linear(d_model, inner, bias, **made) for _ in range(3)
+        )
+        self.window, self.dilation = _sides(window), _steps(dilation, heads)
+        self.mask = _local_mask(self.window, self.dilation)
+
+    def forward(
+        self, x: Tensor, *, global_tokens: Tokens | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """Attention of x (B, L, d_model) to itself.
+
+        Args:
+            x: (B, L, d_model).
+            global_tokens: bool (B, L) or (L,) that marks them, or their positions (n,) or (B, n), padded with
+                -1. They may differ from sample to sample and from call to call.
+            lengths: (B,): the first n tokens of each sample are real, the rest is padding.
+        """
+        self._check(x)
+        chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
+        local = self._local(self._projected(x), chosen, padding)
+        return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        global_tokens: Tokens | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The attention apart from the projections, which then are the same for global tokens and others.
+
+        q, k, v and the result are (B, H, L, D).
+        """
+        chosen, padding = _chosen(global_tokens, q.transpose(1, 2), lengths), _padding(lengths)
+        local = self._local((q, k, v), chosen, padding)
+        if chosen is None:
+            return local
+        return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
+
+    def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
+        """(B, H, L, D): windows and global keys.
+
+        Dilated windows are dense in their residue classes, but with global keys they are not: two calls.
+        """
+        dropout = self._dropped()
+        if chosen is None:
+            return attention(*qkv, mask=both(self.mask, padding), dropout=dropout)
+        marks = chosen.marks.long()
+        seen_by_all = Documents(torch.ones_like(marks[:1]), marks)
+        if max(self.dilation) == 1:
+            return attention(*qkv, mask=both(self.mask | seen_by_all, padding), dropout=dropout)
+        q, k, v = qkv
+        windows = both(self.mask & ~seen_by_all, padding)
+        near = attention(q, k, v, mask=windows, dropout=dropout, return_lse=True)
+        real = Dense(chosen.real[:, None, None])
+        far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
+        return merge(*zip(near, far, strict=True))[0]
+
+    def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
+        """(B, H, n, D): the global tokens attend all tokens."""
+        tokens = chosen.rows(x[:, None])[:, 0]
+        q = self._by_head(self.query_global(tokens))
+        if self._absorbs(q.shape[2]):
+            return self._absorbed(q, x[:, None], padding)
+        k, v = self._by_head(self.key_global(x)), self._by_head(self.value_global(x))
+        return attention(q, k, v, mask=padding, dropout=self._dropped())
+
+    def _absorbs(self, n: int) -> bool:
+        """Whether n global tokens are too few to be worth keys and values of all tokens.
+
+        Multiplications for each token and head: 2 n d_model, or 2 d_model D to make them and 2 n D to use
+        them. In training they are made, because dropout and hooks of the projections speak of them.
+        """
+        plain = type(self.key_global) is type(self.value_global) is nn.Linear
+        fewer = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
+        return plain and fewer and not self.training
+
+    def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
+        """q (B, H, n, D), x (B, 1, L, d_model): (q W_k).x is q.(W_k x), and W_v comes after the sum.
+
+        The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
+        """
+        W_k, W_v = (
+            part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
+        )
+        found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
+        if self.value_global.bias is not None:
+            found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
+        return found
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, head_dim={self.head_dim}, window={self.window}, dilation={self.dilation}, "
+            f"dropout={self.dropout:g}"
+        )
+
+
+def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
+    if len(set(dilation)) == 1:
+        return _band(window, dilation[0])
+    return PerHead([_band(window, step) for step in dilation])
+
+
+def _band(window: tuple[int, int], step: int) -> Mask:
+    left, right = window
+    reach = Window(left * step, right * step)
+    return reach if step == 1 else reach & Dilated(step)
+
+
+# Arguments
+
+
+def _padding(lengths: Tensor | None) -> Mask | None:
+    return None if lengths is None else Lengths(lengths)
+
+
+def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(window, tuple):
+        return count("window", window), count("window", window)
+    if len(window) != 2:
+        raise ValueError(f"window: expected an int or (left, right), got {window}")
+    return count("window[0]", window[0]), count("window[1]", window[1])
+
+
+def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
+    if not isinstance(dilation, Sequence):
+        return (count("dilation", dilation, 1),) * heads
+    if len(dilation) != heads:
+        raise ValueError(f"dilation: expected an int or one for each of heads = {heads}, got {dilation}")
+    return tuple(count(f"dilation[{head}]", step, 1) for head, step in enumerate(dilation))
+
+
+def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:
+    """The global tokens of x (B, L, ...); None if there are none."""
+    if tokens is None:
+        return None
+    B, L = x.shape[:2]
+    at = Global(tokens).tokens.to(x.device)
+    if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
+        shape = f"(L = {L},), (B = {B}, L), or positions (n,) or (B, n)"
+        raise ValueError(f"global_tokens: expected {shape}, got {describe(at)}")
+    at = at.expand(B, -1)
+    if not at.shape[1]:
+        return None
+    _check_inside(at, L, lengths)
+    places = torch.where(at < 0, L, at)
+    marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, places, True)
+    return Chosen(at, marks[:, :L])
+
+
+def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
+    ends = torch.full((at.shape[0],), L) if lengths is None else lengths
+    if not readable(at) or not readable(ends):
+        return
+    beyond = (at >= ends.to(at.device)[:, None]).nonzero()
+    if len(beyond):
+        sample, slot = beyond[0].tolist()
+        raise ValueError(
+            f"global_tokens: expected positions below the length {int(ends[sample])} of sample {sample}, "
+            f"got {int(at[sample, slot])}"
+        )
