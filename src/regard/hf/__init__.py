@@ -1,0 +1,3 @@
+"""Hugging Face Transformers: `attn_implementation="regard"`, and a cache. Needs the extra `hf`."""
+
+from ._register import register as register
