@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from .._arguments import describe
 from .._attention import attention, weights
@@ -53,7 +54,7 @@ def attention_forward(
     if dropout:
         options |= {"dropout": dropout, "seed": _seed(query.device)}
     out = _attend(query, key, value, options)
-    wanted = weights(query, key, value, **options) if output_attentions else None
+    wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
     return out.transpose(1, 2).contiguous(), wanted
 
 
@@ -124,6 +125,13 @@ def _check_others(others: dict[str, Any]) -> None:
             f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will not "
             'ignore; use attn_implementation="eager" for it'
         )
+
+
+def _are_wanted(output_attentions: bool | None) -> bool:
+    """Some models do not pass the keyword on; then their collector of outputs says what it waits for."""
+    if output_attentions is not None:
+        return output_attentions
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

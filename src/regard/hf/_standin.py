@@ -66,9 +66,10 @@ class Kept(StandIn):
 
     @staticmethod
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
-        B, Hkv = stored.k.shape[:2]
-        shape = (B, Hkv, stored.length, (stored.D, stored.Dv)[which])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.k.device)
+        source = stored[which]
+        shape = (*source.shape[:2], stored.length, (stored.D, stored.Dv)[which])
+        strides = source.stride() if source.dtype is dtype else None  # numbers are used as they lie
+        made = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
         made.stored, made.which = stored, which
         return made
 
