@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -35,20 +36,30 @@ def chat(
     model: ModelOption = None,
     attention: AttentionOption = Attention.regard,
 ) -> None:
-    """Talk with SmolLM2-135M or a local model that has a chat template. Ctrl-C ends an answer, Ctrl-D the talk."""
+    """Talk with SmolLM2-135M or a local chat model. Ctrl-C ends an answer, Ctrl-D the talk."""
     with one_line_errors():
         from ..models.generate import Conversation, Sampling
 
         sampling = Sampling(max_tokens, temperature, top_p, seed)
         session = new_session(model, attention.value, cache.value)
         talk = Conversation(session)
-        for question in [prompt] if prompt is not None else _typed():
-            try:
+        if prompt is not None:
+            stream(talk.say(prompt, sampling), session, cache.value)
+            return
+        for question in _typed():
+            with _interruptible():
                 stream(talk.say(question, sampling), session, cache.value)
-            except KeyboardInterrupt:
-                if prompt is not None or not sys.stdin.isatty():
-                    raise
-                typer.echo()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C on a terminal ends the answer, not the talk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        typer.echo()
 
 
 def _typed() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Binary files read within their size: no length from a file is believed before it is compared with what is left."""
+"""Binary files, read within their size: no length is believed before it is compared with what is left."""
 
 from __future__ import annotations
 

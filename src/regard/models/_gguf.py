@@ -77,13 +77,22 @@ class Gguf:
             raise self._cursor.fault(f"expected the value {key}, which is missing")
         return self.values[key]
 
+    def shape(self, name: str, rank: int) -> tuple[int, ...]:
+        shape = self._stored(name).shape
+        if len(shape) != rank:
+            raise self._cursor.fault(f"{name}: expected {rank} dims, got shape {shape}")
+        return shape
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self.tensors:
+            raise self._cursor.fault(f"expected the tensor {name}, which is missing")
+        return self.tensors[name]
+
     def tensor(self, name: str) -> Tensor:
         """The tensor in float32."""
         from gguf.quants import dequantize
 
-        if name not in self.tensors:
-            raise self._cursor.fault(f"expected the tensor {name}, which is missing")
-        stored = self.tensors[name]
+        stored = self._stored(name)
         begin = self._start + stored.begin
         raw = np.frombuffer(self._cursor.bytes[begin : begin + stored.size], np.uint8)
         rows = raw.reshape(*stored.shape[:-1], -1)

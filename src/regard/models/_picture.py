@@ -8,6 +8,7 @@ from pathlib import Path
 from .transcribe import FRAME, RATE, Alignment
 
 MAX_INCHES = 100.0
+MAX_LETTERS = 24
 
 
 def draw(alignments: Sequence[Alignment], path: Path) -> None:
@@ -24,10 +25,16 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
         count, frames = alignment.weights.shape
         end = alignment.start + frames * FRAME / RATE
         rows = alignment.weights / alignment.weights.amax(-1, keepdim=True).clamp_min(1e-12)
-        axes.imshow(rows, aspect="auto", cmap="magma", extent=(alignment.start, end, row + count, row))
+        axes.imshow(
+            rows.numpy(), aspect="auto", cmap="magma", extent=(alignment.start, end, row + count, row)
+        )
         row += count
     for i, word in enumerate(words):
         axes.plot([word.start, word.end], [i + 0.5, i + 0.5], color="white", linewidth=1)
     axes.set(xlabel="seconds", xlim=(alignments[0].start, end), ylim=(row, 0))
-    axes.set_yticks([i + 0.5 for i in range(row)], [word.text for word in words], parse_math=False)
+    axes.set_yticks([i + 0.5 for i in range(row)], [_label(word.text) for word in words], parse_math=False)
     figure.savefig(path, dpi=120)
+
+
+def _label(text: str) -> str:
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from . import smollm
-from ._directory import checked
-from ._implementation import implementation
+from ._pretrained import from_directory
 from .generate import LanguageModel
 
 
@@ -16,16 +13,6 @@ def load(path: Path | None = None, *, attention: str = "regard") -> LanguageMode
     """SmolLM2 without a path. Nothing is downloaded, no code of a model is run, no pickle is read."""
     if path is None or path.suffix == ".gguf":
         return smollm.load(path, attention=attention)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    directory = checked(path)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        attn_implementation=implementation(attention),
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return LanguageModel(model.eval(), tokenizer)
+    return LanguageModel(*from_directory(AutoModelForCausalLM, path, attention))

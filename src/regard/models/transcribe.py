@@ -114,7 +114,7 @@ def _words(whisper: Whisper, tokens: tuple[int, ...]) -> list[list[int]]:
 
 
 def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Weights (heads, tokens + 1, frames) of the alignment heads: the last row is that of the end of the text."""
+    """Weights (heads, tokens + 1, frames) of the alignment heads; the last row is that of the end."""
     special = whisper.model.generation_config
     before = [special.decoder_start_token_id, special.no_timestamps_token_id]
     ids = torch.tensor([[*before, *tokens]])

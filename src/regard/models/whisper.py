@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import _ct2, _packages
-from ._implementation import implementation
 from ._json import read_json
+from ._pretrained import from_state
+from ._tokenizers import read_tokenizer
 
 # What CTranslate2's variables must say for transformers' model to be the same function.
 EXPECTED = {"pre_norm": 1, "scale_embeddings": 0, "start_from_zero_embedding": 0, "alibi": 0, "activation": 3}
@@ -38,8 +39,7 @@ class Whisper:
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
-    """Whisper tiny.en from its package, or another English Whisper in CTranslate2's format from a directory."""
-    from tokenizers import Tokenizer
+    """Whisper tiny.en from its package, or another English one in CTranslate2's format from a directory."""
     from transformers import WhisperForConditionalGeneration
 
     if path is None:
@@ -48,18 +48,13 @@ def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
     if spec != "WhisperSpec":
         raise ValueError(f"model.bin: expected the spec WhisperSpec, got {spec}")
     about = read_json(path / "config.json")
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer = read_tokenizer(path / "tokenizer.json")
     variables = _Known(variables)
     config = _config(variables)
-    model = WhisperForConditionalGeneration.from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(_state(variables, config)),
-        attn_implementation=implementation(attention),
-        dtype=torch.float32,
-    )
-    model.generation_config = _generation(about, tokenizer)
-    return Whisper(model.eval(), tokenizer, tuple((layer, head) for layer, head in about["alignment_heads"]))
+    state = dict(_state(variables, config))
+    model = from_state(WhisperForConditionalGeneration, config, state, attention)
+    model.generation_config = _generation(about, tokenizer, config.max_target_positions)
+    return Whisper(model, tokenizer, _alignment_heads(about, config))
 
 
 class _Known(dict[str, Any]):
@@ -81,7 +76,7 @@ def _config(variables: _ct2.Variables) -> Any:
     vocabulary, width = variables["decoder/embeddings/weight"].shape
     if vocabulary != ENGLISH_VOCABULARY:
         raise ValueError(f"model.bin: expected {ENGLISH_VOCABULARY} tokens (English only), got {vocabulary}")
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for part in PARTS:
         sizes[f"{part}_layers"] = _layers(variables, part)
         sizes[f"{part}_attention_heads"] = int(variables[f"{part}/num_heads"])
@@ -103,7 +98,18 @@ def _layers(variables: _ct2.Variables, part: str) -> int:
     return count
 
 
-def _generation(about: dict[str, Any], tokenizer: Any) -> Any:
+def _alignment_heads(about: dict[str, Any], config: Any) -> tuple[tuple[int, int], ...]:
+    layers, heads = config.decoder_layers, config.decoder_attention_heads
+    listed = about.get("alignment_heads")
+    places = {(layer, head) for layer in range(layers) for head in range(heads)}
+    if not listed or not all(isinstance(pair, list) and tuple(pair) in places for pair in listed):
+        raise ValueError(
+            f"config.json: expected alignment_heads of {layers} layers with {heads} heads, got {listed!r}"
+        )
+    return tuple((layer, head) for layer, head in listed)
+
+
+def _generation(about: dict[str, Any], tokenizer: Any, longest: int) -> Any:
     from transformers import GenerationConfig
 
     tokens = {name: tokenizer.token_to_id(word) for name, word in SPECIAL.items()}
@@ -113,12 +119,19 @@ def _generation(about: dict[str, Any], tokenizer: Any) -> Any:
         **tokens,
         bos_token_id=tokens["eos_token_id"],
         pad_token_id=tokens["eos_token_id"],
-        suppress_tokens=about["suppress_ids"],
-        begin_suppress_tokens=about["suppress_ids_begin"],
+        suppress_tokens=_tokens(about, "suppress_ids"),
+        begin_suppress_tokens=_tokens(about, "suppress_ids_begin"),
         is_multilingual=False,
         max_initial_timestamp_index=50,
-        max_length=448,
+        max_length=longest,
     )
+
+
+def _tokens(about: dict[str, Any], name: str) -> list[int]:
+    tokens, allowed = about.get(name), range(ENGLISH_VOCABULARY)
+    if not isinstance(tokens, list) or not all(type(token) is int and token in allowed for token in tokens):
+        raise ValueError(f"config.json: expected {name} as a list of tokens below {ENGLISH_VOCABULARY}")
+    return tokens
 
 
 def _state(variables: _ct2.Variables, config: Any) -> Iterator[tuple[str, Tensor]]:
