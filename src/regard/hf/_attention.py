@@ -12,12 +12,17 @@ from .._arguments import describe
 from .._attention import attention, weights
 from .._decode import attend_stored
 from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
+from ._paged import attend_paged
 from ._standin import Kept, MaskTensor
 
 # Keywords that models pass on and that do not change what attention computes.
 HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
+})  # fmt: skip
+# What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
+CONTINUOUS = frozenset({
+    "logits_indices", "logits_processor_args", "output_attentions", "read_index", "write_index",
 })  # fmt: skip
 
 
@@ -37,20 +42,28 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
 
-    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true.
+    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
+    batching, with all that this passes: B = 1, sequences end to end.
     """
-    _check_others(others)
+    scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
+    if cache is not None:
+        _check_others(
+            others | {"position_bias": position_bias, "dropout": dropout or None}, HARMLESS | CONTINUOUS
+        )
+        batch = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        out = attend_paged(module, query, key, value, cache, batch, scores)
+        return out.transpose(1, 2).contiguous(), None
+    _check_others(others, HARMLESS)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         seen = _inside_sequences(seen, cu_seq_lens_q, cu_seq_lens_k)
-    options: dict[str, Any] = {
-        "mask": seen.mask, "offset": seen.offset, "bias": _sum(seen.bias, position_bias, query.dtype),
-        "scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1),
-    }  # fmt: skip
+    bias = _sum(seen.bias, position_bias, query.dtype)
+    options: dict[str, Any] = {"mask": seen.mask, "offset": seen.offset, "bias": bias, **scores}
     if dropout:
         options |= {"dropout": dropout, "seed": _seed(query.device)}
     out = _attend(query, key, value, options)
@@ -118,8 +131,8 @@ def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | 
     return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
 
 
-def _check_others(others: dict[str, Any]) -> None:
-    unknown = sorted(name for name, x in others.items() if x is not None and name not in HARMLESS)
+def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(
             f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will not "
