@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from .._arguments import describe
@@ -14,6 +15,8 @@ from .._decode import attend_stored
 from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged
 from ._standin import Kept, MaskTensor
+
+NAME = "regard"
 
 # Keywords that models pass on and that do not change what attention computes.
 HARMLESS = frozenset({
@@ -89,6 +92,7 @@ def _seen(
 ) -> Seen:
     """A mask that is given has the window in it already, as in every implementation of Transformers."""
     if given is None:
+        _check_registered()
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return _without_mask(query.shape[2], causal, window)
     if not isinstance(given, Tensor) or given.ndim != 4:
@@ -114,6 +118,15 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Seen:
     if Lq == 1:
         return Seen(None if window is None else Window(window - 1))
     return Seen(Causal() if window is None else Window(window - 1), 0)
+
+
+def _check_registered() -> None:
+    """Without a mask function every layer gets None for a mask, whatever padding there is."""
+    if NAME not in AttentionMaskInterface._global_mapping:
+        raise RuntimeError(
+            f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
+            "regard.hf.register(), which registers both"
+        )
 
 
 def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | None) -> Seen:

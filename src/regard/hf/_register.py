@@ -8,10 +8,8 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from ._attention import attention_forward
+from ._attention import NAME, attention_forward
 from ._masks import mask_tensor
-
-NAME = "regard"
 
 
 def register() -> None:
