@@ -20,6 +20,7 @@ from transformers import masking_utils
 import regard
 from regard.hf import _attention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RESULTS = ("logits", "last_hidden_state", "logits_per_image")
 WEIGHTS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
 
