@@ -6,18 +6,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from .._arguments import describe
 from .._attention import attention, weights
 from .._decode import attend_stored
 from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
+from ._paged import attend_paged
 from ._standin import Kept, MaskTensor
+
+NAME = "regard"
 
 # Keywords that models pass on and that do not change what attention computes.
 HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
+})  # fmt: skip
+# What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
+CONTINUOUS = frozenset({
+    "logits_indices", "logits_processor_args", "output_attentions", "read_index", "write_index",
 })  # fmt: skip
 
 
@@ -37,20 +45,28 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
 
-    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true.
+    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
+    batching, with all that this passes: B = 1, sequences end to end.
     """
-    _check_others(others)
+    scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
+    if cache is not None:
+        _check_others(
+            others | {"position_bias": position_bias, "dropout": dropout or None}, HARMLESS | CONTINUOUS
+        )
+        batch = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        out = attend_paged(module, query, key, value, cache, batch, scores)
+        return out.transpose(1, 2).contiguous(), None
+    _check_others(others, HARMLESS)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         seen = _inside_sequences(seen, cu_seq_lens_q, cu_seq_lens_k)
-    options: dict[str, Any] = {
-        "mask": seen.mask, "offset": seen.offset, "bias": _sum(seen.bias, position_bias, query.dtype),
-        "scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1),
-    }  # fmt: skip
+    bias = _sum(seen.bias, position_bias, query.dtype)
+    options: dict[str, Any] = {"mask": seen.mask, "offset": seen.offset, "bias": bias, **scores}
     if dropout:
         options |= {"dropout": dropout, "seed": _seed(query.device)}
     out = _attend(query, key, value, options)
@@ -76,6 +92,7 @@ def _seen(
 ) -> Seen:
     """A mask that is given has the window in it already, as in every implementation of Transformers."""
     if given is None:
+        _check_registered()
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return _without_mask(query.shape[2], causal, window)
     if not isinstance(given, Tensor) or given.ndim != 4:
@@ -103,6 +120,15 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Seen:
     return Seen(Causal() if window is None else Window(window - 1), 0)
 
 
+def _check_registered() -> None:
+    """Without a mask function every layer gets None for a mask, whatever padding there is."""
+    if NAME not in AttentionMaskInterface._global_mapping:
+        raise RuntimeError(
+            f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
+            "regard.hf.register(), which registers both"
+        )
+
+
 def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | None) -> Seen:
     """Several sequences packed end to end in one row, as the borders (N + 1,) say."""
     if borders_q is None or borders_k is None:
@@ -118,8 +144,8 @@ def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | 
     return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
 
 
-def _check_others(others: dict[str, Any]) -> None:
-    unknown = sorted(name for name, x in others.items() if x is not None and name not in HARMLESS)
+def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(
             f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will not "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from ._attention import attention_forward
+from ._attention import NAME, attention_forward
 from ._masks import mask_tensor
-
-NAME = "regard"
 
 
 def register() -> None:
@@ -20,3 +22,18 @@ def register() -> None:
     for name in (NAME, f"paged|{NAME}"):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, mask_tensor)
+    _admit_to_continuous_batching()
+
+
+def _admit_to_continuous_batching() -> None:
+    """Its manager has a list of names in the code of a method, which refuses all others."""
+    refuse = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    if hasattr(refuse, "__wrapped__"):
+        return
+
+    @functools.wraps(refuse)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            refuse(self, model, *args, **kwargs)
+
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch
