@@ -837,7 +837,7 @@ def test_smollm2_is_what_transformers_reads() -> None:
 
 def clips() -> list[tuple[Path, str]]:
     """LibriVox clips and what is said in them: `make clips` fetches them."""
-    folder = Path(__file__).parent.parent / "build" / "clips" / "librivox"
+    folder = Path(__file__).parent.parent / "build" / "clips/usr/share/pocketsphinx/test/data/librivox"
     if not (folder / "transcription").exists():
         return []
     lines = (folder / "transcription").read_text().splitlines()

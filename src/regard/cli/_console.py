@@ -16,6 +16,8 @@ def one_line_errors() -> Iterator[None]:
     """What is wrong with arguments, files or the installation is said in a line, without a traceback."""
     try:
         yield
+    except BrokenPipeError:  # the reader has left; typer ends quietly
+        raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"regard: {printable(str(error))}", err=True)
         raise typer.Exit(1) from None
