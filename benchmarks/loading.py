@@ -1,7 +1,7 @@
 """How long it takes until a model stands: SmolLM2 from its GGUF file by Regard and by Transformers.
 
-`python benchmarks/loading.py` prints seconds, imports not counted; tokenizers included. Transformers reads GGUF
-only with the package accelerate installed. Both must give the same tensors.
+`python benchmarks/loading.py` prints seconds, without imports, with tokenizers. Transformers reads GGUF only
+with the package accelerate installed. Both must give the same tensors.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from regard.cli._app import app
 from regard.cli._console import amount, printable
+from regard.cli._options import Attention, Cache
+from regard.models._pretrained import ATTENTIONS
+from regard.models.caches import KINDS
 
 Run = Callable[..., Result]
 
@@ -180,6 +183,11 @@ def test_transcribe_refuses_other_files(run: Run, tmp_path: Path) -> None:
     result = run("transcribe", tmp_path / "a.wav")
     assert result.exit_code == 1
     assert "expected a wav file in PCM" in result.stderr
+
+
+def test_choices_are_those_of_the_models() -> None:
+    assert [choice.value for choice in Attention] == list(ATTENTIONS)
+    assert [choice.value for choice in Cache] == list(KINDS)
 
 
 def test_text_cannot_steer_the_terminal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from regard.models._json import read_json
 from regard.models.generate import Conversation, LanguageModel, Sampling, Session, pieces
 from regard.models.search import passages, rank
 
+ROOT = Path(__file__).parent.parent
 U4 = struct.Struct("<I").pack
 
 
@@ -136,9 +138,13 @@ def test_gguf_is_read(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     gguf = Gguf(tmp_path / "m.gguf")
-    assert (gguf.value("number"), gguf.value("truth"), gguf.value("text")) == (7, True, "grüße")
-    assert gguf.value("words") == ["a", "bc", ""]
-    assert gguf.value("numbers").tolist() == [1, -2, 3]
+    assert (gguf.value("number", int), gguf.value("truth", bool), gguf.value("text", str)) == (
+        7,
+        True,
+        "grüße",
+    )
+    assert gguf.value("words", list) == ["a", "bc", ""]
+    assert gguf.value("numbers", np.ndarray).tolist() == [1, -2, 3]
     for name in ("whole", "half"):
         assert gguf.tensor(name).tolist() == whole.tolist()
         gguf.tensor(name).zero_()  # a copy, not the file
@@ -146,7 +152,10 @@ def test_gguf_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the tensor other, which is missing"):
         gguf.tensor("other")
     with pytest.raises(ValueError, match="expected the value other, which is missing"):
-        gguf.value("other")
+        gguf.value("other", int)
+    assert gguf.value("other", int, 5) == 5
+    with pytest.raises(ValueError, match="truth: expected int, got bool"):
+        gguf.value("truth", int)
 
 
 TWO = files.gguf_tensor("a", (8,), F32, 0), files.gguf_tensor("b", (8,), F32, 32)
@@ -443,6 +452,13 @@ def test_a_conversation_goes_on(tiny: LanguageModel) -> None:
     assert talk.messages == before
 
 
+def test_an_answer_without_words_is_a_turn(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Conversation(session(tiny))
+    monkeypatch.setattr(Sampling, "choose", lambda *_: next(iter(tiny.stops)))
+    assert list(talk.say("Hi", Sampling())) == []
+    assert talk.messages[-1] == {"role": "assistant", "content": ""}
+
+
 def test_a_conversation_needs_a_template(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
@@ -514,7 +530,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "attn": (lambda p: set_config(p, attn_implementation="evil/x"), "expected no attn_implementation"),
     "nested": (
         lambda p: set_config(p, text_config={"deep": [{"_experts_implementation_internal": "evil/x"}]}),
-        "expected no _experts_implementation_internal, which names code to run, got 'evil/x'",
+        "expected no _experts_implementation_internal, which chooses code or files, got 'evil/x'",
     ),
     "auto_map": (remote_code, "config.json: expected no auto_map"),
     "tokenizer": (
@@ -529,6 +545,16 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: set_config(p, "adapter_config.json", base_model_name_or_path="evil/x"),
         "expected a whole model, got .* which is an adapter",
     ),
+    "elsewhere": (
+        lambda p: set_config(p, transformers_weights="../evil.bin"),
+        "expected no transformers_weights",
+    ),
+    "index": (
+        lambda p: set_config(p, "model.safetensors.index.json", weight_map={"a": "pytorch_model.bin"}),
+        "expected a weight_map to the safetensors files beside it",
+    ),
+    "shapes": (lambda p: set_config(p, vocab_size=10**9), "model: .*(?i:mismatch|size)"),
+    "layers": (lambda p: set_config(p, num_hidden_layers=3), "missing keys in its weights: model.layers.2"),
     "sizes": (lambda p: header(p, len(HUGE), HUGE), "expected a sound safetensors file"),
     "header": (lambda p: header(p, 101 << 20, b"{}"), "expected a sound safetensors file"),
     "negative": (lambda p: header(p, 2**64 - 1, b"{}"), "expected a sound safetensors file"),
@@ -652,7 +678,7 @@ def test_wav_of_every_width(tmp_path: Path, width: int, channels: int) -> None:
     assert_close(found, torch.from_numpy(wanted), rtol=0, atol=2.0 ** (1 - 8 * min(width, 3)))
 
 
-@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000])
 def test_other_rates_are_resampled(tmp_path: Path, rate: int) -> None:
     files.write_wav(tmp_path / "a.wav", files.tone(0.5, rate), rate=rate, width=4)
     found, wanted = _wav.read_wav(tmp_path / "a.wav", 16000), torch.from_numpy(files.tone(0.5))
@@ -690,10 +716,20 @@ def test_a_wav_that_claims_too_much_gives_what_it_has(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_a_wav_may_not_be_endless(tmp_path: Path) -> None:
-    files.write_wav(tmp_path / "a.wav", np.zeros(14401), rate=1, width=1)
-    with pytest.raises(ValueError, match="expected up to 14400 seconds of sound"):
+def test_a_wav_may_not_be_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.write_wav(tmp_path / "a.wav", files.tone(1.5))
+    monkeypatch.setattr(_wav, "MAX_SECONDS", 1)
+    with pytest.raises(ValueError, match="expected up to 1 seconds of sound"):
         _wav.read_wav(tmp_path / "a.wav", 16000)
+
+
+@pytest.mark.parametrize(("place", "form", "number"), [(24, "I", 2**31 - 1), (24, "I", 1), (34, "H", 4096)])
+def test_a_wav_has_a_usual_form(tmp_path: Path, place: int, form: str, number: int) -> None:
+    """The rate at byte 24 and the bits at byte 34 decide how much work and memory a sample takes."""
+    files.write_wav(tmp_path / "a.wav", files.tone(0.1))
+    raw = bytearray((tmp_path / "a.wav").read_bytes())
+    struct.pack_into(f"<{form}", raw, place, number)
+    refused(lambda path: _wav.read_wav(path, 16000), tmp_path / "a.wav", bytes(raw), "expected samples of")
 
 
 # Whisper
@@ -731,6 +767,13 @@ def keys_with_bias(v: dict[str, Any]) -> dict[str, Any]:
         ),
         (lambda v: {n: x for n, x in v.items() if n != "encoder/conv2/bias"}, "variable encoder/conv2/bias"),
         (lambda v: v | {"encoder/conv1/bias": np.ones(16, np.int8)}, "float16 or float32, got int8"),
+        (lambda v: v | {"encoder/conv2/bias": np.ones(5, "f4")}, "model: .*(?i:mismatch|size)"),
+        (lambda v: v | {"encoder/conv1/weight": np.ones(5, "f4")}, "expected 3 dims of encoder/conv1/weight"),
+        (lambda v: v | {"encoder/num_heads": np.array(3, "i2")}, "encoder/num_heads that divide 16 channels"),
+        (
+            lambda v: v | {"encoder/layer_0/self_attention/linear_0/weight": np.ones((2, 16), "f4")},
+            "expected 3 projections in encoder/layer_0/self_attention/linear_0, got 2",
+        ),
         (keys_with_bias, "expected no bias of keys in encoder/layer_0/self_attention/linear_0"),
     ],
 )
@@ -835,9 +878,17 @@ def test_smollm2_is_what_transformers_reads() -> None:
         assert ours.encode(text) == tokenizer(text)["input_ids"]
 
 
+@pytest.mark.full
+def test_loading_is_timed() -> None:
+    program = [sys.executable, "benchmarks/loading.py", "--repeats", "1", "--threads", "1"]
+    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "SmolLM2, Regard: " in run.stdout
+
+
 def clips() -> list[tuple[Path, str]]:
     """LibriVox clips and what is said in them: `make clips` fetches them."""
-    folder = Path(__file__).parent.parent / "build" / "clips/usr/share/pocketsphinx/test/data/librivox"
+    folder = ROOT / "build" / "clips/usr/share/pocketsphinx/test/data/librivox"
     if not (folder / "transcription").exists():
         return []
     lines = (folder / "transcription").read_text().splitlines()

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 
 import typer
 
+EXTRAS = {"transformers": "hf", "gguf": "hf", "tokenizers": "hf", "safetensors": "hf"}
+EXTRAS |= {"matplotlib": "plot", "rich": "cli"}
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
@@ -19,20 +22,25 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader has left; typer ends quietly
         raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"regard: {printable(str(error))}", err=True)
+        typer.echo(f"regard: {printable(str(error))}{_remedy(error)}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("", err=True)
         raise typer.Exit(130) from None
 
 
+def _remedy(error: Exception) -> str:
+    """The command that installs a package which is missing."""
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    extra = EXTRAS.get(name.partition(".")[0])
+    return "" if extra is None else f"; pip install 'regard[{extra}]'"
+
+
 def quiet_offline() -> None:
     """Transformers neither asks the network nor speaks."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        from transformers.utils import logging
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("models need transformers: pip install 'regard[hf]'") from None
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -10,8 +10,11 @@ from typing import Any
 from ._json import read_json
 
 CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
-# Names that would choose code: classes from a repository, kernels from the hub.
-CODE = re.compile(r"auto_map|custom_pipelines|custom_generate|_?\w*_implementation(_internal)?")
+# Names that would choose code or files: classes from a repository, kernels from the hub, weights elsewhere.
+CHOOSING = re.compile(
+    r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
+)
+INDEX = "model.safetensors.index.json"
 
 
 def checked(path: Path) -> Path:
@@ -28,6 +31,8 @@ def checked(path: Path) -> Path:
         raise ValueError(f"model: expected weights in safetensors files, got {path} with {_files(path)}")
     for file in weights:
         _check_weights(file)
+    if (path / INDEX).exists():
+        _check_index(read_json(path / INDEX), {file.name for file in weights})
     return path
 
 
@@ -36,10 +41,10 @@ def _files(path: Path) -> str:
 
 
 def _check_names(config: dict[str, Any], file: str) -> None:
-    """Nothing in the file, at any depth, says which code is to run. A null says nothing."""
+    """Nothing in the file, at any depth, says which code to run or where weights are. A null says nothing."""
     for name, value in _items(config):
-        if value is not None and CODE.fullmatch(name):
-            raise ValueError(f"{file}: expected no {name}, which names code to run, got {value!r}")
+        if value is not None and CHOOSING.fullmatch(name):
+            raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -51,6 +56,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend(inner.values())
         elif isinstance(inner, list):
             waiting.extend(inner)
+
+
+def _check_index(index: dict[str, Any], names: set[str]) -> None:
+    """Weights in several files are those that were checked."""
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(type(x) is str and x in names for x in listed.values()):
+        raise ValueError(
+            f"{INDEX}: expected a weight_map to the safetensors files beside it, got {listed!r:.200}"
+        )
 
 
 def _check_weights(file: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ._flat import Cursor
+
+T = TypeVar("T")
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_RANK = 4
@@ -72,10 +74,14 @@ class Gguf:
                 raise cursor.fault(f"{tensor.name} ends at byte {start + end} of {cursor.size}")
         return start
 
-    def value(self, key: str) -> Any:
-        if key not in self.values:
+    def value(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """What the file says of `key`, which must be of this kind."""
+        value = self.values.get(key, default)
+        if value is None:
             raise self._cursor.fault(f"expected the value {key}, which is missing")
-        return self.values[key]
+        if type(value) is not kind:
+            raise self._cursor.fault(f"{key}: expected {kind.__name__}, got {type(value).__name__}")
+        return value
 
     def shape(self, name: str, rank: int) -> tuple[int, ...]:
         shape = self._stored(name).shape

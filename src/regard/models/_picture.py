@@ -15,6 +15,7 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
     """Write the weights of every word, each row relative to its largest, with the word's time marked."""
     from matplotlib.figure import Figure
 
+    alignments = [alignment for alignment in alignments if alignment.words]
     words = [word for alignment in alignments for word in alignment.words]
     if not words:
         raise ValueError("alignments: expected at least one word to draw, got none")

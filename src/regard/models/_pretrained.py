@@ -29,13 +29,16 @@ def from_state(kind: Any, config: Any, state: dict[str, Tensor], attention: str)
 
 def _whole(kind: Any, where: Path | None, attention: str, more: tuple[str, ...] = (), **given: Any) -> Any:
     """In evaluation, in float32. What transformers would draw at random, with a warning, is an error here."""
-    model, found = kind.from_pretrained(
-        where,
-        attn_implementation=_implementation(attention),
-        dtype=torch.float32,
-        output_loading_info=True,
-        **given,
-    )
+    try:
+        model, found = kind.from_pretrained(
+            where,
+            attn_implementation=_implementation(attention),
+            dtype=torch.float32,
+            output_loading_info=True,
+            **given,
+        )
+    except RuntimeError as error:  # tensors of other shapes than the configuration says
+        raise ValueError(f"model: {error}") from None
     for fault in ("missing_keys", "mismatched_keys", *more):
         if names := sorted(map(str, found[fault])):
             raise ValueError(f"model: {fault.replace('_', ' ')} in its weights: {', '.join(names[:5])}")

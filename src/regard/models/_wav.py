@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 MAX_SECONDS = 4 * 3600
+WIDTHS, RATES = range(1, 5), range(1000, 384001)
 ZEROS = 16  # zero crossings of the low-pass filter on each side
+AT_ONCE = 1 << 16  # samples made in one step
 
 
 def read_wav(path: Path, rate: int) -> Tensor:
@@ -24,10 +26,13 @@ def read_wav(path: Path, rate: int) -> Tensor:
     except (wave.Error, EOFError) as error:
         reason = str(error) or "it ends too early"
         raise ValueError(f"{path}: expected a wav file in PCM: {reason}") from None
-    if found < 1 or len(raw) // (channels * width) > MAX_SECONDS * found:
+    if width not in WIDTHS or found not in RATES:
         raise ValueError(
-            f"{path}: expected up to {MAX_SECONDS} seconds of sound, at {found} samples a second"
+            f"{path}: expected samples of 1 to 4 bytes, {RATES[0]} to {RATES[-1]} a second, "
+            f"got {width} bytes, {found} a second"
         )
+    if len(raw) // (channels * width) > MAX_SECONDS * found:
+        raise ValueError(f"{path}: expected up to {MAX_SECONDS} seconds of sound")
     samples = _numbers(raw[: len(raw) // (channels * width) * channels * width], width)
     return resample(samples.reshape(-1, channels).mean(1), found, rate)
 
@@ -48,14 +53,21 @@ def resample(samples: Tensor, old: int, new: int) -> Tensor:
         return samples
     shared = math.gcd(old, new)
     old, new = old // shared, new // shared
-    cutoff = min(old, new) * 0.99
-    reach = math.ceil(ZEROS * old / cutoff)
-    # Phase p gives the sample at time p / new; tap i of the filter stands at time (i - reach) / old.
-    taps = torch.arange(-reach, reach + old, dtype=torch.float64) / old
+    filters = _filters(old, new)
+    reach = filters.shape[1] // 2
+    padded = torch.nn.functional.pad(samples, (reach - 1, reach))
+    windows = padded.unfold(0, 2 * reach, 1)  # row i is centred between samples i and i + 1
+    places = torch.arange(math.ceil(len(samples) * new / old)) * old
+    parts = [(windows[p // new] * filters[p % new]).sum(1) for p in places.split(AT_ONCE)]
+    return torch.cat(parts)
+
+
+def _filters(old: int, new: int) -> Tensor:
+    """Weights (new, taps): row p gives the sample that stands p / new behind the middle of its window."""
+    cutoff = 0.99 * min(1.0, new / old)  # of the old rate
+    reach = math.ceil(ZEROS / cutoff)
+    taps = torch.arange(1 - reach, reach + 1, dtype=torch.float64)
     phases = torch.arange(new, dtype=torch.float64)[:, None] / new
-    distance = (taps - phases) * cutoff  # (new, taps)
+    distance = (taps - phases) * cutoff
     window = torch.cos(distance.clamp(-ZEROS, ZEROS) * math.pi / ZEROS / 2) ** 2
-    filters = torch.sinc(distance) * window * cutoff / old
-    padded = torch.nn.functional.pad(samples, (reach, reach + old))
-    steps = torch.nn.functional.conv1d(padded[None, None], filters.float()[:, None], stride=old)
-    return steps[0].T.flatten()[: math.ceil(len(samples) * new / old)]
+    return (torch.sinc(distance) * window * cutoff).float()

@@ -94,7 +94,11 @@ class Session:
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
         """New tokens behind `prompt`, until one that ends the text, which is not given."""
         self._check(prompt)
+        return self._written(prompt, sampling)
+
+    def _written(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
         self._rewind(prompt)
+        stops = self.language.stops
         generator = torch.Generator().manual_seed(sampling.seed)
         started = time.perf_counter()
         report = self.report = Report(read=len(prompt) - len(self.tokens))
@@ -103,7 +107,7 @@ class Session:
         report.reading = first - started
         for _ in range(sampling.max_tokens):
             token = sampling.choose(logits, generator)
-            if token in self.language.stops:
+            if token in stops:
                 return
             report.written += 1
             yield token
@@ -177,11 +181,12 @@ class Conversation:
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = self.session.language.encode(_rendered(tokenizer, asked))
-        answer = ""
+        said = {"role": "assistant", "content": ""}
         for piece in pieces(tokenizer, self.session.generate(prompt, sampling)):
-            answer += piece
-            self.messages = [*asked, {"role": "assistant", "content": answer}]
+            said["content"] += piece
+            self.messages = [*asked, said]
             yield piece
+        self.messages = [*asked, said]  # also an answer without words
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -59,7 +59,7 @@ def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Itera
             yield Passage(source, number, shown), len(part)
 
 
-def rank(question: Tensor, vectors: Tensor, found: Sequence[Passage], top: int) -> Iterable[Hit]:
+def rank(question: Tensor, vectors: Tensor, found: Sequence[Passage], top: int) -> list[Hit]:
     """The `top` passages nearest to the question (D,), best first; `vectors` are (len(found), D)."""
     if top < 1:
         raise ValueError(f"top: expected at least 1, got {top}")

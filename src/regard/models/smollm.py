@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from . import _packages
@@ -45,11 +46,11 @@ def load(path: Path | None = None, *, attention: str = "regard") -> LanguageMode
 def _config(gguf: Gguf) -> Any:
     from transformers import LlamaConfig
 
-    architecture = gguf.value("general.architecture")
+    architecture = gguf.value("general.architecture", str)
     if architecture != "llama":
         raise ValueError(f"model: expected a GGUF file of the architecture llama, got {architecture}")
-    heads = gguf.value("llama.attention.head_count")
-    kv_heads = gguf.values.get("llama.attention.head_count_kv", heads)
+    heads = gguf.value("llama.attention.head_count", int)
+    kv_heads = gguf.value("llama.attention.head_count_kv", int, heads)
     vocabulary, width = gguf.shape("token_embd.weight", rank=2)
     if heads < 1 or kv_heads < 1 or heads % kv_heads or width % (2 * heads):
         raise ValueError(f"model: expected heads that divide {width} channels, got {heads} and {kv_heads}")
@@ -60,15 +61,15 @@ def _config(gguf: Gguf) -> Any:
         num_hidden_layers=sum(name.endswith(".ffn_up.weight") for name in gguf.tensors),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=gguf.value("llama.context_length"),
-        rms_norm_eps=gguf.value("llama.attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=gguf.value("llama.context_length", int),
+        rms_norm_eps=gguf.value("llama.attention.layer_norm_rms_epsilon", float),
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": gguf.values.get("llama.rope.freq_base", 10000.0),
+            "rope_theta": gguf.value("llama.rope.freq_base", float, 10000.0),
         },
         tie_word_embeddings="output.weight" not in gguf.tensors,
-        bos_token_id=gguf.value("tokenizer.ggml.bos_token_id"),
-        eos_token_id=gguf.value("tokenizer.ggml.eos_token_id"),
+        bos_token_id=gguf.value("tokenizer.ggml.bos_token_id", int),
+        eos_token_id=gguf.value("tokenizer.ggml.eos_token_id", int),
     )
 
 
@@ -100,18 +101,18 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def _tokenizer(gguf: Gguf) -> Any:
-    kind = gguf.value("tokenizer.ggml.model"), gguf.value("tokenizer.ggml.pre")
+    kind = gguf.value("tokenizer.ggml.model", str), gguf.value("tokenizer.ggml.pre", str)
     if kind != ("gpt2", "smollm"):
         raise ValueError(f"model: expected the tokenizer gpt2 with the rules of smollm, got {kind}")
-    words = gguf.value("tokenizer.ggml.tokens")
-    kinds = gguf.value("tokenizer.ggml.token_type")
-    special = {name: gguf.value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    words = gguf.value("tokenizer.ggml.tokens", list)
+    kinds = gguf.value("tokenizer.ggml.token_type", np.ndarray)
+    special = {name: gguf.value(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos")}
     if len(kinds) != len(words) or not all(0 <= token < len(words) for token in special.values()):
         raise ValueError(f"model: expected kinds and special tokens of {len(words)} tokens, got {special}")
     return byte_level(
         words,
-        gguf.value("tokenizer.ggml.merges"),
+        gguf.value("tokenizer.ggml.merges", list),
         control=[word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL],
-        chat_template=gguf.values.get("tokenizer.chat_template"),
+        chat_template=gguf.value("tokenizer.chat_template", str, ""),
         **{f"{name}_token": words[token] for name, token in special.items()},
     )

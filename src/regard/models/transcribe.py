@@ -106,7 +106,7 @@ def _words(whisper: Whisper, tokens: tuple[int, ...]) -> list[list[int]]:
     """Tokens by word: a word begins with a space."""
     groups: list[list[int]] = []
     for token in tokens:
-        if groups and not whisper.tokenizer.id_to_token(token).startswith("Ġ"):
+        if groups and not (whisper.tokenizer.id_to_token(token) or "").startswith("Ġ"):
             groups[-1].append(token)
         else:
             groups.append([token])

@@ -73,22 +73,36 @@ def _config(variables: _ct2.Variables) -> Any:
             raise ValueError(
                 f"model.bin: expected decoder/{name} {value}, got {variables[f'decoder/{name}']}"
             )
-    vocabulary, width = variables["decoder/embeddings/weight"].shape
+    vocabulary, width = _shape(variables, "decoder/embeddings/weight", 2)
     if vocabulary != ENGLISH_VOCABULARY:
         raise ValueError(f"model.bin: expected {ENGLISH_VOCABULARY} tokens (English only), got {vocabulary}")
     sizes: dict[str, Any] = {}
     for part in PARTS:
         sizes[f"{part}_layers"] = _layers(variables, part)
-        sizes[f"{part}_attention_heads"] = int(variables[f"{part}/num_heads"])
-        sizes[f"{part}_ffn_dim"] = variables[f"{part}/layer_0/ffn/linear_0/weight"].shape[0]
+        sizes[f"{part}_attention_heads"] = _heads(variables, part, width)
+        sizes[f"{part}_ffn_dim"] = _shape(variables, f"{part}/layer_0/ffn/linear_0/weight", 2)[0]
     return WhisperConfig(
         vocab_size=vocabulary,
         d_model=width,
-        num_mel_bins=variables["encoder/conv1/weight"].shape[1],
-        max_source_positions=variables["encoder/position_encodings/encodings"].shape[0],
-        max_target_positions=variables["decoder/position_encodings/encodings"].shape[0],
+        num_mel_bins=_shape(variables, "encoder/conv1/weight", 3)[1],
+        max_source_positions=_shape(variables, "encoder/position_encodings/encodings", 2)[0],
+        max_target_positions=_shape(variables, "decoder/position_encodings/encodings", 2)[0],
         **sizes,
     )
+
+
+def _shape(variables: _ct2.Variables, name: str, rank: int) -> tuple[int, ...]:
+    shape: tuple[int, ...] = variables[name].shape
+    if len(shape) != rank:
+        raise ValueError(f"model.bin: expected {rank} dims of {name}, got shape {shape}")
+    return shape
+
+
+def _heads(variables: _ct2.Variables, part: str, width: int) -> int:
+    heads = variables[f"{part}/num_heads"].ravel()
+    if heads.size != 1 or heads[0] < 1 or width % heads[0]:
+        raise ValueError(f"model.bin: expected {part}/num_heads that divide {width} channels, got {heads}")
+    return int(heads[0])
 
 
 def _layers(variables: _ct2.Variables, part: str) -> int:
@@ -169,6 +183,8 @@ def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Itera
     """Weights and biases that lie one behind the other. Whisper's keys have no bias: theirs must be zero."""
     weights = _numbers(variables, f"{old}/weight").chunk(len(names))
     biases = _numbers(variables, f"{old}/bias").chunk(len(names))
+    if not len(weights) == len(biases) == len(names):
+        raise ValueError(f"model.bin: expected {len(names)} projections in {old}, got {len(weights)}")
     for name, weight, bias in zip(names, weights, biases, strict=True):
         yield f"{name}.weight", weight
         if not name.endswith("k_proj"):
