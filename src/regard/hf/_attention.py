@@ -59,7 +59,8 @@ def attention_forward(
             others | {"position_bias": position_bias, "dropout": dropout or None}, HARMLESS | CONTINUOUS
         )
         batch = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        out = attend_paged(module, query, key, value, cache, batch, scores)
+        layer: Any = module.layer_idx
+        out = attend_paged(layer, (query, key, value), cache, batch, scores)
         return out.transpose(1, 2).contiguous(), None
     _check_others(others, HARMLESS)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
@@ -138,8 +139,8 @@ def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | 
         return seen._replace(mask=documents if seen.mask is None else documents & seen.mask)
     if seen.mask is not None:
         raise NotImplementedError(
-            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: positions are counted along the row, "
-            "so only full attention inside the sequences is possible; regard.packing.varlen_attention can more"
+            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions are counted along the "
+            "row; regard.packing.varlen_attention counts them in each sequence"
         )
     return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
 
@@ -148,8 +149,8 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
     unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(
-            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will not "
-            'ignore; use attn_implementation="eager" for it'
+            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will "
+            'not ignore; use attn_implementation="eager" for it'
         )
 
 
@@ -157,7 +158,8 @@ def _are_wanted(output_attentions: bool | None) -> bool:
     """Some models do not pass the keyword on; then their collector of outputs says what it waits for."""
     if output_attentions is not None:
         return output_attentions
-    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+    collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -171,10 +173,12 @@ def _seed(device: torch.device) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    out: Any
-    if isinstance(key, Kept) and "dropout" not in options:
-        stored = key.stored
-        dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        out = attend_stored(query.to(dtype), stored, **options)
-        return out.to(query.dtype)  # type: ignore[no-any-return]
-    return attention(query, key, value, **options)
+    found: Any
+    if not isinstance(key, Kept) or "dropout" in options:
+        found = attention(query, key, value, **options)
+    elif key.stored.kind == "float" and key.stored.k.dtype is not query.dtype:
+        found = attend_stored(query.to(key.stored.k.dtype), key.stored, **options).to(query.dtype)  # type: ignore[union-attr]
+    else:
+        found = attend_stored(query, key.stored, **options)
+    out: Tensor = found
+    return out

@@ -36,4 +36,4 @@ def _admit_to_continuous_batching() -> None:
         if model.config._attn_implementation != NAME:
             refuse(self, model, *args, **kwargs)
 
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
