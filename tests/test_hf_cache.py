@@ -259,6 +259,43 @@ def test_layers_that_are_not_attention_raise() -> None:
         Cache(config)
 
 
+def test_weights_and_dropout_with_our_cache() -> None:
+    model, given = lively("gemma3", "regard"), sequence(28)
+    found = []
+    for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
+        first = {key: x[:, :20] for key, x in given.items()}
+        by_chunks(model, cache, first, [20])
+        one = {key: given[key][:, 20:21] for key in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            out = model(
+                **one,
+                attention_mask=given["attention_mask"][:, :21],
+                past_key_values=cache,
+                output_attentions=True,
+            )
+        found.append(out.attentions[1])
+    assert_close(found[1], found[0], rtol=0, atol=1e-6)
+    for layer in model.train().model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with torch.no_grad():
+        model(input_ids=tokens(2, 3), past_key_values=Cache(model.config))
+
+
+@pytest.mark.full
+def test_compiled_models() -> None:
+    model, given = lively("gemma3", "regard"), inputs("gemma3", "left")
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits[real]
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_close(compiled(**given, use_cache=False).logits[real], expected)
+    text = model.generate(**given, max_new_tokens=6, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    for cache in (hf.StaticCache(config=model.config, max_cache_len=40), Cache(model.config)):
+        found = model.generate(**given, max_new_tokens=6, do_sample=False, past_key_values=cache)
+        assert torch.equal(found, text)
+
+
 def test_training_with_our_cache_raises() -> None:
     model = made("llama", "regard")
     with pytest.raises(RuntimeError, match="a cache keeps no gradient"):

@@ -24,9 +24,7 @@ HARMLESS = frozenset({
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
 })  # fmt: skip
 # What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
-CONTINUOUS = frozenset({
-    "logits_indices", "logits_processor_args", "output_attentions", "read_index", "write_index",
-})  # fmt: skip
+CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
 
 
 def attention_forward(
@@ -51,17 +49,15 @@ def attention_forward(
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
 
     The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
-    batching, with all that this passes: B = 1, sequences end to end.
+    batching, which passes sequences end to end, B = 1, and says by their borders what a mask would say.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
-        _check_others(
-            others | {"position_bias": position_bias, "dropout": dropout or None}, HARMLESS | CONTINUOUS
-        )
-        batch = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        refused = {"position_bias": position_bias, "dropout": dropout, "output_attentions": output_attentions}
+        _check_others(others | {name: x or None for name, x in refused.items()}, HARMLESS | CONTINUOUS)
+        borders = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
-        out = attend_paged(layer, (query, key, value), cache, batch, scores)
-        return out.transpose(1, 2).contiguous(), None
+        return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
     _check_others(others, HARMLESS)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -72,7 +68,12 @@ def attention_forward(
         options |= {"dropout": dropout, "seed": _seed(query.device)}
     out = _attend(query, key, value, options)
     wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
-    return out.transpose(1, 2).contiguous(), wanted
+    return _joined(out), wanted
+
+
+def _joined(out: Tensor) -> Tensor:
+    """(B, Hq, Lq, Dv) -> (B, Lq, Hq, Dv)"""
+    return out.transpose(1, 2).contiguous()
 
 
 class Seen(NamedTuple):
@@ -163,8 +164,11 @@ def _are_wanted(output_attentions: bool | None) -> bool:
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    both = [x for x in (bias, position_bias) if x is not None]
-    return None if not both else sum(both[1:], start=both[0]).to(dtype)
+    """In a dtype that `attention` takes beside queries of `dtype`."""
+    if bias is not None and position_bias is not None:
+        bias = bias + position_bias
+    bias = position_bias if bias is None else bias
+    return bias if bias is None or bias.dtype in (dtype, torch.float32) else bias.to(dtype)
 
 
 def _seed(device: torch.device) -> Tensor:
@@ -174,11 +178,13 @@ def _seed(device: torch.device) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     found: Any
-    if not isinstance(key, Kept) or "dropout" in options:
+    if not isinstance(key, Kept):
         found = attention(query, key, value, **options)
-    elif key.stored.kind == "float" and key.stored.k.dtype is not query.dtype:
-        found = attend_stored(query.to(key.stored.k.dtype), key.stored, **options).to(query.dtype)  # type: ignore[union-attr]
+    elif "dropout" in options:
+        found = attention(query, key.clone(), value.clone(), **options)
     else:
-        found = attend_stored(query, key.stored, **options)
+        stored = key.stored
+        dtype = stored.k.dtype if stored.kind == "float" else query.dtype
+        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, **options)
     out: Tensor = found
-    return out
+    return out if out.dtype is query.dtype else out.to(query.dtype)

@@ -46,6 +46,8 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Append; all that the new tokens' queries may see, as tensors (B, Hkv, Lk, D)."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
         if self.held is None:
             self.lazy_initialization(key_states, value_states)
         held: Any = self.held

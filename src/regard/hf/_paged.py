@@ -9,11 +9,13 @@ keys.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._attention import attention
@@ -107,15 +109,14 @@ def _planned(batch: Batch, page: int) -> Plan:
         if q1 > q0
     ]
     single = [s for s in sequences if s.Lq == 1]
-    table = torch.zeros(len(single), max((len(s.pages) for s in single), default=0), dtype=torch.int32)
-    for row, sequence in zip(table, single, strict=True):
-        row[: len(sequence.pages)] = sequence.pages
-    rows = (
-        None if len(single) == len(sequences) else torch.tensor([s.start for s in single], dtype=torch.int64)
+    integers = partial(torch.tensor, dtype=torch.int64, device=batch.read.device)
+    return Plan(
+        rows=None if len(single) == len(sequences) else integers([s.start for s in single]),
+        table=pad_sequence([s.pages.int() for s in single], batch_first=True) if single else integers([]),
+        last=integers([s.Lk - 1 for s in single]),
+        longest=max((s.Lk for s in single), default=0),
+        others=[s for s in sequences if s.Lq > 1],
     )
-    last = torch.tensor([s.Lk - 1 for s in single], dtype=torch.int64)
-    longest = max((s.Lk for s in single), default=0)
-    return Plan(rows, table, last, longest, [s for s in sequences if s.Lq > 1])
 
 
 def _pairs(borders: Tensor) -> list[tuple[int, int]]:
