@@ -18,7 +18,13 @@ regard.hf.register()
 
 VOCABULARY, LENGTH = 97, 23
 WIDE = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 40, "max_position_embeddings": 512}
-DECODER = {**WIDE, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+DECODER = {
+    **WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 TOWER = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "head_dim": 8}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -31,21 +37,25 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, **MIXED, "query_pre_attn_scalar": 8}),
     "gpt_oss": (
-        "GptOssForCausalLM", "GptOssConfig", {**DECODER, **MIXED, "num_local_experts": 3, "num_experts_per_tok": 2},
+        "GptOssForCausalLM", "GptOssConfig",
+        {**DECODER, **MIXED, "num_local_experts": 3, "num_experts_per_tok": 2},
     ),
     "llama4": (
         "Llama4ForCausalLM", "Llama4TextConfig",
-        {**DECODER, "head_dim": 8, "attention_chunk_size": 5, "num_local_experts": 2, "intermediate_size_mlp": 40,
-         "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+        {**DECODER, "head_dim": 8, "attention_chunk_size": 5, "num_local_experts": 2,
+         "intermediate_size_mlp": 40, "layer_types": ["chunked_attention", "full_attention"],
+         "no_rope_layers": [1, 0]},
     ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM", "DeepseekV3Config",
-        {**DECODER, "num_key_value_heads": 6, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
-         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2,
-         "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        {**DECODER, "num_key_value_heads": 6, "moe_intermediate_size": 16, "q_lora_rank": 16,
+         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+         "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+         "first_k_dense_replace": 1},
     ),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
-        "vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 48, "n_layer": 2, "n_head": 6, "pad_token_id": 0,
+        "vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 48, "n_layer": 2, "n_head": 6,
+        "pad_token_id": 0,
     }),
     "bloom": ("BloomForCausalLM", "BloomConfig", {
         "vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6,
@@ -61,14 +71,14 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "vit": ("ViTModel", "ViTConfig", {**TOWER, "image_size": 32, "patch_size": 8}),
     "clip": ("CLIPModel", "CLIPConfig", {
-        "text_config": {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "projection_dim": 32},
-        "vision_config": {**TOWER, "image_size": 32, "patch_size": 8, "projection_dim": 32}, "projection_dim": 32,
+        "text_config": {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 64},
+        "vision_config": {**TOWER, "image_size": 32, "patch_size": 8}, "projection_dim": 32,
     }),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {
         "vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8,
-        "encoder_attention_heads": 6, "decoder_attention_heads": 6, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40,
-        "max_source_positions": 50, "max_target_positions": 64, "decoder_start_token_id": 1, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2,
+        "encoder_attention_heads": 6, "decoder_attention_heads": 6, "encoder_ffn_dim": 40,
+        "decoder_ffn_dim": 40, "max_source_positions": 50, "max_target_positions": 64,
+        "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }),
 }  # fmt: skip
 DECODERS = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "gpt2"]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
     "cases",
+    "hf",
     "hunt",
     "latent",
     "measure",
@@ -168,6 +169,15 @@ def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
     cases = list(bench.hunt.random_cases(random.Random(0), 20))
     assert len(cases) == 20
     assert len({c.name for c in cases}) > 3
+
+
+def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--random 1 --seconds 0 --prompt 20 --padded 10 --context 40 --request 20 --new 3 --threads 1"
+    assert bench.hf.main(tiny.split()) == 0
+    out = capsys.readouterr().out
+    assert "| 20 tokens |" in out
+    assert "| regard | ours, int8 |" in out
+    assert "| 20 tokens each |" in out
 
 
 def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

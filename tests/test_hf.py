@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import assert_close
-from hf_cases import LENGTH, MADE, SWITCHED, VOCABULARY, each, inputs, made, padding, tokens
+from hf_cases import LENGTH, SWITCHED, VOCABULARY, each, inputs, made, padding, tokens
 from torch import Tensor
 from transformers import masking_utils
 
@@ -75,7 +75,9 @@ def test_no_weights_without_request() -> None:
     assert made("llama", "regard")(**inputs("llama")).attentions is None
 
 
-@each(["llama", "gemma3", "gpt_oss", "mistral", "llama4", "gpt2", "qwen3", "deepseek_v3", "bert", "modernbert"])
+@each(
+    ["llama", "gemma3", "gpt_oss", "mistral", "llama4", "gpt2", "qwen3", "deepseek_v3", "bert", "modernbert"]
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_rows_of_a_padded_batch_are_the_rows_alone(name: str, side: str) -> None:
@@ -133,10 +135,18 @@ def test_a_mask_of_the_user_is_honoured(kind: str) -> None:
 def test_packed_sequences_by_positions_or_borders() -> None:
     model, sizes = made("llama", "regard"), [5, 11, 7]
     parts = [tokens(1, n) for n in sizes]
-    row = {"input_ids": torch.cat(parts, 1), "position_ids": torch.cat([torch.arange(n) for n in sizes])[None]}
+    row = {
+        "input_ids": torch.cat(parts, 1),
+        "position_ids": torch.cat([torch.arange(n) for n in sizes])[None],
+    }
     borders = torch.tensor([0, 5, 16, 23], dtype=torch.int32)
     alone = torch.cat([model(input_ids=part).logits for part in parts], 1)
-    both = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone(), "max_length_q": 11, "max_length_k": 11}
+    both = {
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders.clone(),
+        "max_length_q": 11,
+        "max_length_k": 11,
+    }
     for given in (row, row | both):
         assert_close(model(**given, use_cache=False).logits, alone, rtol=1e-5, atol=1e-5)
 
@@ -180,7 +190,10 @@ def test_borders_that_differ_without_a_mask() -> None:
     out, _ = _attention.attention_forward(
         torch.nn.Module(), q, k, k, None, is_causal=False, cu_seq_lens_q=borders[0], cu_seq_lens_k=borders[1]
     )
-    parts = [regard.attention(q[:, :, :1], k[:, :, :4], k[:, :, :4]), regard.attention(q[:, :, 1:], k[:, :, 4:], k[:, :, 4:])]
+    parts = [
+        regard.attention(q[:, :, :1], k[:, :, :4], k[:, :, :4]),
+        regard.attention(q[:, :, 1:], k[:, :, 4:], k[:, :, 4:]),
+    ]
     assert_close(out.transpose(1, 2), torch.cat(parts, 2))
 
 
@@ -255,5 +268,4 @@ def test_the_implementation_is_never_read_from_a_config(tmp_path: Path) -> None:
     watching[0] = False
     assert model.config._attn_implementation == "regard"
     assert not seen
-    assert "evil" not in json.dumps(MADE["llama"][2])
     assert model(input_ids=tokens(1, 5)).logits.shape == (1, 5, VOCABULARY)

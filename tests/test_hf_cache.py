@@ -59,7 +59,10 @@ def by_chunks(model: Any, cache: Any, given: dict[str, Tensor], sizes: list[int]
     found, start = [], 0
     while start < given["input_ids"].shape[1]:
         end = start + sizes[len(found) % len(sizes)]
-        part = {"input_ids": given["input_ids"][:, start:end], "attention_mask": given["attention_mask"][:, :end]}
+        part = {
+            "input_ids": given["input_ids"][:, start:end],
+            "attention_mask": given["attention_mask"][:, :end],
+        }
         places = given["position_ids"][:, start:end]
         found.append(model(**part, position_ids=places, past_key_values=cache).logits)
         start = end
@@ -99,38 +102,38 @@ def test_many_steps(name: str, make: Callable[[Any], Any]) -> None:
 
 def generated(model: Any, cache: Any, count: int = 64, **options: Any) -> Tensor:
     """No token comes twice: else small models choose the same one again and again."""
-    given = {**inputs("llama", "left"), "max_new_tokens": count, "do_sample": False, "no_repeat_ngram_size": 1}
+    torch.manual_seed(1)
+    given = {
+        **inputs("llama", "left"),
+        "max_new_tokens": count,
+        "do_sample": False,
+        "no_repeat_ngram_size": 1,
+    }
     found: Tensor = model.generate(**given, past_key_values=cache, **options)
     return found
 
 
 @each(DECODERS, {"gemma3"})
 def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> None:
-    torch.manual_seed(1)
     model = lively(name, "eager")
     expected = generated(model, None)
     assert len(set(expected[0, 23:].tolist())) == 64
     model.set_attn_implementation("regard")
     for title, make in EXACT.items():
-        torch.manual_seed(1)
         assert torch.equal(generated(model, make(model.config)), expected), title
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_our_cache_gives_plain_tensors_to_other_implementations(implementation: str) -> None:
     model = lively("llama", implementation)
-    torch.manual_seed(1)
     expected = generated(model, None, 12)
-    torch.manual_seed(1)
     assert torch.equal(generated(model, Cache(model.config), 12), expected)
 
 
 def test_beams_and_several_answers() -> None:
     model = lively("gemma3", "regard")
-    found = []
-    for cache in (None, Cache(model.config)):
-        torch.manual_seed(1)
-        found.append(generated(model, cache, 10, num_beams=3, num_return_sequences=2))
+    caches = (None, Cache(model.config))
+    found = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
     assert torch.equal(*found)
 
 
@@ -191,14 +194,12 @@ def test_taking_back_and_copies() -> None:
     assert cache.get_seq_length() == 20
 
     def rest(held: Any) -> Tensor:
-        with torch.no_grad():
-            found = [
-                model(
-                    input_ids=given["input_ids"][:, i : i + 1], attention_mask=given["attention_mask"][:, : i + 1],
-                    position_ids=given["position_ids"][:, i : i + 1], past_key_values=held,
-                ).logits
-                for i in range(20, 28)
-            ]  # fmt: skip
+        found = []
+        for i in range(20, 28):
+            one = {key: given[key][:, i : i + 1] for key in ("input_ids", "position_ids")}
+            with torch.no_grad():
+                out = model(**one, attention_mask=given["attention_mask"][:, : i + 1], past_key_values=held)
+            found.append(out.logits)
         return torch.cat(found, 1)[real]
 
     with torch.no_grad():
@@ -243,17 +244,56 @@ def test_an_empty_cache_answers() -> None:
 def test_encoder_and_decoder() -> None:
     model = lively("whisper", "regard")
     given = {"input_features": torch.randn(2, 8, 100)}
-    found = []
-    for cache in (None, hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))):
-        found.append(model.generate(**given, past_key_values=cache, max_new_tokens=12, do_sample=False))
-    assert torch.equal(*found)
+    ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
+    options = {**given, "max_new_tokens": 12, "do_sample": False}
+    expected, found = (model.generate(**options, past_key_values=cache) for cache in (None, ours))
+    assert torch.equal(found, expected)
 
 
 def test_layers_that_are_not_attention_raise() -> None:
     config = hf.LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotImplementedError, match="expected layers of attention alone, got 'linear_attention'"):
+    with pytest.raises(
+        NotImplementedError, match="expected layers of attention alone, got 'linear_attention'"
+    ):
         Cache(config)
+
+
+def test_weights_and_dropout_with_our_cache() -> None:
+    model, given = lively("gemma3", "regard"), sequence(28)
+    found = []
+    for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
+        first = {key: x[:, :20] for key, x in given.items()}
+        by_chunks(model, cache, first, [20])
+        one = {key: given[key][:, 20:21] for key in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            out = model(
+                **one,
+                attention_mask=given["attention_mask"][:, :21],
+                past_key_values=cache,
+                output_attentions=True,
+            )
+        found.append(out.attentions[1])
+    assert_close(found[1], found[0], rtol=0, atol=1e-6)
+    for layer in model.train().model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with torch.no_grad():
+        model(input_ids=tokens(2, 3), past_key_values=Cache(model.config))
+
+
+@pytest.mark.full
+def test_compiled_models() -> None:
+    model, given = lively("gemma3", "regard"), inputs("gemma3", "left")
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits[real]
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_close(compiled(**given, use_cache=False).logits[real], expected)
+    text = model.generate(**given, max_new_tokens=6, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    for cache in (hf.StaticCache(config=model.config, max_cache_len=40), Cache(model.config)):
+        found = model.generate(**given, max_new_tokens=6, do_sample=False, past_key_values=cache)
+        assert torch.equal(found, text)
 
 
 def test_training_with_our_cache_raises() -> None:

@@ -135,7 +135,9 @@ def test_what_is_known_is_not_dense() -> None:
 def test_one_query_that_sees_all_needs_no_mask() -> None:
     assert mask_tensor(2, 1, 9, q_offset=8) is None
     assert mask_tensor(2, 1, 9, q_offset=8, mask_function=hf.sliding_window_causal_mask_function(9)) is None
-    assert mask_tensor(2, 1, 9, q_offset=8, mask_function=hf.sliding_window_causal_mask_function(8)) is not None
+    assert (
+        mask_tensor(2, 1, 9, q_offset=8, mask_function=hf.sliding_window_causal_mask_function(8)) is not None
+    )
     assert mask_tensor(2, 1, 9, q_offset=8, allow_is_causal_skip=False) is not None
 
 
@@ -150,7 +152,12 @@ def stand_in() -> MaskTensor:
 
 def test_operations_see_the_dense_tensor() -> None:
     mask, expected = stand_in(), torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4)
-    assert (mask.dtype, tuple(mask.shape), mask.ndim, mask.device.type) == (torch.bool, (2, 1, 4, 4), 4, "cpu")
+    assert (mask.dtype, tuple(mask.shape), mask.ndim, mask.device.type) == (
+        torch.bool,
+        (2, 1, 4, 4),
+        4,
+        "cpu",
+    )
     assert torch.equal(mask[:, :, :, :3], expected[:, :, :, :3])
     assert torch.equal(~mask, ~expected)
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
@@ -159,6 +166,6 @@ def test_operations_see_the_dense_tensor() -> None:
 
 
 def test_a_stand_in_cannot_be_changed_in_place() -> None:
-    with pytest.raises(RuntimeError, match="MaskTensor stands for a tensor .* change a clone"):
+    with pytest.raises(RuntimeError, match=r"MaskTensor stands for a tensor .* change a clone"):
         stand_in().fill_(True)
     assert torch.zeros(2, 1, 4, 4).copy_(stand_in()).sum() == 20

@@ -24,9 +24,7 @@ HARMLESS = frozenset({
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
 })  # fmt: skip
 # What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
-CONTINUOUS = frozenset({
-    "logits_indices", "logits_processor_args", "output_attentions", "read_index", "write_index",
-})  # fmt: skip
+CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
 
 
 def attention_forward(
@@ -51,16 +49,15 @@ def attention_forward(
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
 
     The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
-    batching, with all that this passes: B = 1, sequences end to end.
+    batching, which passes sequences end to end, B = 1, and says by their borders what a mask would say.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
-        _check_others(
-            others | {"position_bias": position_bias, "dropout": dropout or None}, HARMLESS | CONTINUOUS
-        )
-        batch = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        out = attend_paged(module, query, key, value, cache, batch, scores)
-        return out.transpose(1, 2).contiguous(), None
+        refused = {"position_bias": position_bias, "dropout": dropout, "output_attentions": output_attentions}
+        _check_others(others | {name: x or None for name, x in refused.items()}, HARMLESS | CONTINUOUS)
+        borders = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        layer: Any = module.layer_idx
+        return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
     _check_others(others, HARMLESS)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -71,7 +68,12 @@ def attention_forward(
         options |= {"dropout": dropout, "seed": _seed(query.device)}
     out = _attend(query, key, value, options)
     wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
-    return out.transpose(1, 2).contiguous(), wanted
+    return _joined(out), wanted
+
+
+def _joined(out: Tensor) -> Tensor:
+    """(B, Hq, Lq, Dv) -> (B, Lq, Hq, Dv)"""
+    return out.transpose(1, 2).contiguous()
 
 
 class Seen(NamedTuple):
@@ -138,8 +140,8 @@ def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | 
         return seen._replace(mask=documents if seen.mask is None else documents & seen.mask)
     if seen.mask is not None:
         raise NotImplementedError(
-            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: positions are counted along the row, "
-            "so only full attention inside the sequences is possible; regard.packing.varlen_attention can more"
+            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions are counted along the "
+            "row; regard.packing.varlen_attention counts them in each sequence"
         )
     return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
 
@@ -148,8 +150,8 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
     unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(
-            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will not "
-            'ignore; use attn_implementation="eager" for it'
+            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will "
+            'not ignore; use attn_implementation="eager" for it'
         )
 
 
@@ -157,12 +159,16 @@ def _are_wanted(output_attentions: bool | None) -> bool:
     """Some models do not pass the keyword on; then their collector of outputs says what it waits for."""
     if output_attentions is not None:
         return output_attentions
-    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+    collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    both = [x for x in (bias, position_bias) if x is not None]
-    return None if not both else sum(both[1:], start=both[0]).to(dtype)
+    """In a dtype that `attention` takes beside queries of `dtype`."""
+    if bias is not None and position_bias is not None:
+        bias = bias + position_bias
+    bias = position_bias if bias is None else bias
+    return bias if bias is None or bias.dtype in (dtype, torch.float32) else bias.to(dtype)
 
 
 def _seed(device: torch.device) -> Tensor:
@@ -171,10 +177,14 @@ def _seed(device: torch.device) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    out: Any
-    if isinstance(key, Kept) and "dropout" not in options:
+    found: Any
+    if not isinstance(key, Kept):
+        found = attention(query, key, value, **options)
+    elif "dropout" in options:
+        found = attention(query, key.clone(), value.clone(), **options)
+    else:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        out = attend_stored(query.to(dtype), stored, **options)
-        return out.to(query.dtype)  # type: ignore[no-any-return]
-    return attention(query, key, value, **options)
+        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, **options)
+    out: Tensor = found
+    return out if out.dtype is query.dtype else out.to(query.dtype)

@@ -15,7 +15,7 @@ from ._standin import Kept
 Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
 
 
-class Layer(hf.CacheLayerMixin):  # type: ignore[misc]
+class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The tokens of one layer. What `update` gives is read where it is stored, by who knows how."""
 
     is_croppable = True
@@ -26,15 +26,15 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[misc]
         self.held: KVCache | None = None  # made when the first tokens show the sizes
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.held is not None
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         return None if self.held is None else self._kept(self.held.stored())[0]
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.held is None else self._kept(self.held.stored())[1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -46,6 +46,8 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Append; all that the new tokens' queries may see, as tensors (B, Hkv, Lk, D)."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
         if self.held is None:
             self.lazy_initialization(key_states, value_states)
         held: Any = self.held
@@ -96,12 +98,12 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[misc]
         return "Layer(empty)" if self.held is None else repr(self.held)
 
 
-class Cache(hf.Cache):  # type: ignore[misc]
+class Cache(hf.Cache):
     """A cache for `generate(past_key_values=...)` that copies no old key when a token comes.
 
     Layers that see everything keep it in a `KVCache` or, with `bits`, in a `QuantizedCache`. Layers with a
-    window or chunks keep what these reach, in a `SlidingCache`, as numbers. With `attn_implementation="regard"`
-    attention reads the storage in place; any other implementation gets plain tensors made from it.
+    window or chunks keep what these reach, in a `SlidingCache`, as numbers. The attention of regard reads the
+    storage in place; any other implementation gets plain tensors made from it.
 
     Args:
         config: the model's.
@@ -134,7 +136,8 @@ class Cache(hf.Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of storage, filled or not."""
-        return sum(layer.held.nbytes for layer in self.layers if layer.held is not None)
+        layers: list[Any] = self.layers
+        return sum(layer.held.nbytes for layer in layers if layer.held is not None)
 
 
 def _full(bits: int | None, capacity: int | None) -> Maker:

@@ -20,6 +20,7 @@ from ..masks import Causal, Dense, Documents, Mask, Window, padding
 from ._standin import MaskTensor
 
 MaskFunction = Callable[..., Any]
+_dense: Callable[..., Any] = hf.sdpa_mask  # (B, 1, Lq, Lk) bool, or None where it may be skipped
 CAUSAL = Causal()
 
 
@@ -59,21 +60,22 @@ def mask_tensor(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """What `AttentionMaskInterface` asks for: a mask (B, 1, Lq, Lk), or None where `is_causal` says it all."""
+    """What `AttentionMaskInterface` asks for: a mask (B, 1, Lq, Lk), or None where all is seen."""
     if torch.compiler.is_compiling():
-        return hf.sdpa_mask(  # type: ignore[no-any-return]
+        made: Tensor | None = _dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, device=device,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
         )  # fmt: skip
+        return made
     frame = Frame(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
     mask = _both(_translated(mask_function, frame), _real_keys(attention_mask, frame))
     may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
     if mask is None and may_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)
-    made: Tensor = MaskTensor(mask, frame.offset, shape, device)
-    return made
+    carried: Tensor = MaskTensor(mask, frame.offset, shape, device)
+    return carried
 
 
 def _both(a: Mask | None, b: Mask | None) -> Mask | None:
@@ -108,7 +110,7 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
 
 
 def _evaluated(function: MaskFunction, frame: Frame) -> Mask:
-    keep = hf.sdpa_mask(
+    keep = _dense(
         frame.B, frame.Lq, frame.Lk, frame.q_offset, frame.kv_offset, function, allow_is_causal_skip=False,
         use_vmap=frame.use_vmap, device=frame.device,
     )  # fmt: skip
@@ -120,8 +122,8 @@ def _all_of(frame: Frame, mask_functions: tuple[MaskFunction, ...]) -> Mask | No
 
 
 def _any_of(frame: Frame, mask_functions: tuple[MaskFunction, ...]) -> Mask | None:
-    parts = [_translated(part, frame) for part in mask_functions]
-    return None if any(part is None for part in parts) else functools.reduce(operator.or_, parts)  # type: ignore[arg-type]
+    parts: list[Any] = [_translated(part, frame) for part in mask_functions]
+    return None if None in parts else functools.reduce(operator.or_, parts)
 
 
 def _causal(frame: Frame) -> Mask | None:

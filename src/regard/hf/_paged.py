@@ -1,18 +1,21 @@
 """Continuous batching: sequences of different lengths in one row of tokens, their keys in pages.
 
-The cache of Transformers writes the new keys and values into its pages. Sequences with one new token then read
-all of theirs where they lie, in one call for all of them, by a table of pages. Sequences that have nothing but
-new tokens need no page. What is left, prompts that come in parts, and layers whose cache is a ring of the last
-tokens, is collected from the pages first; there are many queries to each key then, or few keys.
+The cache of Transformers writes the new keys and values into its pages. Sequences with one new token then
+read all of theirs where they lie, in one call for all of them, by a table of pages. Sequences that have
+nothing but new tokens need no page. What is left, prompts that come in parts, and layers whose cache is a
+ring of the last tokens, is collected from the pages first: many queries meet each key then, or there are few
+keys.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._attention import attention
@@ -21,6 +24,7 @@ from .._stored import Stored
 from ..masks import Causal, Mask, Window, from_cu_seqlens
 from ..packing import varlen_attention
 
+Qkv = tuple[Tensor, Tensor, Tensor]
 CAUSAL = Causal()
 
 
@@ -55,45 +59,39 @@ class Plan(NamedTuple):
 _plans: Any = WeakIdKeyDictionary()  # by the batch's `read`, a tensor of its own in every step
 
 
-def attend_paged(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: Any,
-    batch: dict[str, Any],
-    options: dict[str, Any],
-) -> Tensor:
-    """query (1, Hq, total_q, D), key and value (1, Hkv, total_q, D) of the new tokens -> out like query."""
-    allocator = cache.layer_to_allocator[module.layer_idx]
-    given = Batch(
+def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
+
+    `cache` and `batch` are what continuous batching passes to every layer, `options` those of scores.
+    """
+    allocator = cache.layer_to_allocator[layer]
+    window = getattr(allocator, "sliding_window", None)
+    own = Batch(
         batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][allocator.layer_type],
         batch["read_index"][allocator.index], batch["write_index"][allocator.index],
     )  # fmt: skip
-    window = getattr(allocator, "sliding_window", None)
-    mask: Mask = CAUSAL if window is None else Window(window - 1)
-    if not given.read.numel():
-        _write(allocator, module.layer_idx, key, value, given)
-        inside = from_cu_seqlens(given.borders_q) & mask
-        return attention(query, key, value, mask=inside, offset=0, **options)
-    if not _is_readable(allocator, window):
-        return _gathered(allocator, module.layer_idx, (query, key, value), given, window, options)
-    _write(allocator, module.layer_idx, key, value, given)
-    plan = _plans.get(given.read)
+    if own.read.numel() and not _is_readable(allocator, window):
+        return _gathered(allocator, layer, qkv, own, window, options)
+    # With nothing to read, the allocator only writes.
+    allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, own.read[:0], own.write)
+    if not own.read.numel():
+        inside = from_cu_seqlens(own.borders_q) & _mask(window)
+        out: Tensor = attention(*qkv, mask=inside, offset=0, **options)
+        return out
+    plan = _plans.get(own.read)
     if plan is None:
-        plan = _plans[given.read] = _planned(given, allocator.tokens_per_page)
-    return _in_place(allocator, module.layer_idx, (query, key, value), plan, options)
+        plan = _plans[own.read] = _planned(own, allocator.tokens_per_page)
+    return _in_place(allocator, layer, qkv, plan, options)
+
+
+def _mask(window: int | None) -> Mask:
+    return CAUSAL if window is None else Window(window - 1)
 
 
 def _is_readable(allocator: Any, window: int | None) -> bool:
     """Whether the kernels can read the pages."""
     page = allocator.tokens_per_page
     return window is None and allocator.supports_block_table and page >= 16 and not page & (page - 1)
-
-
-def _write(allocator: Any, layer: int, key: Tensor, value: Tensor, batch: Batch) -> None:
-    """With nothing to read, the allocator only writes."""
-    allocator.update(_tokens(key), _tokens(value), layer, batch.read[:0], batch.write)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -111,39 +109,41 @@ def _planned(batch: Batch, page: int) -> Plan:
         if q1 > q0
     ]
     single = [s for s in sequences if s.Lq == 1]
-    table = torch.zeros(len(single), max((len(s.pages) for s in single), default=0), dtype=torch.int32)
-    for row, sequence in zip(table, single, strict=True):
-        row[: len(sequence.pages)] = sequence.pages
-    rows = None if len(single) == len(sequences) else torch.tensor([s.start for s in single], dtype=torch.int64)
-    last = torch.tensor([s.Lk - 1 for s in single], dtype=torch.int64)
-    longest = max((s.Lk for s in single), default=0)
-    return Plan(rows, table, last, longest, [s for s in sequences if s.Lq > 1])
+    integers = partial(torch.tensor, dtype=torch.int64, device=batch.read.device)
+    return Plan(
+        rows=None if len(single) == len(sequences) else integers([s.start for s in single]),
+        table=pad_sequence([s.pages.int() for s in single], batch_first=True) if single else integers([]),
+        last=integers([s.Lk - 1 for s in single]),
+        longest=max((s.Lk for s in single), default=0),
+        others=[s for s in sequences if s.Lq > 1],
+    )
 
 
 def _pairs(borders: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(borders.tolist()))
 
 
-def _in_place(
-    allocator: Any, layer: int, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, options: dict[str, Any]
-) -> Tensor:
-    query, key, value = qkv
+def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: Plan, options: dict[str, Any]) -> Tensor:
     k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
-    pages = Stored(k, v, None, None, plan.table, allocator.tokens_per_page, "float", plan.longest, k.shape[3], v.shape[3])  # fmt: skip
-    single = query if plan.rows is None else query[:, :, plan.rows]
-    out: Any = None
-    if single.shape[2]:
-        out = attend_stored(single.transpose(0, 2), pages, mask=CAUSAL, offset=plan.last, **options)
-        out = out.transpose(0, 2)
+    page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
+    pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
     if plan.rows is None:
-        return out  # type: ignore[no-any-return]
-    whole = query.new_empty(query.shape[0], query.shape[2], query.shape[1], v.shape[3]).transpose(1, 2)
-    if out is not None:
-        whole[:, :, plan.rows] = out
+        return _last(qkv[0], pages, plan, options)
+    q = qkv[0]
+    out = q.new_empty(1, q.shape[2], q.shape[1], sizes[1]).transpose(1, 2)
+    if len(plan.rows):
+        out[:, :, plan.rows] = _last(q[:, :, plan.rows], pages, plan, options)
     for sequence in plan.others:
         place = slice(sequence.start, sequence.start + sequence.Lq)
-        whole[:, :, place] = _one(sequence, pages, tuple(x[:, :, place] for x in qkv), options)
-    return whole
+        out[:, :, place] = _one(sequence, pages, tuple(x[:, :, place] for x in qkv), options)
+    return out
+
+
+def _last(q: Tensor, pages: Stored, plan: Plan, options: dict[str, Any]) -> Tensor:
+    """q (1, Hq, n, D): the last tokens of n sequences, as a batch."""
+    out: Any = attend_stored(q.transpose(0, 2), pages, mask=CAUSAL, offset=plan.last, **options)
+    joined: Tensor = out.transpose(0, 2)
+    return joined
 
 
 def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
@@ -157,16 +157,11 @@ def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: di
 
 
 def _gathered(
-    allocator: Any,
-    layer: int,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    batch: Batch,
-    window: int | None,
-    options: dict[str, Any],
+    allocator: Any, layer: int, qkv: Qkv, batch: Batch, window: int | None, options: dict[str, Any]
 ) -> Tensor:
-    query, key, value = (_tokens(x) for x in qkv)
-    key, value = allocator.update(key, value, layer, batch.read, batch.write)
+    q, k, v = (_tokens(x) for x in qkv)
+    k, v = allocator.update(k, v, layer, batch.read, batch.write)
     alone = int(batch.borders_q.diff().max()) == 1  # then a query sees all keys of its sequence
-    mask = None if alone else CAUSAL if window is None else Window(window - 1)
-    out = varlen_attention(query, key, value, batch.borders_q, batch.borders_k, mask=mask, **options)
+    mask = None if alone else _mask(window)
+    out: Tensor = varlen_attention(q, k, v, batch.borders_q, batch.borders_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

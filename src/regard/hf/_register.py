@@ -28,7 +28,7 @@ def register() -> None:
 def _admit_to_continuous_batching() -> None:
     """Its manager has a list of names in the code of a method, which refuses all others."""
     refuse = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    if hasattr(refuse, "__wrapped__"):
+    if getattr(refuse, "_admits", None) == NAME:
         return
 
     @functools.wraps(refuse)
@@ -36,4 +36,5 @@ def _admit_to_continuous_batching() -> None:
         if model.config._attn_implementation != NAME:
             refuse(self, model, *args, **kwargs)
 
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch
+    switch._admits = NAME  # type: ignore[attr-defined]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]

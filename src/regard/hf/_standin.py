@@ -21,13 +21,15 @@ from ..masks import Mask
 class StandIn(Tensor):
     """A tensor whose content is made when an operation asks for it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], StandIn):
             raise RuntimeError(
                 f"{type(args[0]).__name__} stands for a tensor and cannot be changed in place ({func}); "
@@ -47,7 +49,7 @@ class MaskTensor(StandIn):
     def __new__(
         cls: Any, mask: Mask | None, offset: int, shape: tuple[int, ...], device: torch.device | str
     ) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         made.mask, made.offset = mask, offset
         return made
 
@@ -66,8 +68,8 @@ class Kept(StandIn):
 
     @staticmethod
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
-        source = stored[which]
-        shape = (*source.shape[:2], stored.length, (stored.D, stored.Dv)[which])
+        source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
+        shape = (*source.shape[:2], stored.length, size)
         strides = source.stride() if source.dtype is dtype else None  # numbers are used as they lie
         made = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
         made.stored, made.which = stored, which
