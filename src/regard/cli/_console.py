@@ -41,8 +41,8 @@ def quiet_offline() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,9 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in control])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+    )
 
 
 @contextmanager

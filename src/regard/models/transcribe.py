@@ -68,7 +68,8 @@ def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
     from transformers import WhisperFeatureExtractor
 
     padding: dict[str, Any] = {"truncation": False, "padding": "longest"} if whole else {}
-    features = WhisperFeatureExtractor()(
+    extract = WhisperFeatureExtractor()  # type: ignore[no-untyped-call]
+    features = extract(
         samples.numpy(), sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **padding
     )
     return {"input_features": features["input_features"], "attention_mask": features["attention_mask"]}

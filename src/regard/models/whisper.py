@@ -129,7 +129,7 @@ def _generation(about: dict[str, Any], tokenizer: Any, longest: int) -> Any:
     tokens = {name: tokenizer.token_to_id(word) for name, word in SPECIAL.items()}
     if None in tokens.values():
         raise ValueError(f"tokenizer.json: expected the tokens {', '.join(SPECIAL.values())}, got {tokens}")
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         **tokens,
         bos_token_id=tokens["eos_token_id"],
         pad_token_id=tokens["eos_token_id"],
