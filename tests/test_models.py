@@ -396,6 +396,8 @@ def test_sampling_repeats_by_seed() -> None:
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p: expected a number above 0 and up to 1, got 0.0"),
         ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed: expected a number from 0 to 2.63 - 1, got -1"),
+        ({"seed": 2**63}, "seed"),
     ],
 )
 def test_sampling_refuses(options: dict[str, Any], match: str) -> None:
@@ -450,6 +452,37 @@ def test_a_conversation_goes_on(tiny: LanguageModel) -> None:
     with pytest.raises(ValueError, match="prompt: expected from 1 to 128 tokens"):
         list(talk.say("x" * 200, Sampling()))
     assert talk.messages == before
+
+
+def test_special_tokens_come_once(tiny: LanguageModel) -> None:
+    """A text gets what its model expects in front; a conversation has it from the template."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = files.byte_tokenizer()
+    begin = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    rule = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)])
+    tokenizer.backend_tokenizer.post_processor = rule
+    begun = LanguageModel(tiny.model, tokenizer)
+    assert begun.encode("ab") == [begin, *tiny.encode("ab")]
+    asked = [{"role": "user", "content": "ab"}]
+    assert begun.encode_chat(asked) == tiny.encode_chat(asked)
+
+
+@pytest.mark.parametrize("attention", ["regard", "sdpa"])
+def test_a_window_that_dropped_its_beginning_is_read_again(tmp_path: Path, attention: str) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=len(files.byte_words()), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=5, max_position_embeddings=64,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    files.byte_tokenizer().save_pretrained(tmp_path)
+    sliding, sampling = language.load(tmp_path, attention=attention), Sampling(max_tokens=4)
+    used = session(sliding)
+    for text in ("a long beginning of a text", "a long be", "a long begin"):
+        prompt = sliding.encode(text)
+        assert list(used.generate(prompt, sampling)) == list(session(sliding).generate(prompt, sampling))
 
 
 def test_an_answer_without_words_is_a_turn(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

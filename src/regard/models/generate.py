@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,22 @@ class LanguageModel:
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the model expects around it."""
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        return tokens
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation up to the model's turn, by its own chat template."""
+        if not self.tokenizer.chat_template:
+            raise ValueError("model: expected a tokenizer with a chat template, which this one lacks")
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
     @property
     def context(self) -> int:
-        """The largest number of tokens that it reads."""
-        return int(self.model.config.get_text_config().max_position_embeddings)
+        """The largest number of tokens that it reads; models without positions have no limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     @property
     def stops(self) -> set[int]:
@@ -51,6 +61,8 @@ class Sampling:
             raise ValueError(f"temperature: expected a finite number from 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {self.seed}")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token for logits (V,)."""
@@ -130,9 +142,13 @@ class Session:
         same = 0
         while same < min(len(self.tokens), len(prompt) - 1) and self.tokens[same] == prompt[same]:
             same += 1
-        if same < len(self.tokens):
+        if same == len(self.tokens):
+            return
+        try:
             self.cache.crop(same - len(self.tokens))
             del self.tokens[same:]
+        except (NotImplementedError, ValueError, RuntimeError):  # a window has dropped what would be needed
+            self._forget()
 
     @torch.inference_mode()
     def _read(self, tokens: Sequence[int]) -> Tensor:
@@ -180,17 +196,10 @@ class Conversation:
         """The answer, piece by piece. A turn that ends early keeps what was said; one that fails, nothing."""
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.session.language.encode(_rendered(tokenizer, asked))
+        prompt = self.session.language.encode_chat(asked)
         said = {"role": "assistant", "content": ""}
         for piece in pieces(tokenizer, self.session.generate(prompt, sampling)):
             said["content"] += piece
             self.messages = [*asked, said]
             yield piece
         self.messages = [*asked, said]  # also an answer without words
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError("model: expected a tokenizer with a chat template, which this one lacks")
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
