@@ -49,13 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = random_model(options.random) if options.random else real_model()
     with torch.inference_mode():
         check_text(model, options.new)
-        for table in (prompts(model, options), steps(model, options)):
-            print("\n".join(table), "\n")
-    print("\n".join(requests(model, options)))
+        show(prompts(model, options))
+        show(steps(model, options))
+    show(requests(model, options))
     share = load.others()
     busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\nfloat32, {options.threads} threads, {cpu_name()}{busy}")
+    print(f"float32, {options.threads} threads, {cpu_name()}{busy}")
     return 0
+
+
+def show(table: Iterator[str]) -> None:
+    for line in table:
+        print(line, flush=True)
+    print()
 
 
 def real_model() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,12 @@ def test_every_keyword_in_the_installed_transformers_is_known() -> None:
     assert len(calls) > 400
     assert names - handled - refused == set()
     assert not refused & handled
+
+
+def test_without_transformers_the_message_says_what_to_install() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import regard.hf"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "regard.hf needs Transformers: pip install 'regard[hf]'" in run.stderr
 
 
 # Swapping
