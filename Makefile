@@ -20,7 +20,7 @@ CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
 PY_DIRS = $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help build stubs demo test test-all bench lint format docs sanitize clean
+.PHONY: help build stubs demo test test-all bench lint format docs sanitize clips clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,11 @@ sanitize: $(SAN)/.built  ## the native tests under ASan and UBSan
 	@OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  $(SAN)/venv/bin/python -m pytest -q -x --capture=sys -m "not full" -p no:cacheprovider $(SAN_TESTS) $(ARGS)
+
+clips:  ## speech with known text for `make test-all`: LibriVox clips from Debian's pocketsphinx-testdata
+	@mkdir -p build/clips
+	@cd build/clips && apt-get -qq download pocketsphinx-testdata && dpkg-deb -x pocketsphinx-testdata_*.deb .
+	@echo "build/clips: $$(find build/clips -path '*librivox*.wav' | wc -l) clips"
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -67,6 +67,12 @@ def seeded() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
+@pytest.fixture
+def one_thread() -> None:
+    """For small work: threads that wait for each other cost more than it, above all on a busy machine."""
+    torch.set_num_threads(1)
+
+
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`make`, but what it leaves unwritten is NaN (integers: the largest value), so that reading it shows."""
 

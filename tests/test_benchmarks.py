@@ -20,6 +20,7 @@ BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
     "cases",
     "command",
+    "hf",
     "hunt",
     "latent",
     "linear",
@@ -180,6 +181,15 @@ def test_linear_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str
     assert "| 70 |" in printed
     assert "| gated delta |" in printed
     assert "| 70 tokens |" in printed
+
+
+def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--random 1 --seconds 0 --prompt 20 --padded 10 --context 40 --request 20 --new 3 --threads 1"
+    assert bench.hf.main(tiny.split()) == 0
+    out = capsys.readouterr().out
+    assert "| 20 tokens |" in out
+    assert "| regard | ours, int8 |" in out
+    assert "| 20 tokens each |" in out
 
 
 def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

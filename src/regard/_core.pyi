@@ -53,6 +53,7 @@ class Attention:
     ) -> list[tuple[int, int, int]]: ...
 
 def write(arg0: Sequence[int], arg1: Sequence[int], arg2: Sequence[int], /) -> None: ...
+
 LINEAR_SEGMENT: int = 512
 
 class Linear:

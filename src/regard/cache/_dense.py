@@ -11,7 +11,7 @@ from .._arguments import count
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
-from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of
+from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of, most
 from ._rows import Part, Rows
 
 
@@ -50,6 +50,23 @@ class KVCache(Rows):
         """Add k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(k, v, lengths)
         self._keep(self._draft((k, v), chunk))
+
+    def extend(self, k: Tensor, v: Tensor) -> Stored:
+        """`append`, for who attends himself: what queries of the new tokens look at, in place.
+
+        These are the last `rows_with(L)` tokens. Valid until the cache changes again.
+        """
+        draft = self._draft((k, v), self._chunk(k, v, None))
+        self._keep(draft)
+        return self._stored(draft.parts, most(draft.rows))
+
+    def rows_with(self, L: int) -> int:
+        """How many tokens queries look at in a call that appends L tokens to every sample."""
+        return most(self._filled) + L
+
+    def stored(self) -> Stored:
+        """What is held, in place. Valid until the cache changes."""
+        return self._stored(self._parts, most(self._filled))
 
     @overload
     def attend(

@@ -49,7 +49,7 @@ class SlidingCache(KVCache):
         self.window, self.sinks = count("window", window, 1), count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self.spare = max(16, window // 4) if spare is None else count("spare", spare, 1)
-        rows = self.sinks + self.window + self.rollback + self.spare
+        rows = self._needed + self.spare
         recent = Window(self.window - 1)
         self._shown: Mask = CAUSAL & (recent | Prefix(self.sinks)) if self.sinks else recent
         self._held: Count = 0  # rows in use; the other tokens, after the sinks, have been dropped
@@ -75,13 +75,21 @@ class SlidingCache(KVCache):
         self._write(parts, held, new, chunk)
         return Draft(parts, plus(self._lengths, chunk.new), plus(held, chunk.new), chunk)
 
+    def rows_with(self, L: int) -> int:
+        rows = super().rows_with(L)
+        return rows if rows <= self._rows else min(rows - L, self._needed) + L
+
+    @property
+    def _needed(self) -> int:
+        """Rows that the next token may still ask for."""
+        return self.sinks + self.window + self.rollback
+
     def _compact(
         self, parts: tuple[Tensor, ...], held: Count, more: Count
     ) -> tuple[tuple[Tensor, ...], Count]:
         """Copies of what the next token may still ask for, with room for `more`, and how many rows it has."""
-        needed = self.sinks + self.window + self.rollback
-        left = shared([min(n, needed) for n in each(held, self.B)])
-        rows = max(needed + self.spare, most(plus(left, more)))
+        left = shared([min(n, self._needed) for n in each(held, self.B)])
+        rows = max(self._needed + self.spare, most(plus(left, more)))
         fresh = self._empty(self.B, rows)
         for to, part in zip(fresh, parts, strict=True):
             for samples, n, m in self._groups(held, left):

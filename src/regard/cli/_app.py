@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import typer
 
+from .chat import chat
 from .crossover import crossover
+from .embed import embed
+from .generate import generate
 from .info import info
+from .search import search
+from .transcribe import transcribe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(crossover)
-app.command()(info)
+for command in (chat, generate, embed, search, transcribe, crossover, info):
+    app.command()(command)
 
 
 @app.callback()

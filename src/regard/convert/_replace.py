@@ -1,6 +1,13 @@
-"""PyTorch's multi-head attention becomes Regard's, and back: the same objects, of another class."""
+"""PyTorch's multi-head attention becomes Regard's, and back: the same objects, of another class.
+
+Models of Hugging Face Transformers have a switch for that. They are known by it, so that nothing here needs
+that library; who uses it has called `regard.hf.register()`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -8,6 +15,7 @@ from ..nn import MultiheadAttention
 from ..nn.multihead import _asked
 
 PLAIN = nn.MultiheadAttention
+OURS = "regard"  # the name under which `regard.hf` registers
 
 
 def replace_attention(model: nn.Module) -> tuple[str, ...]:
@@ -15,22 +23,50 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
 
     The modules stay the same objects: parameters, their optimizer, hooks, ties and state_dict are kept, and
     nothing is copied. A subclass, which may compute something else, raises before anything has changed.
+    A model of Hugging Face Transformers gets `attn_implementation="regard"`, with `regard.hf.register()`
+    called before; the names are those of the models in it. One that has no such switch raises.
     """
     found = _found(model, MultiheadAttention)
+    switched = _switch(model, lambda part: OURS)
     for module in found.values():
         module.__class__ = MultiheadAttention
         module.register_forward_pre_hook(_asked)
-    return tuple(found)
+    return *found, *switched
 
 
 def restore_attention(model: nn.Module) -> tuple[str, ...]:
-    """The way back: every `regard.nn.MultiheadAttention` becomes PyTorch's; their names."""
+    """The way back: every `regard.nn.MultiheadAttention` becomes PyTorch's; their names.
+
+    A model of Transformers gets `attn_implementation="sdpa"`, or "eager" where it has nothing else.
+    """
+    switched = _switch(model, lambda part: "sdpa" if part._supports_sdpa else "eager")
     found = {name: m for name, m in model.named_modules() if type(m) is MultiheadAttention}
     for module in found.values():
         module.__class__ = PLAIN  # type: ignore[assignment]
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _asked]:
             del module._forward_pre_hooks[key]
-    return tuple(found)
+    return *found, *switched
+
+
+def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
+    """The names of the models of Transformers in this one, all of them switched, or none if one cannot be."""
+    every: dict[str, Any] = {
+        name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")
+    }
+    before = {name: m.config._attn_implementation for name, m in every.items()}
+    for part in every.values():
+        part.set_attn_implementation(choice(part))
+    refused = [name for name, m in every.items() if m.config._attn_implementation != choice(m)]
+    if refused:
+        for name, part in every.items():
+            part.set_attn_implementation(before[name])
+        name = refused[0]
+        raise TypeError(
+            f"model: expected models that take attn_implementation={choice(every[name])!r}, but "
+            f"{type(every[name]).__name__} at {name or 'the top'!r} stays with {before[name]!r}; nothing was "
+            "replaced"
+        )
+    return tuple(name for name, m in every.items() if before[name] != m.config._attn_implementation)
 
 
 def _found(model: nn.Module, ours: type[nn.Module]) -> dict[str, nn.Module]:

@@ -1,0 +1,243 @@
+"""SmolLM2-135M in Hugging Face Transformers: `attn_implementation="regard"` beside "sdpa", in one process.
+
+`python benchmarks/hf.py` prints three tables:
+- a prompt of 2,048 tokens, and a batch of prompts padded on the left, with the peak of extra memory;
+- one more token after 4,096, with the caches of Transformers and with `regard.hf.Cache`;
+- continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them decode.
+"Faster" is the time of sdpa over ours, sdpa with its default cache. Logits and text are compared first.
+`--random N` takes random weights and N layers of the same sizes instead of the real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import memory
+import torch
+from measure import Load, WrongResult, best_times, cpu_name
+from report import milliseconds
+from torch import Tensor
+
+import regard.hf
+
+SIDES = ("sdpa", "regard")
+NEAR = 1e-4  # of logits, by the largest
+PADDING = (0, 0.2, 0.4, 0.6)  # of each prompt in the padded batch
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each row of times")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
+    parser.add_argument("--padded", type=int, default=1024, help="tokens of each of the padded prompts")
+    parser.add_argument("--context", type=int, default=4096, help="tokens before the next one")
+    parser.add_argument("--request", type=int, default=1024, help="tokens of each of the 8 requests")
+    parser.add_argument("--new", type=int, default=32, help="tokens that each request and the text gets")
+    parser.add_argument("--random", type=int, metavar="N", help="random weights, N layers")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    regard.hf.register()
+    load = Load()
+    model = random_model(options.random) if options.random else real_model()
+    with torch.inference_mode():
+        check_text(model, options.new)
+        show(prompts(model, options))
+        show(steps(model, options))
+    show(requests(model, options))
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"float32, {options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def show(table: Iterator[str]) -> None:
+    for line in table:
+        print(line, flush=True)
+    print()
+
+
+def real_model() -> Any:
+    return importlib.import_module("regard.models.smollm").load(attention="regard").model
+
+
+def random_model(layers: int) -> Any:
+    """SmolLM2's sizes, and a small vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=997, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(model: Any, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(10, model.config.vocab_size, shape, generator=generator)
+
+
+def run(model: Any, implementation: str, given: dict[str, Any]) -> Tensor:
+    """The logits of the last tokens."""
+    model.set_attn_implementation(implementation)
+    logits: Tensor = model(**given, logits_to_keep=1).logits
+    return logits
+
+
+def check_text(model: Any, new: int) -> None:
+    """The same tokens from both sides and from every exact cache."""
+    from transformers import StaticCache
+
+    given = {"input_ids": tokens(model, 1, 40), "max_new_tokens": new, "do_sample": False}
+    caches = {
+        ("sdpa", "dynamic"): None,
+        ("regard", "dynamic"): None,
+        ("regard", "static"): StaticCache(config=model.config, max_cache_len=40 + new),
+        ("regard", "ours"): regard.hf.Cache(model.config),
+    }
+    texts = {}
+    for (side, title), cache in caches.items():
+        model.set_attn_implementation(side)
+        texts[side, title] = model.generate(**given, past_key_values=cache)[0].tolist()
+    for who, text in texts.items():
+        if text != texts["sdpa", "dynamic"]:
+            raise WrongResult(f"{who}: another text than sdpa's")
+
+
+def check_logits(name: str, found: dict[str, Tensor]) -> None:
+    expected = found["sdpa"]
+    for side, logits in found.items():
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        if not error < NEAR:
+            raise WrongResult(f"{side}, {name}: logits {error:.1e} from sdpa's")
+
+
+# Prompts
+
+
+def prompts(model: Any, options: argparse.Namespace) -> Iterator[str]:
+    yield "| prompt | sdpa | regard | faster | asked | MiB of sdpa | MiB of regard |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    one = {"input_ids": tokens(model, 1, options.prompt), "use_cache": False}
+    yield prompt_row(model, f"{options.prompt} tokens", one, 1.05, options.seconds)
+    L = options.padded
+    starts = torch.tensor([int(share * L) for share in PADDING])
+    keep = (torch.arange(L) >= starts[:, None]).long()
+    batch = {"input_ids": tokens(model, len(PADDING), L), "attention_mask": keep, "use_cache": False}
+    yield prompt_row(model, f"{len(PADDING)} x {L}, padded on the left", batch, 1.25, options.seconds)
+
+
+def prompt_row(model: Any, name: str, given: dict[str, Any], asked: float, seconds: float) -> str:
+    calls = {side: partial(run, model, side, given) for side in SIDES}
+    check_logits(name, {side: call() for side, call in calls.items()})
+    best = best_times(calls, seconds)
+    peaks = [f"{peak(call):.0f}" if memory.available() else "" for call in calls.values()]
+    times = " | ".join(milliseconds(best[side]) for side in SIDES)
+    return f"| {name} | {times} | {best['sdpa'] / best['regard']:.2f} x | {asked} x | {' | '.join(peaks)} |"
+
+
+def peak(call: Callable[[], Tensor]) -> float:
+    """MiB"""
+
+    def without_grad() -> Tensor:  # in another thread, where it is on again
+        with torch.inference_mode():
+            return call()
+
+    return memory.extra(without_grad) / 2**20
+
+
+# One more token
+
+
+def steps(model: Any, options: argparse.Namespace) -> Iterator[str]:
+    from transformers import DynamicCache, StaticCache
+
+    config, n = model.config, options.context
+    room = n + 4096
+    makers: dict[tuple[str, str], tuple[Callable[[], Any], str]] = {
+        ("sdpa", "dynamic"): (lambda: DynamicCache(config=config), ""),
+        ("regard", "dynamic"): (lambda: DynamicCache(config=config), "1.25 x"),
+        ("sdpa", "static"): (lambda: StaticCache(config=config, max_cache_len=room), ""),
+        ("regard", "static"): (lambda: StaticCache(config=config, max_cache_len=room), "1.25 x"),
+        ("regard", "ours"): (lambda: regard.hf.Cache(config, capacity=room), "1.7 x"),
+        ("regard", "ours, bfloat16"): (
+            lambda: regard.hf.Cache(config, capacity=room, dtype=torch.bfloat16),
+            "1.7 x",
+        ),
+        ("regard", "ours, int8"): (lambda: regard.hf.Cache(config, capacity=room, bits=8), "1.7 x"),
+        ("regard", "ours, int4"): (lambda: regard.hf.Cache(config, capacity=room, bits=4), ""),
+    }
+    calls = {who: step(model, who[0], make(), n) for who, (make, _) in makers.items()}
+    found = {" ".join(who): call() for who, call in calls.items()}
+    expected = found.pop("sdpa dynamic")
+    exact = {who: x for who, x in found.items() if "int" not in who and "bfloat" not in who}
+    check_logits("one more token", {"sdpa": expected, **exact})
+    best = best_times({" ".join(who): call for who, call in calls.items()}, 4 * options.seconds)
+    yield f"| one token after {n} | cache | time | faster | asked |"
+    yield "|---|---|---:|---:|---:|"
+    for who, (_, asked) in makers.items():
+        time = best[" ".join(who)]
+        faster = best["sdpa dynamic"] / time
+        yield f"| {who[0]} | {who[1]} | {milliseconds(time)} | {faster:.2f} x | {asked} |"
+
+
+def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
+    """Fills the cache with random keys and values. Every call appends one token more."""
+    config, generator = model.config, torch.Generator().manual_seed(2)
+    for layer in range(config.num_hidden_layers):
+        shape = (2, 1, config.num_key_value_heads, n, config.head_dim)
+        cache.update(*torch.randn(shape, generator=generator), layer)
+    return partial(run, model, side, {"input_ids": tokens(model, 1, 1), "past_key_values": cache})
+
+
+# Continuous batching
+
+
+def requests(model: Any, options: argparse.Namespace) -> Iterator[str]:
+    asked = tokens(model, 8, options.request).tolist()
+    rates: dict[str, float] = dict.fromkeys(SIDES, 0.0)
+    texts = {}
+    for _ in range(3 if options.seconds else 1):
+        for side in SIDES:
+            texts[side], rate = batch(model, side, asked, options.new)
+            rates[side] = max(rates[side], rate)
+    if texts["sdpa"] != texts["regard"]:
+        raise WrongResult("continuous batching: regard gives another text than sdpa")
+    yield "| 8 requests | sdpa, tokens/s | regard, tokens/s | faster | asked |"
+    yield "|---|---:|---:|---:|---:|"
+    shown = " | ".join(f"{rates[side]:.1f}" for side in SIDES)
+    yield f"| {options.request} tokens each | {shown} | {rates['regard'] / rates['sdpa']:.2f} x | 1.5 x |"
+
+
+def batch(model: Any, side: str, asked: list[list[int]], new: int) -> tuple[list[list[int]], float]:
+    """What is generated, and the tokens per second after the last request got its first token."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    model.set_attn_implementation(side)
+    pages = len(asked) * -(-(len(asked[0]) + new) // 256)
+    found = model.generate_batch(
+        asked,
+        generation_config=GenerationConfig(
+            max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=1024),
+        record_timestamps=True,
+    )
+    outputs = [found[key] for key in sorted(found, key=lambda key: int(key.rsplit("_", 1)[1]))]
+    times = [output.timestamps for output in outputs]
+    begin, end = max(own[0] for own in times), max(own[-1] for own in times)
+    count = sum(time > begin for own in times for time in own)
+    return [output.generated_tokens for output in outputs], count / max(end - begin, 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

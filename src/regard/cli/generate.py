@@ -1,0 +1,47 @@
+"""`regard generate`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ._console import one_line_errors, show
+from ._options import (
+    Attention,
+    AttentionOption,
+    Cache,
+    CacheOption,
+    MaxTokens,
+    ModelOption,
+    Seed,
+    Temperature,
+    TopP,
+)
+from ._text import new_session, stream
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; else it is read from the input.")
+    ] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    cache: CacheOption = Cache.dense,
+    model: ModelOption = None,
+    attention: AttentionOption = Attention.regard,
+) -> None:
+    """Continue a text, on SmolLM2-135M or a local model."""
+    with one_line_errors():
+        from ..models.generate import Sampling, pieces
+
+        sampling = Sampling(max_tokens, temperature, top_p, seed)
+        if prompt is None:
+            prompt = typer.prompt("Text") if sys.stdin.isatty() else sys.stdin.read()
+        session = new_session(model, attention.value, cache.value)
+        tokens = session.generate(session.language.encode(prompt), sampling)
+        show(prompt)
+        stream(pieces(session.language.tokenizer, tokens), session, cache.value)

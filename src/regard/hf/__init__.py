@@ -1,0 +1,9 @@
+"""Hugging Face Transformers: `attn_implementation="regard"`, and a cache. Needs the extra `hf`."""
+
+try:
+    from ._cache import Cache as Cache
+    from ._register import register as register
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError("regard.hf needs Transformers: pip install 'regard[hf]'") from error

@@ -1,0 +1,190 @@
+"""The function that the models of Transformers call for attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface
+from transformers.utils.output_capturing import _active_collector
+
+from .._arguments import describe
+from .._attention import attention, weights
+from .._decode import attend_stored
+from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
+from ._paged import attend_paged
+from ._standin import Kept, MaskTensor
+
+NAME = "regard"
+
+# Keywords that models pass on and that do not change what attention computes.
+HARMLESS = frozenset({
+    "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_ids", "seq_idx", "use_cache",
+})  # fmt: skip
+# What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
+CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    output_attentions: bool | None = None,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
+
+    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
+    batching, which passes sequences end to end, B = 1, and says by their borders what a mask would say.
+    """
+    scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
+    if cache is not None:
+        refused = {"position_bias": position_bias, "dropout": dropout, "output_attentions": output_attentions}
+        _check_others(others | {name: x or None for name, x in refused.items()}, HARMLESS | CONTINUOUS)
+        borders = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        layer: Any = module.layer_idx
+        return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
+    _check_others(others, HARMLESS)
+    seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        seen = _inside_sequences(seen, cu_seq_lens_q, cu_seq_lens_k)
+    bias = _sum(seen.bias, position_bias, query.dtype)
+    options: dict[str, Any] = {"mask": seen.mask, "offset": seen.offset, "bias": bias, **scores}
+    if dropout:
+        options |= {"dropout": dropout, "seed": _seed(query.device)}
+    out = _attend(query, key, value, options)
+    wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
+    return _joined(out), wanted
+
+
+def _joined(out: Tensor) -> Tensor:
+    """(B, Hq, Lq, Dv) -> (B, Lq, Hq, Dv)"""
+    return out.transpose(1, 2).contiguous()
+
+
+class Seen(NamedTuple):
+    """What the queries see: arguments of `attention`."""
+
+    mask: Mask | None = None
+    offset: int | None = None
+    bias: Tensor | None = None
+
+
+def _seen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    given: Tensor | None,
+    is_causal: bool | None,
+    window: int | None,
+) -> Seen:
+    """A mask that is given has the window in it already, as in every implementation of Transformers."""
+    if given is None:
+        _check_registered()
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return _without_mask(query.shape[2], causal, window)
+    if not isinstance(given, Tensor) or given.ndim != 4:
+        raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(given)}")
+    if isinstance(given, MaskTensor):
+        if given.shape[2:] != (query.shape[2], key.shape[2]):
+            raise ValueError(
+                f"attention_mask: expected (B, 1, Lq, Lk) with Lq = {query.shape[2]}, Lk = {key.shape[2]}, "
+                f"got {tuple(given.shape)}"
+            )
+        return Seen(given.mask, given.offset)
+    if given.dtype is torch.bool:
+        return Seen(Dense.borrow(given))
+    if not given.is_floating_point():
+        raise TypeError(f"attention_mask: expected bool (True = may attend) or float, got {describe(given)}")
+    return Seen(bias=given)
+
+
+def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Seen:
+    """Keys behind the last query, in a static cache that is not full, are hidden: query 0 meets key 0."""
+    if not is_causal:
+        return Seen(None if window is None else Window(window, window))
+    if Lq == 1:
+        return Seen(None if window is None else Window(window - 1))
+    return Seen(Causal() if window is None else Window(window - 1), 0)
+
+
+def _check_registered() -> None:
+    """Without a mask function every layer gets None for a mask, whatever padding there is."""
+    if NAME not in AttentionMaskInterface._global_mapping:
+        raise RuntimeError(
+            f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
+            "regard.hf.register(), which registers both"
+        )
+
+
+def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | None) -> Seen:
+    """Several sequences packed end to end in one row, as the borders (N + 1,) say."""
+    if borders_q is None or borders_k is None:
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got one of them")
+    if borders_q is borders_k or torch.equal(borders_q, borders_k):
+        documents: Mask = from_cu_seqlens(borders_q)
+        return seen._replace(mask=documents if seen.mask is None else documents & seen.mask)
+    if seen.mask is not None:
+        raise NotImplementedError(
+            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions are counted along the "
+            "row; regard.packing.varlen_attention counts them in each sequence"
+        )
+    return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
+
+
+def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
+    if unknown:
+        raise NotImplementedError(
+            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will "
+            'not ignore; use attn_implementation="eager" for it'
+        )
+
+
+def _are_wanted(output_attentions: bool | None) -> bool:
+    """Some models do not pass the keyword on; then their collector of outputs says what it waits for."""
+    if output_attentions is not None:
+        return output_attentions
+    collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
+    return any(name.endswith("attentions") for name in collected or ())
+
+
+def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """In a dtype that `attention` takes beside queries of `dtype`."""
+    if bias is not None and position_bias is not None:
+        bias = bias + position_bias
+    bias = position_bias if bias is None else bias
+    return bias if bias is None or bias.dtype in (dtype, torch.float32) else bias.to(dtype)
+
+
+def _seed(device: torch.device) -> Tensor:
+    """Drawn from PyTorch's generator here, so that output and weights are of one pattern."""
+    return torch.randint(2**62, (), device=device)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    found: Any
+    if not isinstance(key, Kept):
+        found = attention(query, key, value, **options)
+    elif "dropout" in options:
+        found = attention(query, key.clone(), value.clone(), **options)
+    else:
+        stored = key.stored
+        dtype = stored.k.dtype if stored.kind == "float" else query.dtype
+        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, **options)
+    out: Tensor = found
+    return out if out.dtype is query.dtype else out.to(query.dtype)

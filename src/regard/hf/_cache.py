@@ -1,0 +1,156 @@
+"""The caches of `regard.cache` behind the interface of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils as hf
+
+from ..cache import KVCache, QuantizedCache, SlidingCache
+from ._standin import Kept
+
+Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
+
+
+class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The tokens of one layer. What `update` gives is read where it is stored, by who knows how."""
+
+    is_croppable = True
+
+    def __init__(self, make: Maker, dtype: torch.dtype | None, window: int | None) -> None:
+        self.make, self.dtype, self.window = make, dtype, window
+        self.is_sliding = window is not None
+        self.held: KVCache | None = None  # made when the first tokens show the sizes
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.held is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.held is None else self._kept(self.held.stored())[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.held is None else self._kept(self.held.stored())[1]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, Hkv, _, D = key_states.shape
+        self.outer = key_states.dtype
+        self.held = self.make(
+            B, Hkv, D, value_states.shape[-1], dtype=self.dtype or self.outer, device=key_states.device
+        )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append; all that the new tokens' queries may see, as tensors (B, Hkv, Lk, D)."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        if self.held is None:
+            self.lazy_initialization(key_states, value_states)
+        held: Any = self.held
+        return self._kept(held.extend(key_states.to(held.dtype), value_states.to(held.dtype)))
+
+    def _kept(self, stored: Any) -> tuple[Tensor, Tensor]:
+        return Kept(stored, 0, self.outer), Kept(stored, 1, self.outer)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.held is None else len(self.held)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys `update` will give, and the position of the first."""
+        if self.held is None:
+            return query_length, 0
+        rows = self.held.rows_with(query_length)
+        return rows, len(self.held) + query_length - rows
+
+    def get_max_length(self) -> int:
+        if self.window is not None:
+            return self.window
+        return -1 if self.held is None or self.held.capacity is None else self.held.capacity
+
+    def reset(self) -> None:
+        if self.held is not None:
+            self.held.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected 0 or a negative number, got {tokens_to_remove}")
+        if self.held is not None and tokens_to_remove:
+            self.held.crop(len(self.held) + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.held is not None:
+            self.held.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.held is not None:
+            self.held.reorder(torch.arange(self.held.B).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.held is not None:
+            self.held.reorder(torch.arange(self.held.B)[indices.cpu()])
+
+    def __repr__(self) -> str:
+        return "Layer(empty)" if self.held is None else repr(self.held)
+
+
+class Cache(hf.Cache):
+    """A cache for `generate(past_key_values=...)` that copies no old key when a token comes.
+
+    Layers that see everything keep it in a `KVCache` or, with `bits`, in a `QuantizedCache`. Layers with a
+    window or chunks keep what these reach, in a `SlidingCache`, as numbers. The attention of regard reads the
+    storage in place; any other implementation gets plain tensors made from it.
+
+    Args:
+        config: the model's.
+        dtype: of the numbers kept. Default: as they come. With another one than the model's, queries are
+            rounded to it for attention.
+        bits: 8 or 4: codes, with a scale for each group of 32 channels.
+        capacity: room for so many tokens, allocated at once; a token more raises. None: grows, doubling.
+        rollback: layers with a window can always take back so many tokens (assisted generation).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        bits: int | None = None,
+        capacity: int | None = None,
+        rollback: int = 0,
+    ) -> None:
+        def layer(kind: str, sliding_window: int | None = None, **unknown: Any) -> Layer:
+            if unknown or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+                raise NotImplementedError(f"config: expected layers of attention alone, got {kind!r}")
+            if sliding_window is not None:
+                return Layer(_sliding(sliding_window, rollback), dtype, sliding_window)
+            return Layer(_full(bits, capacity), dtype, None)
+
+        kinds, options = hf.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        super().__init__(layers=[layer(kind, **given) for kind, given in zip(kinds, options, strict=True)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, filled or not."""
+        layers: list[Any] = self.layers
+        return sum(layer.held.nbytes for layer in layers if layer.held is not None)
+
+
+def _full(bits: int | None, capacity: int | None) -> Maker:
+    def make(*sizes: int, **where: Any) -> KVCache:
+        if bits is None:
+            return KVCache(*sizes, capacity=capacity, **where)
+        return QuantizedCache(*sizes, bits=bits, capacity=capacity, **where)
+
+    return make
+
+
+def _sliding(window: int, rollback: int) -> Maker:
+    def make(*sizes: int, **where: Any) -> KVCache:
+        return SlidingCache(*sizes, window=window, rollback=rollback, **where)
+
+    return make

@@ -1,0 +1,167 @@
+"""Continuous batching: sequences of different lengths in one row of tokens, their keys in pages.
+
+The cache of Transformers writes the new keys and values into its pages. Sequences with one new token then
+read all of theirs where they lie, in one call for all of them, by a table of pages. Sequences that have
+nothing but new tokens need no page. What is left, prompts that come in parts, and layers whose cache is a
+ring of the last tokens, is collected from the pages first: many queries meet each key then, or there are few
+keys.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._attention import attention
+from .._decode import attend_stored
+from .._stored import Stored
+from ..masks import Causal, Mask, Window, from_cu_seqlens
+from ..packing import varlen_attention
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+CAUSAL = Causal()
+
+
+class Batch(NamedTuple):
+    """What continuous batching passes to every layer, of this layer's kind."""
+
+    borders_q: Tensor  # (N + 1,)
+    borders_k: Tensor
+    read: Tensor  # (total_k,): the row of the cache that holds each key; empty: all keys are new
+    write: Tensor  # (total_q,)
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch: its queries are rows `start` to `start + Lq` of Lk keys."""
+
+    start: int
+    Lq: int
+    Lk: int
+    pages: Tensor
+
+
+class Plan(NamedTuple):
+    """How the sequences of a batch are read, the same for all layers of a kind."""
+
+    rows: Tensor | None  # (n,): queries of sequences with one new token; None: all there are
+    table: Tensor  # (n, pages) int32
+    last: Tensor  # (n,): the position of these queries
+    longest: int
+    others: list[Sequence]
+
+
+_plans: Any = WeakIdKeyDictionary()  # by the batch's `read`, a tensor of its own in every step
+
+
+def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
+
+    `cache` and `batch` are what continuous batching passes to every layer, `options` those of scores.
+    """
+    allocator = cache.layer_to_allocator[layer]
+    window = getattr(allocator, "sliding_window", None)
+    own = Batch(
+        batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][allocator.layer_type],
+        batch["read_index"][allocator.index], batch["write_index"][allocator.index],
+    )  # fmt: skip
+    if own.read.numel() and not _is_readable(allocator, window):
+        return _gathered(allocator, layer, qkv, own, window, options)
+    # With nothing to read, the allocator only writes.
+    allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, own.read[:0], own.write)
+    if not own.read.numel():
+        inside = from_cu_seqlens(own.borders_q) & _mask(window)
+        out: Tensor = attention(*qkv, mask=inside, offset=0, **options)
+        return out
+    plan = _plans.get(own.read)
+    if plan is None:
+        plan = _plans[own.read] = _planned(own, allocator.tokens_per_page)
+    return _in_place(allocator, layer, qkv, plan, options)
+
+
+def _mask(window: int | None) -> Mask:
+    return CAUSAL if window is None else Window(window - 1)
+
+
+def _is_readable(allocator: Any, window: int | None) -> bool:
+    """Whether the kernels can read the pages."""
+    page = allocator.tokens_per_page
+    return window is None and allocator.supports_block_table and page >= 16 and not page & (page - 1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(1, H, tokens, D) -> (tokens, H, D)"""
+    return x[0].transpose(0, 1)
+
+
+# In place
+
+
+def _planned(batch: Batch, page: int) -> Plan:
+    sequences = [
+        Sequence(q0, q1 - q0, k1 - k0, batch.read[k0:k1:page] // page)
+        for (q0, q1), (k0, k1) in zip(_pairs(batch.borders_q), _pairs(batch.borders_k), strict=True)
+        if q1 > q0
+    ]
+    single = [s for s in sequences if s.Lq == 1]
+    integers = partial(torch.tensor, dtype=torch.int64, device=batch.read.device)
+    return Plan(
+        rows=None if len(single) == len(sequences) else integers([s.start for s in single]),
+        table=pad_sequence([s.pages.int() for s in single], batch_first=True) if single else integers([]),
+        last=integers([s.Lk - 1 for s in single]),
+        longest=max((s.Lk for s in single), default=0),
+        others=[s for s in sequences if s.Lq > 1],
+    )
+
+
+def _pairs(borders: Tensor) -> list[tuple[int, int]]:
+    return list(pairwise(borders.tolist()))
+
+
+def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: Plan, options: dict[str, Any]) -> Tensor:
+    k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
+    page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
+    pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
+    if plan.rows is None:
+        return _last(qkv[0], pages, plan, options)
+    q = qkv[0]
+    out = q.new_empty(1, q.shape[2], q.shape[1], sizes[1]).transpose(1, 2)
+    if len(plan.rows):
+        out[:, :, plan.rows] = _last(q[:, :, plan.rows], pages, plan, options)
+    for sequence in plan.others:
+        place = slice(sequence.start, sequence.start + sequence.Lq)
+        out[:, :, place] = _one(sequence, pages, tuple(x[:, :, place] for x in qkv), options)
+    return out
+
+
+def _last(q: Tensor, pages: Stored, plan: Plan, options: dict[str, Any]) -> Tensor:
+    """q (1, Hq, n, D): the last tokens of n sequences, as a batch."""
+    out: Any = attend_stored(q.transpose(0, 2), pages, mask=CAUSAL, offset=plan.last, **options)
+    joined: Tensor = out.transpose(0, 2)
+    return joined
+
+
+def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+    if sequence.Lk == sequence.Lq:
+        return attention(*qkv, mask=CAUSAL, **options)
+    own = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
+    return attend_stored(qkv[0], own, mask=CAUSAL, **options)
+
+
+# Collected
+
+
+def _gathered(
+    allocator: Any, layer: int, qkv: Qkv, batch: Batch, window: int | None, options: dict[str, Any]
+) -> Tensor:
+    q, k, v = (_tokens(x) for x in qkv)
+    k, v = allocator.update(k, v, layer, batch.read, batch.write)
+    alone = int(batch.borders_q.diff().max()) == 1  # then a query sees all keys of its sequence
+    mask = None if alone else _mask(window)
+    out: Tensor = varlen_attention(q, k, v, batch.borders_q, batch.borders_k, mask=mask, **options)
+    return out.transpose(0, 1)[None]

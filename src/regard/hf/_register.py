@@ -1,0 +1,40 @@
+"""The name `regard` in the tables of Transformers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from ._attention import NAME, attention_forward
+from ._masks import mask_tensor
+
+
+def register() -> None:
+    """Make `attn_implementation="regard"` known to Transformers, for models loaded before or after.
+
+    Example:
+        >>> regard.hf.register()
+        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="regard")
+    """
+    for name in (NAME, f"paged|{NAME}"):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, mask_tensor)
+    _admit_to_continuous_batching()
+
+
+def _admit_to_continuous_batching() -> None:
+    """Its manager has a list of names in the code of a method, which refuses all others."""
+    refuse = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    if getattr(refuse, "_admits", None) == NAME:
+        return
+
+    @functools.wraps(refuse)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            refuse(self, model, *args, **kwargs)
+
+    switch._admits = NAME  # type: ignore[attr-defined]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]

@@ -1,0 +1,79 @@
+"""Tensors that carry what they stand for through code that knows nothing of it.
+
+Transformers hands a mask from the mask function to the attention function, and keys and values from the cache
+to the attention function, through the code of several hundred models. Some of it looks at shape and dtype, a
+little of it computes. A stand-in has the shape and dtype of the dense tensor and no memory; the first
+operation on it makes the dense tensor, so whoever does not know it is right, only slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from .._stored import Stored
+from ..masks import Mask
+
+
+class StandIn(Tensor):
+    """A tensor whose content is made when an operation asks for it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], StandIn):
+            raise RuntimeError(
+                f"{type(args[0]).__name__} stands for a tensor and cannot be changed in place ({func}); "
+                "change a clone of it"
+            )
+        args, kwargs = tree.tree_map_only(StandIn, lambda x: x.dense(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class MaskTensor(StandIn):
+    """A mask (B, 1, Lq, Lk), True = may attend, that the kernels take as a value."""
+
+    mask: Mask | None  # None: every query sees every key
+    offset: int
+
+    @staticmethod
+    def __new__(
+        cls: Any, mask: Mask | None, offset: int, shape: tuple[int, ...], device: torch.device | str
+    ) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        made.mask, made.offset = mask, offset
+        return made
+
+    def dense(self) -> Tensor:
+        B, _, Lq, Lk = self.shape
+        if self.mask is None:
+            return torch.ones(B, 1, Lq, Lk, dtype=torch.bool, device=self.device)
+        return self.mask.to_dense(Lq, Lk, self.offset).expand(B, 1, Lq, Lk)
+
+
+class Kept(StandIn):
+    """The keys (B, Hkv, Lk, D) or values of a cache that the kernels read as they are stored."""
+
+    stored: Stored
+    which: int  # 0: keys, 1: values
+
+    @staticmethod
+    def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
+        source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
+        shape = (*source.shape[:2], stored.length, size)
+        strides = source.stride() if source.dtype is dtype else None  # numbers are used as they lie
+        made = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
+        made.stored, made.which = stored, which
+        return made
+
+    def dense(self) -> Tensor:
+        return self.stored.dense(self.dtype)[self.which].to(self.dtype)

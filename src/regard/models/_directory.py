@@ -1,0 +1,77 @@
+"""Directories with models of transformers: only data is read from them, and nothing outside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ._json import read_json
+
+CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
+# Names that would choose code or files: classes from a repository, kernels from the hub, weights elsewhere.
+CHOOSING = re.compile(
+    r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
+)
+INDEX = "model.safetensors.index.json"
+
+
+def checked(path: Path) -> Path:
+    """`path`, if it holds a configuration that names no code, and weights in sound safetensors files."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model: expected a directory with a config.json, got {path}")
+    if (path / "adapter_config.json").exists():
+        raise ValueError(f"model: expected a whole model, got {path}, which is an adapter to another one")
+    for name in CONFIGURATIONS:
+        if (path / name).exists():
+            _check_names(read_json(path / name), name)
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"model: expected weights in safetensors files, got {path} with {_files(path)}")
+    for file in weights:
+        _check_weights(file)
+    if (path / INDEX).exists():
+        _check_index(read_json(path / INDEX), {file.name for file in weights})
+    return path
+
+
+def _files(path: Path) -> str:
+    return ", ".join(sorted(file.name for file in path.iterdir()))
+
+
+def _check_names(config: dict[str, Any], file: str) -> None:
+    """Nothing in the file, at any depth, says which code to run or where weights are. A null says nothing."""
+    for name, value in _items(config):
+        if value is not None and CHOOSING.fullmatch(name):
+            raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, dict):
+            yield from inner.items()
+            waiting.extend(inner.values())
+        elif isinstance(inner, list):
+            waiting.extend(inner)
+
+
+def _check_index(index: dict[str, Any], names: set[str]) -> None:
+    """Weights in several files are those that were checked."""
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(type(x) is str and x in names for x in listed.values()):
+        raise ValueError(
+            f"{INDEX}: expected a weight_map to the safetensors files beside it, got {listed!r:.200}"
+        )
+
+
+def _check_weights(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file.name}: expected a sound safetensors file: {error}") from None

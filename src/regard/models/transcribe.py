@@ -1,0 +1,160 @@
+"""Speech to text with Whisper, and which moment each word was read from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .whisper import Whisper
+
+RATE = 16000
+WINDOW = 30 * RATE  # samples that the encoder sees
+FRAME = 320  # samples for each position of the encoder
+SMOOTHED = 7  # frames in the median filter
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Text that was heard between two moments, in seconds."""
+
+    start: float
+    end: float
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Where the decoder looked while it wrote."""
+
+    words: tuple[Word, ...]
+    weights: Tensor  # (words, frames): the share of a word's attention
+    start: float  # of the first frame, in seconds
+
+
+def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Segment]:
+    """Segments of speech in samples (L,), 16,000 a second. More than 30 seconds are read window by window."""
+    if not len(samples):
+        raise ValueError("samples: expected some sound, got none")
+    is_long = len(samples) > WINDOW
+    with torch.inference_mode():
+        found = whisper.model.generate(
+            **_features(samples, whole=is_long),
+            num_beams=beams,
+            return_timestamps=is_long,
+            return_segments=is_long,
+        )
+    if not is_long:
+        return [_segment(whisper, 0.0, len(samples) / RATE, found[0].tolist())]
+    return [
+        _segment(whisper, float(part["start"]), float(part["end"]), part["tokens"].tolist())
+        for part in found["segments"][0]
+    ]
+
+
+def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
+    """The log-mel spectrum: of the first 30 seconds with silence behind, or of all."""
+    from transformers import WhisperFeatureExtractor
+
+    padding: dict[str, Any] = {"truncation": False, "padding": "longest"} if whole else {}
+    extract = WhisperFeatureExtractor()  # type: ignore[no-untyped-call]
+    features = extract(
+        samples.numpy(), sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **padding
+    )
+    return {"input_features": features["input_features"], "attention_mask": features["attention_mask"]}
+
+
+def _segment(whisper: Whisper, start: float, end: float, tokens: list[int]) -> Segment:
+    first_special = whisper.model.generation_config.eos_token_id
+    spoken = tuple(token for token in tokens if token < first_special)
+    return Segment(start, end, spoken, whisper.tokenizer.decode(list(spoken)))
+
+
+def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
+    """The words of a segment and their times, from the exact cross attention of the alignment heads.
+
+    The cheapest path through the weights that never goes back in time gives each token its frames.
+    """
+    heard = samples[round(segment.start * RATE) : round(segment.end * RATE)]
+    groups = _words(whisper, segment.tokens)
+    if not groups:
+        return Alignment((), torch.zeros(0, 0), segment.start)
+    weights = _cross_attention(whisper, heard, segment.tokens)
+    first = _first_frames(_sharpened(weights).mean(0))
+    times = segment.start + np.array(first) * (FRAME / RATE)
+    ends = np.cumsum([len(group) for group in groups])
+    starts = ends - [len(group) for group in groups]
+    words = tuple(
+        Word(whisper.tokenizer.decode(group).strip(), float(times[a]), float(times[b]))
+        for group, a, b in zip(groups, starts, ends, strict=True)
+    )
+    shares = torch.stack([weights[:, a:b].mean((0, 1)) for a, b in zip(starts, ends, strict=True)])
+    return Alignment(words, shares, segment.start)
+
+
+def _words(whisper: Whisper, tokens: tuple[int, ...]) -> list[list[int]]:
+    """Tokens by word: a word begins with a space."""
+    groups: list[list[int]] = []
+    for token in tokens:
+        if groups and not (whisper.tokenizer.id_to_token(token) or "").startswith("Ġ"):
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups
+
+
+def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    """Weights (heads, tokens + 1, frames) of the alignment heads; the last row is that of the end."""
+    special = whisper.model.generation_config
+    before = [special.decoder_start_token_id, special.no_timestamps_token_id]
+    ids = torch.tensor([[*before, *tokens]])
+    features = _features(heard, whole=False)["input_features"]
+    with torch.inference_mode():
+        encoded = whisper.model.model.encoder(features)
+        out = whisper.model(encoder_outputs=encoded, decoder_input_ids=ids, output_attentions=True)
+    layers = out.cross_attentions  # each (1, H, T, frames)
+    if not layers or layers[0] is None:
+        name = whisper.model.config._attn_implementation
+        raise ValueError(f"whisper: expected attention regard or eager, which give weights, got {name}")
+    rows = torch.stack([layers[layer][0, head] for layer, head in whisper.alignment_heads])
+    # The row that reads a token writes the next one.
+    return rows[:, len(before) - 1 :, : max(1, -(-len(heard) // FRAME))]
+
+
+def _sharpened(weights: Tensor) -> Tensor:
+    """Each frame compared with what other tokens give it, and smoothed over time, as Whisper's authors do."""
+    spread, mean = torch.std_mean(weights, -2, keepdim=True, correction=0)
+    scores = (weights - mean) / spread.clamp_min(1e-12)
+    around = SMOOTHED // 2
+    if scores.shape[-1] <= around:
+        return scores
+    padded = torch.nn.functional.pad(scores, (around, around), mode="reflect")
+    return padded.unfold(-1, SMOOTHED, 1).median(-1).values
+
+
+def _first_frames(scores: Tensor) -> list[int]:
+    """For scores (rows, frames), the first frame of each row on the best path from corner to corner."""
+    rows, frames = scores.shape
+    gain = scores.double().numpy()
+    total = np.full((rows + 1, frames + 1), -np.inf)
+    total[0, 0] = 0
+    for i in range(rows):
+        for j in range(frames):
+            total[i + 1, j + 1] = gain[i, j] + max(total[i, j], total[i, j + 1], total[i + 1, j])
+    first = [0] * rows
+    i, j = rows, frames
+    while i > 0 and j > 0:
+        first[i - 1] = j - 1
+        i, j = max(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda place: total[place])
+    return first
