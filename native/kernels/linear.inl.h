@@ -1,5 +1,6 @@
-// Linear attention: chunks of tokens, one after the other. Within a chunk tokens meet in pairs; before it
-// there is the state. Matrices lie in slices of P columns, filled up with zeros: slices[column / P][row][P].
+// Linear attention: chunks of tokens, one after the other. Within a chunk
+// tokens meet in pairs; before it there is the state. Matrices lie in slices of
+// P columns, filled up with zeros: slices[column / P][row][P].
 #pragma once
 #include "arena.inl.h"
 #include "gemm.inl.h"
@@ -7,11 +8,6 @@
 #include "pack.inl.h"
 
 namespace {
-
-template <class V>
-constexpr int64_t slice_columns(int64_t columns) {
-  return round_up(columns, kPanel<V>);
-}
 
 template <class V>
 inline typename V::Scalar dot(const typename V::Scalar* a, const typename V::Scalar* b, int64_t n) {
@@ -37,8 +33,8 @@ inline void add_scaled(typename V::Scalar* x, const typename V::Scalar* y, int64
     Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
 }
 
-// Tokens in the caller's layout and dtype: n rows from (batch, head, token) on. Everything else knows the
-// compute type alone, and is compiled once for it.
+// Tokens in the caller's layout and dtype: n rows from (batch, head, token) on.
+// Everything else knows the compute type alone, and is compiled once for it.
 template <class V>
 struct TokenAccess {
   using T = typename V::Scalar;
@@ -89,8 +85,9 @@ struct LinearChunk {
   const int64_t group, tokens;
   int64_t at = 0, n = 0;  // the chunk: tokens at ... at + n - 1
 
-  // What is left of token j's share at token i: pairs[i][j]; of the state at token i: since[i]; of token j's
-  // share at the end: until[j]; of the state: whole. Without decay all are 1.
+  // What is left of token j's share at token i: pairs[i][j]; of the state at
+  // token i: since[i]; of token j's share at the end: until[j]; of the state:
+  // whole. Without decay all are 1.
   T *factors, *pairs, *since, *until, *beta, *ones;
   T whole = 1;
 
@@ -101,8 +98,8 @@ struct LinearChunk {
         call(*t.call),
         D(spec.D),
         Dv(spec.Dv),
-        Dp(slice_columns<V>(D)),
-        Vp(slice_columns<V>(Dv)),
+        Dp(round_up(D, P)),
+        Vp(round_up(Dv, P)),
         head(t.batch * spec.Hkv + t.kv_head),
         group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
         tokens(call.lengths ? call.lengths[t.batch] : spec.L) {
@@ -154,8 +151,8 @@ struct LinearChunk {
       for (int64_t i = 0; i < n; ++i) beta[i] = shifted(call.beta, head * spec.L + at)[i];
   }
 
-  // Row i is row i - 1 times the factor of token i: no quotient that could overflow, and no token knows a
-  // later one. What would be denormal is 0.
+  // Row i is row i - 1 times the factor of token i: no quotient that could
+  // overflow, and no token knows a later one. What would be denormal is 0.
   void load_decay(const T* log_decay) {
     for (int64_t i = 0; i < C; ++i) factors[i] = i < n ? log_decay[i] : 0;
     for (int64_t i = 0; i < C; i += V::N)
@@ -184,7 +181,8 @@ struct LinearChunk {
     for (int64_t i = 0; i < n; ++i) scale<V>(rows + i * ld, ld, factor[i]);
   }
 
-  // products[i][j] = rows_i . panel_j for j <= i (and what else is in the tile), times `decay` where given.
+  // products[i][j] = rows_i . panel_j for j <= i (and what else is in the
+  // tile), times `decay` where given.
   void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
     for (int64_t j = 0; j < n; j += P)
       tiles(n - j, [&](auto count, int64_t t) {
@@ -199,7 +197,16 @@ struct LinearChunk {
       });
   }
 
-  // sum_r += weights[t + r][j] * slice[j] over j up to t + r, or with Strict below it.
+  // One over the sum of each row's weights; 0 where there is none.
+  void find_divisors(const T* queries, const T* sum, const T* weights, T* divisor) const {
+    for (int64_t i = 0; i < n; ++i) {
+      const T total = since[i] * dot<V>(queries + i * Dp, sum, D) + dot<V>(weights + i * C, ones, i + 1);
+      divisor[i] = total == 0 ? 0 : 1 / total;
+    }
+  }
+
+  // sum_r += weights[t + r][j] * slice[j] over j up to t + r, or with Strict
+  // below it.
   template <int R, bool Strict>
   static REGARD_INLINE void add_lower(const T* weights, const T* slice, int64_t t, V (&sum)[R][2]) {
     multiply_add<V, R, true>(weights + t * C, C, slice, t, sum);
@@ -244,8 +251,8 @@ REGARD_INLINE void load_tile(const typename V::Scalar* source, V (&sum)[R][2]) {
   }
 }
 
-// target[rows][columns] = factor * before + left^T * right, in slices: `left` is [n][ld], `right` [n][P]
-// slices of kLinearChunk rows.
+// target[rows][columns] = factor * before + left^T * right, in slices: `left`
+// is [n][ld], `right` [n][P] slices of kLinearChunk rows.
 template <class V>
 void add_outer(const typename V::Scalar* left, int64_t ld, int64_t rows, const typename V::Scalar* right,
                int64_t columns, int64_t n, typename V::Scalar factor, const typename V::Scalar* before,
@@ -273,7 +280,8 @@ struct LinearForward : LinearChunk<V> {
 
   T *state, *sum;                  // slices of D rows; (Dp)
   T *keys, *key_panels, *queries;  // [C][Dp], [C / P][D][P], [C][Dp]
-  T *rows, *values, *result;       // [C][Vp]; slices: values, or what the delta rule makes of them; results
+  T *rows, *values, *result;       // [C][Vp]; slices: values, or what the delta rule
+                                   // makes of them; results
   T *weights, *divisor;            // [C][C]
 
   LinearForward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena) : Base(t, a, arena) {
@@ -310,7 +318,8 @@ struct LinearForward : LinearChunk<V> {
     this->slice_rows(rows, Vp, Dv, ones, values);
   }
 
-  // The delta rule: a value becomes beta times its error, what the state does not yet hold of it.
+  // The delta rule: a value becomes beta times its error, what the state does
+  // not yet hold of it.
   void replace_values() {
     this->score(keys, Dp, D, key_panels, call.log_decay ? pairs : nullptr, weights);
     for (int64_t c = 0; c < Vp; c += P)
@@ -334,18 +343,11 @@ struct LinearForward : LinearChunk<V> {
       unpack_slices<V>(result, C, n, Dv, T(1), shifted(call.errors, (head * spec.L + at) * Dv), Dv, 1);
   }
 
-  void find_divisors() {
-    for (int64_t i = 0; i < n; ++i) {
-      const T total = since[i] * dot<V>(queries + i * Dp, sum, D) + dot<V>(weights + i * C, ones, i + 1);
-      divisor[i] = total == 0 ? 0 : 1 / total;
-    }
-  }
-
   void look(int64_t h) {
     this->load(call.q, spec.q, h, D, Dp, queries);
     scale<V>(queries, n * Dp, static_cast<T>(spec.scale));
     this->score(queries, Dp, D, key_panels, call.log_decay ? pairs : nullptr, weights);
-    if (spec.normalize) find_divisors();
+    if (spec.normalize) this->find_divisors(queries, sum, weights, divisor);
     for (int64_t c = 0; c < Vp; c += P)
       tiles(n, [&](auto count, int64_t t) {
         V found[count.value][2];
@@ -366,8 +368,69 @@ struct LinearForward : LinearChunk<V> {
     for (int64_t i = 0; i < n; ++i) add_scaled<V>(sum, keys + i * Dp, Dp, 1);
   }
 
+  // sums = the sum of x[d] * S[d], `Count` vectors of columns.
+  template <int Count>
+  void combine_columns(const T* x, const T* S, T* sums) const {
+    V total[Count];
+    for (int i = 0; i < Count; ++i) total[i] = Lanes<V>::zero();
+    for (int64_t d = 0; d < D; ++d)
+#pragma GCC unroll 4
+      for (int i = 0; i < Count; ++i)
+        total[i] = fma(Lanes<V>::set(x[d]), Lanes<V>::load(S + d * Dv + i * V::N), total[i]);
+    for (int i = 0; i < Count; ++i) Lanes<V>::store(sums + i * V::N, total[i]);
+  }
+
+  void combine(const T* x, const T* S, T* sums) const {
+    int64_t c = 0;
+    for (; c + 4 * V::N <= Dv; c += 4 * V::N) combine_columns<4>(x, S + c, sums + c);
+    for (; c + V::N <= Dv; c += V::N) combine_columns<1>(x, S + c, sums + c);
+    for (; c < Dv; ++c) {
+      sums[c] = 0;
+      for (int64_t d = 0; d < D; ++d) sums[c] += x[d] * S[d * Dv + c];
+    }
+  }
+
+  // S_end = whole * S + k u^T, where they lie.
+  void learn_one(const T* S, T* S_end, const T* u) const {
+    for (int64_t d = 0; d < D; ++d, S += Dv, S_end += Dv) {
+      const V k = Lanes<V>::set(keys[d]), left = Lanes<V>::set(whole);
+      int64_t c = 0;
+      for (; c + V::N <= Dv; c += V::N)
+        Lanes<V>::store(S_end + c, fma(k, Lanes<V>::load(u + c), Lanes<V>::load(S + c) * left));
+      for (; c < Dv; ++c) S_end[c] = S[c] * whole + keys[d] * u[c];
+    }
+  }
+
+  // One token, as in decoding: the state is not even copied.
+  void step() {
+    this->go_to(0);
+    this->load(call.k, spec.k, task.kv_head, D, Dp, keys);
+    this->load(call.v, spec.v, task.kv_head, Dv, Vp, rows);
+    const T* S = shifted(call.S, head * D * Dv);
+    T* S_end = shifted(call.S_end, head * D * Dv);
+    if (call.beta) {
+      combine(keys, S, result);
+      for (int64_t c = 0; c < Dv; ++c) rows[c] = beta[0] * (rows[c] - whole * result[c]);
+    }
+    learn_one(S, S_end, rows);
+    for (int64_t i = 0; spec.normalize && i < D; ++i)
+      shifted(call.z_end, head * D)[i] = sum[i] = whole * shifted(call.z, head * D)[i] + keys[i];
+    for (int64_t g = 0; g < group; ++g) look_once(task.kv_head * group + g, S_end);
+  }
+
+  void look_once(int64_t h, const T* S_end) {
+    this->load(call.q, spec.q, h, D, Dp, queries);
+    const T factor = static_cast<T>(spec.scale),
+            total = spec.normalize ? dot<V>(queries, sum, D) * factor : 1;
+    divisor[0] = total == 0 ? 0 : factor / total;
+    combine(queries, S_end, rows);
+    this->slice_rows(rows, Vp, Dv, divisor, result);
+    this->store(result, 1, Dv, call.out, spec.out, h);
+  }
+
   void run() {
     this->start();
+    if (spec.L == 1 && tokens == 1 && call.S && !call.S_kept) return step();
     load_state();
     const int64_t segment = C * kLinearSegment, segments = (spec.L + segment - 1) / segment;
     for (int64_t token = 0; token < tokens; token += C) {

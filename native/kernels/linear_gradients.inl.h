@@ -1,5 +1,6 @@
-// Linear attention, backward: chunks from the last to the first. The states before the chunks of a segment
-// are computed anew from the one that forward kept.
+// Linear attention, backward: chunks from the last to the first. The states
+// before the chunks of a segment are computed anew from the one that forward
+// kept.
 #pragma once
 #include "linear.inl.h"
 
@@ -13,16 +14,18 @@ struct LinearBackward : LinearChunk<V> {
   using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
   using Base::pairs, Base::since, Base::until, Base::whole, Base::beta, Base::ones;
 
-  // Tokens as the left side of products, [C][width], and as the right side: over tokens (slices) or over
-  // columns (panels, tokens in the lanes).
+  // Tokens as the left side of products, [C][width], and as the right side:
+  // over tokens (slices) or over columns (panels, tokens in the lanes).
   struct Tokens {
     T *rows, *slices, *panels;
   };
 
   const LinearGradients& grads;
-  T *states, *sums;                    // of each chunk of a segment: S^T in slices of Dv rows, and z
-  T *dS, *dS_turned, *dz;              // slices of D rows, of Dv rows; (Dp)
-  Tokens key, value, query, out;       // `value`: u; `out`: the gradient of what was looked up
+  T *states,
+      *sums;               // of each chunk of a segment: S^T in slices of Dv rows, and z
+  T *dS, *dS_turned, *dz;  // slices of D rows, of Dv rows; (Dp)
+  Tokens key, value, query,
+      out;                             // `value`: u; `out`: the gradient of what was looked up
   T *errors, *dquery, *dkey, *dvalue;  // slices
   T *weights, *dweights, *divisor, *dtotal, *columns;
   double* dlog;  // differences of the gradient of log_decay, (C + 1)
@@ -100,7 +103,8 @@ struct LinearBackward : LinearChunk<V> {
       });
   }
 
-  // slices_j += the sum of w[i][j] * right_i over i from j on, or with Strict above it.
+  // slices_j += the sum of w[i][j] * right_i over i from j on, or with Strict
+  // above it.
   template <bool Strict>
   void add_later(const T* w, const T* right, int64_t columns, T* slices) const {
     for (int64_t c = 0; c < columns; c += P)
@@ -140,7 +144,8 @@ struct LinearBackward : LinearChunk<V> {
     return sum;
   }
 
-  // What the end of the chunk says to its keys and values, and what passes through to the state before it.
+  // What the end of the chunk says to its keys and values, and what passes
+  // through to the state before it.
   void open(const T* S_now, const T* z_now) {
     for (int64_t c = 0; c < Vp; c += P) turn(dS + c * D, P, c + P <= Dv ? P : Dv - c, dS_turned + c * P);
     through_state(value.rows, Vp, Dv, dS_turned, Dp, spec.normalize ? dz : nullptr, dkey, until);
@@ -154,7 +159,8 @@ struct LinearBackward : LinearChunk<V> {
     scale<V>(dz, Dp, whole);
   }
 
-  // dtotal: the gradient of the sum that rows were divided by; it adds to that of every weight.
+  // dtotal: the gradient of the sum that rows were divided by; it adds to that
+  // of every weight.
   void through_divisor(const T* z_now) {
     for (int64_t i = 0; i < n; ++i) {
       T* row = dweights + i * C;
@@ -166,8 +172,8 @@ struct LinearBackward : LinearChunk<V> {
     }
   }
 
-  // A pair's share of the gradient of log_decay goes to the tokens between; its row and its column hold the
-  // two ends.
+  // A pair's share of the gradient of log_decay goes to the tokens between; its
+  // row and its column hold the two ends.
   void add_logs(const Tokens& x) {
     for (int64_t i = 0; i < C; ++i) columns[i] = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -184,8 +190,9 @@ struct LinearBackward : LinearChunk<V> {
     for (int64_t j = 0; j < n; ++j) dlog[j + 1] += columns[j];
   }
 
-  // The gradient of looking up x in the tokens up to its own, or with Strict before it: `out` says how the
-  // results should change, `weights` holds x . k. Gives dquery, and adds to dkey and dS.
+  // The gradient of looking up x in the tokens up to its own, or with Strict
+  // before it: `out` says how the results should change, `weights` holds x . k.
+  // Gives dquery, and adds to dkey and dS.
   template <bool Strict>
   void look_back(const Tokens& x, const T* S_now, const T* z_now) {
     const bool divided = spec.normalize && !Strict;
@@ -204,13 +211,6 @@ struct LinearBackward : LinearChunk<V> {
     for (int64_t i = 0; divided && i < n; ++i) add_scaled<V>(dz, x.rows + i * Dp, Dp, dtotal[i]);
   }
 
-  void find_divisors(const T* z_now) {
-    for (int64_t i = 0; i < n; ++i) {
-      const T total = since[i] * dot<V>(query.rows + i * Dp, z_now, D) + dot<V>(weights + i * C, ones, i + 1);
-      divisor[i] = total == 0 ? 0 : 1 / total;
-    }
-  }
-
   void query_head(int64_t h, const T* S_now, const T* z_now) {
     this->load(call.q, spec.q, h, D, Dp, query.rows);
     scale<V>(query.rows, n * Dp, static_cast<T>(spec.scale));
@@ -218,7 +218,7 @@ struct LinearBackward : LinearChunk<V> {
     this->score(query.rows, Dp, D, key.panels, decay(), weights);
     this->load(grads.dout, grads.dout_stride, h, Dv, Vp, out.rows);
     if (spec.normalize) {
-      find_divisors(z_now);
+      this->find_divisors(query.rows, z_now, weights, divisor);
       this->scale_rows(out.rows, Vp, divisor);
     }
     this->slice_rows(out.rows, Vp, Dv, ones, out.slices);
@@ -227,8 +227,9 @@ struct LinearBackward : LinearChunk<V> {
     this->store(dquery, static_cast<T>(spec.scale), D, grads.dq, grads.dq_stride, h);
   }
 
-  // The delta rule backward: the errors' gradients, from the last token to the first, since each error is
-  // felt by the later ones; then, since an error is v less what k looks up, a look-up's gradient.
+  // The delta rule backward: the errors' gradients, from the last token to the
+  // first, since each error is felt by the later ones; then, since an error is
+  // v less what k looks up, a look-up's gradient.
   void through_errors(const T* S_now, const T* z_now) {
     this->score(key.rows, Dp, D, key.panels, decay(), weights);
     for (int64_t c = 0; c < Vp; c += P)
