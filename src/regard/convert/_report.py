@@ -172,7 +172,9 @@ def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Er
 def output_error(before: Module, after: Module, x: Tensor) -> float:
     with evaluating(before, after):
         out = before(x).double()
-        return _relative((after(x) - out).square().sum(), out.square().sum())
+        # By token first, as `compare` sums: the same error is the same number.
+        error, size = (y.square().sum(-1).sum() for y in (after(x) - out, out))
+        return _relative(error, size)
 
 
 @torch.no_grad()
