@@ -47,11 +47,16 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Append; all that the new tokens' queries may see, as tensors (B, Hkv, Lk, D)."""
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()
+            return self._update_outside(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.held is None:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(k, v)
         held: Any = self.held
-        return self._kept(held.extend(key_states.to(held.dtype), value_states.to(held.dtype)))
+        return self._kept(held.extend(k.to(held.dtype), v.to(held.dtype)))
+
+    _update_outside = torch.compiler.disable(_update)  # a compiler cannot make stand-ins
 
     def _kept(self, stored: Any) -> tuple[Tensor, Tensor]:
         return Kept(stored, 0, self.outer), Kept(stored, 1, self.outer)
