@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe
+from .._arguments import count, describe, probability
 from .._problem import Trio
 from ._state import Whole
-from .attention import probability, _share
+from .attention import _share
 
 
 class Projected(Whole):
@@ -26,7 +26,7 @@ class Projected(Whole):
         super().__init__()
         self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
         self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
-        self.dropout = probability(dropout)
+        self.dropout = probability("dropout", dropout)
         inner = heads * self.head_dim
         self.query, self.key, self.value = (nn.Linear(d_model, inner, bias, **made) for _ in range(3))
         self.out = nn.Linear(inner, d_model, **made) if out else nn.Identity()
