@@ -21,7 +21,7 @@ from ._problem import Problem, Spec, is_followed
 FeatureMap = Callable[[Tensor], Tensor]
 FEATURE_MAPS: dict[str, FeatureMap] = {
     "identity": lambda x: x,
-    "elu+1": lambda x: F.elu(x) + 1,
+    "elu+1": lambda x: F.elu(x).add_(1),
     "relu": F.relu,
     "exp": torch.exp,
     "softmax": lambda x: x.softmax(-1),
