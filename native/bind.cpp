@@ -56,9 +56,11 @@ class Attention {
     run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
   }
 
-  // where: q, k, v, out, lse, offset, Lk, scales of K, scales of V, table, its stride
+  // where: q, k, v, out, lse, offset, Lk, scales of K, scales of V, table, its stride; then, if the last
+  // token is to be written first, the numbers of unpack_token
   void decode(const Ints& where, const Ints& extras, const Ints& tensors) const {
-    if (where.size() != 11) throw nb::value_error("expected 11 numbers");
+    const bool writes = where.size() == 11 + kTokenNumbers;
+    if (where.size() != 11 && !writes) throw nb::value_error("expected 11 numbers, or those of a token more");
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
     Call call{};
     set(call, where[0], where[1], where[2], where[3], where[4], where[5]);
@@ -67,6 +69,10 @@ class Attention {
     call.table = pointer<const int32_t>(where[9]), call.table_stride = where[10];
     Spec spec = spec_;
     spec.Lk = where[6];
+    if (writes) {
+      const Write token = unpack_token(spec, call, where.data() + 11);
+      run([&] { return regard::write(token, Ints(spec.B, spec.Lk - 1), Ints(spec.B, 1)); });
+    }
     run([&] { return regard::decode(spec, call, code_, {signal_pending}); });
   }
 

@@ -28,14 +28,22 @@ class Linear {
     scratch_.resize(workers());
     for (size_t i = 0; i < scratch_.size(); ++i)
       if (!(scratch_[i] = scratch(static_cast<int>(i), bytes))) return Outcome::kOutOfMemory;
-    if (!grads_)
-      ask_for_large_pages(call_.out, spec_.B * spec_.Hq * spec_.L * spec_.Dv * item_bytes(spec_.dtype));
+    ask_for_pages();
     parallel(static_cast<int>(scratch_.size()), work, this);
     return stopper_.outcome();
   }
 
  private:
   int64_t tasks() const { return spec_.B * spec_.Hkv; }
+
+  // What is about to be written. Gradients are contiguous.
+  void ask_for_pages() const {
+    const int64_t tokens = spec_.B * spec_.L * item_bytes(spec_.dtype);
+    if (!grads_) return ask_for_large_pages(call_.out, tokens * spec_.Hq * spec_.Dv);
+    ask_for_large_pages(grads_->dq, tokens * spec_.Hq * spec_.D);
+    ask_for_large_pages(grads_->dk, tokens * spec_.Hkv * spec_.D);
+    ask_for_large_pages(grads_->dv, tokens * spec_.Hkv * spec_.Dv);
+  }
 
   int workers() const {
     const double pairs = static_cast<double>(spec_.B * (spec_.Hq + spec_.Hkv) * spec_.L);

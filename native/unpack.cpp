@@ -54,6 +54,24 @@ Write unpack_write(const Ints& numbers) {
   return w;
 }
 
+Write unpack_token(const Spec& spec, const Call& call, const int64_t* n) {
+  Write w{spec.dtype, spec.store, spec.B, spec.Hkv, call.table, call.table_stride, spec.page, spec.pages, {}};
+  const auto add = [&](const int64_t* at, const void* target, const Strides& to, const void* scales,
+                       const Strides& scale, int64_t width) {
+    if (at[0])
+      w.sides.push_back({pointer<const void>(at[0]),
+                         {at[1], at[2], 0, at[3]},
+                         const_cast<void*>(target),
+                         to,
+                         const_cast<void*>(scales),
+                         scale,
+                         width});
+  };
+  add(n, call.k, spec.k, call.k_scale, spec.k_scale, spec.D);
+  add(n + 4, call.v, spec.v, call.v_scale, spec.v_scale, spec.Dv);
+  return w;
+}
+
 Gradients unpack_gradients(const int64_t* n) {
   Gradients g{};
   g.out = pointer<const void>(n[0]), g.rest = pointer<const void>(n[1]), g.dout = pointer<const void>(n[2]);

@@ -34,6 +34,11 @@ Gradients unpack_gradients(const int64_t* numbers);
 constexpr size_t kWriteNumbers = 8, kSideNumbers = 16;
 Write unpack_write(const Ints& numbers);
 
+// The last token of a call over stored keys, which is still to be written: the addresses of its key and value
+// (0: none), each with its strides along samples, heads and channels.
+constexpr size_t kTokenNumbers = 8;
+Write unpack_token(const Spec& spec, const Call& call, const int64_t* numbers);
+
 // dtype, B, Hq, Hkv, L, D, Dv, normalize, four strides each of q, k, v and out
 constexpr size_t kLinearSpecNumbers = 24;
 LinearSpec unpack_linear_spec(const int64_t* numbers);

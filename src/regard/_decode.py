@@ -13,7 +13,7 @@ from . import _native
 from ._attention import attention
 from ._dispatch import choose
 from ._problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, is_watched, make
-from ._stored import Stored
+from ._stored import New, Stored
 from .masks import Mask
 
 _ready: dict[tuple[Any, ...], _native.StoredCall] = {}
@@ -31,17 +31,22 @@ def attend_stored(
     sink: Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
+    new: New | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D).
 
     With few query rows the native kernel reads the store itself. Then a repeated call skips the checks,
-    though the length, the offset and the data may have changed.
+    though the length, the offset and the data may have changed. A token `new`, checked by the caller, is
+    written first: it is the last of the stored ones.
     """
     key = _key(q, stored, mask, offset, bias, scale, softcap, sink, return_lse, impl)
     ready = _ready.get(key) if key is not None else None
     if ready is not None:
-        out, lse = _again(ready, q, stored, offset, sink)
+        out, lse = _again(ready, q, stored, offset, sink, new)
         return out if lse is None else (out, lse)
+    if new is not None:
+        B = new[0].shape[0]
+        write_stored(stored, (stored.length - 1,) * B, (1,) * B, *new)
     options: dict[str, Any] = {
         "mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink,
         "return_lse": return_lse,
@@ -113,7 +118,12 @@ def _is_simple(offset: object) -> bool:
 
 
 def _again(
-    ready: _native.StoredCall, q: Tensor, stored: Stored, offset: int | Tensor | None, sink: Tensor | None
+    ready: _native.StoredCall,
+    q: Tensor,
+    stored: Stored,
+    offset: int | Tensor | None,
+    sink: Tensor | None,
+    new: New | None,
 ) -> tuple[Tensor, Tensor | None]:
     """A call that differs from a checked one in length, offset and data."""
     extras, spec = _native.PLAIN, ready.spec
@@ -126,7 +136,9 @@ def _again(
         offset = _checked_offsets(offset, spec.B)
         extras[5] = offset.data_ptr()
     start = offset if type(offset) is int else stored.length - spec.Lq
-    return _native.forward_stored(ready, q, stored, start, extras, [])
+    if new is not None and any(x is not None and x.is_neg() for x in new):
+        new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
+    return _native.forward_stored(ready, q, stored, start, extras, [], new)
 
 
 def _checked_offsets(offset: Tensor, B: int) -> Tensor:

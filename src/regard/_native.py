@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ._arguments import describe
 from ._linear_problem import Linear, Result
 from ._problem import MAX_SPECS, Problem, Spec
-from ._stored import GROUP, HALF, Stored
+from ._stored import GROUP, HALF, New, Stored
 
 VARIABLE = "REGARD_ISA"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -141,9 +141,18 @@ def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
 
 
 def forward_stored(
-    ready: StoredCall, q: Tensor, stored: Stored, offset: int, extras: list[int], tensors: list[int]
+    ready: StoredCall,
+    q: Tensor,
+    stored: Stored,
+    offset: int,
+    extras: list[int],
+    tensors: list[int],
+    new: New | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` and `tensors` as `_extras` makes them."""
+    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` and `tensors` as `_extras` makes them.
+
+    With `new` its one token, (B, Hkv, 1, ...) each, is written first: it is the last of the stored ones.
+    """
     call, spec, like_q, capacity = ready
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
     if not 0 <= length <= capacity:
@@ -156,6 +165,8 @@ def forward_stored(
         0 if v_scale is None else v_scale.data_ptr(),
         *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
     ]  # fmt: skip
+    if new is not None:
+        where += _token(*new)
     try:
         call.decode(where, extras, tensors)
     except IndexError:
@@ -163,6 +174,12 @@ def forward_stored(
             f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} wherever a key is seen"
         ) from None
     return out, lse
+
+
+def _token(k: Tensor, v: Tensor | None) -> list[int]:
+    """Addresses, and strides along samples, heads and channels."""
+    numbers = [k.data_ptr(), k.stride(0), k.stride(1), k.stride(3)]
+    return numbers + ([0] * 4 if v is None else [v.data_ptr(), v.stride(0), v.stride(1), v.stride(3)])
 
 
 def write(stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 GROUP = 32  # channels that share a scale
 HALF = GROUP // 2
+New = tuple[Tensor, Tensor | None]  # what keys and values are written from; None: values are a view of keys
 TOP = {"int8": 127, "int4": 15}  # the largest code
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 
 from .._arguments import count, describe
 from .._decode import attend_stored, write_stored
-from .._stored import Stored
+from .._stored import New, Stored
 from ..masks import Mask
 from ._cache import (
     NOTHING,
@@ -35,7 +35,6 @@ from ._cache import (
 
 LEAST_ROWS = 64
 State = dict[str, Tensor]
-New = tuple[Tensor, Tensor | None]  # what keys and values are written from
 R = TypeVar("R", bound="Rows")
 
 
@@ -183,11 +182,9 @@ class Rows:
         impl: str,
     ) -> Result:
         """What `_attend` does, for a query that sees all that its cache shows."""
-        stored = self._stored(self._parts, row + 1)
-        write_stored(stored, (row,) * self.B, (1,) * self.B, *new)
         found = attend_stored(
-            q, stored, mask=self._shown, scale=scale, softcap=softcap, sink=sink, return_lse=return_lse,
-            impl=impl,
+            q, self._stored(self._parts, row + 1), mask=self._shown, scale=scale, softcap=softcap, sink=sink,
+            return_lse=return_lse, impl=impl, new=new,
         )  # fmt: skip
         self._step_on()
         return found

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .._arguments import count, describe
 from .._merge import merge
-from .._stored import Stored
+from .._stored import New, Stored
 from ..masks import Causal, Dilated, Mask, Prefix, Window
 from ._cache import CAUSAL, Asked, Chunk, Count, Integers, Result, each, kept, look, minus, most, plus, shared
 from ._dense import KVCache
-from ._rows import Draft, New
+from ._rows import Draft
 
 
 class SlidingCache(KVCache):
