@@ -704,3 +704,13 @@ def test_start_is_the_place_that_all_samples_share() -> None:
     assert cache.start is None
     cache.crop([3, 3])
     assert cache.start == 3
+
+
+@pytest.mark.parametrize("kind", ["fixed", "int8", "latent"])
+def test_the_first_token_is_checked_like_any_other(kind: str) -> None:
+    cache = new(kind)
+    name = "latent" if kind == "latent" else "k"
+    wrong = ("x",) if kind == "latent" else ("x", "y")
+    with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
+        cache.attend(torch.randn(cache.B, 2, 1, cache.D), *wrong, scale=1.0)
+    assert len(cache) == 0

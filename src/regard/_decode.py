@@ -71,6 +71,7 @@ def write_stored(
     stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None
 ) -> None:
     """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
+    k = k if k.ndim == 4 else k.unsqueeze(1)
     (_native.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
 
 

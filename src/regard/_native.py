@@ -151,7 +151,7 @@ def forward_stored(
 ) -> tuple[Tensor, Tensor | None]:
     """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` and `tensors` as `_extras` makes them.
 
-    With `new` its one token, (B, Hkv, 1, ...) each, is written first: it is the last of the stored ones.
+    With `new` its one token is written first: it is the last of the stored ones.
     """
     call, spec, like_q, capacity = ready
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
@@ -178,8 +178,8 @@ def forward_stored(
 
 def _token(k: Tensor, v: Tensor | None) -> list[int]:
     """Addresses, and strides along samples, heads and channels."""
-    numbers = [k.data_ptr(), k.stride(0), k.stride(1), k.stride(3)]
-    return numbers + ([0] * 4 if v is None else [v.data_ptr(), v.stride(0), v.stride(1), v.stride(3)])
+    numbers = [k.data_ptr(), k.stride(0), k.stride(-3), k.stride(-1)]
+    return numbers + ([0] * 4 if v is None else [v.data_ptr(), v.stride(0), v.stride(-3), v.stride(-1)])
 
 
 def write(stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 GROUP = 32  # channels that share a scale
 HALF = GROUP // 2
-New = tuple[Tensor, Tensor | None]  # what keys and values are written from; None: values are a view of keys
+# New tokens: keys (B, Hkv, L, D), or (B, L, D) of one head; values, or None if they are a view of the keys.
+New = tuple[Tensor, Tensor | None]
 TOP = {"int8": 127, "int4": 15}  # the largest code
 
 

@@ -47,7 +47,7 @@ class LatentCache(Rows):
     def append(self, latent: Tensor, *, lengths: Integers | None = None) -> None:
         """Add latent (B, L, rank + rope); of sample b only the first lengths[b], if given."""
         chunk = self._chunk(latent, lengths)
-        self._keep(self._draft((latent.unsqueeze(1), None), chunk))
+        self._keep(self._draft((latent, None), chunk))
 
     @overload
     def attend(
@@ -95,22 +95,28 @@ class LatentCache(Rows):
         All else is as in `KVCache.attend`.
         """
         plain = lengths is None and mask is None and bias is None and window is None
-        if plain and isinstance(latent, Tensor) and latent.ndim == 3:
-            new = (latent.unsqueeze(1), None)
-            if (row := self._row_of_step(q, new)) is not None:
-                return self._step(row, q, new, scale, softcap, sink, return_lse, impl)
+        if plain and latent is not None and (row := self._row_of_step(q, (latent, None))) is not None:
+            return self._step(row, q, (latent, None), scale, softcap, sink, return_lse, impl)
         asked = Asked(mask, bias, scale, softcap, sink, window, return_lse, impl)
         if latent is None:
             if lengths is not None:
                 raise ValueError("lengths: expected none without latent")
             return self._attend(q, None, NOTHING, asked)
         chunk = self._chunk(latent, lengths)
-        return self._attend(q, (latent.unsqueeze(1), None), chunk, asked)
+        return self._attend(q, (latent, None), chunk, asked)
 
     def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
         (latent,) = parts
-        content = latent.narrow(3, 0, self.rank)
+        content = self._content if parts is self._parts else self._content_of(parts)
         return Stored(latent, content, None, None, None, 0, "float", length, self.D, self.rank)
+
+    def _take(self, parts: tuple[Tensor, ...]) -> None:
+        super()._take(parts)
+        self._content = self._content_of(parts)
+
+    def _content_of(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The compressed vectors, a view: the values."""
+        return parts[0].narrow(3, 0, self.rank)
 
     def _sizes(self) -> str:
         return f"rank={self.rank}, rope={self.rope}"

@@ -74,7 +74,7 @@ class Rows:
         self.capacity = None if capacity is None else count("capacity", capacity, 1)
         self._lengths: Count = 0
         self.device = torch.empty(0, device=device).device
-        self._parts = self._empty(self.B, self.capacity or 0)
+        self._take(self._empty(self.B, self.capacity or 0))
         self._checked: tuple[Any, ...] | None = None  # what a step was like that passed all checks
 
     # What it holds
@@ -142,7 +142,13 @@ class Rows:
         write_stored(self._stored(parts, 0), each(at, self.B), each(chunk.new, self.B), *new)
 
     def _keep(self, draft: Draft) -> None:
-        self._parts, self._lengths = draft.parts, draft.lengths
+        self._lengths = draft.lengths
+        if draft.parts is not self._parts:
+            self._take(draft.parts)
+
+    def _take(self, parts: tuple[Tensor, ...]) -> None:
+        """Storage from now on."""
+        self._parts = parts
 
     # Attending
 
@@ -165,7 +171,9 @@ class Rows:
     def _row_of_step(self, q: Tensor, new: New) -> int | None:
         """Where the token goes, if samples have one length and there is room."""
         row, (k, v) = self._filled, new
-        if not isinstance(row, int) or row >= self._rows or self._checked != _signature(q, new):
+        if self._checked is None or self._checked != _signature(q, new):
+            return None
+        if not isinstance(row, int) or row >= self._rows:
             return None
         needs_grad = is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad))
         return None if needs_grad else row
@@ -216,7 +224,8 @@ class Rows:
             return
         parts = self._copies(self._rows, chosen)
         self._select(chosen)
-        self._parts, self.B, self._checked = parts, len(chosen), None
+        self.B, self._checked = len(chosen), None
+        self._take(parts)
 
     def _select(self, chosen: list[int]) -> None:
         """The counts of the chosen samples."""
@@ -225,7 +234,7 @@ class Rows:
     def fork(self: R) -> R:
         """A cache with the same content that goes its own way from here."""
         twin = copy.copy(self)
-        twin._parts = self._copies(self._rows)
+        twin._take(self._copies(self._rows))
         return twin
 
     def reset(self) -> None:
@@ -275,7 +284,7 @@ class Rows:
         parts = self._parts if filled <= self._rows else self._room(filled)
         for part, x in zip(self.layout, parts, strict=True):
             x[:, :, :filled] = state[part.name]
-        self._parts = parts
+        self._take(parts)
         self._take_counts(counts)
 
     def _counts(self) -> tuple[str, ...]:

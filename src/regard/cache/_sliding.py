@@ -108,7 +108,8 @@ class SlidingCache(KVCache):
         parts, held = draft.parts, draft.rows
         if parts[0].shape[2] != self._rows:  # a chunk larger than the spare rows
             parts, held = self._compact(parts, held, 0)
-        self._parts, self._lengths, self._held = parts, draft.lengths, held
+        self._take(parts)
+        self._lengths, self._held = draft.lengths, held
 
     # Attending
 
