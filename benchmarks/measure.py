@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from cases import Case, Inputs
 from torch import Tensor
 
 import regard
-from regard import _native
 from regard._measuring import best_times as best_times
+from regard.cost._machine import fma_rate, read_rate
 from regard.info import report as installation
 
 # Largest error of a row by the mean norm of a row, against float64: far above rounding, far below a fault.
@@ -126,40 +123,6 @@ def looked_again(machine: Machine) -> Machine:
     """The better of what was known and one more look: a busy moment must not pass for the machine's limit."""
     one, all_ = (max(best, fma_rate(n)) for best, n in zip(machine.fma, (1, machine.threads), strict=True))
     return replace(machine, fma=(one, all_))
-
-
-def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
-    return together(lambda _: _native._core.fma_probe(rounds), threads)
-
-
-def read_rate(buffer: Tensor, threads: int) -> float:
-    part = buffer.numel() // threads
-
-    def read(index: int) -> float:
-        _native._core.read_probe(buffer.data_ptr() + 4 * part * index, part)
-        return 4.0 * part
-
-    return together(read, threads)
-
-
-def together(work: Callable[[int], float], threads: int) -> float:
-    """What the threads did in all, by second. The core releases the GIL."""
-    barrier = threading.Barrier(threads)
-    done: list[tuple[float, float, float]] = []
-
-    def run(index: int) -> None:
-        barrier.wait()
-        begin = perf_counter()
-        amount = float(work(index))
-        done.append((begin, perf_counter(), amount))
-
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    begins, ends, amounts = zip(*done, strict=True)
-    return float(sum(amounts) / (max(ends) - min(begins)))
 
 
 def facts(threads: int) -> dict[str, str]:

@@ -531,6 +531,16 @@ def runs(
     return found
 
 
+def fma_probe(rounds: int) -> float:
+    """Multiply-adds in registers alone, on this thread; how many FLOPs that was."""
+    return float(_core.fma_probe(rounds))
+
+
+def read_probe(x: Tensor) -> None:
+    """Read contiguous float32 numbers once, on this thread."""
+    _core.read_probe(x.data_ptr(), x.numel())
+
+
 def isas() -> list[str]:
     """The instruction sets that this CPU can run."""
     return list(_core.runnable()) if _core is not None else []

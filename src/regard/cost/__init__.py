@@ -1,0 +1,30 @@
+"""What attention costs: parameters, FLOPs, bytes and seconds, from numbers, modules or a `config.json`."""
+
+from ._cache import allocated_bytes as allocated_bytes
+from ._cache import cache_bytes as cache_bytes
+from ._call import Call as Call
+from ._call import CallCost as CallCost
+from ._call import Flops as Flops
+from ._config import from_config as from_config
+from ._estimate import Cost as Cost
+from ._estimate import Row as Row
+from ._estimate import estimate as estimate
+from ._formats import FORMATS as FORMATS
+from ._formats import Format as Format
+from ._layers import Heads as Heads
+from ._layers import Latent as Latent
+from ._layers import Layer as Layer
+from ._layers import Work as Work
+from ._machine import Machine as Machine
+from ._machine import measure_machine as measure_machine
+from ._model import Block as Block
+from ._model import FeedForward as FeedForward
+from ._model import Model as Model
+from ._modules import from_module as from_module
+from ._sparse import BigBird as BigBird
+from ._sparse import Linear as Linear
+from ._sparse import Linformer as Linformer
+from ._sparse import Longformer as Longformer
+from ._sparse import Performer as Performer
+from ._time import attention_seconds as attention_seconds
+from ._time import predict as predict

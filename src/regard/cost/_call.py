@@ -1,0 +1,131 @@
+"""What one call of `regard.attention` costs, from its shapes and its mask alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from .._arguments import count
+from .._dense import dense_mask
+from .._problem import Problem, make
+from ..masks import Mask
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Multiplications and additions of the products of attention, by what is counted.
+
+    The conventions differ in the pairs of a query and a key: all of them; the exact triangle below the
+    diagonal; those that the mask leaves; those that the kernels compute, in panels of query rows.
+    """
+
+    dense: int = 0
+    causal: int = 0
+    visible: int = 0
+    executed: int = 0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, n: int) -> Flops:
+        return Flops(*(n * getattr(self, f.name) for f in fields(self)))
+
+    @property
+    def halved(self) -> int:
+        """Half of all pairs: how the FlashAttention papers count causal attention."""
+        return self.dense // 2
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Of one call. Bytes count every tensor once."""
+
+    pairs: Flops  # as if a pair cost one
+    forward: Flops
+    backward: Flops  # five products: the scores are computed again
+    read_bytes: int  # q, k, v, bias and the mask's tensors
+    written_bytes: int
+    saved_bytes: int  # kept for backward, inputs and result included
+    scratch_bytes: int  # working memory of all threads, forward
+    decodes: bool  # few query rows: cut along the keys
+
+
+@dataclass(frozen=True)
+class Call:
+    """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
+
+    Args:
+        Hkv, Lk, Dv: default Hq, Lq, D.
+        mask, dtype: as in `regard.attention`; the last query stands at the last key.
+        bias: the shape of a bias in float32, such as (1, Hq, Lq, Lk).
+        shared: values are the first Dv channels of the keys, in the same memory (absorbed latent attention).
+    """
+
+    B: int = 1
+    Hq: int = 1
+    Lq: int = 1
+    D: int = 64
+    Hkv: int | None = None
+    Lk: int | None = None
+    Dv: int | None = None
+    dtype: torch.dtype = torch.float32
+    mask: Mask | None = None
+    bias: tuple[int, ...] | None = None
+    shared: bool = False
+
+    def cost(self) -> CallCost:
+        problem = self._problem()
+        spec = problem.spec
+        pairs, scratch = self._pairs(problem)
+        size, rows = spec.dtype.itemsize, spec.B * spec.Hq * spec.Lq
+        given = _bytes(problem.q, problem.k, *(() if self.shared else (problem.v,)))
+        given += _bytes(*problem.tensors) + 4 * math.prod(self.bias or (0,))
+        out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
+        rest = out if size == 2 else 0
+        return CallCost(
+            pairs=pairs,
+            forward=pairs.times(2 * (spec.D + spec.Dv)),
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)),
+            read_bytes=given,
+            written_bytes=out,
+            saved_bytes=given + out + stats + rest,
+            scratch_bytes=scratch,
+            decodes=_native.reason_unavailable() is None and _native.decodes(problem),
+        )
+
+    def _problem(self) -> Problem:
+        """Of tensors without memory."""
+        sizes = {"B": self.B, "Hq": self.Hq, "Lq": self.Lq, "D": self.D}
+        B, Hq, Lq, D = (count(name, size, 1) for name, size in sizes.items())
+        Hkv, Lk, Dv = (a if a is not None else b for a, b in ((self.Hkv, Hq), (self.Lk, Lq), (self.Dv, D)))
+        q, k = _empty((B, Hq, Lq, D), self.dtype), _empty((B, Hkv, Lk, D), self.dtype)
+        if self.shared and Dv > D:
+            raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
+        v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
+        bias = None if self.bias is None else _empty(self.bias, torch.float32)
+        return make(q, k, v, mask=self.mask, bias=bias)
+
+    def _pairs(self, problem: Problem) -> tuple[Flops, int]:
+        """The pairs, and bytes of scratch. Without the compiled core nothing is left out."""
+        spec = problem.spec
+        heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
+        full = heads * spec.Lq * spec.Lk
+        triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
+        if _native.reason_unavailable() is None:
+            found = _native.cost(problem)
+            return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes
+        keep = dense_mask(problem)
+        visible = full if keep is None else int(keep.expand(spec.B, spec.Hq, -1, -1).sum())
+        return Flops(full, triangle, visible, full), 0
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
