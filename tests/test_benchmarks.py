@@ -20,6 +20,7 @@ BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
     "cases",
     "command",
+    "cost",
     "hf",
     "hunt",
     "latent",
@@ -190,6 +191,20 @@ def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixt
     assert "| 20 tokens |" in out
     assert "| regard | ours, int8 |" in out
     assert "| 20 tokens each |" in out
+
+
+def test_predictions_are_compared(
+    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = bench.cost.cost.Machine(threads=1, fma=1e6, read=1e6, call=1e-6)
+    monkeypatch.setattr(bench.cost.cost, "measure_machine", lambda threads: slow)
+    tiny = ["--threads", "1", "--seconds", "0", "--only", "causal-512", "--only", "train-bias", "--only", "fp64"]
+    assert bench.cost.main([*tiny, "--shrink", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "| causal-512-64 |" in printed
+    assert "0 of 4 within 25%" in printed
+    monkeypatch.setattr(bench.cost, "ALLOWED", float("inf"))
+    assert bench.cost.main(["--threads", "1", "--seconds", "0", "--only", "tiny-calls"]) == 0
 
 
 def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

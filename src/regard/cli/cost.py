@@ -81,7 +81,7 @@ def _layer(kind: Kind, width: int, heads: int, kv_heads: int | None, window: int
         return cost.Heads(width, heads, kv_heads, mask=Causal(), window=window, sinks=sinks)
     if kind in (Kind.latent, Kind.absorbed):
         return cost.Latent(width, heads, absorbed=kind is Kind.absorbed, mask=Causal())
-    others = {
+    others: dict[Kind, type[Layer]] = {
         Kind.longformer: cost.Longformer, Kind.bigbird: cost.BigBird, Kind.linformer: cost.Linformer,
         Kind.performer: cost.Performer, Kind.linear: cost.Linear,
     }  # fmt: skip

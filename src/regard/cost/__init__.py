@@ -21,6 +21,7 @@ from ._model import Block as Block
 from ._model import FeedForward as FeedForward
 from ._model import Model as Model
 from ._modules import from_module as from_module
+from ._modules import layers_in as layers_in
 from ._sparse import BigBird as BigBird
 from ._sparse import Linear as Linear
 from ._sparse import Linformer as Linformer

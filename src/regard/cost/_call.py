@@ -99,9 +99,9 @@ class Call:
 
     def _problem(self) -> Problem:
         """Of tensors without memory."""
-        sizes = {"B": self.B, "Hq": self.Hq, "Lq": self.Lq, "D": self.D}
-        B, Hq, Lq, D = (count(name, size, 1) for name, size in sizes.items())
-        Hkv, Lk, Dv = (a if a is not None else b for a, b in ((self.Hkv, Hq), (self.Lk, Lq), (self.Dv, D)))
+        B, Hq, Lq, D = (count(name, getattr(self, name), 1) for name in ("B", "Hq", "Lq", "D"))
+        given = (("Hkv", self.Hkv, Hq), ("Lk", self.Lk, Lq), ("Dv", self.Dv, D))
+        Hkv, Lk, Dv = (count(name, own if size is None else size, 1) for name, size, own in given)
         q, k = _empty((B, Hq, Lq, D), self.dtype), _empty((B, Hkv, Lk, D), self.dtype)
         if self.shared and Dv > D:
             raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")

@@ -13,8 +13,8 @@ from .._arguments import count
 from ..masks import Mask
 from ._cache import What, allocated_bytes, cache_bytes, layers_of
 from ._call import Flops
-from ._formats import Format
-from ._layers import Product, Work
+from ._formats import Format, format_of
+from ._layers import Layer, Product, Work
 from ._model import Model
 
 
@@ -70,14 +70,14 @@ class Cost:
             Row("parameters", self.parameters, "", "weights, biases, norms, tables"),
             *products,
             *_flop_rows("attention", self.forward, self.backward),
-            *_flop_rows("everything", self.forward_flops, self.backward_flops),
+            *_flop_rows("total", self.forward_flops, self.backward_flops),
             Row("training", self.training_flops, "FLOP", "3 x forward, all pairs, nothing recomputed"),
             Row("saved for backward", self.saved_bytes, "B", SAVED),
             Row("scratch", self.scratch_bytes, "B", "of the largest attention call, all threads"),
             Row("read", self.read_bytes, "B", "forward, every factor and input once"),
             Row("written", self.written_bytes, "B", "forward, every result once"),
             Row("cache", self.cache_bytes, "B", "keys and values, without slack"),
-            Row("cache, allocated", self.allocated_bytes, "B", "nbytes of the objects of regard.cache"),
+            Row("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages, as regard.cache has"),
         ]
 
     def to_json(self) -> str:
@@ -104,7 +104,7 @@ COUNTED = {
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[Row]:
     """Halving is a convention of attention alone. Backward computes the scores again."""
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
-    ways = {"forward": forward, "backward": backward}
+    ways = {"fwd": forward, "bwd": backward}
     return [
         Row(f"{what} {way}, {name}", getattr(found, name), "FLOP", COUNTED[name])
         for way, found in ways.items()
@@ -126,7 +126,7 @@ def estimate(
     """What a forward and a backward pass over so many tokens cost.
 
     Args:
-        what: a layer, layers, or a model, from numbers, `from_module` or `from_config`.
+        what: a layer, layers, or a model, from numbers, `from_module`, `layers_in` or `from_config`.
         tokens: new tokens of each sample.
         past: tokens before them, which a cache holds.
         B: samples.
@@ -139,13 +139,16 @@ def estimate(
         >>> print(estimate(Heads(512, 8, kv_heads=2, mask=masks.Causal()), 1024))
     """
     work = Work(count("tokens", tokens, 1), count("past", past), count("B", B, 1), dtype, mask)
+    for layer in layers_of(what):
+        layer.check(work)
     parts = Counter(what.parts if isinstance(what, Model) else layers_of(what))
     products = [(times, product) for part, times in parts.items() for product in part.products(work)]
     calls = [(times, call.cost()) for part, times in parts.items() for call in part.calls(work)]
     inputs = sum(times * part.inputs(work) for part, times in parts.items())
     read = sum(times * product.read for times, product in products)
     written = sum(times * product.written for times, product in products)
-    size, kept = dtype.itemsize, dtype if cache is None else cache
+    size, kept = dtype.itemsize, format_of(dtype if cache is None else cache)
+    stored = sum(_as_stored(layer, work, kept) for layer in layers_of(what))
     return Cost(
         parameters=what.parameters if isinstance(what, Model) else sum(x.parameters for x in layers_of(what)),
         products=_by_name(products),
@@ -153,11 +156,19 @@ def estimate(
         backward=sum((call.backward.times(times) for times, call in calls), Flops()),
         saved_bytes=size * inputs + sum(times * call.saved_bytes for times, call in calls),
         scratch_bytes=max((call.scratch_bytes for _, call in calls), default=0),
-        read_bytes=size * read + sum(times * call.read_bytes for times, call in calls),
+        read_bytes=size * read + sum(times * call.read_bytes for times, call in calls) + stored,
         written_bytes=size * written + sum(times * call.written_bytes for times, call in calls),
         cache_bytes=cache_bytes(what, work.Lk, B=B, format=kept),
         allocated_bytes=allocated_bytes(what, work.Lk, B=B, format=kept, page=page),
     )
+
+
+def _as_stored(layer: Layer, work: Work, kept: Format) -> int:
+    """How many bytes more (or fewer) are read because the past lies in a cache, in its format and window."""
+    if not layer.reads_cache:
+        return 0
+    plain = work.B * work.past * layer.kv_values * work.dtype.itemsize
+    return cache_bytes(layer, work.past, B=work.B, format=kept) - plain
 
 
 def _by_name(products: list[tuple[int, Product]]) -> dict[str, int]:

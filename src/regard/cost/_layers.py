@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import count
+from .._arguments import count, describe
 from ..masks import Mask, streaming
 from ..nn.attention import _divisor, _share
 from ._call import Call
@@ -101,6 +101,9 @@ class Layer(Part):
     def parameters(self) -> int:
         raise NotImplementedError
 
+    def check(self, work: Work) -> None:
+        """Raise for work that the layer cannot do."""
+
     def inputs(self, work: Work) -> int:
         return work.rows * self.d_model
 
@@ -108,6 +111,11 @@ class Layer(Part):
     def kept(self) -> tuple[Rows, ...]:
         """Of each token that a cache holds; () where it does not grow, or there is none."""
         return ()
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether calls of attention read a cache in place."""
+        return False
 
     @property
     def state(self) -> int:
@@ -156,7 +164,7 @@ class Heads(Grouped):
         window, sinks: each token sees the last `window` tokens, its own included, and the first `sinks`.
         mask: of every call, such as `masks.Causal()`.
         bias, out_bias, gate: as in `nn.Attention`.
-        kv_model: the width of another context.
+        kv_model: the width of another context, of `Work.Lk` tokens.
         others: parameters that are in no product: of norms, sinks, tables of positions.
     """
 
@@ -207,6 +215,10 @@ class Heads(Grouped):
     def kept(self) -> tuple[Rows, ...]:
         Hkv, D, Dv = self.sizes
         return Rows(Hkv, D), Rows(Hkv, Dv)
+
+    @property
+    def reads_cache(self) -> bool:
+        return True
 
     @property
     def most_kept(self) -> int | None:
@@ -293,3 +305,14 @@ class Latent(Layer):
     @property
     def kept(self) -> tuple[Rows, ...]:
         return (Rows(1, self.rank + self.rope_dim),)
+
+    @property
+    def reads_cache(self) -> bool:
+        return self.absorbed
+
+
+def refuse(layer: Layer, work: Work, *names: str) -> None:
+    """Raise for what the layer has no form of."""
+    for name in names:
+        if (given := getattr(work, name)) not in (None, 0):
+            raise ValueError(f"{name}: expected none for {type(layer).__name__}, got {describe(given)}")

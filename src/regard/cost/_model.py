@@ -29,18 +29,18 @@ class FeedForward(Part):
 
     @property
     def parameters(self) -> int:
-        each = self._matrices(self.hidden) + self.bias * (self.hidden * (1 + self.gated) + self.d_model)
         if not self.experts:
-            return each
-        return self.experts * (each + self.d_model) + self._matrices(self.shared)
+            return self._size(self.hidden)
+        return self.experts * (self._size(self.hidden) + self.d_model) + self._size(self.shared)
 
     @property
     def active_parameters(self) -> int:
         """Those that a token meets."""
-        return self.parameters - (self.experts - self.active) * self._matrices(self.hidden)
+        return self.parameters - (self.experts - self.active) * self._size(self.hidden)
 
-    def _matrices(self, hidden: int) -> int:
-        return (2 + self.gated) * self.d_model * hidden
+    def _size(self, hidden: int) -> int:
+        inside = hidden * (1 + self.gated)
+        return self.d_model * (inside + hidden) + self.bias * (inside + self.d_model)
 
     def products(self, work: Work) -> list[Product]:
         hidden = self.hidden * self.active + self.shared if self.experts else self.hidden

@@ -14,20 +14,21 @@ from ._layers import Heads, Latent, Layer
 from ._sparse import BigBird, Linear, Linformer, Longformer, Performer
 
 
-def from_module(module: nn.Module) -> Layer | tuple[Layer, ...]:
-    """The layer that an attention module of `regard.nn` or PyTorch's `MultiheadAttention` is.
+def from_module(module: nn.Module) -> Layer:
+    """The layer that an attention module of `regard.nn` or PyTorch's `MultiheadAttention` is."""
+    read = _reader(module)
+    if read is None:
+        names = ", ".join(sorted({kind.__name__ for kind in READERS}))
+        raise TypeError(f"module: expected one of {names}, got {describe(module)}")
+    return read(module)
 
-    Of a model that holds several, all of them, in order; what lies between is not counted.
-    """
-    if isinstance(module, nn.Module) and (read := _reader(module)) is not None:
-        return read(module)
-    found = [] if not isinstance(module, nn.Module) else [
-        read(part) for part in module.modules() if (read := _reader(part)) is not None
-    ]  # fmt: skip
+
+def layers_in(model: nn.Module) -> tuple[Layer, ...]:
+    """All attention layers of a model, in order; what lies between them is not counted."""
+    found = tuple(from_module(part) for part in model.modules() if _reader(part) is not None)
     if not found:
-        names = ", ".join(sorted(kind.__name__ for kind in READERS))
-        raise TypeError(f"module: expected attention modules ({names}), got {describe(module)}")
-    return tuple(found)
+        raise TypeError(f"model: expected one with attention modules, got {describe(model)}")
+    return found
 
 
 def _reader(module: nn.Module) -> Callable[[Any], Layer] | None:
@@ -89,18 +90,16 @@ def _linformer(m: own.LinformerAttention) -> Linformer:
 
 
 def _performer(m: own.PerformerAttention) -> Performer:
-    return Performer(**_projected(m), features=m.features, causal=m.causal)
+    return Performer(**_projected(m), features=m.features)
 
 
 def _linear(m: own.LinearAttention) -> Linear:
-    decay: Decay | None = (
-        "head" if m.head_decay is not None else "token" if m.token_decay is not None else None
-    )
+    by_token: Decay | None = None if m.token_decay is None else "token"
     others = 0 if m.out_norm is None else sum(p.numel() for p in m.out_norm.parameters())
     return Linear(
         m.d_model, m.heads, m.kv_heads, m.head_dim, m.value_dim, bias=m.out.bias is not None,
-        normalize=m.normalize, decay=by_token if m.head_decay is None else "head", delta=m.beta is not None, gate=m.gate is not None,
-        features=m.new_cache(1).D, others=others,
+        normalize=m.normalize, decay=by_token if m.head_decay is None else "head",
+        delta=m.beta is not None, gate=m.gate is not None, features=m.new_cache(1).D, others=others,
     )  # fmt: skip
 
 

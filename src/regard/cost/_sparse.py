@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._arguments import count
-from ..masks import Blocks, Dilated, Documents, Mask, Window
+from ..masks import Blocks, Dilated, Documents, Lengths, Mask, Window
 from ..nn import block_table
 from ..nn.attention import _share
 from ..nn.linear import Decay
 from ..nn.linformer import Sharing
 from ._call import Call
-from ._layers import Grouped, Layer, Product, Work
+from ._layers import Grouped, Layer, Product, Work, refuse
 
 SEGMENT = 512  # tokens between two states that training keeps of linear attention
 
@@ -31,6 +31,9 @@ class Projected(Layer):
     @property
     def D(self) -> int:
         return _share(self.d_model, self.heads) if self.head_dim is None else self.head_dim
+
+    def check(self, work: Work) -> None:
+        refuse(self, work, "past")
 
     @property
     def inner(self) -> int:
@@ -62,6 +65,13 @@ class Longformer(Projected):
     window: int | tuple[int, int] = 256
     dilation: int = 1
     globals: int = 0
+
+    def check(self, work: Work) -> None:
+        super().check(work)
+        if self.globals > work.L:
+            raise ValueError(f"globals: expected at most the {work.L} tokens, got {self.globals}")
+        if self.globals and not isinstance(work.mask, Lengths | None):
+            raise ValueError(f"mask: expected Lengths with global tokens, got {work.mask!r}")
 
     @property
     def parameters(self) -> int:
@@ -119,6 +129,11 @@ class Linformer(Projected):
     rank: int = 256
     sharing: Sharing = "heads"
 
+    def check(self, work: Work) -> None:
+        refuse(self, work, "past", "mask")
+        if work.L > self.max_length:
+            raise ValueError(f"tokens: expected at most max_length = {self.max_length}, got {work.L}")
+
     @property
     def parameters(self) -> int:
         matrices = 1 if self.sharing == "key-value" else 2
@@ -139,10 +154,12 @@ class Linformer(Projected):
 
 @dataclass(frozen=True)
 class Performer(Projected):
-    """Random features in place of the softmax."""
+    """Random features in place of the softmax, causal or not."""
 
     features: int = 256
-    causal: bool = False
+
+    def check(self, work: Work) -> None:
+        refuse(self, work, "past", "mask")
 
     def products(self, work: Work) -> list[Product]:
         each = work.B * self.heads
@@ -173,6 +190,9 @@ class Linear(Grouped):
     features: int | None = None  # channels of a key after the feature map; default head_dim
     others: int = 0  # parameters of a norm of the result
 
+    def check(self, work: Work) -> None:
+        refuse(self, work, "mask")
+
     @property
     def parameters(self) -> int:
         Hkv, D, Dv = self.sizes
@@ -201,7 +221,8 @@ class Linear(Grouped):
         Hkv, _, Dv = self.sizes
         F = self.state_rows
         tokens = self.d_model + self.heads * (F + Dv) + Hkv * (F + Dv) + self.delta * Hkv * Dv
-        return work.rows * tokens + work.B * -(-work.L // SEGMENT) * self.state
+        wide = max(1, 4 // work.dtype.itemsize)  # states are in float32 at least
+        return work.rows * tokens + work.B * -(-work.L // SEGMENT) * self.state * wide
 
     @property
     def state(self) -> int:

@@ -40,5 +40,7 @@ def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
 
 def attention_seconds(what: What, work: Work, machine: Machine, passes: Pass = "forward") -> float:
     """Seconds of all calls of `regard.attention` in layers or a model; other products not."""
+    for layer in layers_of(what):
+        layer.check(work)
     calls = Counter(call for layer in layers_of(what) for call in layer.calls(work))
     return sum(times * predict(call, machine, passes) for call, times in calls.items())
