@@ -1,7 +1,7 @@
 """Predicted against measured: the time of every benchmark case, from the machine's measured limits.
 
-`python benchmarks/cost.py` measures multiply-adds, reading and the least time of a call, predicts all cases of
-`cases.py` by `regard.cost.predict`, runs them, and fails if one is off by more than 25 %.
+`python benchmarks/cost.py` measures multiply-adds, reading and the least time of a call, predicts all cases
+of `cases.py` by `regard.cost.predict`, runs them, and fails if one is off by more than 25 %.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = f"{here.fma / 1e9:.0f} GFLOP/s, {here.read / 1e9:.1f} GB/s, {here.call * 1e6:.1f} us a call"
     print(session.closing(limits))
     off = [name for name, ratio in ratios.items() if abs(ratio - 1) > ALLOWED]
-    print(f"{len(ratios) - len(off)} of {len(ratios)} within {ALLOWED:.0%}" + "".join(f"\n- {n}" for n in off))
+    print(
+        f"{len(ratios) - len(off)} of {len(ratios)} within {ALLOWED:.0%}" + "".join(f"\n- {n}" for n in off)
+    )
     return 1 if off and not options.shrink else 0
 
 

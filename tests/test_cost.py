@@ -17,8 +17,8 @@ import regard
 from regard import _native, cost
 from regard import masks as M
 from regard.cache import KVCache, LatentCache, LinearCache, PagedCache, QuantizedCache, SlidingCache
-from regard.cost._sparse import SEGMENT
 from regard.cost import Call, Heads, Latent, Linear, Model, cache_bytes, estimate, from_config, from_module
+from regard.cost._sparse import SEGMENT
 
 MIB = 2**20
 HERE = cost.Machine(threads=1, fma=1e11, read=1e10, call=1e-5)
@@ -543,7 +543,8 @@ GROUPED = {"model_type": "mistral", "num_key_value_heads": 2}
         ({"quantization_config": {"bits": 4}}, r"got also quantization_config"),
         ({"model_type": "mamba"}, r"expected model_type to be one of bert, .* got 'mamba'"),
         ({"hidden_size": None}, r"expected a field 'hidden_size', got none"),
-        ({"hidden_size": "48"}, r"expected an integer from 0 on as 'hidden_size'"),
+        ({"hidden_size": "48"}, r"expected an integer from 1 on as 'hidden_size'"),
+        ({"num_attention_heads": 0}, r"expected an integer from 1 on as 'num_attention_heads', got int 0"),
         ({"sliding_window": 8}, r"expected sliding_window = None, the only form known, got 8"),
         ({"is_encoder_decoder": True}, r"expected is_encoder_decoder = False"),
         (GROUPED, r"expected a field 'sliding_window', a number or null"),
@@ -609,7 +610,7 @@ def test_a_stack_gives_its_layers() -> None:
         (lambda: Call(Hq=2, Hkv=3).cost(), ValueError, r"heads"),
         (lambda: Call(B=0).cost(), ValueError, r"B must be an integer from 1"),
         (lambda: Call(D=8, Dv=9, shared=True).cost(), ValueError, r"Dv: expected at most D = 8"),
-        (lambda: estimate(cost.BigBird(48, 6), 8, past=3), ValueError, r"past: expected none for BigBird, got"),
+        (lambda: estimate(cost.BigBird(48, 6), 8, past=3), ValueError, r"past: expected none for BigBird"),
         (lambda: estimate(Linear(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none for Linear"),
         (lambda: estimate(cost.Performer(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none for"),
         (lambda: estimate(cost.Linformer(48, 6), 513), ValueError, r"tokens: expected at most max_length"),

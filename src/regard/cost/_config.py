@@ -57,10 +57,12 @@ class Fields:
             raise ValueError(f"config: expected a field {name!r}, a number or null, got none")
         return self.take(name, None)
 
-    def size(self, name: str, default: Any = REQUIRED) -> int:
+    def size(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
         value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"config: expected an integer from 0 on as {name!r}, got {describe(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"config: expected an integer from {least} on as {name!r}, got {describe(value)}"
+            )
         return value
 
     def expect(self, name: str, value: Any) -> None:
@@ -138,7 +140,7 @@ def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
     period = fields.take("sliding_window_pattern", fields.take("_sliding_window_pattern", PERIODS.get(kind)))
     qwen = kind.startswith("qwen")
     used = bool(fields.take("use_sliding_window", not qwen))
-    first = fields.size("max_window_layers", REQUIRED if qwen and used and types is None else n)
+    first = fields.size("max_window_layers", REQUIRED if qwen and used and types is None else n, 0)
     if kind == "llama":
         fields.expect("sliding_window", None)
         return [None] * n
@@ -176,7 +178,8 @@ def _deepseek(fields: Fields) -> Model:
     fields.expect("moe_layer_freq", 1)
     bias = bool(fields.take("attention_bias", False))
     attention = Latent(
-        d, H, fields.size("kv_lora_rank"), fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim"),
+        d, H, fields.size("kv_lora_rank"), fields.size("qk_nope_head_dim"),
+        fields.size("qk_rope_head_dim", least=0),
         fields.size("v_head_dim"), fields.stated("q_lora_rank"), bias=bias, out_bias=bias, mask=CAUSAL,
     )  # fmt: skip
     fields.take("qk_head_dim", 0)  # the sum of two that were read
@@ -184,9 +187,9 @@ def _deepseek(fields: Fields) -> Model:
     hidden = fields.size("moe_intermediate_size")
     experts = FeedForward(
         d, hidden, gated=True, experts=fields.size("n_routed_experts"),
-        active=fields.size("num_experts_per_tok"), shared=hidden * fields.size("n_shared_experts"),
+        active=fields.size("num_experts_per_tok"), shared=hidden * fields.size("n_shared_experts", least=0),
     )  # fmt: skip
-    dense = fields.size("first_k_dense_replace")
+    dense = fields.size("first_k_dense_replace", least=0)
     blocks = tuple(Block(attention, wide if i < dense else experts, 2 * d) for i in range(n))
     tied = bool(fields.take("tie_word_embeddings", False))
     return Model(blocks, fields.size("vocab_size"), d, tied=tied, others=d)
@@ -233,7 +236,7 @@ def _bert(fields: Fields) -> Model:
     fields.expect("is_decoder", False)
     fields.expect("position_embedding_type", "absolute")
     fields.take("tie_word_embeddings", True)
-    rows = fields.size("max_position_embeddings") + fields.size("type_vocab_size", 2)
+    rows = fields.size("max_position_embeddings") + fields.size("type_vocab_size", 2, least=0)
     feed_forward = FeedForward(d, fields.size("intermediate_size"), bias=True)
     block = Block(Heads(d, H, bias=True, out_bias=True), feed_forward, 4 * d)
     pooler = d * (d + 1)

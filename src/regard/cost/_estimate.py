@@ -77,7 +77,7 @@ class Cost:
             Row("read", self.read_bytes, "B", "forward, every factor and input once"),
             Row("written", self.written_bytes, "B", "forward, every result once"),
             Row("cache", self.cache_bytes, "B", "keys and values, without slack"),
-            Row("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages, as regard.cache has"),
+            Row("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages"),
         ]
 
     def to_json(self) -> str:

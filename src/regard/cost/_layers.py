@@ -298,9 +298,9 @@ class Latent(Layer):
         return [Call(B, H, L, self.nope_dim + self.rope_dim, H, Lk, self.value_dim, dtype, mask)]
 
     def inputs(self, work: Work) -> int:
-        """x, the compressed vectors, and absorbed the queries before and the values after."""
-        way = self.heads * (self.nope_dim + self.value_dim) if self.absorbed else self.rank
-        return work.rows * (self.d_model + (self.q_rank or 0) + way)
+        """x, compressed vectors, what `kv_up` made besides v (or queries before W_uk), the joined result."""
+        way = self.asked if self.absorbed else self.rank + self.heads * self.nope_dim
+        return work.rows * (self.d_model + (self.q_rank or 0) + way + self.heads * self.value_dim)
 
     @property
     def kept(self) -> tuple[Rows, ...]:

@@ -131,7 +131,7 @@ class Linformer(Projected):
 
     def check(self, work: Work) -> None:
         refuse(self, work, "past", "mask")
-        if work.L > self.max_length:
+        if self.max_length < work.L:
             raise ValueError(f"tokens: expected at most max_length = {self.max_length}, got {work.L}")
 
     @property
