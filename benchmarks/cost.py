@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = cost.measure_machine(options.threads)
     print("| case | predicted | measured | predicted / measured |\n|---|---:|---:|---:|")
     ratios = {case.name: row(case, here, options) for case in chosen(options.only)}
-    limits = f"{here.fma / 1e9:.0f} GFLOP/s, {here.read / 1e9:.1f} GB/s, {here.call * 1e6:.1f} us a call"
+    read = ", ".join(f"{rate / 1e9:.0f} GB/s of {size >> 20} MiB" for size, rate in here.read)
+    limits = f"{here.fma / 1e9:.0f} GFLOP/s, {read}, {here.call * 1e6:.1f} us a call"
     print(session.closing(limits))
     off = [name for name, ratio in ratios.items() if abs(ratio - 1) > ALLOWED]
     print(

@@ -196,7 +196,7 @@ def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixt
 def test_predictions_are_compared(
     bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = bench.cost.cost.Machine(threads=1, fma=1e6, read=1e6, call=1e-6)
+    slow = bench.cost.cost.Machine(threads=1, fma=1e6, read=((1, 1e6),), call=1e-6)
     monkeypatch.setattr(bench.cost.cost, "measure_machine", lambda threads: slow)
     tiny, few = ["--threads", "1", "--seconds", "0"], ["--only", "causal-512-64", "--only", "train-bias"]
     assert bench.cost.main([*tiny, *few, "--shrink", "32"]) == 0

@@ -21,7 +21,7 @@ from regard.cost import Call, Heads, Latent, Linear, Model, cache_bytes, estimat
 from regard.cost._sparse import SEGMENT
 
 MIB = 2**20
-HERE = cost.Machine(threads=1, fma=1e11, read=1e10, call=1e-5)
+HERE = cost.Machine(threads=1, fma=1e11, read=((2**20, 4e10), (2**24, 1e10)), call=1e-5)
 WRONG: Any = "both"
 native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -672,19 +672,27 @@ def test_it_prints_integers_with_units_and_conventions() -> None:
 def test_seconds_grow_with_work_and_shrink_with_the_machine() -> None:
     short, long = (cost.predict(Call(Hq=8, Lq=L), HERE) for L in (512, 1024))
     assert 3.5 < long / short < 4.1
-    twice = cost.Machine(1, 2 * HERE.fma, 2 * HERE.read, HERE.call)
-    assert cost.predict(Call(Hq=8, Lq=512), twice) == pytest.approx(short / 2)
+    twice = cost.Machine(1, 2 * HERE.fma, tuple((n, 2 * rate) for n, rate in HERE.read), HERE.call)
+    assert cost.predict(Call(Hq=8, Lq=512), twice) == pytest.approx(short / 2, rel=0.01)
     call = Call(Hq=8, Lq=512)
     parts = cost.predict(call, HERE) + cost.predict(call, HERE, "backward")
-    assert cost.predict(call, HERE, "training") == pytest.approx(parts)
+    assert cost.predict(call, HERE, "training") == pytest.approx(parts - HERE.call)
     assert cost.predict(Call(Hq=8, Lq=512, dtype=torch.float64), HERE) > 1.9 * short
 
 
 @native
 def test_seconds_of_decoding_are_those_of_reading() -> None:
     call = Call(Hq=8, Lq=1, Lk=100_000, D=64)
-    assert cost.predict(call, HERE) == pytest.approx(2 * 8 * 100_000 * 64 * 4 / (0.75 * HERE.read), rel=1e-3)
-    assert cost.predict(Call(), HERE) == HERE.call
+    assert cost.predict(call, HERE) == pytest.approx(2 * 8 * 100_000 * 64 * 4 / 1e10, rel=0.01)
+    assert HERE.call < cost.predict(Call(), HERE) < 1.1 * HERE.call
+
+
+def test_what_fits_into_a_cache_is_read_faster() -> None:
+    seconds = [HERE.seconds_to_read(2**n) for n in (10, 20, 22, 24, 30)]
+    assert [2**n / s for n, s in zip((10, 20, 24, 30), (*seconds[:2], *seconds[3:]), strict=True)] == [
+        pytest.approx(rate) for rate in (4e10, 4e10, 1e10, 1e10)
+    ]
+    assert seconds[2] == pytest.approx(2**22 * (0.5 / 4e10 + 0.5 / 1e10))
 
 
 @native
@@ -706,10 +714,11 @@ def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
 
 @native
 def test_the_machine_is_measured() -> None:
-    here = cost.measure_machine(1, repeats=1, megabytes=4)
+    here = cost.measure_machine(1, repeats=1, sizes=(2**20, 2**22))
     assert here.threads == 1
     assert here.fma > 1e8
-    assert here.read > 1e8
+    assert [size for size, _ in here.read] == [2**20, 2**22]
+    assert all(rate > 1e8 for _, rate in here.read)
     assert 0 < here.call < 0.1
 
 

@@ -96,7 +96,7 @@ def _seconds(what: Layer | Model, work: Work) -> str:
     training = attention_seconds(what, work, here, "training")
     return (
         f"attention on {here.threads} threads with {here.fma / 1e9:.0f} GFLOP/s and "
-        f"{here.read / 1e9:.0f} GB/s: {forward:.3g} s forward, {training:.3g} s in training"
+        f"{here.read[-1][1] / 1e9:.0f} GB/s: {forward:.3g} s forward, {training:.3g} s in training"
     )
 
 

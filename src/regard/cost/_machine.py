@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -15,6 +17,9 @@ from .. import _native
 from .._attention import attention
 from .._measuring import best_times
 
+SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
+LEAST_READ = 64 << 20  # or starting the threads would count
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -22,23 +27,35 @@ class Machine:
 
     threads: int
     fma: float  # FLOP/s in float32
-    read: float  # bytes/s from memory
+    read: tuple[
+        tuple[int, float], ...
+    ]  # (bytes read again and again, bytes/s), ascending: caches, then memory
     call: float  # seconds of the smallest call of `regard.attention`
 
+    def seconds_to_read(self, size: int) -> float:
+        """Of so many bytes, by a line between the measured sizes on a logarithmic scale."""
+        for (a, quick), (b, slower) in pairwise(self.read):
+            if a <= size < b:
+                share = math.log(size / a) / math.log(b / a)
+                return size * ((1 - share) / quick + share / slower)
+        return size / self.read[0 if size < self.read[0][0] else -1][1]
 
-def measure_machine(threads: int | None = None, *, repeats: int = 10, megabytes: int = 256) -> Machine:
+
+def measure_machine(
+    threads: int | None = None, *, repeats: int = 10, sizes: Sequence[int] = SIZES
+) -> Machine:
     """The best of several looks, some seconds in all. The machine should have nothing else to do.
 
     Args:
         threads: default PyTorch's number.
-        megabytes: what is read; several times what the processor's caches hold.
+        sizes: bytes that are read, ascending: from what a cache holds to several times that.
     """
     if (missing := _native.reason_unavailable()) is not None:
         raise RuntimeError(f"measure_machine: {missing}")
     threads = torch.get_num_threads() if threads is None else threads
-    buffer = torch.ones(megabytes << 18)
+    buffer = torch.ones(max(sizes) // 4)
     fma = max(fma_rate(threads) for _ in range(repeats))
-    read = max(read_rate(buffer, threads) for _ in range(repeats))
+    read = tuple((n, max(read_rate(buffer[: n // 4], threads) for _ in range(repeats))) for n in sizes)
     q = torch.zeros(1, 1, 1, 8)
     with torch.no_grad():
         call = best_times({"call": partial(attention, q, q, q)}, 0.0, least=100 * repeats)["call"]
@@ -50,12 +67,13 @@ def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
 
 
 def read_rate(buffer: Tensor, threads: int) -> float:
-    """Of a buffer in float32, a part for each thread."""
-    part = buffer.numel() // threads
+    """Of a buffer in float32, a part for each thread, again and again if it is small."""
+    part, rounds = buffer.numel() // threads, max(1, LEAST_READ // buffer.nbytes)
 
     def read(index: int) -> float:
-        _native.read_probe(buffer[part * index : part * (index + 1)])
-        return 4.0 * part
+        for _ in range(rounds):
+            _native.read_probe(buffer[part * index : part * (index + 1)])
+        return 4.0 * part * rounds
 
     return together(read, threads)
 
