@@ -627,6 +627,7 @@ def test_a_stack_gives_its_layers() -> None:
             lambda: cost.allocated_bytes(Heads(48, 6), 9, capacity=10, page=16),
             ValueError, r"page: expected None with a capacity",
         ),
+        (lambda: cost.allocated_bytes(Heads(48, 6), 9, page=0), ValueError, r"page must be an integer from 1"),
         (lambda: from_module(nn.Linear(2, 2)), TypeError, r"module: expected one of Attention, BigBird"),
         (lambda: cost.layers_in(nn.Linear(2, 2)), TypeError, r"model: expected one with attention"),
         (lambda: from_module(WRONG), TypeError, r"module: expected one of"),

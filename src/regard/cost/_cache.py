@@ -70,7 +70,9 @@ def allocated_bytes(
         raise ValueError(f"capacity: expected at least the {tokens} tokens, got {capacity}")
     if capacity is not None and page is not None:
         raise ValueError(f"page: expected None with a capacity, got {page}")
-    rows = -(-tokens // page) * page if page is not None else capacity or (tokens and max(tokens, LEAST_ROWS))
+    rows = capacity or (tokens and max(tokens, LEAST_ROWS))
+    if page is not None:
+        rows = -(-tokens // count("page", page, 1)) * page
     return B * sum(
         _rows(layer, rows) * _token(layer, kept) + _state(layer, kept) for layer in layers_of(what)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Literal, get_args
 
@@ -33,7 +34,7 @@ def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
     if passes == "forward" and cost.decodes:
         rows = call.Lq * call.Hq // (call.Hkv or call.Hq)
         products = cost.forward.executed / ((FEW if rows < 12 else PANELS) * fma)
-        return machine.call + (products**3 + machine.seconds_to_read(moved) ** 3) ** (1 / 3)
+        return machine.call + math.cbrt(products**3 + machine.seconds_to_read(moved) ** 3)
     forward = cost.forward.executed / (FORWARD * fma) + machine.seconds_to_read(moved) / TRAFFIC
     # What was saved and the gradient of the result come in, gradients of all inputs go out.
     back = machine.seconds_to_read(cost.saved_bytes + moved) / TRAFFIC
