@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import _native
 from .._arguments import count
-from .._dense import dense_mask
-from .._problem import Problem, make
+from .._plan import COUNTED
+from .._problem import Problem, Spec, make
 from ..masks import Mask
 
 
@@ -118,9 +118,17 @@ class Call:
         if _native.reason_unavailable() is None:
             found = _native.cost(problem)
             return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes
-        keep = dense_mask(problem)
-        visible = full if keep is None else int(keep.expand(spec.B, spec.Hq, -1, -1).sum())
-        return Flops(full, triangle, visible, full), 0
+        return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0
+
+
+def _seen(mask: Mask, spec: Spec) -> int:
+    """The pairs that a mask leaves, from its dense form."""
+    if spec.Lq * spec.Lk > COUNTED:
+        raise NotImplementedError(
+            f"mask: expected at most {COUNTED} pairs of queries and keys where the compiled core, which counts "
+            f"masks, is missing, got {spec.Lq} x {spec.Lk}"
+        )
+    return int(mask.to_dense(spec.Lq, spec.Lk).expand(spec.B, spec.Hq, -1, -1).sum())
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
