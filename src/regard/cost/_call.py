@@ -125,8 +125,8 @@ def _seen(mask: Mask, spec: Spec) -> int:
     """The pairs that a mask leaves, from its dense form."""
     if spec.Lq * spec.Lk > COUNTED:
         raise NotImplementedError(
-            f"mask: expected at most {COUNTED} pairs of queries and keys where the compiled core, which counts "
-            f"masks, is missing, got {spec.Lq} x {spec.Lk}"
+            f"mask: expected at most {COUNTED} pairs of queries and keys where the compiled core is missing, "
+            f"which counts masks, got {spec.Lq} x {spec.Lk}"
         )
     return int(mask.to_dense(spec.Lq, spec.Lk).expand(spec.B, spec.Hq, -1, -1).sum())
 
