@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import approximations
+import explanations
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -140,6 +141,7 @@ def main() -> None:
     linear()
     head()
     approximations.main(IMAGES)
+    explanations.main(IMAGES)
 
 
 if __name__ == "__main__":

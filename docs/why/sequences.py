@@ -1,0 +1,76 @@
+"""Self-attention against recurrence and convolution. `python docs/why/sequences.py`
+
+How much does the last result depend on a token so many places before it? Fresh layers of equal width, the
+norm of the derivative by each input. A recurrence passes everything through every step between; a
+convolution sees as far as its layers reach and nothing beyond; attention is one step away from every
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard import masks as M
+from regard.nn import Attention
+
+WIDTH, LAYERS, KERNEL = 32, 4, 3
+Make = Callable[[], Callable[[Tensor], Tensor]]
+
+
+def recurrence() -> Callable[[Tensor], Tensor]:
+    layer = nn.RNN(WIDTH, WIDTH, batch_first=True, dtype=torch.float64)
+    return lambda x: layer(x)[0]
+
+
+def convolution() -> Callable[[Tensor], Tensor]:
+    layers = [nn.Conv1d(WIDTH, WIDTH, KERNEL, dtype=torch.float64) for _ in range(LAYERS)]
+
+    def run(x: Tensor) -> Tensor:
+        x = x.mT
+        for layer in layers:
+            x = torch.tanh(layer(F.pad(x, (KERNEL - 1, 0))))
+        return x.mT
+
+    return run
+
+
+def attention() -> Callable[[Tensor], Tensor]:
+    return Attention(WIDTH, 4, mask=M.Causal(), dtype=torch.float64)
+
+
+MAKERS: dict[str, Make] = {"recurrence": recurrence, "convolution": convolution, "attention": attention}
+
+
+def influence(make: Make, n: int) -> Tensor:
+    """(n,): norms of the last result's derivative by the token at each distance, the mean over 8 samples."""
+    torch.manual_seed(0)
+    run, x = make(), torch.randn(8, n, WIDTH, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(run(x)[:, -1].sum(), x)
+    return gradient.norm(dim=-1).mean(0).flip(0)
+
+
+def multiplications(n: int, d: int) -> dict[str, int]:
+    """Of one layer; attention with its four projections."""
+    return {
+        "recurrence": 2 * n * d * d,
+        "convolution": KERNEL * n * d * d,
+        "attention": 4 * n * d * d + 2 * n * n * d,
+    }
+
+
+def measure(n: int = 128) -> dict[str, dict[str, float]]:
+    """What the token farthest back does beside the last one, and how far back any does something."""
+    curves = {name: influence(make, n) for name, make in MAKERS.items()}
+    return {
+        name: {"far / near": float(curve[-1] / curve[0]), "reach": int(curve.nonzero().max())}
+        for name, curve in curves.items()
+    }
+
+
+if __name__ == "__main__":
+    for name, found in measure().items():
+        print(f"{name:<11}:", ", ".join(f"{what} {value:.3g}" for what, value in found.items()))
