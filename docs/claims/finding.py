@@ -1,0 +1,40 @@
+"""What an experiment found about a claim, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    claim: str  # as the notes have it
+    verdict: str  # right, wrong or incomplete, as the numbers say
+    measured: str  # the numbers that decide, in one line
+    correct: str  # what is true
+    numbers: Mapping[str, Any]  # all of them
+
+    def __str__(self) -> str:
+        rows = {"claim": self.claim, **self.numbers, "verdict": self.verdict, "correct": self.correct}
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {shown(value)}" for name, value in rows.items())
+
+
+def verdict(holds: bool, otherwise: str = "wrong") -> str:
+    return "right" if holds else otherwise
+
+
+def shown(value: Any) -> str:
+    """Numbers with few digits, also within lists and dicts."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {shown(x)}" for name, x in value.items())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return str(value)

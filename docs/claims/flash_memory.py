@@ -1,0 +1,52 @@
+"""Flash attention needs memory linear in the length. `python docs/claims/flash_memory.py`
+
+The peak of the process beyond q, k and v, as the system reports it (Linux), for Regard's tiled kernel and
+for the formula with its n x n weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from finding import Finding, verdict
+from formula import attend
+
+import regard
+from regard import _measuring
+
+HEADS, D = 4, 64
+
+
+def peaks(lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Extra bytes of both at each length."""
+    if not _measuring.available():
+        raise OSError("the system does not tell the peak memory of a process")
+    found: tuple[list[int], list[int]] = [], []
+    with _measuring.freed_at_once(), torch.no_grad():
+        for n in [64, *lengths]:  # the first loads code
+            qkv = torch.randn(3, HEADS, n, D)
+            for bytes_, call in zip(found, (regard.attention, attend), strict=True):
+                bytes_.append(_measuring.extra(lambda call=call, qkv=qkv: call(*qkv)))
+    return found[0][1:], found[1][1:]
+
+
+def measure(longest: int = 8192) -> Finding:
+    lengths = [longest // step for step in (4, 2, 1)]
+    ours, plain = peaks(lengths)
+    growth = ours[-1] / ours[-2], plain[-1] / plain[-2]
+    return Finding(
+        claim="flash memory is linear",
+        verdict=verdict(growth[0] < 2.5),
+        measured=f"twice the length: {growth[0]:.1f} times the memory, {growth[1]:.1f} times for the formula",
+        correct=f"linear; at n = {longest:,}, {HEADS} heads {ours[-1] / 2**20:.0f} MiB instead of "
+        f"{plain[-1] / 2**20:,.0f} MiB",
+        numbers={
+            "tokens": lengths,
+            "bytes": ours,
+            "bytes of the formula": plain,
+            "growth at the last doubling": growth,
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

@@ -1,0 +1,15 @@
+"""Attention as it is written on paper, with all n x n weights."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def weights(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return weights(q, k) @ v

@@ -1,0 +1,49 @@
+"""Multi-head attention costs the FLOPs of single-head attention. `python docs/claims/head_flops.py`
+
+Heads divide the width: h products of d / h channels are one of d. Counted as PyTorch executes the
+formula.
+"""
+
+from __future__ import annotations
+
+import torch
+from finding import Finding, verdict
+from formula import weights
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+HEADS = 1, 2, 4, 8, 16
+
+
+def layer(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The result (n, d), and the weights (heads, n, n)."""
+    q, k, v = (x @ qkv).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)  # (heads, n, d / heads) each
+    found = weights(q, k)
+    return (found @ v).movedim(0, 1).flatten(1) @ out, found
+
+
+def count(n: int, d: int, heads: int) -> tuple[int, int]:
+    """Operations of the products, and exponentials of the softmax."""
+    x, qkv, out = (torch.empty(*shape, device="meta") for shape in ((n, d), (d, 3 * d), (d, d)))
+    with FlopCounterMode(display=False) as counter:
+        _, found = layer(x, qkv, out, heads)
+    return counter.get_total_flops(), found.numel()
+
+
+def measure(n: int = 1024, d: int = 512) -> Finding:
+    flops, exponentials = zip(*(count(n, d, heads) for heads in HEADS), strict=True)
+    return Finding(
+        claim="multi-head costs the same FLOPs as single-head",
+        verdict=verdict(len(set(flops)) == 1),
+        measured=f"{flops[0] / 1e9:.3f} GFLOP with each of {', '.join(map(str, HEADS))} heads",
+        correct=f"8 n d^2 + 4 n^2 d for any h; but h n^2 exponentials: {exponentials[-1] // exponentials[0]} "
+        f"times as many with {HEADS[-1]} heads",
+        numbers={
+            "FLOPs by heads": dict(zip(map(str, HEADS), flops, strict=True)),
+            "exponentials by heads": dict(zip(map(str, HEADS), exponentials, strict=True)),
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

@@ -1,0 +1,61 @@
+"""Masked scores are filled with -1e9. `python docs/claims/masked_row.py`
+
+In a row with something to see this is as good as -inf. In a row with nothing to see all scores are the
+same, and the softmax of equal scores is uniform: the result is the mean of all the values that were to be
+hidden. With -inf it is 0 / 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from finding import Finding, verdict
+from torch import Tensor
+
+import regard
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, value: float) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~seen, value).softmax(-1) @ v
+
+
+def largest(out: Tensor) -> float:
+    """Entry of the first row."""
+    return float(out[0].abs().max())
+
+
+def refuses_half() -> bool:
+    """-1e9 does not exist in float16."""
+    try:
+        torch.zeros(1, dtype=torch.float16).masked_fill(torch.tensor([True]), -1e9)
+    except RuntimeError:
+        return True
+    return False
+
+
+def measure(n: int = 8, d: int = 16) -> Finding:
+    q, k, v = torch.randn(3, 1, n, d, generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(n, n, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    notes, infinite = (filled(q, k, v, seen, value)[0] for value in (-1e9, -math.inf))
+    ours = regard.attention(q, k, v, mask=seen)[0]
+    mean = float((notes[0] - v[0].mean(0)).abs().max())
+    return Finding(
+        claim="filling masked scores with -1e9 masks them",
+        verdict=verdict(largest(notes) == 0),
+        measured=f"a row with nothing to see is {mean:.0e} away from the mean of the hidden values",
+        correct=f"nothing: {largest(ours):g} in Regard (-inf alone gives {float(infinite[0, 0])})",
+        numbers={
+            "largest entry of the row, -1e9": largest(notes),
+            "its distance from the mean of V": mean,
+            "entry of the row, -inf": float(infinite[0, 0]),
+            "largest entry of the row, Regard": largest(ours),
+            "other rows, -1e9 beside Regard": float((notes[1:] - ours[1:]).abs().max()),
+            "float16 refuses -1e9": refuses_half(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

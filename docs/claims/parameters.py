@@ -1,0 +1,43 @@
+"""Multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
+
+Queries, keys and values make 3 d^2; the output projection makes a fourth, and each of the four may have a
+bias of d. Counted in PyTorch's module and in Regard's.
+"""
+
+from __future__ import annotations
+
+from finding import Finding, verdict
+from torch import nn
+
+from regard.nn import Attention
+
+WIDTHS = 64, 512, 768
+
+
+def size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def measure() -> Finding:
+    modules = {
+        "nn.MultiheadAttention": lambda d, bias: nn.MultiheadAttention(d, 8, bias=bias, device="meta"),
+        "regard.nn.Attention": lambda d, bias: Attention(d, 8, bias=bias, device="meta"),
+    }
+    plain = {name: {str(d): size(make(d, False)) for d in WIDTHS} for name, make in modules.items()}
+    biased = {name: {str(d): size(make(d, True)) for d in WIDTHS} for name, make in modules.items()}
+    three = all(count == 3 * int(d) ** 2 for counts in plain.values() for d, count in counts.items())
+    first = plain["nn.MultiheadAttention"]["512"]
+    return Finding(
+        claim="multi-head attention has 3 d^2 parameters",
+        verdict=verdict(three, "incomplete"),
+        measured=f"{first:,} at d = 512, which is {first / 512**2:g} d^2",
+        correct="4 d^2, with biases 4 d^2 + 4 d",
+        numbers={
+            **{f"{name}, by d": counts for name, counts in plain.items()},
+            **{f"{name} with biases": counts for name, counts in biased.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

@@ -1,0 +1,43 @@
+"""The rows of the weights sum to 1. `python docs/claims/row_sums.py`
+
+So they do, with three exceptions that one meets in practice: a row that may attend to nothing, a sink,
+which takes a share and gives nothing, and dropout, which keeps the sum only on average.
+"""
+
+from __future__ import annotations
+
+import torch
+from finding import Finding, verdict
+
+import regard
+from regard import masks as M
+
+
+def measure(n: int = 256, d: int = 64) -> Finding:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 4, n, d, generator=generator)
+
+    def sums(**options: object) -> torch.Tensor:
+        return regard.weights(q, k, v, **options).double().sum(-1)
+
+    away = float((sums() - 1).abs().max())
+    nothing = float(sums(mask=M.Lengths(0)).max())
+    sink = float(sums(sink=torch.full((4,), 3.0)).mean())
+    dropped = sums(dropout=0.5, seed=1)
+    return Finding(
+        claim="the rows of A sum to 1",
+        verdict=verdict(away < 1e-5),
+        measured=f"{away:.0e} away from 1 at most",
+        correct=f"1; but {nothing:g} for a row that sees nothing, less with a sink, with dropout on average",
+        numbers={
+            "farthest from 1": away,
+            "a row that sees nothing": nothing,
+            "with a sink of 3, mean": sink,
+            "with dropout 0.5, mean": float(dropped.mean()),
+            "with dropout 0.5, from and to": [float(dropped.min()), float(dropped.max())],
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

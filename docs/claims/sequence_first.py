@@ -1,0 +1,63 @@
+"""A sequence-first implementation that views (L, B, H, D) and transposes axes 0 and 1 only.
+`python docs/claims/sequence_first.py`
+
+The last two axes are then heads and channels, so `q @ k^T` compares the heads of one token with each
+other. No token hears of any other, the shapes fit all the same, and nothing raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from finding import Finding, verdict
+from formula import attend, weights
+from torch import Tensor
+
+import regard
+
+
+def as_printed(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)  # (L, B, H, D) -> (B, L, H, D)
+
+
+def as_meant(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)  # (L, B, H, D) -> (B, H, L, D)
+
+
+def influence(arrange: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """How much the first token's result changes when all the others do; x is queries, keys and values."""
+    other = x.clone()
+    other[1:] += 1
+    before, after = (attend(*[arrange(each)] * 3) for each in (x, other))
+    token = arrange(torch.arange(len(x))[:, None, None, None].expand(x.shape))
+    return float((after - before)[token == 0].abs().max())
+
+
+def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
+    x = torch.randn(L, B, heads, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    heard = influence(as_printed, x), influence(as_meant, x)
+    printed, meant = as_printed(x), as_meant(x)
+    right = regard.attention(meant, meant, meant)  # (B, H, L, D)
+    errors = [
+        float((found - right).norm() / right.norm())
+        for found in (attend(printed, printed, printed).transpose(1, 2), attend(meant, meant, meant))
+    ]
+    return Finding(
+        claim="view (L, B, H, D), transpose axes 0 and 1, multiply",
+        verdict=verdict(errors[0] < 1e-6),
+        measured=f"other tokens change a token's result by {heard[0]:g}; relative error {errors[0]:.2f}",
+        correct=f"permute to (B, H, L, D): they change it by {heard[1]:.2f}; relative error {errors[1]:.0e}",
+        numbers={
+            "weights of the printed one": list(weights(printed, printed).shape),
+            "weights that are meant": list(weights(meant, meant).shape),
+            "influence of other tokens, printed": heard[0],
+            "influence of other tokens, meant": heard[1],
+            "relative error, printed": errors[0],
+            "relative error, meant": errors[1],
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

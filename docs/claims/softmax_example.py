@@ -1,0 +1,37 @@
+"""softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003]. `python docs/claims/softmax_example.py`
+
+Without computing it one sees that it is not: softmax keeps the order, and 2.3 is more than 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+
+from finding import Finding, verdict
+
+SCORES = [2.3, 9.1, 0.5]
+PRINTED = [0.002, 0.995, 0.003]
+
+
+def measure() -> Finding:
+    exponentials = [math.exp(score) for score in SCORES]
+    right = [x / sum(exponentials) for x in exponentials]
+    ranks = [sorted(range(3), key=row.__getitem__) for row in (SCORES, right, PRINTED)]
+    agree = all(abs(a - b) <= 0.0005 for a, b in zip(right, PRINTED, strict=True))
+    text = ", ".join(f"{x:.4f}" for x in right)
+    return Finding(
+        claim="softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003]",
+        verdict=verdict(agree),
+        measured=f"[{text}]; the printed one gives 0.5 more than 2.3",
+        correct=f"[{text}]",
+        numbers={
+            "softmax": right,
+            "printed": PRINTED,
+            "keeps the order": ranks[1] == ranks[0],
+            "printed one keeps the order": ranks[2] == ranks[0],
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

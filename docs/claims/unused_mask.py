@@ -1,0 +1,71 @@
+"""An implementation that takes `attn_mask` and never uses it, and drops weights in evaluation.
+`python docs/claims/unused_mask.py`
+
+Neither raises. Two questions find both: does the future change the past, and do two calls agree?
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from finding import Finding, verdict
+from formula import weights
+from torch import Tensor, nn
+
+from regard import masks as M
+from regard.nn import Attention
+
+
+class Printed(nn.Module):
+    """The two faults of the notes' module, on the projections of a right one."""
+
+    def __init__(self, right: Attention, dropout: float) -> None:
+        super().__init__()
+        self.right, self.dropout = right, dropout
+
+    def forward(self, x: Tensor, attn_mask: M.Mask | None = None) -> Tensor:
+        (q, k, v), _ = self.right.arguments(x)
+        kept = F.dropout(weights(q, k), self.dropout)  # its own default is training=True
+        found: Tensor = self.right.out((kept @ v).transpose(1, 2).flatten(2))
+        return found
+
+
+def leak(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
+    """How much the last token changes the results before it."""
+    other = x.clone()
+    other[:, -1] += 1
+    torch.manual_seed(1)
+    first = layer(x, **mask)
+    torch.manual_seed(1)
+    return float((layer(other, **mask) - first)[:, :-1].abs().max())
+
+
+def unrest(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
+    """How much two calls differ."""
+    return float((layer(x, **mask) - layer(x, **mask)).abs().max())
+
+
+@torch.no_grad()
+def measure(n: int = 11, d: int = 32, dropout: float = 0.1) -> Finding:
+    torch.manual_seed(0)
+    right = Attention(d, 4, dropout=dropout).eval()
+    printed = Printed(right, dropout).eval()
+    x = torch.randn(2, n, d)
+    ours = leak(right, x, mask=M.Causal()), unrest(right, x, mask=M.Causal())
+    theirs = leak(printed, x, attn_mask=M.Causal()), unrest(printed, x, attn_mask=M.Causal())
+    return Finding(
+        claim="a module with `attn_mask` and dropout, used in evaluation",
+        verdict=verdict(theirs == (0, 0)),
+        measured=f"the future changes the past by {theirs[0]:.2g}; two calls differ by {theirs[1]:.2g}",
+        correct=f"{ours[0]:g} and {ours[1]:g}, as `regard.nn.Attention` has it",
+        numbers={
+            "future on past, printed": theirs[0],
+            "future on past, regard.nn": ours[0],
+            "call to call in evaluation, printed": theirs[1],
+            "call to call in evaluation, regard.nn": ours[1],
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())

@@ -1,0 +1,43 @@
+"""1024, 4096 and 100,000 tokens have 1M, 16M and 10G weights. `python docs/claims/weight_count.py`
+
+For one head. The conclusion that 100,000 tokens are out of reach does not follow: nothing has to keep the
+weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from finding import Finding, verdict
+
+import regard
+
+PRINTED = {1024: 1e6, 4096: 16e6, 100_000: 10e9}
+
+
+def scores(n: int) -> int:
+    """How many there are; on the meta device nothing is computed."""
+    q = torch.empty(n, 64, device="meta")
+    return (q @ q.T).numel()
+
+
+def measure() -> Finding:
+    counts = {n: scores(n) for n in PRINTED}
+    far = max(abs(counts[n] / printed - 1) for n, printed in PRINTED.items())
+    q = torch.empty(1, 100_000, 64)
+    kept = regard.plan(q, q, q).peak_extra_bytes
+    whole = 4 * counts[100_000]
+    return Finding(
+        claim="n = 1024 / 4096 / 100k gives 1M / 16M / 10G weights",
+        verdict=verdict(far < 0.05),
+        measured=" / ".join(f"{count:,}" for count in counts.values()),
+        correct=f"n^2; {whole / 1e9:.0f} GB at 100k in float32, of which Regard keeps {kept / 1e6:.0f} MB",
+        numbers={
+            "weights": {f"{n:,}": count for n, count in counts.items()},
+            "bytes in float32": {f"{n:,}": 4 * count for n, count in counts.items()},
+            "extra bytes of regard.attention at 100,000": kept,
+        },
+    )
+
+
+if __name__ == "__main__":
+    print(measure())
