@@ -202,6 +202,7 @@ def test_clip_towers(found: Callable[..., Any]) -> None:
 
 @needs_minilm
 def test_subspaces(found: Callable[..., Any], load: Callable[[str], Any]) -> None:
+    pytest.importorskip("safetensors")
     numbers = found("subspaces", layers=1).numbers
     assert all(mean > 32 / 384 for mean in numbers["mean overlap"].values())
     assert numbers["random subspaces"] == pytest.approx(32 / 384, rel=0.05)

@@ -70,4 +70,4 @@ def measure(steps: int = 600) -> dict[int, float]:
 
 if __name__ == "__main__":
     for heads, share in measure().items():
-        print(f"{heads} heads: all four named for {share:.0%} of the tokens")
+        print(f"heads: {heads}, all four named for {share:.0%} of the tokens")
