@@ -8,11 +8,12 @@ import torch
 from measure import Load, cpu_name
 
 
-def parser(about: str | None, seconds: float, each: str) -> argparse.ArgumentParser:
-    """With `--threads` and `--seconds`, the latter for `each` of what is timed."""
+def parser(about: str | None, seconds: float | None = None, each: str = "row") -> argparse.ArgumentParser:
+    """With `--threads` and, if there is a default, `--seconds` for `each` of what is timed."""
     found = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--threads", type=int, default=2)
-    found.add_argument("--seconds", type=float, default=seconds, help=f"for each {each}")
+    if seconds is not None:
+        found.add_argument("--seconds", type=float, default=seconds, help=f"for each {each}")
     return found
 
 

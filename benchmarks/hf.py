@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import command
 import memory
 import torch
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor
 
@@ -31,11 +32,7 @@ PADDING = (0, 0.2, 0.4, 0.6)  # of each prompt in the padded batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each row of times")
+    parser = command.parser(__doc__, 20.0, "row of times")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--padded", type=int, default=1024, help="tokens of each of the padded prompts")
     parser.add_argument("--context", type=int, default=4096, help="tokens before the next one")
@@ -43,18 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=32, help="tokens that each request and the text gets")
     parser.add_argument("--random", type=int, metavar="N", help="random weights, N layers")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    session = command.Session(options)
     regard.hf.register()
-    load = Load()
     model = random_model(options.random) if options.random else real_model()
     with torch.inference_mode():
         check_text(model, options.new)
         show(prompts(model, options))
         show(steps(model, options))
     show(requests(model, options))
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"float32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing("float32"))
     return 0
 
 

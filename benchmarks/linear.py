@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import command
 import torch
 import torch.nn.functional as F
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor
 
@@ -27,21 +28,14 @@ Call = Callable[[], Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser = command.parser(__doc__, 3.0, "row")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--training", type=int, default=16384, help="tokens of the second table")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     for table in (lengths, forms, steps):
         print("\n".join(table(options)), "\n")
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"{HEADS} heads, D {D}, float32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing(f"{HEADS} heads of {D}, float32"))
     return 0
 
 

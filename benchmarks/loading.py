@@ -6,28 +6,24 @@ with the package accelerate installed. Both must give the same tensors.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import command
 import torch
-from measure import Load, WrongResult, cpu_name
+from measure import WrongResult
 
 from regard.models import _packages, minilm, smollm, whisper
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
+    parser = command.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="the best is shown")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     ours = timed("SmolLM2, Regard", lambda: smollm.load().model, options.repeats)
     if importlib.util.find_spec("accelerate") is None:
         print("SmolLM2, Transformers: needs accelerate, which is not installed")
@@ -35,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_same(ours, timed("SmolLM2, Transformers", theirs, options.repeats))
     timed("MiniLM, Regard", minilm.load, options.repeats)
     timed("Whisper tiny.en, Regard", whisper.load, options.repeats)
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\n{options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing("float32"))
     return 0
 
 

@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import command
 import numpy as np
 import torch
-from measure import Load, WrongResult, best_times, cpu_name
+from measure import WrongResult, best_times
 from report import milliseconds
 from torch import Tensor
 
@@ -33,24 +34,17 @@ Run = Callable[[], Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each row")
+    parser = command.parser(__doc__, 10.0, "row")
     parser.add_argument("--longformer", type=int, default=16384, help="tokens")
     parser.add_argument("--bigbird", type=int, default=8192, help="tokens")
     parser.add_argument("--memory", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    load = Load()
+    session = command.Session(options)
     with torch.no_grad():
         print("\n".join(attentions(options)), "\n", flush=True)
         print("\n".join(layers(options)), "\n", flush=True)
         print("\n".join(memory(options.memory)))
-    share = load.others()
-    busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
-    print(f"\n{HEADS} heads of {D}, float32, {options.threads} threads, {cpu_name()}{busy}")
+    print(session.closing(f"{HEADS} heads of {D}, float32"))
     return 0
 
 

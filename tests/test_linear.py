@@ -19,6 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import regard
 from regard import LinearState, linear_attention
 from regard._linear import FEATURE_MAPS
+from regard._linear_problem import SEGMENT
 
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 # Relative L2: of the arithmetic, and one rounding of the output.
@@ -176,6 +177,13 @@ def test_gradients(isa: str, poison: None, form: str, L: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_gradients_of_other_dtypes(poison: None, form: str, dtype: torch.dtype) -> None:
     compare(make(form, 40, dtype=dtype), "native", {torch.float64: 1e-11}.get(dtype, 2 * ERROR[dtype]))
+
+
+@pytest.mark.skipif(not HAVE_CORE, reason="the core has the other number")
+def test_segments_of_the_core() -> None:
+    from regard import _core
+
+    assert SEGMENT == _core.LINEAR_SEGMENT
 
 
 @needs_core

@@ -11,6 +11,8 @@ from ._arguments import broadcasts, describe, holds_integers, readable
 from ._dense import heads_4d
 from ._problem import Problem, Spec, Strides, make
 
+SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
+
 
 class LinearState(NamedTuple):
     """All that linear attention remembers of the tokens so far; its size does not depend on their number.

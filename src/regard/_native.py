@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._arguments import describe
-from ._linear_problem import Linear, Result
+from ._linear_problem import SEGMENT, Linear, Result
 from ._problem import MAX_SPECS, Problem, Spec
 from ._stored import GROUP, HALF, New, Stored
 
@@ -431,7 +431,7 @@ def linear(p: Linear) -> Result:
 def linear_saving(p: Linear) -> tuple[Result, LinearKept]:
     """The forward pass of a call that is going to be differentiated."""
     (B, Hkv, L, D), Dv = p.k.shape, p.v.shape[3]
-    segments = -(-L // _core.LINEAR_SEGMENT)
+    segments = -(-L // SEGMENT)
     S = p.k.new_empty((B, Hkv, segments, D, Dv), dtype=p.dtype)
     z = p.k.new_empty((B, Hkv, segments, D), dtype=p.dtype) if p.normalize else None
     errors = p.k.new_empty((B, Hkv, L, Dv), dtype=p.dtype) if p.beta is not None else None

@@ -9,18 +9,8 @@ from typing import Annotated
 
 import typer
 
+from . import _options as options
 from ._console import one_line_errors
-from ._options import (
-    Attention,
-    AttentionOption,
-    Cache,
-    CacheOption,
-    MaxTokens,
-    ModelOption,
-    Seed,
-    Temperature,
-    TopP,
-)
 from ._text import new_session, stream
 
 
@@ -28,13 +18,13 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One question; else they are read line by line.")
     ] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    cache: CacheOption = Cache.dense,
-    model: ModelOption = None,
-    attention: AttentionOption = Attention.regard,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    cache: options.CacheOption = options.Cache.dense,
+    model: options.ModelOption = None,
+    attention: options.AttentionOption = options.Attention.regard,
 ) -> None:
     """Talk with SmolLM2-135M or a local chat model. Ctrl-C ends an answer, Ctrl-D the talk."""
     with one_line_errors():

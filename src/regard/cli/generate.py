@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
+from . import _options as options
 from ._console import one_line_errors, show
-from ._options import (
-    Attention,
-    AttentionOption,
-    Cache,
-    CacheOption,
-    MaxTokens,
-    ModelOption,
-    Seed,
-    Temperature,
-    TopP,
-)
 from ._text import new_session, stream
 
 
@@ -26,13 +16,13 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; else it is read from the input.")
     ] = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    cache: CacheOption = Cache.dense,
-    model: ModelOption = None,
-    attention: AttentionOption = Attention.regard,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    cache: options.CacheOption = options.Cache.dense,
+    model: options.ModelOption = None,
+    attention: options.AttentionOption = options.Attention.regard,
 ) -> None:
     """Continue a text, on SmolLM2-135M or a local model."""
     with one_line_errors():

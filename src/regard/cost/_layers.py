@@ -12,7 +12,7 @@ import torch
 
 from .._arguments import count, describe
 from ..masks import Mask, streaming
-from ..nn.attention import _divisor, _share
+from ..nn._sizes import sizes
 from ._call import Call
 
 
@@ -143,17 +143,12 @@ class Grouped(Layer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Hkv, D, Dv = self.sizes
-        _divisor("kv_heads", Hkv, self.heads)
-        count("head_dim", D, 1)
-        count("value_dim", Dv, 1)
+        _ = self.sizes  # checked there
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Hkv, D, Dv"""
-        D = _share(self.d_model, self.heads) if self.head_dim is None else self.head_dim
-        Hkv = self.heads if self.kv_heads is None else self.kv_heads
-        return Hkv, D, D if self.value_dim is None else self.value_dim
+        return sizes(self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim)[2:]
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._arguments import count
+from .._linear_problem import SEGMENT
 from ..masks import Blocks, Dilated, Documents, Lengths, Mask, Window
 from ..nn import block_table
-from ..nn.attention import _share
+from ..nn._sizes import sizes
 from ..nn.linear import Decay
 from ..nn.linformer import Sharing
 from ._call import Call
 from ._layers import Grouped, Layer, Product, Work, refuse
-
-SEGMENT = 512  # tokens between two states that training keeps of linear attention
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,11 @@ class Projected(Layer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count("head_dim", self.D, 1)
+        _ = self.D  # checked there
 
     @property
     def D(self) -> int:
-        return _share(self.d_model, self.heads) if self.head_dim is None else self.head_dim
+        return sizes(self.d_model, self.heads, head_dim=self.head_dim).head_dim
 
     def check(self, work: Work) -> None:
         refuse(self, work, "past")
@@ -217,7 +215,7 @@ class Linear(Grouped):
         ]
 
     def inputs(self, work: Work) -> int:
-        """x, q, k and v, the result, the delta rule's errors, and the state before every 512th token."""
+        """x, q, k and v, the result, the delta rule's errors, and the state before each segment."""
         Hkv, _, Dv = self.sizes
         F = self.state_rows
         tokens = self.d_model + self.heads * (F + Dv) + Hkv * (F + Dv) + self.delta * Hkv * Dv

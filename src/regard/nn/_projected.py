@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe, probability
+from .._arguments import describe, probability
 from .._problem import Trio
+from ._sizes import sizes
 from ._state import Whole
-from .attention import _share
 
 
 class Projected(Whole):
@@ -24,8 +24,7 @@ class Projected(Whole):
         made: dict[str, Any],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
-        self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
+        self.d_model, self.heads, _, self.head_dim, _ = sizes(d_model, heads, head_dim=head_dim)
         self.dropout = probability("dropout", dropout)
         inner = heads * self.head_dim
         self.query, self.key, self.value = (nn.Linear(d_model, inner, bias, **made) for _ in range(3))

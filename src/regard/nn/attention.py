@@ -18,6 +18,7 @@ from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
 from ._call import Cache, Call, Context, Memory, both, check, places_after, places_in_row
 from ._nested import row
+from ._sizes import sizes
 from ._state import Whole
 
 Rule = Rotary | Alibi | Relative
@@ -74,10 +75,8 @@ class Attention(Whole):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
-        self.kv_heads = _divisor("kv_heads", heads if kv_heads is None else kv_heads, heads)
-        self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
+        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
+        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.scale, self.softcap, self.mask = scale, softcap, mask
         self.dropout = probability("dropout", dropout)
@@ -296,20 +295,6 @@ class Attention(Whole):
 
 
 # Arguments
-
-
-def _divisor(name: str, value: int, heads: int) -> int:
-    if heads % count(name, value, 1):
-        raise ValueError(f"{name}: expected a divisor of heads = {heads}, got {value}")
-    return value
-
-
-def _share(d_model: int, heads: int) -> int:
-    if d_model % heads:
-        raise ValueError(
-            f"d_model: expected a multiple of heads = {heads}, or head_dim to be given, got {d_model}"
-        )
-    return d_model // heads
 
 
 def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:

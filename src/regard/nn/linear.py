@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import count, describe
+from .._arguments import describe
 from .._linear import FeatureMap, feature_map_of, linear_attention
 from ..cache import LinearCache
+from ._sizes import sizes
 from ._state import Whole
-from .attention import _divisor, _share
 
 Decay = Literal["head", "token"]
 
@@ -64,10 +64,8 @@ class LinearAttention(Whole):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
-        self.kv_heads = _divisor("kv_heads", heads if kv_heads is None else kv_heads, heads)
-        self.head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
+        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
+        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
         self.feature_map = ("unit" if delta else "elu+1") if feature_map is None else feature_map
         feature_map_of(self.feature_map)
         self.normalize, self.causal = not delta if normalize is None else normalize, causal
