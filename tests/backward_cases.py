@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import peak_memory
 import torch
@@ -359,16 +360,27 @@ def check_all_guarded(first: int, count: int) -> None:
 def extra_memory(name: str) -> int:
     """Bytes that forward and backward add to the peak, beyond the gradients. `name` as in peak_memory.py."""
     names = set(name.split("+"))
-    options: dict[str, Any] = {}
-    for each in names & set(MEMORY_OPTIONS):
-        options |= MEMORY_OPTIONS[each]()
-    q, k, v = peak_memory.inputs(names)
-    return extra_of(training(Call(q, k, v, options, "any"), lse="lse" in names), names & set(INPUTS) or None)
+    chosen = names & set(INPUTS) or None
+    gradients(of_options(names, 128), chosen)  # loads code
+    return extra_of(of_options(names, peak_memory.L), chosen)
+
+
+def of_options(names: set[str], tokens: int) -> Training:
+    with mock.patch.object(peak_memory, "L", tokens):
+        options: dict[str, Any] = {}
+        for each in names & set(MEMORY_OPTIONS):
+            options |= MEMORY_OPTIONS[each]()
+        q, k, v = peak_memory.inputs(names)
+        return training(Call(q, k, v, options, "any"), lse="lse" in names)
 
 
 def extra_of_many_tokens() -> int:
-    x = torch.randn(1, 1, 32_768, 64)
-    return extra_of(training(Call(x, x, x, {"mask": M.Causal()}, "any")), None)
+    few, many = (
+        training(Call(x, x, x, {"mask": M.Causal()}, "any"))
+        for x in (torch.randn(1, 1, n, 64) for n in (128, 32_768))
+    )
+    gradients(few)
+    return extra_of(many, None)
 
 
 def print_extra_memory(names: Iterable[str]) -> None:
@@ -384,7 +396,5 @@ def print_extra_memory(names: Iterable[str]) -> None:
 
 def extra_of(t: Training, names: Iterable[str] | None) -> int:
     found: dict[str, Tensor] = {}
-    first = Call(*(x[:, :, :70].clone() for x in t.call[:3]), {}, "any")
-    gradients(training(first))  # loads code
     peak = peak_memory.measure(lambda: found.update(gradients(t, names)))
     return peak - sum(x.numel() * x.element_size() for x in found.values())
