@@ -19,10 +19,10 @@ constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys, kNearBytes = 512 << 
 
 // Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
 // that is read asks for the one `ahead` elements further on, if that is not 0.
-template <class V, int R, class Row>
-REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (&keys)[V::N / R], int64_t D,
-                     int64_t ahead) {
-  constexpr int C = V::N / R;
+template <class V, int R, class K>
+REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R],
+                     int64_t D, int64_t ahead) {
+  constexpr int C = V::N / R, kLine = FloatRow<V, K>::kLine;
   V sum[V::N];
 #pragma GCC unroll 16
   for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
@@ -38,29 +38,79 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Row (
     }
   };
   int64_t d = 0;
-  for (; d + Row::kLine <= D; d += Row::kLine) {
+  for (; d + kLine <= D; d += kLine) {
     if (ahead) {
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < Row::kLine; i += V::N) step(d, i);
+    for (int i = 0; i < kLine; i += V::N) step(d, i);
   }
-  if constexpr (!Row::kPadded)
-    for (; d + V::N <= D; d += V::N) step(d, 0);
-  transpose(sum);
+  for (; d + V::N <= D; d += V::N) step(d, 0);
+  const V found = sum_each(sum);
+  if (d == D) return found;
+  typename V::Scalar rest[V::N];
+  for (int i = 0; i < V::N; ++i) {
+    rest[i] = 0;
+    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
+  }
+  return found + Lanes<V>::load(rest);
+}
+
+// The same for codes. One query takes the products of a group before it scales them; several share numbers.
+template <class V, int R, StoreKind Kind>
+REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
+                     int64_t D, int64_t ahead) {
+  using Row = CodeRow<V, Kind>;
+  constexpr int C = V::N / R;
+  V sum[V::N];
 #pragma GCC unroll 16
-  for (int i = 1; i < V::N; ++i) sum[0] = sum[0] + sum[i];
-  if constexpr (!Row::kPadded)
-    if (d < D) {
-      typename V::Scalar rest[V::N];
-      for (int i = 0; i < V::N; ++i) {
-        rest[i] = 0;
-        for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
-      }
-      sum[0] = sum[0] + Lanes<V>::load(rest);
+  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  for (int64_t g = 0; g * kGroup < D; ++g) {
+    const typename V::Scalar* q = queries + g * kGroup;
+    if (ahead) {
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) keys[c].prefetch(g, ahead);
     }
-  return sum[0];
+    if constexpr (R == 1) {
+      V total = Lanes<V>::load(q);
+#pragma GCC unroll 8
+      for (int i = V::N; i < kGroup; i += V::N) total = total + Lanes<V>::load(q + i);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) {
+        V products = Lanes<V>::zero();
+#pragma GCC unroll 8
+        for (int u = 0; u < Row::kUnits; ++u) {
+          V x[Row::kVectors];
+          keys[c].load(g, u, x);
+#pragma GCC unroll 2
+          for (int n = 0; n < Row::kVectors; ++n)
+            products = fma(Lanes<V>::load(q + Row::place(u, n)), x[n], products);
+        }
+        sum[c] = fma(products, keys[c].scale(g), sum[c]);
+        if constexpr (Kind == kInt4) sum[c] = fma(total, keys[c].least(g), sum[c]);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int u = 0; u < Row::kUnits; ++u) {
+        V x[C][Row::kVectors];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) {
+          keys[c].load(g, u, x[c]);
+#pragma GCC unroll 2
+          for (int n = 0; n < Row::kVectors; ++n) x[c][n] = keys[c].number(x[c][n], g);
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < R * Row::kVectors; ++t) {
+          const int r = t / Row::kVectors, n = t % Row::kVectors;
+          const V each = Lanes<V>::load(q + r * ldq + Row::place(u, n));
+#pragma GCC unroll 16
+          for (int c = 0; c < C; ++c) sum[r * C + c] = fma(each, x[c][n], sum[r * C + c]);
+        }
+      }
+    }
+  }
+  return sum_each(sum);
 }
 
 // scores[R][ld_scores] of a tile of n keys
@@ -71,7 +121,7 @@ void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const
   for (int64_t c = 0; c < n; c += C) {
     typename Tile::Row key[C];
     for (int i = 0; i < C; ++i) key[i] = keys.row(c + i < n ? c + i : n - 1);
-    const V found = dots<V, R>(queries, ldq, key, keys.width(D), ahead * keys.ld);
+    const V found = dots<V, R>(queries, ldq, key, D, ahead * keys.ld);
     const int64_t left = n - c;
     if (R == 1 && left >= C) {
       Lanes<V>::store(scores + c, found);
@@ -87,61 +137,122 @@ void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const
   }
 }
 
+template <class V>
+REGARD_INLINE void add_to(typename V::Scalar* at, V x) {
+  Lanes<V>::store(at, Lanes<V>::load(at) + x);
+}
+
 // out[R][Count vectors from d on] += weights[R][n] * values[n]
-template <class V, int R, int Count, class Tile>
-REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values,
-                               int64_t d, int64_t n, int64_t ahead, typename V::Scalar* out, int64_t ldo) {
+template <class V, int R, int Count, class K>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
+                               const FloatTile<V, K>& values, int64_t d, int64_t n, int64_t ahead,
+                               typename V::Scalar* out, int64_t ldo) {
   V sum[R][Count];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) sum[r][i] = Lanes<V>::zero();
   for (int64_t c = 0; c < n; ++c) {
-    const typename Tile::Row row = values.row(c);
-    V v[Count];
+    const FloatRow<V, K> row = values.row(c);
+    V w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
 #pragma GCC unroll 8
     for (int i = 0; i < Count; ++i) {
-      if (ahead && i * V::N % Tile::Row::kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
-      v[i] = row.load(d, i * V::N);
-    }
+      if (ahead && i * V::N % row.kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
+      const V v = row.load(d, i * V::N);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const V w = Lanes<V>::set(weights[r * ld_weights + c]);
-#pragma GCC unroll 8
-      for (int i = 0; i < Count; ++i) sum[r][i] = fma(w, v[i], sum[r][i]);
+      for (int r = 0; r < R; ++r) sum[r][i] = fma(w[r], v, sum[r][i]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int i = 0; i < Count; ++i) {
-      typename V::Scalar* at = out + r * ldo + d + i * V::N;
-      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+    for (int i = 0; i < Count; ++i) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
+}
+
+// The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
+template <class V, int R, int Units, StoreKind Kind>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
+                               const CodeTile<V, Kind>& values, int64_t first, int64_t n, int64_t ahead,
+                               typename V::Scalar* out, int64_t ldo) {
+  using Row = CodeRow<V, Kind>;
+  V sum[R][Units][Row::kVectors], low[Units];
+#pragma GCC unroll 8
+  for (int u = 0; u < Units; ++u) {
+    low[u] = Lanes<V>::zero();
+#pragma GCC unroll 8
+    for (int t = 0; t < R * Row::kVectors; ++t) sum[t / Row::kVectors][u][t % Row::kVectors] = low[u];
+  }
+  for (int64_t c = 0; c < n; ++c) {
+    const Row row = values.row(c);
+    V w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
+    V factor = w[0];
+#pragma GCC unroll 8
+    for (int u = 0; u < Units; ++u) {
+      const int64_t group = (first + u) / Row::kUnits;
+      const int unit = static_cast<int>((first + u) % Row::kUnits);
+      if (R == 1 && u % Row::kUnits == 0) {
+        factor = w[0] * row.scale(group);
+        if constexpr (Kind == kInt4) low[u] = fma(w[0], row.least(group), low[u]);
+      }
+      if (ahead && unit == 0) row.prefetch(group, ahead * values.ld);
+      V x[Row::kVectors];
+      row.load(group, unit, x);
+#pragma GCC unroll 2
+      for (int i = 0; i < Row::kVectors; ++i) {
+        const V v = R == 1 ? x[i] : row.number(x[i], group);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
+      }
     }
+  }
+#pragma GCC unroll 8
+  for (int u = 0; u < Units; ++u) {
+    const int64_t group = (first + u) / Row::kUnits;
+    const int unit = static_cast<int>((first + u) % Row::kUnits);
+#pragma GCC unroll 8
+    for (int t = 0; t < R * Row::kVectors; ++t) {
+      const int r = t / Row::kVectors, i = t % Row::kVectors;
+      const V least = low[u - u % Row::kUnits];
+      add_to(out + r * ldo + group * kGroup + Row::place(unit, i), sum[r][u][i] + least);
+    }
+  }
 }
 
 // out[R][Dv] += weights[R][n] * values[n][Dv]
-template <class V, int R, class Tile>
-void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const Tile& values, int64_t n,
+template <class V, int R, class K>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const FloatTile<V, K>& values, int64_t n,
               int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
-  using Row = typename Tile::Row;
-  constexpr int Count = 8 / R, Least = Row::kPadded ? Row::kLine / V::N : 1;
-  const int64_t width = values.width(Dv);
+  constexpr int Count = 8 / R;
   int64_t d = 0;
-  if constexpr (!Row::kPadded || Count * V::N % Row::kLine == 0)
-    for (; d + Count * V::N <= width; d += Count * V::N)
-      add_columns<V, R, Count>(weights, ld_weights, values, d, n, ahead, out, ldo);
-  for (; d + Least * V::N <= width; d += Least * V::N)
-    add_columns<V, R, Least>(weights, ld_weights, values, d, n, ahead, out, ldo);
-  if constexpr (!Row::kPadded)
-    for (; d < width; ++d)
-      for (int r = 0; r < R; ++r) {
-        double sum = 0;
-        for (int64_t c = 0; c < n; ++c)
-          sum += static_cast<double>(weights[r * ld_weights + c]) *
-                 static_cast<double>(values.row(c).element(d));
-        out[r * ldo + d] += static_cast<typename V::Scalar>(sum);
-      }
+  for (; d + Count * V::N <= Dv; d += Count * V::N)
+    add_columns<V, R, Count>(weights, ld_weights, values, d, n, ahead, out, ldo);
+  for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values, d, n, ahead, out, ldo);
+  for (; d < Dv; ++d)
+    for (int r = 0; r < R; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < n; ++c)
+        sum +=
+            static_cast<double>(weights[r * ld_weights + c]) * static_cast<double>(values.row(c).element(d));
+      out[r * ldo + d] += static_cast<typename V::Scalar>(sum);
+    }
+}
+
+template <class V, int R, StoreKind Kind>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
+              int64_t n, int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+  using Row = CodeRow<V, Kind>;
+  constexpr int kUnits = Row::kUnits, kMost = 8 / R / Row::kVectors;  // sums stay in registers
+  constexpr int Units = R == 1 ? (kMost < kUnits ? kUnits : kMost / kUnits * kUnits) : kMost > 0 ? kMost : 1;
+  const int64_t units = round_up(Dv, kGroup) / kGroup * kUnits;
+  int64_t u = 0;
+  for (; u + Units <= units; u += Units)
+    add_columns<V, R, Units>(weights, ld_weights, values, u, n, ahead, out, ldo);
+  constexpr int kLeft = R == 1 ? kUnits : 1;
+  for (; u < units; u += kLeft) add_columns<V, R, kLeft>(weights, ld_weights, values, u, n, ahead, out, ldo);
 }
 
 // Calls work(Count<R>, first row) for blocks of R rows that together are rows r on.

@@ -11,7 +11,6 @@ constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
 // Rows of a tile, read vector by vector: load(d, i) has elements d + i on, for d a multiple of kLine.
 template <class V, class K>
 struct FloatRow {
-  static constexpr bool kPadded = false;  // the width may be anything
   static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
   const K* at;
   V load(int64_t d, int i) const { return Lanes<V>::load(at + d + i); }
@@ -25,26 +24,34 @@ struct FloatTile {
   const K* at;
   int64_t ld;
   Row row(int64_t c) const { return {at + c * ld}; }
-  int64_t width(int64_t D) const { return D; }
 };
 
+// Codes are read a unit of vectors at a time: two of them share their bytes if a code has four bits.
 template <class V, StoreKind Kind>
 struct CodeRow {
-  static constexpr bool kPadded = true;  // to whole groups
-  static constexpr int kLine = kGroup, kHalf = kGroup / 2;
+  static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2;
+  static constexpr int kUnits = kGroup / kVectors / V::N;  // of a group
   const uint8_t* codes;
   const typename V::Scalar* scales;
-  V load(int64_t d, int i) const {
-    const int64_t group = d / kGroup + i / kGroup;
+
+  // Where element 0 of vector n of a unit is in its group.
+  static constexpr int place(int unit, int n) { return unit * V::N + n * kHalf; }
+
+  void load(int64_t group, int unit, V (&x)[kVectors]) const {
     if constexpr (Kind == kInt8)
-      return Lanes<V>::load(reinterpret_cast<const int8_t*>(codes) + d + i) * Lanes<V>::set(scales[group]);
-    V below, above;
-    load_nibbles(codes + group * kHalf + i % kHalf, below, above);
-    return fma(i % kGroup < kHalf ? below : above, Lanes<V>::set(scales[2 * group]),
-               Lanes<V>::set(scales[2 * group + 1]));
+      x[0] = Lanes<V>::load(reinterpret_cast<const int8_t*>(codes) + group * kGroup + unit * V::N);
+    else
+      load_nibbles(codes + group * kHalf + unit * V::N, x[0], x[1]);
   }
-  void prefetch(int64_t d, int64_t ahead) const {
-    __builtin_prefetch(codes + (Kind == kInt8 ? d : d / 2) + ahead);
+  // A number is code * scale + least; with eight bits least is 0.
+  V scale(int64_t group) const { return Lanes<V>::set(scales[kVectors * group]); }
+  V least(int64_t group) const { return Lanes<V>::set(scales[2 * group + 1]); }
+  V number(V code, int64_t group) const {
+    if constexpr (Kind == kInt8) return code * scale(group);
+    return fma(code, scale(group), least(group));
+  }
+  void prefetch(int64_t group, int64_t ahead) const {
+    __builtin_prefetch(codes + group * kGroup / kVectors + ahead);
   }
 };
 
@@ -56,7 +63,6 @@ struct CodeTile {
   const typename V::Scalar* scales;
   int64_t per_row;
   Row row(int64_t c) const { return {codes + c * ld, scales + c * per_row}; }
-  int64_t width(int64_t D) const { return round_up(D, kGroup); }
 };
 
 template <class V, class S>

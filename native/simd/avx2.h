@@ -82,6 +82,20 @@ inline void transpose(Floats (&r)[8]) {
   }
 }
 
+// Lane i of the result is the sum of r[i].
+inline Floats sum_each(const Floats (&r)[8]) {
+  __m256 a[4], b[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    a[i] = _mm256_add_ps(_mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v),
+                         _mm256_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    b[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44),
+                         _mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0xEE));
+  return {_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31))};
+}
+
 struct Doubles {
   using Scalar = double;
   using Vector = __m256d;
@@ -121,6 +135,11 @@ inline void transpose(Doubles (&r)[4]) {
   r[1].v = _mm256_permute2f128_pd(b, d, 0x20);
   r[2].v = _mm256_permute2f128_pd(a, c, 0x31);
   r[3].v = _mm256_permute2f128_pd(b, d, 0x31);
+}
+
+inline Doubles sum_each(const Doubles (&r)[4]) {
+  const __m256d a = _mm256_hadd_pd(r[0].v, r[1].v), b = _mm256_hadd_pd(r[2].v, r[3].v);
+  return {_mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x20), _mm256_permute2f128_pd(a, b, 0x31))};
 }
 
 // Vocabulary that depends on the vector type alone.

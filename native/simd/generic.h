@@ -123,6 +123,12 @@ REGARD_LANE inline void transpose(REGARD_V (&r)[N]) {
       r[j].v[i] = x;
     }
 }
+// Lane i of the result is the sum of r[i].
+REGARD_LANE inline REGARD_V sum_each(REGARD_V (&r)[N]) {
+  transpose(r);
+  for (int i = 1; i < N; ++i) r[0] = r[0] + r[i];
+  return r[0];
+}
 #undef REGARD_LANE
 #undef REGARD_V
 
