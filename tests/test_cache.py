@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -216,7 +218,11 @@ def test_checks_are_not_skipped_by_a_step_that_looks_like_the_last(kind: str) ->
         attend(cache, q, k.double(), v)
     with pytest.raises(ValueError, match="softcap"):
         attend(cache, q, k, v, softcap=-1.0)
-    attend(cache, q, k, v)
+    with pytest.raises(ValueError, match="device"):
+        attend(cache, q.to("meta"), k, v)
+    attend(cache, q, k, v, sink=torch.zeros(H))
+    with pytest.raises(ValueError, match="sink: expected q's device cpu, got meta"):
+        attend(cache, q, k, v, sink=torch.zeros(H, device="meta"))
     assert len(cache) == 3
     if kind != "paged":
         cache.reorder([1])
@@ -307,6 +313,13 @@ def test_no_other_storage_is_kept_alive(kind: str) -> None:
     assert len(twin) == 1
 
 
+def test_a_latent_has_no_default_scale() -> None:
+    cache: Any = new("latent")
+    with pytest.raises(TypeError, match="scale: expected a number"):
+        cache.attend(torch.randn(2, H, 1, D), torch.randn(2, 1, D), scale=None)
+    assert len(cache) == 0
+
+
 def test_values_of_a_latent_lie_in_the_keys() -> None:
     cache = new("latent")
     append(cache, *tokens("latent", 2, 5)[1:])
@@ -328,6 +341,15 @@ def test_quantization_error(bits: int, limit: float) -> None:
     assert 0 < found.k < limit
     assert 0 < found.v < limit
     assert C.quantization_error(k, v, bits=bits) == found._replace(out=None)
+
+
+def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
+    q, zeros = torch.randn(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
+    assert C.quantization_error(zeros, zeros, q) == (8, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="mask: expected no options of attention without q"):
+        C.quantization_error(zeros, zeros, mask=M.Causal())
+    with pytest.raises(TypeError, match="v: expected a tensor of floating point, got int64"):
+        C.quantization_error(zeros, zeros.long())
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
@@ -532,6 +554,19 @@ def test_reorder_may_change_the_number_of_samples(kind: str) -> None:
     v = k[..., :Dv] if kind == "latent" else v
     out = run(cache, *(x[:, :, 30:] for x in (q, k, v)), sizes=[1])
     assert rel_l2(out, expected(kind, q, k, v)[:, :, 30:]) < LIMITS[torch.float32]
+
+
+@every_cache
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_its_own_way(kind: str, copied: Callable[[Cache], Cache]) -> None:
+    q, k, v = tokens(kind, 2, 12)
+    cache = new(kind)
+    run(cache, *(x[:, :, :8] for x in (q, k, v)), sizes=[3])
+    twin = copied(cache)
+    before = content(cache)
+    out = run(twin, *(x[:, :, 8:] for x in (q, k, v)), sizes=[1])
+    assert rel_l2(out, expected(kind, q, k, v)[:, :, 8:]) < LIMITS[torch.float32]
+    assert_same(before, content(cache))
 
 
 @every_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from regard import linear_attention
 from regard.cache import LinearCache
-from regard.nn import LinearAttention
+from regard.nn import Block, FeedForward, LinearAttention, Stack
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "classic": {},
@@ -131,9 +133,29 @@ def test_reorder_reset_and_saving() -> None:
     assert fresh.positions(2).tolist() == [[12, 13]] * 3
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpointed_activations(name: str) -> None:
+    module, x = layer(name), torch.randn(2, 40, 24, requires_grad=True)
+    expected = torch.autograd.grad(module(x).square().sum(), x)
+    found = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_in_a_stack_it_generates() -> None:
+    stack = Stack([Block(layer("gated"), FeedForward(24)) for _ in range(2)]).eval()
+    x = torch.randn(2, 9, 24)
+    with torch.no_grad():
+        caches = stack.new_caches(2, capacity=9)
+        steps = [stack(part, caches=caches) for part in x.split((5, 1, 3), 1)]
+        assert_close(torch.cat(steps, 1), stack(x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_call_that_raises_changes_nothing() -> None:
     cache, x = filled()
     before = cache.state
+    for gate in ("log_decay", "beta"):
+        with pytest.raises(RuntimeError, match=f"{gate} requires grad"):
+            cache.attend(x, x, x, **{gate: torch.zeros(2, requires_grad=True)})
     with pytest.raises(ValueError, match="beta"):
         cache.attend(x, x, x, beta=0.5)
     with pytest.raises(RuntimeError, match="v requires grad"):
@@ -149,6 +171,14 @@ def test_a_call_that_raises_changes_nothing() -> None:
         (lambda: filled()[0].reorder([3]), ValueError, "index: expected samples from 0 to 2"),
         (lambda: filled()[0].load_state_dict({}), ValueError, "state: expected the tensors"),
         (lambda: LinearCache(1, 1, 4, dtype=torch.int32), TypeError, "dtype: expected float64"),
+        (lambda: LinearCache(1, 1, 4, normalize=1), TypeError, "normalize: expected a bool, got int 1"),
+        (lambda: LinearCache(1, 1, 4).positions(-1), ValueError, "L must be an integer from 0"),
+        (
+            lambda: LinearCache(2, 1, 4).attend(*(torch.ones(n, 1, 3, 4) for n in (1, 2, 2))),
+            ValueError,
+            re.escape("q: expected shape (2, 1, 3, 4)"),
+        ),
+        (lambda: layer("classic").new_cache(1, 0), ValueError, "capacity must be an integer from 1"),
         (lambda: layer("classic", decay="fast"), ValueError, "decay: expected None, 'head' or 'token'"),
         (lambda: layer("delta", normalize=True), ValueError, "normalize: expected False with delta"),
         (lambda: layer("delta", causal=False), ValueError, "causal: expected True with decay or delta"),

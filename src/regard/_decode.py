@@ -100,6 +100,8 @@ def _key(
         return None
     if any_needs_grad(q, k, v, sink) or not _is_simple(offset):
         return None
+    if not (q.is_cpu and k.is_cpu and (sink is None or sink.is_cpu)):
+        return None
     code = None
     if mask is not None:
         program = mask.lower() if isinstance(mask, Mask) else None

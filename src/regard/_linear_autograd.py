@@ -41,12 +41,13 @@ class LinearAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dS: Maybe, dz: Maybe) -> tuple[Maybe, ...]:
-        p = Linear(*ctx.saved_tensors[: INPUTS + 1], *ctx.numbers)
+        saved = ctx.saved_tensors  # once: under a checkpoint each look computes forward again
+        p = Linear(*saved[: INPUTS + 1], *ctx.numbers)
         if dout is None:
             dout = p.q.new_zeros(()).expand(*p.q.shape[:3], p.v.shape[3])
         if torch.is_grad_enabled():
             return *_through_torch(p, ctx.needs_input_grad[:INPUTS], dout, dS, dz), None
-        kept = LinearKept(*ctx.saved_tensors[INPUTS + 1 :])
+        kept = LinearKept(*saved[INPUTS + 1 :])
         return *_native.linear_backward(p, kept, dout, dS, dz), None
 
 

@@ -124,17 +124,21 @@ def chunk_of(L: int, lengths: Integers | None, B: int) -> Chunk:
 
 def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if isinstance(x, Tensor) and x.shape == shape and x.dtype is dtype and x.device == device:
-        if x.requires_grad and is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires grad, but a cache keeps no gradient; call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
+        check_no_grad(name, x)
         return
     if not isinstance(x, Tensor) or x.dtype is not dtype:
         raise TypeError(f"{name}: expected a tensor of {dtype}, as the cache holds, got {describe(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
     raise ValueError(f"{name}: expected shape {shape} as the cache holds, got {tuple(x.shape)}")
+
+
+def check_no_grad(name: str, x: Tensor) -> None:
+    if x.requires_grad and is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad, but a cache keeps no gradient; call it under torch.no_grad(), "
+            f"or pass {name}.detach()"
+        )
 
 
 def check_float(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -94,6 +94,8 @@ class LatentCache(Rows):
         model was trained with: it is 1 / sqrt(size of a head before absorption, rotary channels included).
         All else is as in `KVCache.attend`.
         """
+        if scale is None:
+            raise TypeError("scale: expected a number, 1 / sqrt(size of a head before absorption), got None")
         plain = lengths is None and mask is None and bias is None and window is None
         if plain and latent is not None and (row := self._row_of_step(q, (latent, None))) is not None:
             return self._step(row, q, (latent, None), scale, softcap, sink, return_lse, impl)
@@ -113,6 +115,14 @@ class LatentCache(Rows):
     def _take(self, parts: tuple[Tensor, ...]) -> None:
         super()._take(parts)
         self._content = self._content_of(parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view would be copied apart from what it views.
+        return {name: value for name, value in self.__dict__.items() if name != "_content"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take(self._parts)
 
     def _content_of(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The compressed vectors, a view: the values."""

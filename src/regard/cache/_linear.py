@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .._arguments import count
+from .._arguments import count, describe
 from .._linear import FeatureMap, linear_attention
 from .._linear_problem import LinearState
 from ._cache import (
@@ -17,6 +17,7 @@ from ._cache import (
     as_tensor,
     check_float,
     check_new,
+    check_no_grad,
     chunk_of,
     each,
     integers,
@@ -56,6 +57,8 @@ class LinearCache:
     ) -> None:
         self.B, self.Hkv, self.D = count("B", B, 1), count("Hkv", Hkv, 1), count("D", D, 1)
         self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
+        if not isinstance(normalize, bool):
+            raise TypeError(f"normalize: expected a bool, got {describe(normalize)}")
         self.normalize, self.dtype = normalize, check_float(dtype)
         self.device = torch.empty(0, device=device).device
         self._lengths: Count = 0
@@ -89,7 +92,7 @@ class LinearCache:
 
     def positions(self, L: int = 1) -> Tensor:
         """(B, L) int64: where the next L tokens will stand."""
-        return self.lengths[:, None] + torch.arange(L, device=self.device)
+        return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
 
     def __repr__(self) -> str:
         held = shown(each(self._lengths, self.B))
@@ -116,8 +119,11 @@ class LinearCache:
         """
         L = v.shape[2] if isinstance(v, Tensor) and v.ndim == 4 else 0
         check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
-        for name, x in (("q", q), ("k", k)):
-            check_new(name, x, tuple(x.shape) if isinstance(x, Tensor) else (), self.dtype, self.device)
+        for name, x, heads in (("q", q, None), ("k", k, self.Hkv)):
+            check_new(name, x, self._shape_of(x, heads, L), self.dtype, self.device)
+        for name, gate in (("log_decay", log_decay), ("beta", beta)):
+            if isinstance(gate, Tensor):
+                check_no_grad(name, gate)
         chunk = chunk_of(L, lengths, self.B)
         given = None if isinstance(chunk.new, int) else torch.tensor(chunk.new, device=self.device)
         out, state = linear_attention(
@@ -126,6 +132,11 @@ class LinearCache:
         )  # fmt: skip
         self._state, self._lengths = state, plus(self._lengths, chunk.new)
         return out
+
+    def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
+        """What queries (any number of heads) or keys must be like; a feature map may change their last dim."""
+        found = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
+        return self.B, found[1] if heads is None else heads, L, found[3]
 
     def crop(self, n: Integers) -> NoReturn:
         """A sum of tokens cannot be cut: `fork()` before the tokens that may be dropped."""

@@ -42,6 +42,9 @@ def quantization_error(
         QuantizationError(bits=4, k=0.075, v=0.075, out=0.105)
     """
     bits = check_bits(bits)
+    _check_floating(k=k, v=v)
+    if q is None and options:
+        raise ValueError(f"{', '.join(options)}: expected no options of attention without q")
     exact = tuple(x.detach().double() for x in (k, v))
     kind = KINDS[bits]
     coded = tuple(decode(*encode(x, kind), kind, x.shape[-1]).double() for x in (k.detach(), v.detach()))
@@ -58,5 +61,13 @@ def check_bits(bits: int) -> int:
     return bits
 
 
+def _check_floating(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name}: expected a tensor of floating point, got {describe(x)}")
+
+
 def _relative(x: Tensor, exact: Tensor) -> float:
-    return float((x - exact).norm() / exact.norm())
+    """0 where nothing differs, also where there is nothing."""
+    difference = (x - exact).norm()
+    return float(difference / exact.norm()) if difference != 0 else 0.0

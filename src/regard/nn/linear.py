@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import describe
+from .._arguments import count, describe
 from .._linear import FeatureMap, feature_map_of, linear_attention
 from ..cache import LinearCache
 from ._sizes import sizes
@@ -120,8 +120,10 @@ class LinearAttention(Whole):
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
 
-    def new_cache(self, B: int) -> LinearCache:
-        """An empty cache for this layer."""
+    def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
+        """An empty cache for B samples. A state holds any number of tokens, so `capacity` changes nothing."""
+        if capacity is not None:
+            count("capacity", capacity, 1)
         weight = self.qkv.weight
         features = feature_map_of(self.feature_map)(weight.detach().new_ones(1, self.head_dim)).shape[-1]
         return LinearCache(
