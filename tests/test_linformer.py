@@ -139,6 +139,12 @@ def test_wrong_arguments() -> None:
         module(torch.randn(1, 51, WIDTH))
     with pytest.raises(ValueError, match=r"lengths: expected integers \(B = 1,\)"):
         module(torch.randn(1, 5, WIDTH), lengths=torch.tensor([5, 5]))
+    for length in (-1, 6):
+        with pytest.raises(ValueError, match="lengths: expected from 0 to L = 5"):
+            module(torch.randn(1, 5, WIDTH), lengths=torch.tensor([length]))
+    q = torch.randn(1, HEADS, 5, 4)
+    with pytest.raises(ValueError, match="q, k, v: expected k and v of one length"):
+        module.attend(q, q, q[:, :, :4])
     with pytest.raises(ValueError, match="x: expected"):
         module(torch.randn(1, 5, WIDTH + 1))
     with pytest.raises(ValueError, match="sharing: expected one of none, heads, key-value, got 'layers'"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import HAVE_CORE, assert_close, rel_l2
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard import features
@@ -306,11 +307,45 @@ def test_it_learns() -> None:
         ({"kernel": "relu"}, TypeError, "kernel: expected 'softmax' or a function"),
         ({"eps": -1.0}, ValueError, "eps: expected a number from 0 on"),
         ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"eps": "small"}, ValueError, "eps: expected a number from 0 on, got str 'small'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         PerformerAttention(WIDTH, HEADS, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrong_calls(causal: bool) -> None:
+    module, x = PerformerAttention(WIDTH, HEADS, causal=causal, seed=2**60), torch.randn(2, 5, WIDTH)
+    for length in (-1, 6):
+        with pytest.raises(ValueError, match="lengths: expected from 0 to L = 5"):
+            module(x, lengths=torch.tensor([5, length]))
+    q, k = torch.randn(1, HEADS, 3000, D), torch.randn(1, HEADS, 1024, D)
+    if causal:  # as many as are computed at a time: nothing is left out in silence
+        with pytest.raises(ValueError, match="expected q, k and v of one length"):
+            module.attend(q, k, k)
+    with pytest.raises(ValueError, match="q, k, v: expected .*k and v of one length"):
+        module.attend(k, k, k[:, :, 1:])
+
+
+def test_wrong_features() -> None:
+    w = drawn(4)
+    with pytest.raises(ValueError, match="scale: expected a number above 0, got -1"):
+        features.positive_features(torch.randn(3, D), w, scale=-1.0)
+    with pytest.raises(TypeError, match="x: expected a tensor of floating point"):
+        features.positive_features(torch.ones(3, D, dtype=torch.long), w)
+    with pytest.raises(TypeError, match="kernel: expected a function of a tensor, got str 'relu'"):
+        features.generalized_features(torch.randn(3, D), w, "relu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_checkpointed_activations(causal: bool) -> None:
+    module, x = PerformerAttention(WIDTH, HEADS, causal=causal, redraw=None, seed=0), torch.randn(2, 9, WIDTH)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(module(x).square().sum(), x)
+    (found,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(found, expected)
 
 
 def test_it_says_what_it_is() -> None:

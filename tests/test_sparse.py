@@ -11,7 +11,14 @@ from conftest import HAVE_CORE, assert_close, rel_l2
 from torch import Tensor
 
 import regard
-from regard.nn import BigBirdAttention, Block, FeedForward, LongformerAttention, block_table
+from regard.nn import (
+    BigBirdAttention,
+    Block,
+    FeedForward,
+    LongformerAttention,
+    PerformerAttention,
+    block_table,
+)
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 B, WIDTH, HEADS = 3, 24, 4
@@ -247,6 +254,10 @@ def test_wrong_longformers(options: dict[str, Any], error: type[Exception], mess
         ),
         ({"global_tokens": [9], "lengths": torch.tensor([20, 8])}, "below the length 8 of sample 1, got 9"),
         ({"global_tokens": torch.ones(3, 20, dtype=torch.bool)}, "global_tokens: expected .*B = 2, L"),
+        ({"global_tokens": torch.ones(19, dtype=torch.bool)}, "global_tokens: expected marks of all L = 20"),
+        ({"global_tokens": torch.eye(20, dtype=torch.long)[:2]}, "give `mask.bool\\(\\)` if 1 means global"),
+        ({"lengths": torch.tensor([20, 21])}, "lengths: expected from 0 to L = 20, got values from 20 to 21"),
+        ({"lengths": torch.tensor([3])}, r"lengths: expected integers \(B = 2,\)"),
     ],
 )
 def test_wrong_calls_of_longformer(options: dict[str, Any], message: str) -> None:
@@ -255,6 +266,35 @@ def test_wrong_calls_of_longformer(options: dict[str, Any], message: str) -> Non
         module(torch.randn(2, 20, WIDTH), **options)
     with pytest.raises(ValueError, match="x: expected"):
         module(torch.randn(20, WIDTH))
+    with pytest.raises(ValueError, match="x: expected"):
+        module(torch.nested.nested_tensor([torch.randn(n, WIDTH) for n in (3, 4)], layout=torch.jagged))
+    q = torch.randn(1, HEADS, 6, 4)
+    with pytest.raises(ValueError, match="expected q, k and v of one length"):
+        module.attend(q[:, :, :5], q, q)
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_longformer_compiles_in_one_graph(dilation: int) -> None:
+    module, x = LongformerAttention(WIDTH, HEADS, window=3, dilation=dilation).eval(), torch.randn(2, 20, WIDTH)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LongformerAttention(WIDTH, HEADS, window=3, dilation=2, device="meta"),
+        lambda: BigBirdAttention(WIDTH, HEADS, block=4, device="meta"),
+        lambda: PerformerAttention(WIDTH, HEADS, causal=True, device="meta"),
+    ],
+)
+def test_without_memory(make: Any) -> None:
+    """On the meta device a model is made before its weights are read."""
+    module = make()
+    assert module(torch.empty(2, 20, WIDTH, device="meta")).shape == (2, 20, WIDTH)
+    assert f"heads={HEADS}" in repr(module)
 
 
 # BigBird beside Hugging Face
@@ -417,6 +457,13 @@ def test_wrong_calls_of_bigbird() -> None:
         module(x, torch.randn(2, 3, WIDTH), table=fixed_table(4))
     with pytest.raises(ValueError, match=r"Blocks\(table"):
         module(x, table=fixed_table(5))
+    for beside in (None, torch.randn(2, 3, WIDTH)):
+        with pytest.raises(ValueError, match="lengths: expected from 0 to L = 16, got values from -1 to 3"):
+            module(x, beside, lengths=torch.tensor([-1, 3]))
+    options: dict[str, Any] = {"window": 3, "random": 1, "global_blocks": (0,), "seed": 0}
+    for name, value in {"window": 2, "random": -1, "global_blocks": 0, "seed": "a"}.items():
+        with pytest.raises((ValueError, TypeError), match=name):
+            block_table(4, HEADS, **options | {name: value})
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def count(name: str, value: Any, least: int = 0) -> int:
 
 
 def probability(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}: expected a probability from 0 to 1, got {value}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a probability from 0 to 1, got {describe(value)}")
     return value
 
 

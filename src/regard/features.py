@@ -38,7 +38,7 @@ def orthogonal_gaussian(
 
 def positive_exponents(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> Tensor:
     """The logarithms of `positive_features`, (..., m)."""
-    _check(x, projection)
+    _check(x, projection, scale)
     half = (scale * x.square().sum(-1, keepdim=True) + math.log(projection.shape[0])) / 2
     return _projected(x, projection, scale) - half
 
@@ -60,7 +60,9 @@ def generalized_features(
     scale: float = 1.0,
 ) -> Tensor:
     """kernel(w_i.x') for the rows w_i of the projection (m, D), x' = sqrt(scale) x: (..., D) -> (..., m)."""
-    _check(x, projection)
+    _check(x, projection, scale)
+    if not callable(kernel):
+        raise TypeError(f"kernel: expected a function of a tensor, got {describe(kernel)}")
     return kernel(_projected(x, projection, scale))
 
 
@@ -69,6 +71,10 @@ def _projected(x: Tensor, projection: Tensor, scale: float) -> Tensor:
     return found
 
 
-def _check(x: Tensor, projection: Tensor) -> None:
+def _check(x: Tensor, projection: Tensor, scale: float) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: expected a tensor of floating point (..., D), got {describe(x)}")
+    if not scale > 0:
+        raise ValueError(f"scale: expected a number above 0, got {scale}")
     if projection.dim() != 2 or projection.shape[1] != x.shape[-1]:
         raise ValueError(f"projection: expected (m, D = {x.shape[-1]}), got {describe(projection)}")

@@ -100,7 +100,8 @@ class Mask:
         """
         mask = self if device is None else self.to(device)
         mask._check(Sizes(None, heads, count("Lq", Lq), count("Lk", Lk)))
-        dense = mask._dense(_grid(Lq, Lk, offset, mask.device))
+        where = mask.device if device is None else torch.device(device)  # of a mask without tensors
+        dense = mask._dense(_grid(Lq, Lk, offset, where))
         shape = common_shape(dense.shape, (Lq, Lk))
         return dense.expand(shape).clone(memory_format=torch.contiguous_format)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import describe, probability
+from .._arguments import describe, holds_integers, probability, readable, tensor_of
 from .._problem import Trio
 from ._sizes import sizes
 from ._state import Whole
@@ -31,8 +31,19 @@ class Projected(Whole):
         self.out = nn.Linear(inner, d_model, **made) if out else nn.Identity()
 
     def _check(self, x: Tensor, name: str = "x") -> None:
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"{name}: expected (B, L, d_model = {self.d_model}), got {describe(x)}")
+
+    @staticmethod
+    def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True) -> None:
+        """Whether they are (B, H, L, D), (B, H, Lk, D), (B, H, Lk, Dv), with Lk = L if tokens are the same."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.dim() != 4:
+                raise ValueError(f"{name}: expected (B, H, L, D), got {describe(x)}")
+        if k.shape[:3] != v.shape[:3] or (same_tokens and q.shape[2] != k.shape[2]):
+            alike = "q, k and v of one length" if same_tokens else "k and v of one length"
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+            raise ValueError(f"q, k, v: expected {alike}, got {shapes}")
 
     def _projected(self, x: Tensor) -> Trio:
         """q, k, v (B, H, L, D)"""
@@ -53,9 +64,23 @@ class Projected(Whole):
         return self.dropout if self.training else 0.0
 
 
+def checked_lengths(lengths: Tensor | None, x: Tensor) -> Tensor | None:
+    """How many tokens of each sample of x (B, L, ...) are real, int64 (B,); None: all."""
+    if lengths is None:
+        return None
+    B, L = x.shape[:2]
+    given = tensor_of("lengths", lengths)
+    if not holds_integers(given) or given.shape != (B,):
+        raise ValueError(f"lengths: expected integers (B = {B},), got {describe(given)}")
+    given = given.to(x.device, torch.int64)
+    if readable(given) and B:
+        low, high = (int(n) for n in torch.aminmax(given))
+        if not 0 <= low <= high <= L:
+            raise ValueError(f"lengths: expected from 0 to L = {L}, got values from {low} to {high}")
+    return given
+
+
 def real_tokens(lengths: Tensor, x: Tensor) -> Tensor:
     """bool (B, 1, L, 1) for x (B, H, L, D): the first n tokens of each sample."""
-    if lengths.dim() != 1 or lengths.shape[0] != x.shape[0] or lengths.is_floating_point():
-        raise ValueError(f"lengths: expected integers (B = {x.shape[0]},), got {describe(lengths)}")
     places = torch.arange(x.shape[2], device=x.device)
-    return (places < lengths.to(x.device)[:, None])[:, None, :, None]
+    return (places < lengths[:, None])[:, None, :, None]

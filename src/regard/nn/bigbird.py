@@ -13,7 +13,7 @@ from .._attention import attention
 from .._problem import Trio
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ._call import both
-from ._projected import Projected
+from ._projected import Projected, checked_lengths
 
 
 def block_table(
@@ -22,9 +22,11 @@ def block_table(
     """Which blocks see which, bool (heads, blocks, blocks).
 
     A block sees the `window` blocks around it (an odd number), the global blocks, and `random` others, drawn
-    for each head and block from those that it would not see anyway. Global blocks see all. The draw depends
-    on the arguments alone.
+    for each head and block from those that it would not see anyway. Global blocks see all; those beyond the
+    last one are left out, so that one choice serves all lengths. The draw depends on the arguments alone.
     """
+    blocks, heads, random = count("blocks", blocks), count("heads", heads, 1), count("random", random)
+    window, global_blocks, seed = _odd(window), _integers(global_blocks), count("seed", seed)
     places = torch.arange(blocks)
     chosen = torch.zeros(blocks, dtype=torch.bool)
     chosen[[block for block in global_blocks if -blocks <= block < blocks]] = True
@@ -52,7 +54,8 @@ class BigBirdAttention(Projected):
         block: tokens in a block.
         window: blocks that a block sees around itself, itself included: an odd number.
         random: further blocks that it sees, different for each head.
-        global_blocks: blocks that see all and are seen by all; -1 is the last one.
+        global_blocks: blocks that see all and are seen by all; -1 is the last one. Those that a short sequence
+            does not have are left out.
         seed: of the random blocks.
         head_dim: D. Default d_model / heads.
         bias: whether the projections of queries, keys and values have biases.
@@ -112,6 +115,7 @@ class BigBirdAttention(Projected):
         self._check(x)
         if global_x is None:
             return self._finished(self.attend(*self._projected(x), lengths=lengths, table=table))
+        lengths = checked_lengths(lengths, x)
         self._check_beside(x, global_x, table)
         G, pad = global_x.shape[1], -global_x.shape[1] % self.block
         empty = x.new_zeros(x.shape[0], pad, self.d_model)
@@ -126,8 +130,9 @@ class BigBirdAttention(Projected):
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, table: Tensor | None = None
     ) -> Tensor:
         """The attention apart from the projections: q, k, v and the result are (B, H, L, D)."""
+        self._check_heads(q, k, v)
         mask = self._pattern(q.shape[2], 0) if table is None else Blocks(table, self.block)
-        return self._attended((q, k, v), mask, lengths)
+        return self._attended((q, k, v), mask, checked_lengths(lengths, q.transpose(1, 2)))
 
     def _attended(self, qkv: Trio, mask: Mask, lengths: Tensor | None) -> Tensor:
         padding = None if lengths is None else Lengths(lengths)
@@ -142,7 +147,7 @@ class BigBirdAttention(Projected):
     def _check_beside(self, x: Tensor, global_x: Tensor, table: Tensor | None) -> None:
         if table is not None:
             raise ValueError(f"table: expected None with global_x, got {describe(table)}")
-        if global_x.dim() != 3 or global_x.shape[::2] != x.shape[::2]:
+        if not isinstance(global_x, Tensor) or global_x.dim() != 3 or global_x.shape[::2] != x.shape[::2]:
             shape = f"(B = {x.shape[0]}, G, d_model = {self.d_model})"
             raise ValueError(f"global_x: expected {shape}, got {describe(global_x)}")
 

@@ -11,7 +11,7 @@ from .._arguments import count, describe
 from .._attention import attention
 from ..masks import Mask
 from ._call import Cache
-from ._projected import Projected, real_tokens
+from ._projected import Projected, checked_lengths, real_tokens
 from ._state import Whole
 
 Sharing = Literal["none", "heads", "key-value"]
@@ -141,6 +141,8 @@ class LinformerAttention(Projected):
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv)
         """
+        self._check_heads(q, k, v, same_tokens=False)
+        lengths = checked_lengths(lengths, k.transpose(1, 2))
         if lengths is not None:
             padding = ~real_tokens(lengths, k)
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)

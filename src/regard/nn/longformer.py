@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe, readable
+from .._arguments import count, describe, readable, tensor_of
 from .._attention import attention
 from .._merge import merge
 from .._problem import Trio
-from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, PerHead, Window
+from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
 from ._call import both
-from ._projected import Projected
+from ._projected import Projected, checked_lengths
 
 Tokens = Tensor | Sequence[int]
 
@@ -103,6 +103,7 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
+        lengths = checked_lengths(lengths, x)
         chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
         local = self._local(self._projected(x), chosen, padding)
         return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
@@ -120,7 +121,10 @@ class LongformerAttention(Projected):
 
         q, k, v and the result are (B, H, L, D).
         """
-        chosen, padding = _chosen(global_tokens, q.transpose(1, 2), lengths), _padding(lengths)
+        self._check_heads(q, k, v)
+        tokens = q.transpose(1, 2)
+        lengths = checked_lengths(lengths, tokens)
+        chosen, padding = _chosen(global_tokens, tokens, lengths), _padding(lengths)
         local = self._local((q, k, v), chosen, padding)
         if chosen is None:
             return local
@@ -139,7 +143,7 @@ class LongformerAttention(Projected):
         if max(self.dilation) == 1:
             return attention(*qkv, mask=both(self.mask | seen_by_all, padding), dropout=dropout)
         q, k, v = qkv
-        windows = both(self.mask & ~seen_by_all, padding)
+        windows = both(self.mask & Not(seen_by_all), padding)  # compilers do not follow ~
         near = attention(q, k, v, mask=windows, dropout=dropout, return_lse=True)
         real = Dense(chosen.real[:, None, None])
         far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
@@ -225,6 +229,7 @@ def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen 
         return None
     B, L = x.shape[:2]
     at = Global(tokens).tokens.to(x.device)
+    _check_tokens(tokens, L)
     if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
         shape = f"(L = {L},), (B = {B}, L), or positions (n,) or (B, n)"
         raise ValueError(f"global_tokens: expected {shape}, got {describe(at)}")
@@ -235,6 +240,19 @@ def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen 
     places = torch.where(at < 0, L, at)
     marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, places, True)
     return Chosen(at, marks[:, :L])
+
+
+def _check_tokens(tokens: Tokens, L: int) -> None:
+    """Marks of all tokens, or positions; marks of 0 and 1 would be taken for the positions 0 and 1."""
+    given = tensor_of("global_tokens", tokens)
+    if given.dtype == torch.bool:
+        if given.shape[-1] != L:
+            raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(given)}")
+    elif L > 2 and given.shape[-1] == L and readable(given) and bool(((given == 0) | (given == 1)).all()):
+        raise ValueError(
+            f"global_tokens: expected bool marks or positions, got {describe(given)} of 0 and 1; "
+            "give `mask.bool()` if 1 means global"
+        )
 
 
 def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._arguments import count, describe
 from .._linear import linear_attention
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
-from ._projected import Projected, real_tokens
+from ._projected import Projected, checked_lengths, real_tokens
 
 CHUNK = 1024  # tokens whose features are held at a time
 Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
@@ -82,7 +82,7 @@ class PerformerAttention(Projected):
         `lengths` (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        if self.training and self.redraw_every is not None:
+        if self.training and self.redraw_every is not None and not self.schedule.is_meta:
             self._count_call(self.redraw_every)
         return self._finished(self.attend(*self._projected(x), lengths=lengths))
 
@@ -91,6 +91,8 @@ class PerformerAttention(Projected):
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
+        self._check_heads(q, k, v, same_tokens=self.causal)
+        lengths = checked_lengths(lengths, k.transpose(1, 2))
         if not q.shape[2] or not k.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         if self.causal:
@@ -101,9 +103,11 @@ class PerformerAttention(Projected):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """New random features, the next ones of the seed."""
+        """New random features, the next ones of the seed. On the meta device there is nothing to draw."""
+        if self.schedule.is_meta:
+            return
         seed, draws, _ = self.schedule.tolist()
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + draws)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + draws) % 2**63)
         self.projection.copy_(orthogonal_gaussian(self.features, self.head_dim, generator=generator))
         self.schedule[1] += 1
 
@@ -187,12 +191,14 @@ class PerformerAttention(Projected):
         phi = exponents.sub_(top[..., 1:, None]).exp_()
         return phi, -top.diff(dim=-1), top[..., -1:]
 
+    def _seed(self) -> int | None:
+        return None if self.schedule.is_meta else int(self.schedule[0])
+
     def extra_repr(self) -> str:
         named = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", self.kernel)
         return (
             f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}, kernel={named}, "
-            f"causal={self.causal}, redraw={self.redraw_every}, seed={int(self.schedule[0])}, "
-            f"eps={self.eps:g}"
+            f"causal={self.causal}, redraw={self.redraw_every}, seed={self._seed()}, eps={self.eps:g}"
         )
 
 
@@ -225,6 +231,6 @@ def _kernel(kernel: Kernel) -> Kernel:
 def _epsilon(eps: float | None, kernel: Kernel) -> float:
     if eps is None:
         return 1e-6 if kernel == "softmax" else 1e-3
-    if not eps >= 0:
-        raise ValueError(f"eps: expected a number from 0 on, got {eps}")
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise ValueError(f"eps: expected a number from 0 on, got {describe(eps)}")
     return eps
