@@ -515,6 +515,27 @@ def test_files_with_other_names(tmp_path: Path) -> None:
         convert.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": "window"}, "mask 'window' is not known"),
+        ({"kind": "Other"}, "Other"),
+        ({"other": 1}, "unexpected keyword argument 'other'"),
+        ({"heads": 7}, "expected a multiple of heads = 7|expected a divisor of heads = 7"),
+        ({"d_model": 2**40}, r"nothing was loaded; .*expected shape"),
+    ],
+)
+def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "attention.safetensors"
+    convert.save(MODULES["grouped"](), path)
+    with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["regard"])
+    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(about | change)})
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        convert.load(path)
+
+
 # Messages
 
 

@@ -284,6 +284,10 @@ NESTED = torch.nested.nested_tensor([torch.randn(3, 17)], layout=torch.jagged)
         (lambda m: small(position=Rotary(8)), ValueError, "expected a Rotary of rope_dim = 6"),
         (lambda m: small(nope_dim=0, rope_dim=0), ValueError, "at least one channel"),
         (lambda m: small(dropout=2.0), ValueError, "dropout: expected a probability"),
+        (lambda m: small(mask="causal"), TypeError, "mask: expected a Mask"),
+        (lambda m: m(None), TypeError, "x: expected a tensor, got NoneType None"),
+        (lambda m: m(torch.randn(1, 3, 17), absorb="yes"), TypeError, "absorb: expected a bool or None"),
+        (lambda m: m.arguments(torch.randn(3, 16)), ValueError, r"x: expected \(..., L, d_model = 17\)"),
     ],
 )  # fmt: skip
 def test_messages(call: Any, error: type[Exception], message: str) -> None:

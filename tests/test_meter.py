@@ -48,6 +48,17 @@ def test_exact_attention_has_no_error() -> None:
     assert found.rows == B * H * L
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in qkv())
+    found = regard.compare_to_exact(regard.attention, q, k, v)
+    assert found.error == 0
+    assert found.kl is not None
+    assert found.kl < 1e-4
+    assert found.top1 is not None
+    assert found.top1 > 0.95  # two keys may round to the same weight
+
+
 def test_it_is_the_definition() -> None:
     """D does not divide L: the last keys are fewer than the others."""
     q, k, v = qkv()
@@ -159,6 +170,10 @@ def test_wrong_arguments() -> None:
         regard.compare_to_exact(regard.attention, q, k[0, 0], v)
     with pytest.raises(ValueError, match="approximation: expected a result of shape"):
         regard.compare_to_exact(lambda q, k, v: v[..., :3], q, k, v)
+    with pytest.raises(TypeError, match="approximation: expected a function or a module, got int 3"):
+        regard.compare_to_exact(3, q, k, v)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lengths: expected an integer tensor \(B,\), got list \[5\]"):
+        regard.compare_to_exact(regard.attention, q, k, v, lengths=[5])  # type: ignore[arg-type]
 
 
 # The crossover

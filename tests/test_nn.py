@@ -18,7 +18,7 @@ from torch.autograd import gradcheck
 import regard
 from regard import masks as M
 from regard import packing
-from regard.cache import LatentCache
+from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
 from regard.nn._torch_masks import Sizes, arguments
 from regard.positions import Alibi, Relative, Rotary
@@ -679,6 +679,29 @@ def test_a_cache_and_dropout() -> None:
         (lambda: Attention(24, 4, kv_heads=3), "kv_heads: expected a divisor of heads = 4, got 3"),
         (lambda: Attention(24, 4, head_dim=0), "head_dim must be an integer from 1"),
         (lambda: Attention(24, 4, dropout=-0.1), "dropout: expected a probability"),
+        (lambda: Attention(24, 4, dropout="some"), "dropout: expected a probability from 0 to 1, got str 'some'"),
+        (lambda: Attention(24, 4, mask="causal"), "mask: expected a Mask, such as masks.Causal"),
+        (lambda: Attention(24, 4)(None), "x: expected a tensor, got NoneType None"),
+        (lambda: Attention(24, 4)(torch.randn(3, 24), [1]), "context: expected a tensor, got list"),
+        (
+            lambda: Attention(24, 4)(
+                torch.randn(3, 24), Memory(*(torch.randn(4, 5, D) for D in (6, 7)))
+            ),
+            r"context: expected a Memory of \(..., Hkv, Lk, Dv\) with \(4, 6\)",
+        ),
+        (lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache={}), "cache: expected one of keys and values"),
+        (
+            lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache=LinearCache(2, 4, 6)),
+            "cache: expected one of keys and values",
+        ),
+        (lambda: Attention(24, 4).arguments(torch.randn(3, 23)), "x: expected .*d_model = 24"),
+        (lambda: Attention(24, 4, kv_model=9).arguments(torch.randn(3, 24)), "context: expected tokens"),
+        (
+            lambda: Attention(24, 4, position=Rotary(6))(
+                torch.randn(2, 3, 24), positions=torch.zeros(3, 3, dtype=torch.long)
+            ),
+            "positions: expected places for each of the samples",
+        ),
         (lambda: Attention(24, 4, position=Rotary(8)), "position: expected dims up to head_dim = 6, got 8"),
         (lambda: Attention(24, 4, position=Alibi(3)), "position: expected heads = 4, got 3"),
         (lambda: Attention(24, 4, position="rope"), "position: expected Rotary, Alibi or Relative"),

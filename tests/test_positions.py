@@ -69,6 +69,13 @@ def test_learned_positions() -> None:
     assert torch.equal(module.weight.grad.sum(1) != 0, (torch.arange(13) >= 3) & (torch.arange(13) < 8))
 
 
+@pytest.mark.parametrize("module", [Sinusoidal(6), Learned(9, 6)])
+def test_tokens_of_another_width(module: Any) -> None:
+    for width in (1, 4):  # 1 would be broadcast
+        with pytest.raises(ValueError, match=r"x: expected \(..., L, d_model = 6\)"):
+            module(torch.randn(2, 3, width))
+
+
 def test_learned_positions_beyond_the_table() -> None:
     module = positions.Learned(13, 6)
     with pytest.raises(ValueError, match="positions: expected places from 0 to 12, got 9 to 13"):
@@ -180,6 +187,7 @@ def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
         (lambda: Linear(0.5), "factor: expected a number from 1 on, got 0.5"),
         (lambda: frequencies(2, scaling=NTK(2.0)), "dims: expected at least 4"),
         (lambda: Llama3(8.0, 4.0, 1.0), "low_freq_factor and high_freq_factor"),
+        (lambda: YaRN(4.0, 64, beta_slow=0.0), "beta_slow and beta_fast: expected 0 < slow <= fast"),
         (lambda: Rotary(8, layout="pairs"), "layout: expected one of"),
     ],
 )
@@ -355,6 +363,7 @@ def test_the_module_moves_without_losing_precision() -> None:
         (torch.arange(4), ValueError, "positions: expected an int or integers of shape"),
         (torch.arange(5.0), ValueError, "positions: .*float32 tensor"),
         (2.5, TypeError, "positions: expected an int or an integer tensor, got float 2.5"),
+        (torch.zeros(2, 5, dtype=torch.long), ValueError, "positions: expected places for each of the samples"),
     ],
 )
 def test_wrong_positions(given: Any, error: type[Exception], message: str) -> None:
@@ -368,6 +377,8 @@ def test_tables_that_do_not_fit() -> None:
         rotate(torch.randn(5, 6), cos, sin)
     with pytest.raises(ValueError, match="cos and sin: expected"):
         rotate(torch.randn(4, 8), cos, sin)
+    with pytest.raises(ValueError, match="x: expected floats"):
+        rotate(torch.ones(5, 8, dtype=torch.long), cos, sin)
 
 
 # Biases

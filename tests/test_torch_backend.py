@@ -190,3 +190,13 @@ def test_dropout_follows_manual_seed() -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][0], results[0][1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)])
+def test_masks_lie_where_the_tensors_lie(mask: M.Mask, bias: bool) -> None:
+    """Another device than the CPU's; the meta device stands for all of them."""
+    q, k, v = (torch.empty(2, 4, 7, 8, device="meta") for _ in range(3))
+    slopes = scores.Alibi(torch.ones(4, device="meta")) if bias else None
+    assert mask.to_dense(7, 7, device="meta").is_meta
+    assert regard.attention(q, k, v, mask=mask, bias=slopes, impl="torch").is_meta

@@ -117,6 +117,9 @@ def _features(feature_map: str | FeatureMap | None, q: Tensor, k: Tensor) -> tup
     if feature_map is None or feature_map == "identity":
         return q, k
     phi = feature_map_of(feature_map)
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {describe(x)}")
     mapped = phi(q), phi(k)
     for name, x, y in zip("qk", (q, k), mapped, strict=True):
         if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:

@@ -113,7 +113,8 @@ def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | N
 
 def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> None:
     if gate.dtype not in (spec.dtype, torch.float32):
-        raise TypeError(f"{name}: expected dtype {spec.dtype} or torch.float32, got {gate.dtype}")
+        known = " or ".join(dict.fromkeys(map(str, (spec.dtype, torch.float32))))
+        raise TypeError(f"{name}: expected dtype {known}, got {gate.dtype}")
     if gate.device != spec.device:
         raise ValueError(f"{name}: expected q's device {spec.device}, got {gate.device}")
     by_head = spec.rank > 2 and gate.ndim == 1

@@ -15,7 +15,7 @@ from ._attention import attention
 from .masks import Causal, Lengths, Mask
 
 Attend = Callable[..., Any]
-LINEAR, PROBABILITY = 1e-3, 1e-4  # what rounding may do
+LINEAR, PROBABILITY = 1e-3, 1e-4  # what rounding may do, besides that of the results' dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +75,7 @@ def compare_to_exact(
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64)
         >>> regard.compare_to_exact(regard.nn.PerformerAttention(512, 8, features=256), q, k, v)
     """
-    _check(q, k, v)
+    _check(approximation, q, k, v, lengths)
     given = options if lengths is None else options | {"lengths": lengths}
     exact = _Exact(q, k, v, _is_causal(approximation, causal), lengths, scale)
     with torch.no_grad(), _evaluating(approximation) as attend:
@@ -86,7 +86,7 @@ def compare_to_exact(
             for first in range(0, k.shape[2], v.shape[3]):
                 found.add(first, attend(q, k, _units(v, first), **given))
     error = exact.relative(out, exact.out)
-    if found is None or not exact.relative(found.rebuilt, out) < LINEAR:
+    if found is None or not exact.relative(found.rebuilt, out) < LINEAR + exact.rounding:
         return Comparison(error, None, None, exact.rows)
     return Comparison(error, found.kl(), found.top1(), exact.rows)
 
@@ -106,6 +106,8 @@ class _Exact:
         self.causal, self.lengths = causal, None if lengths is None else lengths.to(q.device)
         self.real = self._real_rows()
         self.rows = int(self.real.sum())
+        # Of a 16-bit result; single precision is in the limits.
+        self.rounding = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
 
     def _real_rows(self) -> Tensor:
         """bool (B, H, Lq)"""
@@ -119,7 +121,8 @@ class _Exact:
 
     def log_weights(self, keys: slice) -> Tensor:
         """(B, H, Lq, n), -inf for hidden keys."""
-        s = self.scale * self.q.float() @ self.k[:, :, keys].float().mT - self.lse.unsqueeze(-1)
+        q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
+        s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
         places = self._range(keys.start, keys.stop)
         if self.causal:
             last = self._range(self.k.shape[2] - self.q.shape[2], self.k.shape[2])
@@ -140,7 +143,7 @@ class _Weights:
     def __init__(self, exact: _Exact) -> None:
         self.exact = exact
         shape = exact.q.shape[:3]
-        self.rebuilt = torch.zeros_like(exact.out, dtype=torch.float32)
+        self.rebuilt = torch.zeros_like(exact.out, dtype=exact.lse.dtype)
         self.divergence, self.total, self.lowest = self.rebuilt.new_zeros(3, *shape)
         # The largest weight so far and its key: approximate, exact.
         self.best = self.rebuilt.new_full((2, *shape), -torch.inf)
@@ -149,9 +152,9 @@ class _Weights:
     def add(self, first: int, found: Tensor) -> None:
         """`found` (B, H, Lq, Dv): the weights of the keys from `first` on."""
         n = min(found.shape[3], self.exact.k.shape[2] - first)
-        keys, w = slice(first, first + n), found[..., :n].float()
+        keys, w = slice(first, first + n), found[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)
-        self.rebuilt += w @ self.exact.v[:, :, keys].float()
+        self.rebuilt += w @ self.exact.v[:, :, keys].to(w.dtype)
         self.total += w.sum(-1)
         self.lowest = torch.minimum(self.lowest, w.amin(-1))
         self.divergence += torch.where(w > 0, w * (w.clamp(min=1e-38).log() - log_p), 0).sum(-1)
@@ -164,7 +167,8 @@ class _Weights:
     def kl(self) -> float | None:
         """None where some row is no probability distribution."""
         real = self.exact.real
-        sound = (self.lowest > -PROBABILITY) & ((self.total - 1).abs() < PROBABILITY)
+        most = PROBABILITY + self.exact.rounding
+        sound = (self.lowest > -most) & ((self.total - 1).abs() < most)
         return max(0.0, float(self.divergence[real].mean())) if bool(sound[real].all()) else None
 
     def top1(self) -> float:
@@ -211,7 +215,11 @@ def _is_causal(approximation: object, causal: bool | None) -> bool:
     return bool(getattr(approximation, "causal", False)) if causal is None else causal
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(approximation: object, q: Tensor, k: Tensor, v: Tensor, lengths: object) -> None:
+    if not callable(approximation):
+        raise TypeError(f"approximation: expected a function or a module, got {describe(approximation)}")
+    if not (lengths is None or isinstance(lengths, Tensor)):
+        raise TypeError(f"lengths: expected an integer tensor (B,), got {describe(lengths)}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise ValueError(f"{name}: expected (B, H, L, D), got {describe(x)}")

@@ -51,7 +51,13 @@ def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:
                 f"path: expected a file of regard.convert.save, got {os.fspath(path)} without its metadata"
             )
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    module = _built(json.loads(about))
+    try:
+        module = _built(json.loads(about))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"path: expected a module that regard.convert.save wrote, got {os.fspath(path)} whose description "
+            f"does not fit: {error}"
+        ) from error
     module.load_state_dict(state, assign=True)
     return module.eval()
 
@@ -103,13 +109,16 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
 
 
 def _built(about: dict[str, Any]) -> Attention | LatentAttention:
+    """Without memory: the tensors of the file become its parameters, whatever sizes the description claims."""
     kind = KINDS[about.pop("kind")]
-    about["mask"] = Causal() if about["mask"] == "causal" else None
+    if about["mask"] not in (None, "causal"):
+        raise ValueError(f"mask {about['mask']!r} is not known")
+    about["mask"] = None if about["mask"] is None else Causal()
     about["position"] = None if about["position"] is None else _rotary(about["position"])
     if kind is LatentAttention:
         eps = about["norm"]
         about["norm"] = None if eps is None else lambda rank: nn.RMSNorm(rank, eps=eps)
-    return kind(**about)
+    return kind(**about, device="meta")
 
 
 def _rotary(about: dict[str, Any]) -> Rotary:

@@ -42,12 +42,12 @@ class Cache(Protocol):
 class Call(NamedTuple):
     """The options of `Attention.forward`."""
 
-    mask: Mask | Tensor | None
-    lengths: Tensor | None
-    positions: Positions | None
-    cu_seqlens: Tensor | None
-    context_cu_seqlens: Tensor | None
-    cache: Cache | None
+    mask: Mask | Tensor | None = None
+    lengths: Tensor | None = None
+    positions: Positions | None = None
+    cu_seqlens: Tensor | None = None
+    context_cu_seqlens: Tensor | None = None
+    cache: Cache | None = None
 
     def refuse(self, why: str, *names: str) -> None:
         """Raise if one of these options is given."""
@@ -73,6 +73,19 @@ def check(call: Call, x: Tensor, context: Context) -> None:
         raise ValueError(f"x: expected packed tokens (total, d_model) with cu_seqlens, got {describe(x)}")
     if context is not None and call.context_cu_seqlens is None:
         raise ValueError("context_cu_seqlens: expected the borders of the context as well, got None")
+
+
+def is_nested(name: str, x: Tensor) -> bool:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {describe(x)}")
+    return x.is_nested
+
+
+def own_mask(mask: Mask | None) -> Mask | None:
+    """The mask of every call, checked when a module is made."""
+    if not (mask is None or isinstance(mask, Mask)):
+        raise TypeError(f"mask: expected a Mask, such as masks.Causal(), or None, got {describe(mask)}")
+    return mask
 
 
 def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:

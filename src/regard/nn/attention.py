@@ -13,10 +13,21 @@ from .. import packing
 from .._arguments import count, describe, probability
 from .._attention import attention
 from .._problem import Trio, is_watched
-from ..cache import KVCache, LatentCache
+from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
-from ._call import Cache, Call, Context, Memory, both, check, places_after, places_in_row
+from ._call import (
+    Cache,
+    Call,
+    Context,
+    Memory,
+    both,
+    check,
+    is_nested,
+    own_mask,
+    places_after,
+    places_in_row,
+)
 from ._nested import row
 from ._sizes import sizes
 from ._state import Whole
@@ -78,7 +89,7 @@ class Attention(Whole):
         given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
         self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
-        self.scale, self.softcap, self.mask = scale, softcap, mask
+        self.scale, self.softcap, self.mask = scale, softcap, own_mask(mask)
         self.dropout = probability("dropout", dropout)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, bias if out_bias is None else out_bias, gate, made)
@@ -128,7 +139,7 @@ class Attention(Whole):
             cache: a cache of `regard.cache`: appends the keys of x and attends causally to all it holds.
         """
         call = Call(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
-        if x.is_nested:
+        if is_nested("x", x):
             return self._nested(x, context, call)
         self._check(x, context, call)
         q, k, v = self._projected(x, context)
@@ -148,6 +159,7 @@ class Attention(Whole):
 
         So `regard.weights(*qkv, **options)` are the weights of this layer.
         """
+        self._check(x, None, Call())
         q, k, v = self._projected(x, None)
         return (*self._placed(q, k, positions), v), {"mask": self.mask, **self._options()}
 
@@ -267,7 +279,9 @@ class Attention(Whole):
         if x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected (..., L, d_model = {self.d_model}), got {describe(x)}")
         check(call, x, context)
-        if isinstance(call.cache, LatentCache):
+        if isinstance(call.cache, LatentCache | LinearCache) or not (
+            call.cache is None or callable(getattr(call.cache, "attend", None))
+        ):
             raise TypeError(f"cache: expected one of keys and values, as of new_cache, got {call.cache!r}")
         if not isinstance(self.position, Rotary):
             call.refuse("without position=Rotary(...)", "positions")
@@ -277,13 +291,21 @@ class Attention(Whole):
             return
         if self.position is not None:
             raise ValueError("context: expected None with a position rule, which is for self-attention")
-        if isinstance(context, Tensor):
+        if isinstance(context, Memory):
+            self._check_memory(context)
+        else:
             self._check_context(context)
 
     def _check_context(self, context: Tensor) -> None:
         width = self.d_model if self.kv_model is None else self.kv_model
-        if context.is_nested or context.shape[-1] != width:
+        if is_nested("context", context) or context.dim() not in (2, 3) or context.shape[-1] != width:
             raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
+
+    def _check_memory(self, memory: Memory) -> None:
+        sizes = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        for x, size, shape in zip(memory, sizes, ("(..., Hkv, Lk, D)", "(..., Hkv, Lk, Dv)"), strict=True):
+            if x.shape[-3::2] != size:
+                raise ValueError(f"context: expected a Memory of {shape} with {size}, got {describe(x)}")
 
     def extra_repr(self) -> str:
         given = {"kv_model": self.kv_model, "mask": self.mask, "scale": self.scale, "softcap": self.softcap}

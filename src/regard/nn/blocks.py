@@ -169,7 +169,10 @@ def DecoderBlock(
     residual: Residual = PreNorm,
     **options: Any,
 ) -> Block:
-    """Causal attention, and GELU; with `kv_model` also cross-attention to a context of that width."""
+    """Causal attention, and GELU; with `kv_model` also cross-attention to a context of that width.
+
+    `options` go to the causal `Attention` alone.
+    """
     cross = None if kv_model is None else CrossAttention(d_model, heads, kv_model)
     own = Attention(d_model, heads, **{"mask": Causal()} | options)
     return Block(own, FeedForward(d_model, hidden), cross=cross, residual=residual)

@@ -17,7 +17,7 @@ from .._problem import Trio
 from ..cache import LatentCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Positions, Rotary, YaRN, rotate
-from ._call import Call, both, check, places_after, places_in_row
+from ._call import Call, both, check, is_nested, own_mask, places_after, places_in_row
 from ._nested import row
 from ._state import Whole
 
@@ -106,7 +106,7 @@ class LatentAttention(Whole):
         self.value_dim = count("value_dim", nope_dim if value_dim is None else value_dim, 1)
         self.position = _rotary(position, rope_dim)
         self.scale = _default_scale(self) if scale is None else scale
-        self.mask, self.dropout = mask, probability("dropout", dropout)
+        self.mask, self.dropout = own_mask(mask), probability("dropout", dropout)
         self._make_projections(
             bias, bias if out_bias is None else out_bias, norm, {"device": device, "dtype": dtype}
         )
@@ -151,7 +151,9 @@ class LatentAttention(Whole):
             absorb: the way to attend, by default the one with fewer operations (`operations`).
         """
         call = Call(mask, lengths, positions, cu_seqlens, None, cache)
-        if x.is_nested:
+        if not (absorb is None or isinstance(absorb, bool)):
+            raise TypeError(f"absorb: expected a bool or None, got {describe(absorb)}")
+        if is_nested("x", x):
             return self._nested(x, call, absorb)
         self._check(x, call)
         L = x.shape[-2]
@@ -173,6 +175,7 @@ class LatentAttention(Whole):
 
     def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
         """What `regard.attention` is called with for x: (q, k, v), expanded, and options; dropout aside."""
+        self._check(x, Call())
         qkv = self._trio(*self._projected(x, positions), False)
         return qkv, {"mask": self.mask, "scale": self.scale}
 

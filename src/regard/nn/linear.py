@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._arguments import count, describe
 from .._linear import FeatureMap, feature_map_of, linear_attention
 from ..cache import LinearCache
+from ._call import is_nested
 from ._sizes import sizes
 from ._state import Whole
 
@@ -146,12 +147,14 @@ class LinearAttention(Whole):
         return None if self.beta is None else self.beta(x).sigmoid().transpose(-2, -1)
 
     def _check(self, x: Tensor, cache: LinearCache | None) -> None:
-        if x.is_nested or x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
+        if is_nested("x", x) or x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"x: expected (B, L, d_model = {self.d_model}) or (L, d_model), got {describe(x)}"
             )
         if cache is None:
             return
+        if x.dim() != 3:
+            raise ValueError(f"x: expected (B, L, d_model) with a cache, got {describe(x)}")
         if not self.causal:
             raise ValueError("cache: expected None with causal=False, which needs all tokens at once")
         if not isinstance(cache, LinearCache) or cache.normalize != self.normalize:

@@ -13,6 +13,7 @@ from .._arguments import probability
 from .._attention import attention
 from .._problem import Trio
 from ..masks import Arguments, Causal, Lengths
+from ._call import is_nested
 from ._nested import Row, row
 from ._state import Whole
 from ._torch_masks import Sizes, arguments
@@ -85,7 +86,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
             average_attn_weights: if not, the weights of each head, (B, heads, Lq, Lk).
             is_causal: query i sees keys up to i, besides what the masks say.
         """
-        if query.is_nested:
+        if is_nested("query", query):
             if attn_mask is not None or key_padding_mask is not None:
                 name = "attn_mask" if attn_mask is not None else "key_padding_mask"
                 raise ValueError(
@@ -162,7 +163,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         """Whether there is a batch."""
         given = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
         for name, x, width in given:
-            if x.is_nested or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
+            if is_nested(name, x) or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
                 raise ValueError(
                     f"{name}: expected (L, {width}) or a batch of it, like the others, got {_shapes(*given)}"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, readable
+from .._arguments import count, describe, readable
 from ._frequencies import frequencies
 from ._places import Positions, places
 
@@ -20,6 +20,11 @@ def sinusoidal(positions: Tensor, d_model: int, *, base: float = 10000.0) -> Ten
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
 
 
+def _check_width(x: Tensor, d_model: int) -> None:
+    if x.dim() < 2 or x.shape[-1] != d_model:
+        raise ValueError(f"x: expected (..., L, d_model = {d_model}), got {describe(x)}")
+
+
 class Sinusoidal(nn.Module):
     """x (..., L, d_model) plus the waves of its places. No parameters, any length."""
 
@@ -29,6 +34,7 @@ class Sinusoidal(nn.Module):
         self.d_model, self.base = d_model, base
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        _check_width(x, self.d_model)
         at = places(positions, x.shape[-2], x.device)
         return x + sinusoidal(at, self.d_model, base=self.base).to(x.dtype)
 
@@ -56,6 +62,7 @@ class Learned(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        _check_width(x, self.weight.shape[1])
         at = places(positions, x.shape[-2], x.device)
         if at.numel() and readable(at):
             self._check(int(at.min()), int(at.max()))

@@ -100,6 +100,11 @@ class YaRN(Scaling):
     def __post_init__(self) -> None:
         _at_least_one("factor", self.factor)
         count("original_length", self.original_length, 1)
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                "beta_slow and beta_fast: expected 0 < slow <= fast, "
+                f"got {self.beta_slow} and {self.beta_fast}"
+            )
 
     def turns(self, dims: int, base: float) -> Tensor:
         periods = _periods(dims, base)

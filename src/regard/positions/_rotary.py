@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
+from .._arguments import broadcasts, describe
 from .._problem import is_watched
 from ._frequencies import Scaling, frequencies
 from ._places import Positions, places
@@ -64,10 +65,17 @@ def _is_followed(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+    if not x.is_floating_point() or x.dim() < 2:
+        raise ValueError(f"x: expected floats (..., L, D), got {describe(x)}")
     if cos.shape != sin.shape or cos.shape[-2] != x.shape[-2] or 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(
             "cos and sin: expected (..., L, dims / 2) with dims up to D, "
             f"got {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
+        )
+    if cos.dim() > 2 and not broadcasts(cos.shape[:-2], x.shape[:-2]):
+        raise ValueError(
+            f"positions: expected places for each of the samples of x {tuple(x.shape)}, got cos and sin "
+            f"{tuple(cos.shape)}"
         )
 
 
@@ -152,6 +160,8 @@ class Rotary(nn.Module):
 
     def table(self, x: Tensor, positions: Positions = 0) -> Pair:
         """cos and sin (L, dims / 2), or (B, 1, L, dims / 2), in x's dtype, for tensors like x."""
+        if x.dim() < 2:
+            raise ValueError(f"x: expected (..., H, L, D), got {describe(x)}")
         L = x.shape[-2]
         if type(positions) is int and positions >= 0 and not is_watched(x, x, x):
             cos, sin = self._remembered(positions + L, x.device, x.dtype)
