@@ -679,14 +679,15 @@ def test_a_cache_and_dropout() -> None:
         (lambda: Attention(24, 4, kv_heads=3), "kv_heads: expected a divisor of heads = 4, got 3"),
         (lambda: Attention(24, 4, head_dim=0), "head_dim must be an integer from 1"),
         (lambda: Attention(24, 4, dropout=-0.1), "dropout: expected a probability"),
-        (lambda: Attention(24, 4, dropout="some"), "dropout: expected a probability from 0 to 1, got str 'some'"),
+        (
+            lambda: Attention(24, 4, dropout="some"),
+            "dropout: expected a probability from 0 to 1, got str 'some'",
+        ),
         (lambda: Attention(24, 4, mask="causal"), "mask: expected a Mask, such as masks.Causal"),
         (lambda: Attention(24, 4)(None), "x: expected a tensor, got NoneType None"),
         (lambda: Attention(24, 4)(torch.randn(3, 24), [1]), "context: expected a tensor, got list"),
         (
-            lambda: Attention(24, 4)(
-                torch.randn(3, 24), Memory(*(torch.randn(4, 5, D) for D in (6, 7)))
-            ),
+            lambda: Attention(24, 4)(torch.randn(3, 24), Memory(*(torch.randn(4, 5, D) for D in (6, 7)))),
             r"context: expected a Memory of \(..., Hkv, Lk, Dv\) with \(4, 6\)",
         ),
         (lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache={}), "cache: expected one of keys and values"),

@@ -325,7 +325,7 @@ def test_wrong_calls(causal: bool) -> None:
     if causal:  # as many as are computed at a time: nothing is left out in silence
         with pytest.raises(ValueError, match="expected q, k and v of one length"):
             module.attend(q, k, k)
-    with pytest.raises(ValueError, match="q, k, v: expected .*k and v of one length"):
+    with pytest.raises(ValueError, match=r"q, k, v: expected .*k and v of one length"):
         module.attend(k, k, k[:, :, 1:])
 
 

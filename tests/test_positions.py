@@ -69,7 +69,7 @@ def test_learned_positions() -> None:
     assert torch.equal(module.weight.grad.sum(1) != 0, (torch.arange(13) >= 3) & (torch.arange(13) < 8))
 
 
-@pytest.mark.parametrize("module", [Sinusoidal(6), Learned(9, 6)])
+@pytest.mark.parametrize("module", [positions.Sinusoidal(6), positions.Learned(9, 6)])
 def test_tokens_of_another_width(module: Any) -> None:
     for width in (1, 4):  # 1 would be broadcast
         with pytest.raises(ValueError, match=r"x: expected \(..., L, d_model = 6\)"):
@@ -363,7 +363,11 @@ def test_the_module_moves_without_losing_precision() -> None:
         (torch.arange(4), ValueError, "positions: expected an int or integers of shape"),
         (torch.arange(5.0), ValueError, "positions: .*float32 tensor"),
         (2.5, TypeError, "positions: expected an int or an integer tensor, got float 2.5"),
-        (torch.zeros(2, 5, dtype=torch.long), ValueError, "positions: expected places for each of the samples"),
+        (
+            torch.zeros(2, 5, dtype=torch.long),
+            ValueError,
+            "positions: expected places for each of the samples",
+        ),
     ],
 )
 def test_wrong_positions(given: Any, error: type[Exception], message: str) -> None:

@@ -275,7 +275,10 @@ def test_wrong_calls_of_longformer(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_longformer_compiles_in_one_graph(dilation: int) -> None:
-    module, x = LongformerAttention(WIDTH, HEADS, window=3, dilation=dilation).eval(), torch.randn(2, 20, WIDTH)
+    module, x = (
+        LongformerAttention(WIDTH, HEADS, window=3, dilation=dilation).eval(),
+        torch.randn(2, 20, WIDTH),
+    )
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

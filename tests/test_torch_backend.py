@@ -193,7 +193,9 @@ def test_dropout_follows_manual_seed() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)])
+@pytest.mark.parametrize(
+    "mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)]
+)
 def test_masks_lie_where_the_tensors_lie(mask: M.Mask, bias: bool) -> None:
     """Another device than the CPU's; the meta device stands for all of them."""
     q, k, v = (torch.empty(2, 4, 7, 8, device="meta") for _ in range(3))

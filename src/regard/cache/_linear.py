@@ -134,7 +134,7 @@ class LinearCache:
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """What queries (any number of heads) or keys must be like; a feature map may change their last dim."""
+        """What queries (of any number of heads) or keys must be like; a feature map may change their size."""
         found = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, found[1] if heads is None else heads, L, found[3]
 

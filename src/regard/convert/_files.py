@@ -55,8 +55,8 @@ def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:
         module = _built(json.loads(about))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"path: expected a module that regard.convert.save wrote, got {os.fspath(path)} whose description "
-            f"does not fit: {error}"
+            f"path: expected a module that regard.convert.save wrote, got {os.fspath(path)}, whose "
+            f"description does not fit: {error}"
         ) from error
     module.load_state_dict(state, assign=True)
     return module.eval()
@@ -109,7 +109,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
 
 
 def _built(about: dict[str, Any]) -> Attention | LatentAttention:
-    """Without memory: the tensors of the file become its parameters, whatever sizes the description claims."""
+    """Without memory: the tensors of the file become its parameters, whatever the description claims."""
     kind = KINDS[about.pop("kind")]
     if about["mask"] not in (None, "causal"):
         raise ValueError(f"mask {about['mask']!r} is not known")

@@ -36,7 +36,7 @@ class Projected(Whole):
 
     @staticmethod
     def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True) -> None:
-        """Whether they are (B, H, L, D), (B, H, Lk, D), (B, H, Lk, Dv), with Lk = L if tokens are the same."""
+        """Refuse all but (B, H, L, D), (B, H, Lk, D), (B, H, Lk, Dv); Lk = L if the tokens are the same."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, Tensor) or x.dim() != 4:
                 raise ValueError(f"{name}: expected (B, H, L, D), got {describe(x)}")

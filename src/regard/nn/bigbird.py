@@ -54,8 +54,8 @@ class BigBirdAttention(Projected):
         block: tokens in a block.
         window: blocks that a block sees around itself, itself included: an odd number.
         random: further blocks that it sees, different for each head.
-        global_blocks: blocks that see all and are seen by all; -1 is the last one. Those that a short sequence
-            does not have are left out.
+        global_blocks: blocks that see all and are seen by all; -1 is the last one. Those that a short
+            sequence does not have are left out.
         seed: of the random blocks.
         head_dim: D. Default d_model / heads.
         bias: whether the projections of queries, keys and values have biases.
