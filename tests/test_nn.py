@@ -681,7 +681,7 @@ def test_a_cache_and_dropout() -> None:
         (lambda: Attention(24, 4, dropout=-0.1), "dropout: expected a probability"),
         (
             lambda: Attention(24, 4, dropout="some"),
-            "dropout: expected a probability from 0 to 1, got str 'some'",
+            "dropout: expected a number, got str 'some'",
         ),
         (lambda: Attention(24, 4, mask="causal"), "mask: expected a Mask, such as masks.Causal"),
         (lambda: Attention(24, 4)(None), "x: expected a tensor, got NoneType None"),

@@ -307,7 +307,7 @@ def test_it_learns() -> None:
         ({"kernel": "relu"}, TypeError, "kernel: expected 'softmax' or a function"),
         ({"eps": -1.0}, ValueError, "eps: expected a number from 0 on"),
         ({"seed": 1.5}, TypeError, "seed must be an int"),
-        ({"eps": "small"}, ValueError, "eps: expected a number from 0 on, got str 'small'"),
+        ({"eps": "small"}, TypeError, "eps: expected a number, got str 'small'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -180,6 +180,8 @@ def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
     [
         (lambda: frequencies(7), "dims: expected an even number"),
         (lambda: frequencies(8, 0.5), "base: expected a number above 1, got 0.5"),
+        (lambda: frequencies(8, "10000"), "base: expected a number, got str '10000'"),
+        (lambda: Linear("4"), "factor: expected a number, got str '4'"),
         (
             lambda: frequencies(8, scaling="yarn"),
             "scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",

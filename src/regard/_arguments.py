@@ -68,9 +68,19 @@ def count(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
+def number(name: str, value: Any) -> float:
+    """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
+    if isinstance(value, bool | Tensor | complex) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}") from None
+
+
 def probability(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name}: expected a probability from 0 to 1, got {describe(value)}")
+    if not 0 <= number(name, value) <= 1:
+        raise ValueError(f"{name}: expected a probability from 0 to 1, got {value}")
     return value
 
 

@@ -23,7 +23,7 @@ from torch._C import (
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ._arguments import as_int, broadcasts, describe, holds_integers, is_integer, readable
+from ._arguments import as_int, broadcasts, describe, holds_integers, is_integer, number, readable
 from .masks import Dense, Mask, Program
 from .scores import Alibi, RelativeBias
 
@@ -136,11 +136,11 @@ def make(
 ) -> Problem:
     """Check a call and freeze it. q (..., Hq, Lq, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
     if scale is not None and type(scale) is not float:
-        scale = _number("scale", scale)
+        scale = number("scale", scale)
     if softcap is not None and type(softcap) is not float:
-        softcap = _number("softcap", softcap)
+        softcap = number("softcap", softcap)
     if type(dropout) is not float:
-        dropout = _number("dropout", dropout)
+        dropout = number("dropout", dropout)
     if return_lse is not False and return_lse is not True:
         _fail(TypeError, "return_lse", "a bool", describe(return_lse))
     if _is_any_autocast_enabled():
@@ -312,16 +312,6 @@ def _autocast(
 def _fail(error: type[Exception], name: str, expected: str, got: object, qkv: Trio | None = None) -> NoReturn:
     shapes = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", qkv or (), strict=False))
     raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
-
-
-def _number(name: str, value: Any) -> float:
-    """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
-    if isinstance(value, bool | Tensor) or not hasattr(value, "__float__") or isinstance(value, complex):
-        _fail(TypeError, name, "a number", describe(value))
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        _fail(TypeError, name, "a number", describe(value))
 
 
 def _as_mask(mask: Mask | Tensor | None) -> Mask | None:

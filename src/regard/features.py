@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._arguments import count, describe
+from ._arguments import count, describe, number
 
 
 def orthogonal_gaussian(
@@ -74,7 +74,7 @@ def _projected(x: Tensor, projection: Tensor, scale: float) -> Tensor:
 def _check(x: Tensor, projection: Tensor, scale: float) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x: expected a tensor of floating point (..., D), got {describe(x)}")
-    if not scale > 0:
+    if not number("scale", scale) > 0:
         raise ValueError(f"scale: expected a number above 0, got {scale}")
     if projection.dim() != 2 or projection.shape[1] != x.shape[-1]:
         raise ValueError(f"projection: expected (m, D = {x.shape[-1]}), got {describe(projection)}")

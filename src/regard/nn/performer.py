@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import count, describe
+from .._arguments import count, describe, number
 from .._linear import linear_attention
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
 from ._projected import Projected, checked_lengths, real_tokens
@@ -231,6 +231,6 @@ def _kernel(kernel: Kernel) -> Kernel:
 def _epsilon(eps: float | None, kernel: Kernel) -> float:
     if eps is None:
         return 1e-6 if kernel == "softmax" else 1e-3
-    if not isinstance(eps, int | float) or not eps >= 0:
-        raise ValueError(f"eps: expected a number from 0 on, got {describe(eps)}")
+    if not number("eps", eps) >= 0:
+        raise ValueError(f"eps: expected a number from 0 on, got {eps}")
     return eps

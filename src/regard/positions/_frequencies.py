@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._arguments import count
+from .._arguments import count, number
 
 
 class Scaling:
@@ -30,7 +30,7 @@ def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None
     """The frequencies (dims / 2,) of rotary embeddings, `base ** (-2i / dims)`, and the attention factor."""
     if count("dims", dims, 2) % 2:
         raise ValueError(f"dims: expected an even number of channels to turn in pairs, got {dims}")
-    if not base > 1:
+    if not number("base", base) > 1:
         raise ValueError(f"base: expected a number above 1, got {base}")
     if scaling is None:
         return _plain(dims, base), 1.0
@@ -192,5 +192,5 @@ class Frequencies(Scaling):
 
 
 def _at_least_one(name: str, value: float) -> None:
-    if not value >= 1:
+    if not number(name, value) >= 1:
         raise ValueError(f"{name}: expected a number from 1 on, got {value!r}")
