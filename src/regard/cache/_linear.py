@@ -88,6 +88,7 @@ class LinearCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the state, whatever the number of tokens."""
         return sum(x.nbytes for x in self._state if x is not None)
 
     def positions(self, L: int = 1) -> Tensor:

@@ -120,6 +120,7 @@ class PagedCache:
 
     @property
     def device(self) -> torch.device:
+        """Where the pool lies."""
         return self._pool.k.device
 
     @property

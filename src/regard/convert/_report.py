@@ -27,6 +27,7 @@ class Errors:
 
     @property
     def worst_head(self) -> int:
+        """The head whose share of the result is off most."""
         return max(range(len(self.heads)), key=self.heads.__getitem__)
 
 
@@ -68,6 +69,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        """Whether it can be used as it is, in words."""
         return verdict(self.exact, None if self.held_out is None else self.held_out.output, self.tolerance)
 
     def smallest(self, tolerance: float | None = None) -> Point | None:

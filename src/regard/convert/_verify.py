@@ -32,10 +32,12 @@ class Verification:
 
     @property
     def gradient(self) -> float:
+        """The largest of `gradients`."""
         return max(self.gradients.values(), default=0.0)
 
     @property
     def plain_gradient(self) -> float:
+        """The largest of `plain_gradients`."""
         return max(self.plain_gradients.values(), default=0.0)
 
     def __str__(self) -> str:

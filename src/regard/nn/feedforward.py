@@ -32,6 +32,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> the same shape."""
         out: Tensor = self.down(self.dropout(self.activation(self.up(x))))
         return out
 
@@ -61,6 +62,7 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> the same shape."""
         gate, up = self.gate_up(x).chunk(2, -1)
         out: Tensor = self.down(self.dropout(self.activation(gate) * up))
         return out

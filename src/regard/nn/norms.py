@@ -24,6 +24,7 @@ class PreNorm(Residual):
     """x + dropout(sublayer(norm(x), ...)): trains without warm-up; a stack needs a norm at its end."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """x (..., d_model) -> the same shape; all else goes to the sublayer."""
         added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
         return x + added
 
@@ -32,5 +33,6 @@ class PostNorm(Residual):
     """norm(x + dropout(sublayer(x, ...))), as in "Attention is all you need"."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """x (..., d_model) -> the same shape; all else goes to the sublayer."""
         normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
         return normed

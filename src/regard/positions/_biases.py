@@ -30,6 +30,7 @@ class Alibi(nn.Module):
             self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self) -> scores.Alibi:
+        """The `bias` of `regard.attention`."""
         return scores.Alibi(self.slopes)
 
     def extra_repr(self) -> str:
@@ -63,6 +64,7 @@ class Relative(nn.Module):
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self) -> scores.RelativeBias:
+        """The `bias` of `regard.attention`."""
         return scores.RelativeBias(
             self.table, bidirectional=self.bidirectional, max_distance=self.max_distance
         )

@@ -34,6 +34,7 @@ class Sinusoidal(nn.Module):
         self.d_model, self.base = d_model, base
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        """Positions: an int, the place of the first token, or the place of every one, (L,) or (B, L)."""
         _check_width(x, self.d_model)
         at = places(positions, x.shape[-2], x.device)
         return x + sinusoidal(at, self.d_model, base=self.base).to(x.dtype)
@@ -62,6 +63,7 @@ class Learned(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
+        """Positions as in `Sinusoidal`; a place beyond the table raises."""
         _check_width(x, self.weight.shape[1])
         at = places(positions, x.shape[-2], x.device)
         if at.numel() and readable(at):
