@@ -529,6 +529,22 @@ def test_gradients_are_never_dropped_in_silence(kind: str) -> None:
 
 
 @every_cache
+def test_queries_may_learn_whatever_is_written_later(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 6)
+    slopes = torch.rand(H)
+    found = []
+    for later in (False, True):
+        cache, leaves = new(kind), [x.clone().requires_grad_() for x in (q, slopes)]
+        out = attend(cache, leaves[0], k, v, bias=scores.Alibi(leaves[1]))
+        if later:
+            cache.crop(4)
+            attend(cache, q[:, :, :3], 10 * k[:, :, :3], 10 * v[:, :, :3])
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_cache
 def test_made_in_inference_mode(kind: str) -> None:
     with torch.inference_mode():
         cache = new(kind)

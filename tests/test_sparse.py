@@ -285,6 +285,18 @@ def test_longformer_compiles_in_one_graph(dilation: int) -> None:
         assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
 
 
+def test_bigbird_with_a_table_compiles_in_one_graph() -> None:
+    module, x, table = (
+        BigBirdAttention(WIDTH, HEADS, block=4).eval(),
+        torch.randn(2, 18, WIDTH),
+        fixed_table(5),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert_close(compiled(x, table=table), module(x, table=table), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "make",
     [

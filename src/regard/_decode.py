@@ -12,7 +12,7 @@ from torch._C import _is_any_autocast_enabled
 from . import _native
 from ._attention import attention
 from ._dispatch import choose
-from ._problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, is_watched, make
+from ._problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, is_watched, learned, make
 from ._stored import New, Stored
 from .masks import Mask
 
@@ -55,6 +55,8 @@ def attend_stored(
     ready = _prepare(problem, stored, impl) if problem is not None else None
     if problem is None or ready is None:
         k, v = stored.dense(q.dtype)
+        if any_needs_grad(q, sink, learned(bias)):
+            k, v = k.clone(), v.clone()  # backward reads them, and tokens may be written over them until then
         found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options, impl=impl)
         return found
     if key is not None:
