@@ -21,6 +21,7 @@ MODULES = (
     "cases",
     "command",
     "cost",
+    "evidence",
     "hf",
     "hunt",
     "latent",

@@ -15,7 +15,8 @@ import regard
 from regard import facts as F
 from regard import masks as M
 
-NATIVE = pytest.param("native", marks=pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"))
+needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+NATIVE = pytest.param("native", marks=needs_core)
 INF = float("inf")
 
 
@@ -31,6 +32,21 @@ def test_torch_grid(first: int, poison: None) -> None:
     assert not report, report
 
 
+@needs_core
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_grid(first: int, poison: None) -> None:
+    report = failures(range(first, first + 50), 3e6, "native")
+    assert not report, report
+
+
+@needs_core
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(300, 3300, 100))
+def test_large_grid(first: int, poison: None) -> None:
+    report = failures(range(first, first + 100), 3e7, "native")
+    assert not report, report
+
+
 # The definition, beside plain formulas
 
 
@@ -41,7 +57,8 @@ def test_the_reference_by_hand() -> None:
     rows, top, mass, entropy, best, histogram, on, sums, largest = (
         regard.evidence(
             q, k, None, F.Rows([2]), F.TopK(2), F.ColumnMass(), F.Entropy(), F.RowMax(),
-            F.DistanceHistogram(), F.MassOn([0, 4]), F.BlockMass(2), F.BlockMax(2), mask=M.Causal(), impl="reference",
+            F.DistanceHistogram(), F.MassOn([0, 4]), F.BlockMass(2), F.BlockMax(2),
+            mask=M.Causal(), impl="reference",
         )
     )  # fmt: skip
     close = {"rtol": 1e-6, "atol": 1e-7, "check_dtype": False}
@@ -79,7 +96,7 @@ def test_the_entropy_counts_the_sink() -> None:
     )
 
 
-IMPLS = ["reference", "torch"]
+IMPLS = ["reference", "torch", NATIVE]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _evidence_torch, reference
+from . import _evidence_native, _evidence_torch, reference
 from ._arguments import as_int, describe, is_integer
 from ._autograd import canonical
 from ._dispatch import check_name, preference, reasons
@@ -161,7 +161,7 @@ def _check_plain(problem: Problem) -> None:
     plain = all(x is None or type(x) in PLAIN for x in (learned(problem.bias), problem.sink))
     if is_followed(problem.q, problem.k, problem.v) or not plain or problem.q.is_meta:
         raise NotImplementedError(
-            "evidence: expected plain tensors with values, got some that PyTorch traces, transforms or fakes; "
+            "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
             "call it outside of vmap and of modes"
         )
 
@@ -179,6 +179,8 @@ def _choose(problem: Problem, impl: str) -> str:
 
 
 def _run(problem: Problem, want: Sequence[Fact], name: str) -> list[Parts]:
+    if name == "native":
+        return _evidence_native.evidence(problem, want)
     if name == "reference":
         return reference.evidence(problem, want)
     return _evidence_torch.evidence(problem_of(canonical(problem)), want)
