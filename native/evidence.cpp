@@ -11,8 +11,8 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kPanels = 16;     // that walk over the keys together
-constexpr int64_t kChunks = 16;     // of a head: what one thread does, with sums of its own
+constexpr int64_t kPanels = 16;      // that walk over the keys together
+constexpr int64_t kChunks = 16;      // of a head: what one thread does, with sums of its own
 constexpr int64_t kMostRows = 4096;  // of a strip, where rows far apart make a panel
 constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
 
@@ -39,8 +39,9 @@ class Evidence {
         kernels_(kernels().evidence[spec.dtype]),
         stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
-    dilated_ = spans_.dilation_varies() || spans_.dilation(0) > 1;
-    copy_k_ = spec.dtype == kBFloat16 || spec.dtype == kFloat16 || spec.k.d != 1 || spec.k.l != spec.D || dilated_;
+    const bool narrow = spec.dtype == kBFloat16 || spec.dtype == kFloat16;
+    const bool dilated = spans_.dilation_varies() || spans_.dilation(0) > 1;
+    copy_k_ = narrow || dilated || spec.k.d != 1 || spec.k.l != spec.D;
     for (int64_t h = 0; h < spec.Hq; ++h) chunks_ = std::max(chunks_, std::min(kChunks, strips(h)));
     sums_ = (facts.column_mass ? spec.Lk : 0) + (facts.histogram ? facts.distances : 0);
     ready_.resize(chunks());
@@ -61,7 +62,8 @@ class Evidence {
   int64_t chunks() const { return spec_.B * spec_.Hq * chunks_; }
 
   int64_t strip_rows(int64_t head) const {
-    const int64_t rows = std::min(kPanels * panel_ * spans_.dilation(head), std::max(kMostRows, kPanels * panel_));
+    const int64_t rows =
+        std::min(kPanels * panel_ * spans_.dilation(head), std::max(kMostRows, kPanels * panel_));
     return facts_.block ? ceil_div(rows, facts_.block) * facts_.block : rows;
   }
   int64_t strips(int64_t head) const { return ceil_div(spec_.Lq, strip_rows(head)); }
@@ -74,12 +76,15 @@ class Evidence {
 
   static void work(int worker, void* self) {
     Evidence& e = *static_cast<Evidence*>(self);
+    ++e.busy_;
     try {
       for (int64_t i; (i = e.next_.fetch_add(1)) < e.chunks() && !e.stopper_.stopped();)
         e.chunk(i, e.workers_[worker]);
     } catch (...) {  // only memory can run out here
       e.stopper_.out_of_memory();
     }
+    --e.busy_;
+    e.stopper_.watch(e.busy_);
   }
 
   void chunk(int64_t index, Worker& w) {
@@ -172,7 +177,7 @@ class Evidence {
   Spans spans_;
   const EvidenceKernels& kernels_;
   int panel_;
-  bool dilated_, copy_k_;
+  bool copy_k_;
   int64_t chunks_ = 0, sums_;
   std::vector<Worker> workers_;
   std::vector<Sums> ready_, spare_;
@@ -180,7 +185,7 @@ class Evidence {
   std::vector<char> done_;       // chunks whose sums are ready
   std::mutex mutex_;
   Stopper stopper_;
-  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> next_{0}, busy_{0};
 };
 
 }  // namespace

@@ -187,23 +187,23 @@ struct Chunk {
 // Facts about the weights; null or 0: not asked for. Tensors are contiguous, in the compute type unless said
 // otherwise, and zeros before the call.
 struct Facts {
-  int64_t k;           // the largest weights of each row
-  void* top_weights;   // (B, Hq, Lq, k)
-  int64_t* top_keys;   // (B, Hq, Lq, k)
-  void* nats;          // (B, Hq, Lq)
-  int64_t* choices;    // (B, Hq, Lq): keys that may be attended to, and the sink
+  int64_t k;                  // the largest weights of each row
+  void* top_weights;          // (B, Hq, Lq, k)
+  int64_t* top_keys;          // (B, Hq, Lq, k)
+  void* nats;                 // (B, Hq, Lq)
+  int64_t* choices;           // (B, Hq, Lq): keys that may be attended to, and the sink
   double* column_mass;        // (B, Hq, Lk)
   const void* row_weights;    // (1 or B, Lq): how much a row counts in it; or null
   int64_t row_weights_batch;  // its stride
   double* histogram;          // (B, Hq, distances), from distance_low on
   int64_t distance_low, distances;
-  int64_t sets;        // of keys
-  const bool* chosen;  // (sets, B, Lk)
-  void* mass_on;       // (sets, B, Hq, Lq)
-  int64_t block;       // queries and keys of a block
-  double* block_mass;  // (B, Hq, blocks of queries, blocks of keys)
-  void* block_max;     // the same
-  int64_t n_rows;      // whole rows
+  int64_t sets;         // of keys
+  const bool* chosen;   // (sets, B, Lk)
+  void* mass_on;        // (sets, B, Hq, Lq)
+  int64_t block;        // queries and keys of a block
+  double* block_mass;   // (B, Hq, blocks of queries, blocks of keys)
+  void* block_max;      // the same
+  int64_t n_rows;       // whole rows
   const int64_t* rows;  // (n_rows), ascending, each once
   void* row_values;     // (B, Hq, n_rows, Lk)
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 import regard
 from regard import _native
 from regard import facts as F
+from regard import masks as M
+from regard.scores import Alibi, RelativeBias
 
 LIMIT = {torch.float64: 1e-11}  # relative L2; all others 1e-5
 ATTENTION_ONLY = ("dropout", "seed", "return_lse")
@@ -26,6 +29,47 @@ def every_fact(Lq: int, Lk: int, seed: int = 0) -> list[F.Fact]:
         F.MassOn(chosen), F.BlockMass(5), F.BlockMax(5), F.MassOn([0, -1, Lk // 3]), F.TopK(2),
         F.BlockMass(64), F.ColumnMass(torch.rand(Lq, generator=generator)), F.Rows([Lq // 3]),
     ]  # fmt: skip
+
+
+def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
+    """One option of `attention`, by name."""
+    ids = torch.arange(Lk) * 5 // Lk
+    keep = torch.rand(Hq, Lq, Lk) < 0.4
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "none": dict,
+        "causal": lambda: {"mask": M.Causal()},
+        "causal at 0": lambda: {"mask": M.Causal(), "offset": 0},
+        "window": lambda: {"mask": M.Window(19, 7)},
+        "padding": lambda: {"mask": M.Lengths([Lk - 11 * b for b in range(B)])},
+        "packed": lambda: {"mask": M.Documents(ids) & M.Causal()},
+        "dense": lambda: {"mask": M.Dense(keep)},
+        "dilated": lambda: {"mask": M.Dilated(3) & M.Causal()},
+        "dilated by head": lambda: {"mask": M.PerHead([M.Dilated(1 + h) for h in range(Hq)])},
+        "longformer": lambda: {"mask": M.longformer(9, [0, Lk // 2])},
+        "bigbird": lambda: {"mask": M.bigbird(16)},
+        "not": lambda: {"mask": ~M.Window(3, 3)},
+        "bias": lambda: {"bias": torch.randn(B, Hq, Lq, Lk)},
+        "excluding bias": lambda: {"bias": torch.randn(Hq, Lq, Lk).masked_fill(~keep, -float("inf"))},
+        "alibi": lambda: {"bias": Alibi.standard(Hq), "mask": M.Causal()},
+        "relative": lambda: {"bias": RelativeBias(torch.randn(32, Hq), max_distance=50)},
+        "softcap": lambda: {"softcap": 2.0},
+        "sink": lambda: {"sink": torch.randn(Hq), "mask": M.Causal()},
+        "scale": lambda: {"scale": 0.03},
+        "offset": lambda: {"offset": Lk // 3, "mask": M.Causal()},
+        "offsets": lambda: {"offset": torch.arange(B) * 17 - 5, "mask": M.Window(30, 2)},
+        "everything": lambda: {
+            "mask": M.Window(40) & M.Dilated(2), "bias": torch.randn(Hq, 1, Lk), "softcap": 3.0,
+            "sink": torch.randn(Hq), "scale": 0.2, "offset": Lk - 5,
+        },
+    }  # fmt: skip
+    return made[name]()
+
+
+OPTIONS = (
+    "none", "causal", "causal at 0", "window", "padding", "packed", "dense", "dilated", "dilated by head",
+    "longformer", "bigbird", "not", "bias", "excluding bias", "alibi", "relative", "softcap", "sink", "scale",
+    "offset", "offsets", "everything",
+)  # fmt: skip
 
 
 def without_dropout(call: Call) -> Call:

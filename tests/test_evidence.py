@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import HAVE_CORE, rel_l2
-from evidence_cases import failures
+from evidence_cases import OPTIONS, every_fact, expected, failures, faults, number_faults, options_of, run
+from forward_cases import Call
 from torch import Tensor
 
 import regard
+from regard import _measuring, _native
 from regard import facts as F
 from regard import masks as M
 
@@ -45,6 +47,99 @@ def test_grid(first: int, poison: None) -> None:
 def test_large_grid(first: int, poison: None) -> None:
     report = failures(range(first, first + 100), 3e7, "native")
     assert not report, report
+
+
+def call_of(name: str, isa: str, *sizes: int, dtype: torch.dtype = torch.float32) -> Call:
+    B, Hq, _, Lq, Lk, _ = sizes
+    q, k = qk(*sizes, dtype=dtype)
+    return Call(q, k, k[..., :3], options_of(name, B, Hq, Lq, Lk), isa)
+
+
+@needs_core
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(isa: str, name: str, poison: None) -> None:
+    found = faults(call_of(name, isa, 2, 6, 2, 137, 211, 24), every_fact(137, 211), "native")
+    assert not found, found
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype(isa: str, dtype: torch.dtype, poison: None) -> None:
+    for name in ("causal", "everything"):
+        call = call_of(name, isa, 1, 4, 2, 259, 263, 40, dtype=dtype)
+        found = faults(call, every_fact(259, 263), "native")
+        assert not found, found
+
+
+@needs_core
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("impl", ["native", "torch"])
+def test_every_option_at_2048_tokens(name: str, impl: str) -> None:
+    call = call_of(name, _native.isas()[0], 2, 2, 1, 2048, 2048, 64)
+    found = faults(call, every_fact(2048, 2048), impl)
+    assert not found, found
+
+
+@needs_core
+@pytest.mark.parametrize("name", ["causal", "dilated by head", "packed"])
+def test_threads_and_batches_change_no_bit(isa: str, name: str) -> None:
+    """Strips of 256 rows and blocks of 192 keys: more of them than threads."""
+    q, k = qk(2, 4, 2, 1100, 700, 16)
+    want, options = every_fact(1100, 700), options_of(name, 2, 4, 1100, 700) | {"impl": "native"}
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        results.append(regard.evidence(q, k, None, *want, **options))
+    assert all(_same(results[0], other) for other in results[1:])
+    alone = regard.evidence(q[1], k[1], None, *want, **options)
+    assert _same([_sample(x, 1) for x in results[0]], list(alone))
+
+
+def _sample(result: Any, b: int) -> Any:
+    if isinstance(result, Tensor):
+        return result[b]
+    if isinstance(result, F.Pyramid):
+        return F.Pyramid([x[b] for x in result.levels], result.block)
+    if isinstance(result, F.DistanceHistogram.Result):
+        return result._replace(mass=result.mass[b])
+    return type(result)(*(x[b] for x in result))
+
+
+@needs_core
+@pytest.mark.parametrize("options", [{}, {"mask": M.Causal(), "sink": torch.tensor([0.3, 0.1])}])
+def test_products_beyond_float32(isa: str, options: dict[str, Any], poison: None) -> None:
+    """Scores of moderate size whose parts overflow: such rows are computed key by key in double."""
+    q, k = qk(1, 2, 1, 37, 230, 4)
+    q[:, :, ::3, 2:] = 1e20
+    k[..., 2] = 1e20 * torch.rand(230)
+    k[..., 3] = -k[..., 2]
+    call = Call(q, k, k, options, isa)
+    right = expected(call, want := every_fact(37, 230))
+    for fact, ours, theirs in zip(want, run(call, want, "native"), right, strict=True):
+        assert not number_faults(ours, theirs, 1e-5), fact
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", NATIVE])
+def test_a_row_of_nan_still_has_keys(impl: str) -> None:
+    q, k = qk(1, 1, 1, 3, 9, 4)
+    q[0, 0, 1] = float("nan")
+    top, largest = regard.evidence(q, k, None, F.TopK(4), F.BlockMax(2), mask=~M.Prefix(2), impl=impl)
+    assert top.keys[0, 0, 1].tolist() == [2, 3, 4, 5]
+    assert top.weights[0, 0, 1].isnan().all()
+    assert not top.weights[0, 0, ::2].isnan().any()
+    assert largest.levels[0][0, 0].isnan().tolist() == [[False, True, True, True, True], [False] * 5]
+
+
+@needs_core
+@pytest.mark.full
+@pytest.mark.skipif(not _measuring.available(), reason="the system does not tell the peak of a process")
+def test_memory_is_that_of_the_results() -> None:
+    q, k = qk(1, 1, 1, 30_000, 30_000, 64)
+    want = [F.BlockMass(128), F.BlockMax(128), F.TopK(8), F.ColumnMass(), F.Entropy(), F.DistanceHistogram()]
+    with _measuring.freed_at_once():
+        extra = _measuring.extra(lambda: regard.evidence(q, k, None, *want, mask=M.Causal(), impl="native"))
+    assert extra < 2 * (q.nbytes + k.nbytes)
 
 
 # The definition, beside plain formulas
@@ -344,6 +439,18 @@ def test_wrong_tensors() -> None:
 def test_wrong_rollouts(layers: Any, row: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         regard.rollout(layers, row)
+
+
+def test_a_compiler_calls_it_as_it_is() -> None:
+    """The graph is cut in two; nothing of it is traced."""
+
+    def model(x: Tensor) -> Tensor:
+        (found,) = regard.evidence(2 * x, x, None, F.ColumnMass())
+        return found + x.sum()
+
+    with torch.compiler.config.patch(force_disable_caches=True):
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(X), model(X))
 
 
 def test_facts_carry_no_gradient() -> None:

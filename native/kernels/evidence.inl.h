@@ -16,10 +16,11 @@ struct Evidence : Forward<V, S> {
 
   // What a panel's rows need in the second walk.
   struct Found {
-    Scalar *factor, *weighted, *threshold;  // 1 / sum; sum of 2^z * z, z being a score less the shift; of top-k
+    Scalar *factor, *weighted,
+        *threshold;  // 1 / sum; sum of 2^z * z, z being a score less the shift; of top-k
     int64_t* choices;
-    double *top, *total;  // of exact rows
-    int* filled;          // numbers in the row's top-k
+    double *top, *total;   // of exact rows
+    int* filled;           // numbers in the row's top-k
     uint32_t good, exact;  // rows that see something, and those of them that are computed key by key
   };
 
@@ -33,14 +34,14 @@ struct Evidence : Forward<V, S> {
     found = arena.template take<Found>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
       found[i] = {arena.template take<Scalar>(P),
-                 arena.template take<Scalar>(P),
-                 arena.template take<Scalar>(P),
-                 arena.template take<int64_t>(P),
-                 arena.template take<double>(P),
-                 arena.template take<double>(P),
-                 arena.template take<int>(P),
-                 0,
-                 0};
+                  arena.template take<Scalar>(P),
+                  arena.template take<Scalar>(P),
+                  arena.template take<int64_t>(P),
+                  arena.template take<double>(P),
+                  arena.template take<double>(P),
+                  arena.template take<int>(P),
+                  0,
+                  0};
     by_key = arena.template take<Scalar>(facts.column_mass ? kBlock * P : 0);
     by_distance = arena.template take<Scalar>(facts.histogram ? diagonals(task.n_panels) * P : 0);
   }
@@ -311,7 +312,8 @@ struct Evidence : Forward<V, S> {
 
   void close_distances(int64_t begin) {
     const int64_t count = diagonals(task.n_panels);
-    const int64_t first = this->position() + task.panels[0].row - key(begin + kBlock - 1) - facts.distance_low;
+    const int64_t first =
+        this->position() + task.panels[0].row - key(begin + kBlock - 1) - facts.distance_low;
     for (int64_t d = 0; d < count + P - 1; ++d) {
       const int64_t at = first + d * task.row_step;
       if (at < 0 || at >= facts.distances) continue;
@@ -346,7 +348,8 @@ struct Evidence : Forward<V, S> {
     if (y > x || y != y) x = y;
   }
 
-  // Of each lane, the sum and the largest. Where a row has NaN, all of it that is seen is NaN, and so the sum.
+  // Of each lane, the sum and the largest. Where a row has NaN, all of it that is seen is NaN, and so the
+  // sum.
   static void gather(const Scalar* weights, int64_t n, Scalar (&sum)[P], Scalar (&most)[P]) {
     for (int i = 0; i < 2; ++i) {
       V s = Lanes<V>::zero(), m = Lanes<V>::zero();
