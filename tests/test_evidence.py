@@ -441,18 +441,6 @@ def test_wrong_rollouts(layers: Any, row: Any, error: type[Exception], message: 
         regard.rollout(layers, row)
 
 
-def test_a_compiler_calls_it_as_it_is() -> None:
-    """The graph is cut in two; nothing of it is traced."""
-
-    def model(x: Tensor) -> Tensor:
-        (found,) = regard.evidence(2 * x, x, None, F.ColumnMass())
-        return found + x.sum()
-
-    with torch.compiler.config.patch(force_disable_caches=True):
-        compiled = torch.compile(model, backend="eager")
-        assert torch.equal(compiled(X), model(X))
-
-
 def test_facts_carry_no_gradient() -> None:
     x = X.clone().requires_grad_()
     entropy, top = regard.evidence(x, x, None, F.Entropy(), F.TopK(1))

@@ -32,6 +32,7 @@ class Evidence(tuple[Any, ...]):
         return f"Evidence({', '.join(map(repr, self.want))})"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def evidence(
     q: Tensor,
     k: Tensor,
