@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import approximations
+import evidence_picture
 import explanations
 import torch
 from matplotlib.colors import to_rgb
@@ -142,6 +143,7 @@ def main() -> None:
     head()
     approximations.main(IMAGES)
     explanations.main(IMAGES)
+    evidence_picture.main(IMAGES)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include "bind.h"
 #include "cpu.h"
 #include "decode.h"
+#include "evidence.h"
 #include "forward.h"
 #include "parallel.h"
 #include "spans.h"
@@ -91,6 +92,18 @@ class Attention {
     run([&] { return regard::backward(spec_, call, grads, code_, {signal_pending}); });
   }
 
+  // facts: the numbers of unpack_facts
+  void evidence(int64_t q, int64_t k, int64_t offset, const Ints& extras, const Ints& tensors,
+                const Ints& facts) const {
+    if (facts.size() != kFactNumbers) throw nb::value_error("facts: expected those of unpack_facts");
+    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
+    Call call{};
+    set(call, q, k, k, 0, 0, offset);
+    set_extras(call, extras, mask);
+    const Facts wanted = unpack_facts(facts.data());
+    run([&] { return regard::evidence(spec_, call, wanted, code_, {signal_pending}); });
+  }
+
   std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int> cost(
       int64_t offset, const Ints& extras, const Ints& tensors) const {
     const std::vector<MaskTensor> mask = unpack_tensors(tensors);
@@ -146,6 +159,7 @@ NB_MODULE(_core, m) {
       .def("decode", &Attention::decode)
       .def("decodes", &Attention::decodes)
       .def("backward", &Attention::backward)
+      .def("evidence", &Attention::evidence)
       .def("cost", &Attention::cost)
       .def("runs", &Attention::runs);
   m.def("write", &write_new);

@@ -34,6 +34,12 @@ struct DecodeKernels {
 };
 constexpr int64_t kPieceKeys = 512;
 
+// Facts about the weights of a few panels.
+struct EvidenceKernels {
+  int64_t (*scratch_bytes)(const Spec&, const Facts&, int panels, bool copy_k);
+  void (*look)(const Look&);
+};
+
 // Tokens of linear attention that meet each other in pairs, and chunks whose states backward computes anew
 // from one that forward kept.
 constexpr int64_t kLinearChunk = 32;
@@ -56,6 +62,7 @@ struct Kernels {
   BackwardKernels backward[4];
   void (*write_rows[4])(const NewRows&);
   LinearKernels linear[4];
+  EvidenceKernels evidence[4];
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

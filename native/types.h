@@ -184,6 +184,42 @@ struct Chunk {
   void* scratch;
 };
 
+// Facts about the weights; null or 0: not asked for. Tensors are contiguous, in the compute type unless said
+// otherwise, and zeros before the call.
+struct Facts {
+  int64_t k;                  // the largest weights of each row
+  void* top_weights;          // (B, Hq, Lq, k)
+  int64_t* top_keys;          // (B, Hq, Lq, k)
+  void* nats;                 // (B, Hq, Lq)
+  int64_t* choices;           // (B, Hq, Lq): keys that may be attended to, and the sink
+  double* column_mass;        // (B, Hq, Lk)
+  const void* row_weights;    // (1 or B, Lq): how much a row counts in it; or null
+  int64_t row_weights_batch;  // its stride
+  double* histogram;          // (B, Hq, distances), from distance_low on
+  int64_t distance_low, distances;
+  int64_t sets;         // of keys
+  const bool* chosen;   // (sets, B, Lk)
+  void* mass_on;        // (sets, B, Hq, Lq)
+  int64_t block;        // queries and keys of a block
+  double* block_mass;   // (B, Hq, blocks of queries, blocks of keys)
+  void* block_max;      // the same
+  int64_t n_rows;       // whole rows
+  const int64_t* rows;  // (n_rows), ascending, each once
+  void* row_values;     // (B, Hq, n_rows, Lk)
+};
+
+// Whether only whole rows are asked for.
+static inline bool only_rows(const Facts& f) {
+  return !f.k && !f.nats && !f.column_mass && !f.histogram && !f.sets && !f.block;
+}
+
+// Panels of one head, one after the other, of which facts are to be found.
+struct Look {
+  Task task;
+  const Facts* facts;
+  double *column_mass, *histogram;  // of this head: (Lk), (distances); to be added to
+};
+
 // Linear attention: a state S (D, Dv) for each head of K and V, in place of a cache.
 struct LinearSpec {
   DType dtype;

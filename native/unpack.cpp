@@ -83,6 +83,19 @@ Gradients unpack_gradients(const int64_t* n) {
   return g;
 }
 
+Facts unpack_facts(const int64_t* n) {
+  Facts f{};
+  f.k = n[0], f.top_weights = pointer<void>(n[1]), f.top_keys = pointer<int64_t>(n[2]);
+  f.nats = pointer<void>(n[3]), f.choices = pointer<int64_t>(n[4]);
+  f.column_mass = pointer<double>(n[5]), f.row_weights = pointer<const void>(n[6]);
+  f.row_weights_batch = n[7];
+  f.histogram = pointer<double>(n[8]), f.distance_low = n[9], f.distances = n[10];
+  f.sets = n[11], f.chosen = pointer<const bool>(n[12]), f.mass_on = pointer<void>(n[13]);
+  f.block = n[14], f.block_mass = pointer<double>(n[15]), f.block_max = pointer<void>(n[16]);
+  f.n_rows = n[17], f.rows = pointer<const int64_t>(n[18]), f.row_values = pointer<void>(n[19]);
+  return f;
+}
+
 LinearSpec unpack_linear_spec(const int64_t* n) {
   LinearSpec s{};
   s.dtype = static_cast<DType>(n[0]);

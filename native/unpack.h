@@ -29,6 +29,12 @@ void unpack_extras(const int64_t* numbers, Call& call);
 
 Gradients unpack_gradients(const int64_t* numbers);
 
+// k, addresses of the largest weights and their keys, nats, choices, column mass, addresses and batch stride
+// of the rows' weights, histogram, first distance, distances, sets, chosen, mass on them, block, block mass,
+// block max, number of rows, rows, their values
+constexpr size_t kFactNumbers = 20;
+Facts unpack_facts(const int64_t* numbers);
+
 // dtype, kind of store, B, H, table, its stride, page, pages, then for each side its source, four strides,
 // target, four strides, scales, four strides and width.
 constexpr size_t kWriteNumbers = 8, kSideNumbers = 16;

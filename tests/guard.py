@@ -1,5 +1,6 @@
 """Calls whose tensors lie flush against pages that must not be touched. `python guard.py first count isa...`
-Every seed makes a call of `attention`, one over stored keys, and one of linear attention and its gradient.
+Every seed makes a call of `attention`, one over stored keys, one of linear attention and its gradient,
+and one of `evidence`.
 
 A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
 slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 
 import linear_cases
 import torch
+from evidence_cases import every_fact, numbers, run, without_dropout
 from forward_cases import Call, sample
 from stored_cases import KINDS, store
 from torch import Tensor
@@ -190,6 +192,21 @@ def check_linear(seed: int, isa: str) -> None:
     assert same, f"seed {seed} on {isa}: {case.options}"
 
 
+def check_evidence(seed: int, isa: str) -> None:
+    """Every fact, of inputs in guarded memory, into guarded memory."""
+    call, guard = without_dropout(sample(seed, 1e6)._replace(isa=isa)), Guard(seed)
+    options = {
+        n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
+    }
+    want = every_fact(call.q.shape[-2], call.k.shape[-2], seed)
+    plain = [x for result in run(call, want, "native") for x in numbers(result)]
+    moved = Call(guard.moved(call.q), guard.moved(call.k), call.v, options, isa)
+    with guard.results():
+        found = [x.clone() for result in run(moved, want, "native") for x in numbers(result)]
+    guard.close()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), f"seed {seed} on {isa}: {call}"
+
+
 def main(first: int, count: int, isas: list[str]) -> None:
     torch.set_num_threads(1)
     for seed in range(first, first + count):
@@ -198,6 +215,7 @@ def main(first: int, count: int, isas: list[str]) -> None:
             check(seed, isa)
             check_stored(seed, isa)
             check_linear(seed, isa)
+            check_evidence(seed, isa)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ MODULES = (
     "cases",
     "command",
     "cost",
+    "evidence",
     "hf",
     "hunt",
     "latent",
@@ -204,6 +205,16 @@ def test_predictions_are_compared(
     assert "| causal-512-64 |" in printed
     assert "0 of 3 within 25%\n- causal-512-64" in printed
     assert bench.cost.main([*tiny, "--only", "tiny-calls"]) == 1
+
+
+def test_facts_are_measured(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.evidence.main(["--threads", "1", "--seconds", "0", "--tokens", "64", "--tokens", "100"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["tokens", "64", "100"]
+    right = bench.evidence.Row(tokens=1, attention=1.0, evidence=2.1, extra=199, inputs=100, row=1e-3)
+    assert right.holds
+    assert not right._replace(evidence=2.3).holds
+    assert not right._replace(extra=201).holds
 
 
 def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

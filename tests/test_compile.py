@@ -371,3 +371,17 @@ def test_an_exported_program_trains_and_is_saved() -> None:
     torch.export.save(program, file)
     file.seek(0)
     assert_close(torch.export.load(file).module()(X, N), layer(X, N))
+
+
+def test_evidence_is_left_to_python() -> None:
+    """The graph is cut in two, and the call between them runs as it is."""
+
+    def model(x: Tensor) -> Tensor:
+        y = 2 * x
+        (found,) = regard.evidence(y, x, None, regard.ColumnMass(), mask=M.Causal())
+        return found + x.sum()
+
+    x = torch.randn(1, 2, 9, 8)
+    counter = CompileCounterWithBackend("eager")
+    assert torch.equal(torch.compile(model, backend=counter)(x), model(x))
+    assert counter.frame_count >= 2

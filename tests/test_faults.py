@@ -224,7 +224,7 @@ INTERRUPT = """
             os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.3, send).start()
         try:
-            regard.attention(q, q, q, impl="native"{options})
+            regard.{call}
             print("not interrupted")
         except KeyboardInterrupt:
             print(time.perf_counter() - sent[0])
@@ -233,9 +233,16 @@ INTERRUPT = """
 
 
 @repeats(3, 50)
-@pytest.mark.parametrize(("threads", "options"), [(2, ""), (1, ", dropout=0.1, softcap=5.0")])
-def test_ctrl_c(threads: int, options: str, times: int) -> None:
-    code = INTERRUPT.format(threads=threads, options=options, times=times)
+@pytest.mark.parametrize(
+    ("threads", "call"),
+    [
+        (2, 'attention(q, q, q, impl="native")'),
+        (1, 'attention(q, q, q, impl="native", dropout=0.1, softcap=5.0)'),
+        (2, "evidence(q, q, None, regard.Entropy(), regard.ColumnMass())"),
+    ],
+)
+def test_ctrl_c(threads: int, call: str, times: int) -> None:
+    code = INTERRUPT.format(threads=threads, call=call, times=times)
     delays = [float(line) for line in script(code, timeout=200).splitlines()]
     assert len(delays) == times
     assert max(delays) < 0.5, delays

@@ -17,12 +17,12 @@ FLOORS = """
     4    _attention _decode _merge _packed _plan _evidence _linear
     3    _autograd _linear_autograd _ops _vmap
     2    _dispatch
-    1    _native _torch _linear_torch reference _boxes _higher
-    0    _arguments _problem _linear_problem _dense _stored masks scores positions features _measuring
+    1    _native _torch _linear_torch _evidence_native _evidence_torch reference _boxes _higher
+    0    _arguments _problem _linear_problem _dense _stored masks scores positions features facts _measuring
     -1   _core
 """
 FLOOR = {name: float(line.split()[0]) for line in FLOORS.strip().splitlines() for name in line.split()[1:]}
-BACKENDS = {"_native", "_torch", "_linear_torch", "reference"}
+BACKENDS = {"_native", "_torch", "_linear_torch", "_evidence_torch", "reference"}
 
 
 def unit_of(path: Path) -> str:

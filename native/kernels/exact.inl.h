@@ -114,13 +114,19 @@ struct ExactRow {
     top = shift;
   }
 
+  const S* query() const {
+    const Spec& spec = *task.spec;
+    return static_cast<const S*>(task.call->q) + task.batch * spec.q.b + panel.head * spec.q.h +
+           row() * spec.q.l;
+  }
+
   // visit(key, query row, whether its weight is kept) for every key that the row sees; then the row is done.
   template <class Visit>
   void walk(Visit visit) {
     const Spec& spec = *task.spec;
     const Call& call = *task.call;
     const int64_t b = task.batch, h = panel.head;
-    const S* q = static_cast<const S*>(call.q) + b * spec.q.b + h * spec.q.h + row() * spec.q.l;
+    const S* q = query();
     const uint64_t stream = dropout_stream(call.seed, b * spec.Hq + h, row());
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     top = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();

@@ -22,6 +22,17 @@ struct Forward {
     Scalar first_shift, first_total;  // before any key
   };
 
+  // Keys [begin, end) of one block, all seen by some row of the panel.
+  struct Seen {
+    const Run* runs;
+    bool partial;
+    int64_t begin, end;
+    const Scalar* keys;
+    int64_t ldk;
+    const Scalar* values;
+    int64_t ldv;
+  };
+
   const Task& task;
   const Spec& spec;
   const Call& call;
@@ -124,25 +135,30 @@ struct Forward {
       }
   }
 
-  // Keys [begin, end) of one block, all seen by some row of the panel.
-  void attend(const Panel& p, State& s, const Run* runs, bool partial, int64_t begin, int64_t end,
-              const Scalar* kb, int64_t ldk, const Scalar* vb, int64_t ldv) {
-    const int64_t n = end - begin;
+  // The scores of some keys, and the largest of each lane.
+  void score(const Panel& p, const State& s, const Seen& seen, V (&top)[2]) {
     const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
-    V top[2] = {nothing, nothing}, shift[2];
-    bool known = score_keys<V>(kb, ldk, n, s.queries, spec.D, scores, top);
-    if (partial || spec.softcap > 0 || spec.bias != kNoBias) {
-      adjust(p, runs, partial, begin, n);
+    const int64_t n = seen.end - seen.begin;
+    top[0] = top[1] = nothing;
+    bool known = score_keys<V>(seen.keys, seen.ldk, n, s.queries, spec.D, scores, top);
+    if (seen.partial || spec.softcap > 0 || spec.bias != kNoBias) {
+      adjust(p, seen.runs, seen.partial, seen.begin, n);
       known = false;
     }
     if (!known) {
       top[0] = top[1] = nothing;
       largest<V>(scores, n, top);
     }
+  }
+
+  void attend(const Panel& p, State& s, const Seen& seen) {
+    const int64_t n = seen.end - seen.begin;
+    V top[2], shift[2];
+    score(p, s, seen, top);
     raise(s, top, shift);
     exponentiate<V>(scores, n, shift, s.total);
-    if (spec.drop_below) drop_block(s, begin, n);
-    add_values<V>(vb, ldv, n, scores, spec.Dv, s.out);
+    if (spec.drop_below) drop_block(s, seen.begin, n);
+    add_values<V>(seen.values, seen.ldv, n, scores, spec.Dv, s.out);
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
@@ -152,9 +168,10 @@ struct Forward {
     drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
-  // The part of a panel's runs that lies in the block [begin, end).
+  // visit(Seen) for the parts of a panel's runs that lie in the block [begin, end).
+  template <class Visit>
   void panel_block(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
-                   const Scalar* vb, int64_t ldv) {
+                   const Scalar* vb, int64_t ldv, Visit visit) {
     const uint32_t all = all_lanes(p);
     while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
     for (int64_t i = s.run; i < p.n_runs && p.runs[i].begin < end;) {
@@ -166,7 +183,7 @@ struct Forward {
         partial |= p.runs[i].lanes != all;
         to = p.runs[i].end < end ? p.runs[i].end : end;
       }
-      attend(p, s, first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv);
+      visit(Seen{first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv});
     }
   }
 
@@ -188,14 +205,17 @@ struct Forward {
   // Rows [begin, end) of K or V where the kernels can read them.
   const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
                      int64_t width, Scalar* into, int64_t& ld) {
-    const S* source = row(base, stride, begin);
     ld = copy ? width : stride.l;
+    if (width == 0) return into;
+    const S* source = row(base, stride, begin);
     if (!copy) return reinterpret_cast<const Scalar*>(source);
     copy_rows<V>(source, stride.l, stride.d, end - begin, width, width, into);
     return into;
   }
 
-  void walk() {
+  // visit(panel's number, Seen) for what the panels see, block by block, and close(first key) after each.
+  template <class Visit, class Close>
+  void walk(Visit visit, Close close) {
     int64_t first = INT64_MAX, last = 0;
     for (int i = 0; i < task.n_panels; ++i)
       if (const Panel& p = task.panels[i]; p.n_runs) {
@@ -211,7 +231,9 @@ struct Forward {
       const Scalar* kb = rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
       const Scalar* vb = rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
       for (int i = 0; i < task.n_panels; ++i)
-        panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv);
+        panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv,
+                    [&](const Seen& seen) { visit(i, seen); });
+      close(begin);
     }
   }
 
@@ -288,9 +310,13 @@ struct Forward {
     return nan && sees(p, t) && spec.bias != kTensorBias;
   }
 
-  void run() {
+  void attend_all() {
     for (int i = 0; i < task.n_panels; ++i) start(task.panels[i], states[i]);
-    walk();
+    walk([&](int i, const Seen& seen) { attend(task.panels[i], states[i], seen); }, [](int64_t) {});
+  }
+
+  void run() {
+    attend_all();
     for (int i = 0; i < task.n_panels; ++i) finish(task.panels[i], states[i]);
   }
 };

@@ -15,6 +15,7 @@ using namespace regard;
 #include "backward.inl.h"
 #include "decode.inl.h"
 #include "encode.inl.h"
+#include "evidence.inl.h"
 #include "forward.inl.h"
 #include "linear_gradients.inl.h"
 #include "probe.inl.h"
@@ -38,6 +39,8 @@ extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REG
     {write_rows<float>, write_rows<double>, write_rows<BHalf>, write_rows<Half>},
     {linear_kernels<Floats, float>(), linear_kernels<Doubles, double>(), linear_kernels<Floats, BHalf>(),
      linear_kernels<Floats, Half>()},
+    {evidence_kernels<Floats, float>(), evidence_kernels<Doubles, double>(),
+     evidence_kernels<Floats, BHalf>(), evidence_kernels<Floats, Half>()},
     fma_probe,
     read_probe,
 };

@@ -36,6 +36,16 @@ class Attention:
         arg6: Sequence[int],
         /,
     ) -> None: ...
+    def evidence(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: Sequence[int],
+        arg4: Sequence[int],
+        arg5: Sequence[int],
+        /,
+    ) -> None: ...
     def cost(
         self, arg0: int, arg1: Sequence[int], arg2: Sequence[int], /
     ) -> tuple[int, int, int, int, int, int, int, int]: ...

@@ -78,12 +78,12 @@ class _Line(NamedTuple):
 
 def _write(part: Part, line: _Line, out: Tensor, lse: Tensor) -> None:
     cut(out, *part.box.queries).copy_(line.out)
-    cut(lse, *part.box.queries).copy_(_stained(line.lse, line.bad, None))
+    cut(lse, *part.box.queries).copy_(stained(line.lse, line.bad, None))
 
 
 def _linearise(part: Part) -> _Line:
     x, t, cap = part.x, part.t, part.spec.softcap
-    s, ta = _times(x.q, x.k.mT), _times(t.q, x.k.mT) + _times(x.q, t.k.mT)
+    s, ta = times(x.q, x.k.mT), times(t.q, x.k.mT) + times(x.q, t.k.mT)
     ts, slope, bend = ta, None, None
     if cap is not None:
         s = torch.tanh(s / cap)
@@ -93,28 +93,28 @@ def _linearise(part: Part) -> _Line:
         s = s if more is None else s + more
     ts = ts if t.bias is None else ts + t.bias
     s = s if part.visible is None else torch.where(part.visible, s, -INF)
-    p, p_sink, bad = _softmax(s, x.sink)
+    p, p_sink, bad = softmax(s, x.sink)
     lse = (p * ts).sum(-1, keepdim=True) + p_sink * t.sink
-    w, tw = _dropped(part, p), _stained(_dropped(part, p * (ts - lse)), bad, part.visible)
-    return _Line(_times(w, t.v) + _times(tw, x.v), lse, p, p_sink, bad, slope, bend, ta, ts, tw)
+    w, tw = _dropped(part, p), stained(_dropped(part, p * (ts - lse)), bad, part.visible)
+    return _Line(times(w, t.v) + times(tw, x.v), lse, p, p_sink, bad, slope, bend, ta, ts, tw)
 
 
 def _gradients(part: Part, line: _Line) -> Six:
     """Of <line.out, dout> + <line.lse, dlse> by the inputs: `dx` arrives at x, `dtx` at its tangent."""
     x, t, p, p_sink = part.x, part.t, line.p, line.p_sink
-    dw, dtw = _dropped(part, _times(part.dout, t.v.mT)), _dropped(part, _times(part.dout, x.v.mT))
+    dw, dtw = _dropped(part, times(part.dout, t.v.mT)), _dropped(part, times(part.dout, x.v.mT))
     rest = part.dlse - (p * dtw).sum(-1, keepdim=True)
     pull = dtw + rest
     dts = p * pull  # what the backward pass has for the scores
     dp, dp_sink = dw + line.ts * pull - line.lse * dtw, rest * t.sink
     mean = (p * dp).sum(-1, keepdim=True) + p_sink * dp_sink
-    ds = _stained(p * (dp - mean), line.bad, part.visible)
-    ds_sink = _stained(p_sink * (dp_sink - mean), line.bad, None)
+    ds = stained(p * (dp - mean), line.bad, part.visible)
+    ds_sink = stained(p_sink * (dp_sink - mean), line.bad, None)
     da, dta = ds, dts
     if line.slope is not None and line.bend is not None:
         da, dta = line.slope * (ds + line.bend * line.ta * dts), line.slope * dts
     return (
-        part.spec.scale * (_times(da, x.k) + _times(dta, t.k)),
+        part.spec.scale * (times(da, x.k) + times(dta, t.k)),
         _summed(da, x.q, x.k) + _summed(dta, t.q, x.k),
         _summed(line.tw, part.dout, x.v),
         ds,
@@ -123,7 +123,7 @@ def _gradients(part: Part, line: _Line) -> Six:
     )
 
 
-def _softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The probabilities of the keys and of the sink; zeros where there is nothing to choose from.
 
     Also zeros in rows that have NaN; those are told, if there are any.
@@ -141,7 +141,7 @@ def _softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.where(bad, 0.0, p), torch.where(bad, 0.0, p_sink), bad
 
 
-def _stained(x: Tensor, bad: Tensor | None, visible: Tensor | None) -> Tensor:
+def stained(x: Tensor, bad: Tensor | None, visible: Tensor | None) -> Tensor:
     """x with NaN in bad rows; of pairs, in the visible ones, so that no hidden key gets any of it."""
     if bad is None:
         return x
@@ -155,7 +155,7 @@ def _dropped(part: Part, pairs: Tensor) -> Tensor:
 # Products of h query heads with the n key heads that they share
 
 
-def _times(rows: Tensor, keys: Tensor) -> Tensor:
+def times(rows: Tensor, keys: Tensor) -> Tensor:
     """(b, h, R, x) times (b, n, x, y) is (b, h, R, y)."""
     return (_folded(rows, keys) @ keys).view(*rows.shape[:3], keys.shape[-1])
 

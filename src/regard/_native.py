@@ -412,6 +412,15 @@ def _mask_numbers(tensors: tuple[Tensor, ...]) -> list[int]:
     return numbers
 
 
+def look(problem: Problem, facts: list[int]) -> None:
+    """Find facts about the weights: `facts` are the numbers of the core's Facts."""
+    spec, q, k = problem[:3]
+    call, *_ = spec.memo.get("native") or _prepare(spec, q)
+    extras, tensors, alive = extras_of(problem)
+    call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, extras, tensors, facts)
+    del alive
+
+
 # Linear attention
 
 

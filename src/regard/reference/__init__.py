@@ -3,7 +3,8 @@
 Everything else in the library is measured against this package.
 """
 
+from .evidence import evidence
 from .formula import forward, reasons, weights
 from .linear import linear
 
-__all__ = ["forward", "linear", "reasons", "weights"]
+__all__ = ["evidence", "forward", "linear", "reasons", "weights"]

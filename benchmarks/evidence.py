@@ -1,0 +1,80 @@
+"""What facts about the weights cost beside attention itself: time, and peak memory beside q and k.
+
+`python benchmarks/evidence.py` asks for both pyramids, the top 8 and every track of one causal head, at 8,192
+and at 100,000 tokens; `--tokens` asks for other lengths. It fails if a row is beyond 2.2 x in time or 2 x in
+memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import command
+import torch
+from measure import best_times
+
+import regard
+from regard import _measuring
+from regard import masks as M
+
+WANT = (
+    regard.BlockMass(128), regard.BlockMax(128), regard.TopK(8), regard.ColumnMass(), regard.Entropy(),
+    regard.RowMax(), regard.DistanceHistogram(),
+)  # fmt: skip
+D = 64
+MOST_TIME, MOST_MEMORY = 2.2, 2.0
+
+
+class Row(NamedTuple):
+    tokens: int
+    attention: float  # seconds
+    evidence: float
+    extra: int  # bytes beyond what the process held, results included
+    inputs: int  # bytes of q and k
+    row: float  # seconds for the last row alone, whole
+
+    @property
+    def holds(self) -> bool:
+        return self.evidence <= MOST_TIME * self.attention and self.extra <= MOST_MEMORY * self.inputs
+
+    def __str__(self) -> str:
+        times, share = self.evidence / self.attention, self.extra / self.inputs
+        cells = (
+            f"{self.tokens:,}", f"{self.attention:.3g} s", f"{self.evidence:.3g} s", f"{times:.2f}",
+            f"{self.extra / 2**20:.0f} MiB", f"{share:.2f}", f"{1e3 * self.row:.3g} ms",
+        )  # fmt: skip
+        return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.parser(__doc__, 2.0)
+    parser.add_argument("--tokens", type=int, action="append", help="default: 8192 and 100000")
+    options = parser.parse_args(arguments)
+    session = command.Session(options)
+    print("| tokens | attention | facts | facts / attention | peak memory | of q and k | one row |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    rows = []
+    for tokens in options.tokens or (8192, 100_000):
+        rows.append(measured(tokens, options.seconds))
+        print(rows[-1], flush=True)
+    print(session.closing(f"one causal head of {D}, {', '.join(map(repr, WANT))}"))
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def measured(tokens: int, seconds: float) -> Row:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, tokens, D, generator=generator)
+    attend = partial(regard.attention, q, k, v, mask=M.Causal(), impl="native")
+    ask = partial(regard.evidence, q, k, None, *WANT, mask=M.Causal(), impl="native")
+    row = partial(regard.evidence, q, k, None, regard.Rows(-1), mask=M.Causal(), impl="native")
+    best = best_times({"attention": attend, "facts": ask, "row": row}, seconds, least=2)
+    with _measuring.freed_at_once():
+        extra = _measuring.extra(ask)
+    return Row(tokens, best["attention"], best["facts"], extra, q.nbytes + k.nbytes, best["row"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
