@@ -54,4 +54,4 @@ def _loss(model: ByteModel, lines: Tensor) -> Tensor:
 def _share(step: int, steps: int) -> float:
     """Of the highest rate: up in a line, and down to zero."""
     warm = max(1, round(WARM * steps))
-    return (step + 1) / warm if step < warm else (steps - step) / (steps - warm)
+    return (step + 1) / warm if step < warm else (steps - step) / max(1, steps - warm)
