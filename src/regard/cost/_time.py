@@ -19,8 +19,9 @@ Pass = Literal["forward", "backward", "training"]
 FORWARD, BACKWARD = 0.82, 0.79  # of the multiply-adds
 TRAFFIC = 0.75  # of reading, where results are as large as inputs and lie in new memory
 
-# Decoding. A vector of a key is loaded for up to 4 query rows, and each of their multiply-adds waits for its own
-# query or weight: half of the peak. 12 rows of 16 and more fill a panel, as in forward.
+# Decoding. A vector of a key is loaded for up to 4 query rows, and each of their multiply-adds waits for its
+# own query or weight: half of the peak. Rows that fill three quarters of a panel or more lie in one, as in
+# forward.
 FEW, PANELS = 0.55, 0.9
 TOGETHER, PANEL = 4, 16
 SOFTMAX = 70  # FLOPs that a score takes from its product to its weight
