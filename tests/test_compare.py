@@ -128,8 +128,8 @@ def test_orders_within_the_margin_are_not_there() -> None:
     [
         (lambda: Sizes(64, heads=6), "heads: expected a multiple of the 4 key heads of GQA-4, got 6"),
         (lambda: Sizes(48, heads=8), "width: expected a multiple of 4 for each of 8 heads, got 48"),
-        (lambda: Sizes(64, layers=0), "layers: expected"),
-        (lambda: Effort(seeds=1), "seeds: expected"),
+        (lambda: Sizes(64, layers=0), "layers must be an integer from 1"),
+        (lambda: Effort(seeds=1), "seeds must be an integer from 2"),
         (lambda: compare.layer("RNN", SMALL), "kind: expected one of MHA, GQA-4, .*, got 'RNN'"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._arguments import count
-from ._models import KINDS, Sizes, parameters
+from ._models import KINDS, Sizes, layer, parameters
 from ._notes import NOTES, denied
 from ._speed import Side, decoded
 from ._training import trained
@@ -82,7 +82,7 @@ class Measured:
     rows: tuple[Row, ...]
 
     def __getitem__(self, kind: str) -> Row:
-        return next(row for row in self.rows if row.kind == kind)
+        return {row.kind: row for row in self.rows}[kind]
 
     @property
     def setting(self) -> str:
@@ -190,7 +190,7 @@ def _row(side: Side, sizes: Sizes, effort: Effort, progress: Callable[[str], Non
     kept = side.model.cache_bytes(effort.tokens)
     return Row(
         side.kind,
-        parameters(side.model.stack.blocks[0].attention.sublayer),  # type: ignore[union-attr, arg-type]
+        parameters(layer(side.kind, sizes)),
         parameters(side.model),
         kept,
         kept / effort.tokens,

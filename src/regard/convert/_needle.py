@@ -62,7 +62,8 @@ def _liked(module: Attention, hay: Tensor, place: int) -> Tensor:
         grads = [torch.autograd.grad(score, x, retain_graph=True)[0][place] for score in scores]
     liked = torch.stack(grads)
     size = hay.norm(dim=-1).square().mean().sqrt()
-    return liked * size / liked.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    needles: Tensor = liked * size / liked.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    return needles
 
 
 @torch.no_grad()

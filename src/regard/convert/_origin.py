@@ -34,8 +34,8 @@ def origin(
     """`before` is the module as `regard.nn.Attention`."""
     known = before.state_dict()
     tensors = {name: _sources(name, known) for name in after.state_dict()}
-    tokens = (None if x is None else digest({"tokens": x}) for x in (seen, unseen))
-    return Origin(digest(module.state_dict()), *tokens, tensors)
+    calibration, held_out = (None if x is None else digest({"tokens": x}) for x in (seen, unseen))
+    return Origin(digest(module.state_dict()), calibration, held_out, tensors)
 
 
 def _sources(name: str, known: Mapping[str, Tensor]) -> tuple[str, ...]:
