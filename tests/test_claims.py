@@ -15,9 +15,10 @@ import torch
 from conftest import HAVE_CORE
 
 from regard import _measuring
+from regard.compare import NOTES, denied
 
 ROOT = Path(__file__).parent.parent
-CLAIMS, WHY, EXAMPLES = ROOT / "docs" / "claims", ROOT / "docs" / "why", ROOT / "examples"
+CLAIMS, WHY = ROOT / "docs" / "claims", ROOT / "docs" / "why"
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -38,7 +39,7 @@ def load() -> Iterator[Callable[[str], Any]]:
     yield import_module
     sys.path[:] = path
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or ROOT).parent in (CLAIMS, WHY, EXAMPLES):
+        if Path(getattr(module, "__file__", None) or ROOT).parent in (CLAIMS, WHY):
             del sys.modules[name]
 
 
@@ -212,24 +213,15 @@ def test_subspaces(found: Callable[..., Any], load: Callable[[str], Any]) -> Non
     assert largest < 1e-10
 
 
-def test_comparison(found: Callable[..., Any], load: Callable[[str], Any]) -> None:
-    pytest.importorskip("rich")
+def test_comparison(found: Callable[..., Any]) -> None:
     numbers = found("comparison", tokens=24, rounds=1, steps=1, seeds=2).numbers
     elements = {"MHA": 1024, "GQA-4": 512, "MQA": 128, "MLA": 4 * 64 + 32}
-    assert numbers["bytes"] == {kind: 4 * count for kind, count in elements.items()}
+    assert numbers["memory"] == {kind: 4 * count for kind, count in elements.items()}
     assert numbers["parameters"]["MHA"] == 4 * 512**2
     assert numbers["orders that are not there"]["parameters"] == ["MLA < MHA", "MLA < GQA-4"]
-    assert numbers["orders that are not there"]["bytes"] == ["MLA < MQA"]
-    large = numbers["parameters at DeepSeek-V2's sizes"]
-    assert not load("comparison").denied((3, 2, 1, 1), large)
-    assert numbers["bytes at DeepSeek-V2's sizes"]["MLA"] == 4 * (512 + 64)
-
-
-def test_orders_within_the_margin_are_not_there(load: Callable[[str], Any]) -> None:
-    denied, values = load("comparison").denied, {"MHA": 3.0, "GQA-4": 2.0, "MQA": 1.9, "MLA": 1.0}
-    assert denied((4, 3, 2, 1), values) == []
-    assert denied((4, 3, 2, 1), values, 0.2) == ["MQA < GQA-4"]
-    assert denied((1, 1, 1, 2), values) == ["MHA < MLA", "GQA-4 < MLA", "MQA < MLA"]
+    assert numbers["orders that are not there"]["memory"] == ["MLA < MQA"]
+    assert not denied(NOTES["parameters"], numbers["parameters at DeepSeek-V2's sizes"])
+    assert numbers["memory at DeepSeek-V2's sizes"]["MLA"] == 4 * (512 + 64)
 
 
 @needs_core

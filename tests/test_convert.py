@@ -364,14 +364,151 @@ def test_errors_by_head_name_the_head() -> None:
     module, x = attention(3, "halves"), tokens()
     changed = copy.deepcopy(module)
     with torch.no_grad():
-        changed.qkv.weight[32:40].mul_(2)  # the queries of head 4
+        for part in (changed.qkv.weight, changed.qkv.bias):
+            part[32:40].mul_(2)  # the queries of head 4
     errors = compare(module, changed, list(range(6)), x)
-    for of_heads in (errors.heads, errors.weights):
+    assert not any(errors.values)
+    for of_heads in (errors.heads, errors.weights, errors.scores, errors.kl):
         assert [head for head, error in enumerate(of_heads) if error > 0] == [4]
     assert errors.worst_head == 4
+    assert errors.scores[4] == pytest.approx(1, rel=1e-6)  # twice the scores
     out, new = module(x), changed(x)
     assert errors.output == pytest.approx(rel_l2(new, out), rel=1e-6)
     assert errors.token == divmod(int((new - out).norm(dim=-1).argmax()), x.shape[1])
+
+
+def test_values_are_compared_after_the_last_projection() -> None:
+    """Turned values that the last projection turns back are no error; other values of one key head are."""
+    module, x = attention(3), tokens()
+    turned, scaled = copy.deepcopy(module), copy.deepcopy(module)
+    G, _ = torch.linalg.qr(torch.randn(10, 10))
+    first = 6 * 8 + 3 * 8  # the values of key head 0, which heads 0 and 1 read
+    with torch.no_grad():
+        for part in (turned.qkv.weight, turned.qkv.bias):
+            part[first : first + 10] = G @ part[first : first + 10]
+        turned.out.weight[:, :20] = (turned.out.weight[:, :20].unflatten(1, (2, 10)) @ G.T).flatten(1)
+        scaled.qkv.weight[first : first + 10] *= 1.5
+        scaled.qkv.bias[first : first + 10] *= 1.5
+    assert max(compare(module, turned, list(range(6)), x).values) < 1e-6
+    errors = compare(module, scaled, list(range(6)), x)
+    assert errors.values[:2] == pytest.approx((0.5, 0.5), rel=1e-5)
+    assert not any(errors.values[2:] + errors.scores + errors.kl)
+
+
+def test_scores_count_up_to_a_constant_of_a_row() -> None:
+    """A bias of the keys adds the same to all scores of a query."""
+    module, x = attention(6), tokens(2)
+    shifted = copy.deepcopy(module)
+    with torch.no_grad():
+        shifted.qkv.bias[48:96] += 3  # of all keys
+    errors = compare(module, shifted, list(range(6)), x)
+    assert max(errors.scores) < 1e-5
+    assert max(errors.kl) < 1e-9
+
+
+def test_kl_and_scores_are_those_of_the_weights() -> None:
+    module, x = attention(6), tokens(1)
+    after, report = convert.to_grouped(module, 2, calibration=tokens(4), held_out=x)
+    p, new = (
+        regard.weights(*(y.double() for y in m.arguments(x)[0]), mask=M.Causal())[0] for m in (module, after)
+    )
+    kl = (p * (p / new).where(p > 0, 1).log()).sum(-1).mean(-1)
+    assert report.held_out is not None
+    assert report.held_out.kl == pytest.approx(kl.tolist(), rel=1e-9)
+    q, k, _ = (y[0].double() for y in after.arguments(x)[0])
+    s = q @ k.repeat_interleave(3, 0).mT
+    q, k, _ = (y[0].double() for y in module.arguments(x)[0])
+    exact = q @ k.mT
+    below = torch.ones(33, 33).tril()
+
+    def centred(s: Tensor) -> Tensor:
+        return (s - (s * below).sum(-1, keepdim=True) / below.sum(-1, keepdim=True)) * below
+
+    error = (centred(s) - centred(exact)).flatten(1).norm(dim=1) / centred(exact).flatten(1).norm(dim=1)
+    assert report.held_out.scores == pytest.approx(error.tolist(), rel=1e-6)
+
+
+def test_the_spectrum_is_that_of_what_is_cut() -> None:
+    narrow = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # tokens of six directions, and a bias
+    _, report = convert.to_latent(attention(3), 8, calibration=narrow)
+    spectrum = report.spectrum
+    assert spectrum is not None
+    assert len(spectrum.heads) == 3
+    assert sum(spectrum.shares) == pytest.approx(1)
+    assert all(a >= b for a, b in pairwise(spectrum.shares))
+    assert all(sum(shares) == pytest.approx(1) for shares in spectrum.heads)
+    assert spectrum.kept() == pytest.approx(1, abs=1e-6)
+    assert spectrum.kept(3) < 0.99 < spectrum.kept(7)
+    assert spectrum.needed(1 - 1e-6) == 7
+    assert spectrum.needed(2.0) == len(spectrum.shares)
+    _, report = convert.to_latent(attention(3), 8, calibration=tokens())
+    assert report.spectrum is not None
+    assert 0.1 < report.spectrum.kept() < 0.95
+    assert min(report.spectrum.kept_by_head) < report.spectrum.kept() < max(report.spectrum.kept_by_head)
+
+
+def test_needles_are_found_until_rotation_is_left_out() -> None:
+    module, x = attention(3, "halves"), tokens(8, 16)
+    whole = convert.to_latent(module, calibration=x)[1].needles
+    assert [needle.length for needle in whole] == [16, 64]
+    assert all(needle.before == needle.after > 0.9 for needle in whole)
+    none = convert.to_latent(module, rope_dims=0, calibration=x)[1].needles
+    assert [needle.before for needle in none] == [needle.before for needle in whole]
+    assert none[1].after < none[1].before
+    assert convert.to_grouped(module, 1)[1].needles == ()
+
+
+def test_needles_follow_heads_that_changed_places() -> None:
+    module, x = attention(6, "none"), tokens(4, 16)
+    _, report = convert.to_grouped(module, 6, "aligned", calibration=x)
+    assert all(needle.before == needle.after > 0.9 for needle in report.needles)
+
+
+def test_a_step_of_decoding_and_where_absorbed_pays() -> None:
+    module = attention(6)
+    after, report = convert.to_latent(module, 16, calibration=tokens())
+    old, new = report.decode
+    projections = 2 * 48 * 6 * (8 + 8 + 10) + 2 * 48 * 60  # of queries, keys, values and the result
+    assert old.flops == projections + 2 * 6 * 34 * (8 + 10)
+    assert new.read_bytes < old.read_bytes
+    n = report.absorbed_from
+    assert n is not None
+    absorbed, expanded = after.operations(1, n)
+    assert absorbed < expanded
+    absorbed, expanded = after.operations(1, n - 1)
+    assert absorbed >= expanded
+
+
+def test_origin_names_source_tokens_and_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    module, x = attention(3, "halves"), tokens()
+    after, report = convert.to_latent(module, 12, 8, calibration=x)
+    assert report.origin.source == convert.digest(module.state_dict())
+    assert report.origin.calibration == convert.digest({"tokens": x[:6]})
+    assert report.origin.held_out == convert.digest({"tokens": x[6:]})
+    assert report.origin.tensors["q.weight"] == ("qkv.weight", "qkv.bias")
+    assert report.origin.tensors["out.weight"] == ("out.weight", "out.bias")
+    assert set(report.origin.tensors) == set(after.state_dict())
+    path = tmp_path / "attention.safetensors"
+    convert.save(after, path, report)
+    assert convert.origin(path) == report.origin
+    convert.save(after, path)
+    with pytest.raises(ValueError, match=r"path: expected a file of `save\(module, path, report\)`"):
+        convert.origin(path)
+    grouped = convert.to_grouped(nn.MultiheadAttention(48, 6), 2)[1].origin
+    assert (grouped.calibration, grouped.held_out) == (None, None)
+    assert grouped.tensors["qkv.weight"] == ("qkv.weight", "qkv.bias")
+
+
+def test_a_digest_sees_names_dtypes_shapes_and_numbers() -> None:
+    x = torch.arange(6.0)
+    states = [
+        {"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.double()}, {"a": x + 1}, {"a": x.bfloat16()},
+        {"a": x, "b": x},
+    ]  # fmt: skip
+    assert len({convert.digest(state) for state in states}) == len(states)
+    assert convert.digest({"b": x, "a": x}) == convert.digest({"a": x, "b": x})
+    assert convert.digest({"a": x.view(2, 3).T.contiguous().T}) == convert.digest({"a": x.view(2, 3)})
 
 
 def test_report_is_text_and_table() -> None:
@@ -385,13 +522,25 @@ def test_report_is_text_and_table() -> None:
         "bytes",
         "held-out",
         "by head",
+        "weights, KL in nats",
+        "energy kept by rank 8: ",
+        "needle in 132 tokens",
+        "a step of decoding",
+        f"sha256 {convert.digest(module.state_dict())}",
         "verdict",
     ):
         assert part in text
     console = rich.Console(width=100, record=True, file=io.StringIO())
     console.print(report)
     shown = " ".join(console.export_text().split())
-    for part in ("do not deploy", "weights moved", f"{report.bytes_after:,}", f"{report.exact:.1e}"):
+    for part in (
+        "do not deploy",
+        "weights moved",
+        "of scores",
+        "needle in 33 tokens",
+        f"{report.bytes_after:,}",
+        f"{report.exact:.1e}",
+    ):
         assert part in shown
 
 

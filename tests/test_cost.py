@@ -704,6 +704,33 @@ def test_seconds_of_decoding_are_those_of_reading() -> None:
     assert HERE.call < cost.predict(Call(), HERE) < 1.1 * HERE.call
 
 
+@native
+def test_seconds_of_decoding_follow_the_kernel() -> None:
+    """Few keys, which are there at once: what is left is the work on them."""
+    still = cost.Machine(1, 1e11, ((1, 1e15),), 0.0)
+
+    def seconds(rows: int, D: int = 128, dtype: torch.dtype = torch.float32) -> float:
+        return cost.predict(Call(Hq=rows, Hkv=1, Lk=1024, D=D, dtype=dtype), still)
+
+    assert seconds(2) == pytest.approx(seconds(1), rel=0.1)  # a key is loaded for two or for one
+    assert seconds(4) == pytest.approx(2 * seconds(2))
+    assert seconds(16) == pytest.approx(seconds(12), rel=0.05)  # a panel is whole
+    assert seconds(16) < 1.3 * seconds(8) < seconds(17)  # and faster
+    assert seconds(32, 64) > 0.5 * seconds(32)  # the softmax does not depend on D
+    assert seconds(4, dtype=torch.bfloat16) == pytest.approx(seconds(4))  # converted in registers
+    assert 1.05 < seconds(16, dtype=torch.bfloat16) / seconds(16) < 1.3
+    assert seconds(8, dtype=torch.float64) > 1.1 * seconds(8)
+    assert seconds(16) == pytest.approx(1024 * (2 * 256 * 16 / 0.9 + 70 * 16) / 1e11)
+
+
+@native
+def test_threads_share_pieces_of_decoding() -> None:
+    one, two = (cost.Machine(n, n * 1e11, ((1, 1e15),), 0.0) for n in (1, 2))
+    for keys, gain in ((256, 1), (1024, 2), (1536, 1.5), (2048, 2)):
+        call = Call(Hq=8, Hkv=1, Lk=keys, D=128)
+        assert cost.predict(call, one) / cost.predict(call, two) == pytest.approx(gain), keys
+
+
 def test_what_fits_into_a_cache_is_read_faster() -> None:
     seconds = [HERE.seconds_to_read(2**n) for n in (10, 20, 22, 24, 30)]
     assert [2**n / s for n, s in zip((10, 20, 24, 30), (*seconds[:2], *seconds[3:]), strict=True)] == [

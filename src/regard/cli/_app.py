@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .chat import chat
+from .compare import compare
 from .cost import cost
 from .crossover import crossover
 from .embed import embed
@@ -14,7 +15,7 @@ from .search import search
 from .transcribe import transcribe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (chat, generate, embed, search, transcribe, cost, crossover, info):
+for command in (chat, generate, embed, search, transcribe, cost, compare, crossover, info):
     app.command()(command)
 
 

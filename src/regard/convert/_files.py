@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from .. import positions
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
 from ..positions import Rotary, Scaling
+from ._origin import Origin
+from ._report import Report
 
 KINDS: dict[str, type[Attention | LatentAttention]] = {
     "Attention": Attention,
@@ -31,13 +34,35 @@ SCALINGS: dict[str, type[Any]] = {
 }
 
 
-def save(module: Attention | LatentAttention, path: str | os.PathLike[str]) -> None:
-    """Write the module to a safetensors file: its state_dict, and as metadata how to build it."""
+def save(
+    module: Attention | LatentAttention, path: str | os.PathLike[str], report: Report | None = None
+) -> None:
+    """Write the module to a safetensors file: its state_dict, and as metadata how to build it.
+
+    With a report, also where it comes from, which `origin` reads.
+    """
     from safetensors.torch import save_file
 
-    about = json.dumps(_description(module))
+    about = {"format": "pt", "regard": json.dumps(_description(module))}
+    if report is not None:
+        about["origin"] = json.dumps(asdict(report.origin))
     tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(tensors, path, {"format": "pt", "regard": about})
+    save_file(tensors, path, about)
+
+
+def origin(path: str | os.PathLike[str]) -> Origin:
+    """Where the module of a file comes from, if it was saved with its report."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        about = (file.metadata() or {}).get("origin")
+    if about is None:
+        raise ValueError(
+            f"path: expected a file of `save(module, path, report)`, got {os.fspath(path)} without an origin"
+        )
+    found = json.loads(about)
+    found["tensors"] = {name: tuple(made_of) for name, made_of in found["tensors"].items()}
+    return Origin(**found)
 
 
 def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:

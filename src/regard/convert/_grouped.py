@@ -13,7 +13,7 @@ from ..nn import Attention
 from ..positions import Rotary
 from ._pairs import Channels, channels
 from ._parts import Parts, parts_of, regrouped, root_moment, source, tokens, widened
-from ._report import Report, cache_bytes, compare, curve, largest_difference, output_error, split
+from ._report import Report, curve, facts, largest_difference, output_error, split
 
 METHODS = ("mean", "first", "aligned")
 ROUNDS = 4  # of aligning a group to its mean
@@ -73,18 +73,14 @@ def to_grouped(
     report = Report(
         title=f"{before.kv_heads} -> {kv_heads} key heads for {before.heads} query heads, {method}",
         exact=largest_difference(wide, same, trial),
-        calibration=None if seen is None else compare(before, after, order, seen),
-        held_out=None if unseen is None else compare(before, after, order, unseen),
         steps=() if unseen is None else (("grouping", output_error(before, after, unseen)),),
-        tokens=trial.shape[0] * trial.shape[1],
-        bytes_before=cache_bytes(before, trial),
-        bytes_after=cache_bytes(after, trial),
         curve=()
         if unseen is None
         else curve(
             _divisors(before.kv_heads), lambda n: _grouped(before, n, method, met).module, before, unseen
         ),
         tolerance=tolerance,
+        **facts(module, before, after, order, seen, unseen, trial),
     )
     return after, report
 

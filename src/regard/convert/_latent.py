@@ -23,7 +23,7 @@ from ..nn import Attention, LatentAttention
 from ..positions import Frequencies, Rotary
 from ._pairs import Channels, channels
 from ._parts import Parts, linear, parts_of, root_moment, source, tokens, widened
-from ._report import Report, cache_bytes, compare, curve, largest_difference, output_error, split
+from ._report import Report, Spectrum, curve, facts, largest_difference, output_error, split
 
 LONGEST = 512  # distances that decide what a rotation is worth
 RIDGE = 1e-4  # of the mean: what no query asks for is not free
@@ -56,6 +56,7 @@ class Latent(NamedTuple):
     turns: Tensor  # (rope / 2,)
     down: Tensor  # (all, d): the latent's channels, the most important first
     up: Tensor  # (Hkv, nope + Dv, all)
+    energy: Tensor  # (Hkv, all): of each head's keys and values in each channel
     nope: int
 
 
@@ -96,17 +97,15 @@ def to_latent(
     report = Report(
         title=f"{before.kv_heads} key heads -> a latent of {rank} + {rope_dims} (all: {full} + {rope_dims})",
         exact=largest_difference(wide, same, unseen),
-        calibration=compare(before, after, order, seen),
-        held_out=compare(before, after, order, unseen),
         steps=(
             (f"rotary keys of {rope_dims} of {whole} channels", output_error(before, cut, unseen)),
             (f"rank {rank} of {full}", output_error(before, after, unseen)),
         ),
-        tokens=unseen.shape[0] * unseen.shape[1],
-        bytes_before=cache_bytes(before, unseen),
-        bytes_after=cache_bytes(after, unseen),
         curve=curve(sizes, lambda n: _made(before, found, n), before, unseen),
         tolerance=tolerance,
+        spectrum=_spectrum(found.energy, rank),
+        absorbed_from=_absorbed_from(after),
+        **facts(module, before, after, order, seen, unseen, unseen),
     )
     return after, report
 
@@ -158,8 +157,8 @@ def _latent(module: Attention, rope_dims: int, root: Tensor, L: int) -> Latent:
     parts, turning = parts_of(module), channels(module)
     found = _turning(module, parts, turning, rope_dims, root, L)
     q = parts.q[:, found.alive]
-    down, up = _components(q, found.still, parts, root)
-    return Latent(torch.cat((q, found.asked), 1), found.key, found.turns, down, up, len(found.alive))
+    down, up, energy = _components(q, found.still, parts, root)
+    return Latent(torch.cat((q, found.asked), 1), found.key, found.turns, down, up, energy, len(found.alive))
 
 
 def _turning(
@@ -214,17 +213,21 @@ def _real(z: Tensor) -> Tensor:
     return torch.stack((z.real, z.imag), -2).flatten(-3, -2)
 
 
-def _components(q: Tensor, still: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps from tokens to principal components (all, d), and on to keys and values (Hkv, nope + Dv, all)."""
+def _components(q: Tensor, still: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps from tokens to principal components (all, d), and on to keys and values (Hkv, nope + Dv, all).
+
+    And the energy of each head in each component, (Hkv, all).
+    """
     G, nope, _ = still.shape
     asked = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, heads of a group x d)
     read = parts.out.mT.unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, Dv, ...)
     felt_k, back_k = _balanced(still, asked @ asked.mT, root)
     felt_v, back_v = _balanced(parts.v, read @ read.mT, root)
     y = torch.cat((felt_k.flatten(0, 1), felt_v.flatten(0, 1)))
-    P, _, _ = torch.linalg.svd(y @ root, full_matrices=False)
+    P, sizes, _ = torch.linalg.svd(y @ root, full_matrices=False)
     by_head_k, by_head_v = P[: G * nope].unflatten(0, (G, nope)), P[G * nope :].unflatten(0, (G, -1))
-    return P.T @ y, torch.cat((back_k @ by_head_k, back_v @ by_head_v), 1)
+    energy = torch.cat((by_head_k, by_head_v), 1).square().sum(1) * sizes.square()
+    return P.T @ y, torch.cat((back_k @ by_head_k, back_v @ by_head_v), 1), energy
 
 
 def _balanced(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,6 +241,19 @@ def _balanced(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     felt = (Q * stretch[:, None]) @ Q.mT @ x
     size = (felt @ root).norm().clamp_min(1e-300)
     return felt / size, (Q / stretch[:, None]) @ Q.mT * size
+
+
+def _spectrum(energy: Tensor, rank: int) -> Spectrum:
+    shares, together = (x / x.sum(-1, keepdim=True).clamp_min(1e-300) for x in (energy, energy.sum(0)))
+    return Spectrum(rank, tuple(tuple(head) for head in shares.tolist()), tuple(together.tolist()))
+
+
+def _absorbed_from(module: LatentAttention) -> int | None:
+    """Both ways cost a constant and so much for each cached token."""
+    start, one = module.operations(1, 0), module.operations(1, 1)
+    ahead = start.absorbed - start.expanded
+    gain = (one.expanded - start.expanded) - (one.absorbed - start.absorbed)
+    return ahead // gain + 1 if gain > 0 else None
 
 
 # The module

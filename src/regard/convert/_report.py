@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import cost
 from .._attention import weights
 from ..nn import Attention, LatentAttention
+from ._needle import Needle, needles
+from ._origin import Origin, origin
 
 EQUIVALENT = 1e-5
 Module = Attention | LatentAttention
@@ -18,12 +21,19 @@ Module = Attention | LatentAttention
 
 @dataclass(frozen=True)
 class Errors:
-    """Of a converted module against its source on the same tokens. Relative errors are in L2."""
+    """Of a converted module against its source on the same tokens. Relative errors are in L2.
+
+    Keys are compared by the scores they get and values by what the last projection makes of them: a head may
+    be turned, and then its channels are others, though it does the same.
+    """
 
     output: float  # of the result
     heads: tuple[float, ...]  # of each head's share of the result
     weights: tuple[float, ...]  # by head: total variation, from 0 to 1, mean over queries
     token: tuple[int, int]  # the sample and the place where the result is worst
+    scores: tuple[float, ...]  # by head; a constant added to a row changes nothing, so rows have mean 0
+    values: tuple[float, ...]  # by head, after the last projection
+    kl: tuple[float, ...]  # by head: KL(source || converted) of the weights in nats, mean over queries
 
     @property
     def worst_head(self) -> int:
@@ -41,6 +51,41 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Spectrum:
+    """How much of each key head's keys without rotation and values a latent's channels hold, as it is felt.
+
+    Attributes:
+        rank: channels that are kept.
+        heads: by key head, the share of its energy in each principal component, the largest of all first.
+        shares: the same of all heads together: the squares of the singular values, of sum 1.
+    """
+
+    rank: int
+    heads: tuple[tuple[float, ...], ...]
+    shares: tuple[float, ...]
+
+    def kept(self, rank: int | None = None) -> float:
+        """The share of the energy in so many components. Default: those that are kept."""
+        return sum(self.shares[: self.rank if rank is None else rank])
+
+    @property
+    def kept_by_head(self) -> tuple[float, ...]:
+        return tuple(sum(shares[: self.rank]) for shares in self.heads)
+
+    def needed(self, share: float) -> int:
+        """The smallest rank that keeps this share."""
+        return next((n for n in range(len(self.shares)) if self.kept(n) >= share), len(self.shares))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Decoding one token after those of the report."""
+
+    flops: int
+    read_bytes: int  # weights and cache
+
+
+@dataclass(frozen=True)
 class Report:
     """What was done to a module, how far it is from its source, and what it saves.
 
@@ -54,6 +99,12 @@ class Report:
         bytes_before, bytes_after: `nbytes` of the caches that both modules filled with them.
         curve: the same conversion to other sizes.
         tolerance: the largest error of the result that needs no training.
+        needles: whether heads find what they look for, at the samples' length and at four times that.
+        decode: what a step costs, before and after. What quantised caches would save comes on top.
+        origin: hashes of source and tokens, and what each tensor was made of.
+        spectrum: of a latent.
+        absorbed_from: of a latent: cached tokens from which on a step over the latents themselves multiplies
+            less than one over keys and values that are made of them.
     """
 
     title: str
@@ -66,6 +117,11 @@ class Report:
     bytes_after: int
     curve: tuple[Point, ...]
     tolerance: float
+    needles: tuple[Needle, ...]
+    decode: tuple[Step, Step]
+    origin: Origin
+    spectrum: Spectrum | None = None
+    absorbed_from: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -87,28 +143,47 @@ class Report:
             *(f"  after {name}: error {error:.2e}" for name, error in self.steps),
             *_errors("calibration", self.calibration),
             *_errors("held-out", self.held_out),
+            *(f"  {line}" for line in self._more()),
             *(f"  size {p.size:>5}: {p.nbytes:>12,} bytes, error {p.error:.2e}" for p in self.curve),
             f"  verdict: {self.verdict}",
         ]
         return "\n".join(lines)
+
+    def _more(self) -> list[str]:
+        """Spectrum, needles, decoding and origin, a line for each."""
+        lines = [] if self.spectrum is None else [_energy(self.spectrum)]
+        lines += [
+            f"needle in {n.length} tokens: found by {n.before:.0%} of heads and places, now {n.after:.0%}"
+            for n in self.needles
+        ]
+        before, after = self.decode
+        lines.append(
+            f"a step of decoding: {before.flops:,} -> {after.flops:,} FLOP, "
+            f"{before.read_bytes:,} -> {after.read_bytes:,} bytes read"
+        )
+        if self.absorbed_from is not None:
+            lines.append(f"absorbed decoding multiplies less from {self.absorbed_from} cached tokens on")
+        return [*lines, f"source: sha256 {self.origin.source}"]
 
     def __rich__(self) -> Any:
         from rich.console import Group
 
         saved = f"cache of {self.tokens} tokens: {self.bytes_before:,} -> {self.bytes_after:,} bytes"
         proof = f"nothing left out: differs by {self.exact:.1e}"
-        return Group(self.title, proof, saved, *self._tables(), f"verdict: {self.verdict}")
+        return Group(self.title, proof, saved, *self._tables(), *self._more(), f"verdict: {self.verdict}")
 
     def _tables(self) -> list[Any]:
         from rich.table import Table
 
         if self.calibration is None or self.held_out is None:
             return []
-        by_head = Table("head", "error, calibration", "error, held-out", "weights moved, held-out")
-        columns = (self.calibration.heads, self.held_out.heads, self.held_out.weights)
+        names = ("heads", "scores", "values", "weights", "kl")
+        titles = ("error", "of scores", "of values", "weights moved", "KL, nats")
+        by_head = Table("head", "error, calibration", *titles, title="held-out, but for the first column")
+        columns = (self.calibration.heads, *(getattr(self.held_out, name) for name in names))
         for head, row in enumerate(zip(*columns, strict=True)):
             by_head.add_row(str(head), *(f"{x:.2e}" for x in row))
-        by_head.add_row("all", f"{self.calibration.output:.2e}", f"{self.held_out.output:.2e}", "")
+        by_head.add_row("all", f"{self.calibration.output:.2e}", f"{self.held_out.output:.2e}")
         by_size = Table("size", "bytes", "error, held-out")
         for point in self.curve:
             by_size.add_row(str(point.size), f"{point.nbytes:,}", f"{point.error:.2e}")
@@ -135,38 +210,68 @@ def _errors(name: str, errors: Errors | None) -> list[str]:
     if errors is None:
         return []
     worst = errors.worst_head
-    by_head = " ".join(f"{x:.1e}" for x in errors.heads)
-    moved = " ".join(f"{x:.2f}" for x in errors.weights)
+    by_head = {
+        "by head": errors.heads,
+        "scores": errors.scores,
+        "values": errors.values,
+        "weights, total variation": errors.weights,
+        "weights, KL in nats": errors.kl,
+    }
     return [
         f"  {name}: error {errors.output:.2e}, worst at head {worst} and token {errors.token}",
-        f"    by head: {by_head}",
-        f"    weights moved by: {moved}",
+        *(f"    {what}: {' '.join(f'{x:.1e}' for x in numbers)}" for what, numbers in by_head.items()),
     ]
+
+
+def _energy(spectrum: Spectrum) -> str:
+    needed = ", ".join(f"{share:.1%} in {spectrum.needed(share)}" for share in (0.9, 0.99, 0.999))
+    by_head = " ".join(f"{share:.3f}" for share in spectrum.kept_by_head)
+    kept = f"energy kept by rank {spectrum.rank}: {spectrum.kept():.4f}, by key head {by_head}"
+    return f"{kept}; {needed} channels"
 
 
 # Measuring
 
 
+class Look(NamedTuple):
+    """What the heads of a module do with a sample, (H, L, ...) in float64, and its result (L, d_model)."""
+
+    heads: Tensor  # (H, L, d_model): what each adds to the result
+    values: Tensor  # (H, L, d_model): what the last projection makes of its values
+    weights: Tensor  # (H, L, L)
+    out: Tensor
+
+    def scores(self, seen: Tensor) -> Tensor:
+        """(H, L, L) up to a constant of each row, which the mean over seen keys removes; 0 for the others."""
+        logs = _log(self.weights).where(seen, 0)
+        return (logs - logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)).where(seen, 0)
+
+
 @torch.no_grad()
 def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Errors:
     """Head i of `after` stands for head order[i] of `before`. x (B, L, d_model)."""
-    H = before.heads
-    wrong, right, moved = torch.zeros(H).double(), torch.zeros(H).double(), torch.zeros(H).double()
+    back = torch.tensor(order).argsort()
+    ratios = {name: torch.zeros(2, before.heads).double() for name in ("heads", "values", "scores")}
+    moved, kl = torch.zeros(2, before.heads).double()
     by_token = []
     for sample in x.split(1):
-        (shares, out), (new_shares, new_out) = _shares(before, sample), _shares(after, sample)
-        wrong += (new_shares - shares[order]).square().sum((1, 2))
-        right += shares[order].square().sum((1, 2))
-        moved += (_weights(after, sample) - _weights(before, sample)[order]).abs().sum(-1).mean(-1) / 2
-        by_token.append(((new_out - out).square().sum(-1), out.square().sum(-1)))
+        old, new = _look(before, sample, slice(None)), _look(after, sample, back)
+        seen = (old.weights > 0) | (new.weights > 0)
+        pairs = {"heads": (old.heads, new.heads), "values": (old.values, new.values),
+                 "scores": (old.scores(seen), new.scores(seen))}  # fmt: skip
+        for name, (a, b) in pairs.items():
+            ratios[name] += torch.stack([y.square().sum((1, 2)) for y in (b - a, a)])
+        moved += (new.weights - old.weights).abs().sum(-1).mean(-1) / (2 * len(x))
+        kl += (old.weights * (_log(old.weights) - _log(new.weights))).sum(-1).mean(-1) / len(x)
+        by_token.append(((new.out - old.out).square().sum(-1), old.out.square().sum(-1)))
     error, size = (torch.stack(found) for found in zip(*by_token, strict=True))  # (B, L)
-    worst = divmod(int(error.argmax()), x.shape[1])
-    back = torch.tensor(order).argsort()
+    by_head = {name: tuple(map(_relative, *found)) for name, found in ratios.items()}
     return Errors(
-        _relative(error.sum(), size.sum()),
-        tuple(_relative(a, b) for a, b in zip(wrong[back], right[back], strict=True)),
-        tuple((moved[back] / len(x)).tolist()),
-        worst,
+        output=_relative(error.sum(), size.sum()),
+        weights=tuple(moved.tolist()),
+        kl=tuple(kl.clamp_min(0).tolist()),
+        token=divmod(int(error.argmax()), x.shape[1]),
+        **by_head,
     )
 
 
@@ -215,8 +320,8 @@ class evaluating:
             part.training = training
 
 
-def _shares(module: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What each head adds to the result, (H, L, d_model), and the result (L, d_model); x (1, L, d_model)."""
+def _look(module: Module, x: Tensor, order: Tensor | slice) -> Look:
+    """The heads in this order. x (1, L, d_model)"""
     joined: list[Tensor] = []
     handle = module.out.register_forward_pre_hook(lambda _, args: joined.append(args[0]))
     try:
@@ -224,20 +329,53 @@ def _shares(module: Module, x: Tensor) -> tuple[Tensor, Tensor]:
             out = module(x)[0].double()
     finally:
         handle.remove()
+    matrices = (
+        module.out.weight.double().unflatten(1, (module.heads, -1)).permute(1, 2, 0)
+    )  # (H, Dv, d_model)
     by_head = joined[0][0].double().unflatten(-1, (module.heads, -1)).transpose(0, 1)
-    matrices = module.out.weight.double().unflatten(1, (module.heads, -1)).transpose(0, 1)
-    return by_head @ matrices.transpose(1, 2), out
-
-
-def _weights(module: Module, x: Tensor) -> Tensor:
-    """(H, L, L) in float64; x (1, L, d_model)"""
     qkv, options = module.arguments(x)
-    return weights(*qkv, **options)[0].double()
+    q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)  # 16 bits stay with their sinks and tables
+    values = v[0].double().repeat_interleave(module.heads // v.shape[1], 0)
+    found = weights(q, k, v, **options)[0].double()
+    return Look((by_head @ matrices)[order], (values @ matrices)[order], found[order], out)
+
+
+def _log(x: Tensor) -> Tensor:
+    """Finite for 0."""
+    return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
 
 def _relative(error: Tensor, size: Tensor) -> float:
     """The square root of their ratio; of the error alone if there is nothing to compare it with."""
     return float((error / size if size > 0 else error).sqrt())
+
+
+def step(module: Module, tokens: int) -> Step:
+    """One token of one sample after so many."""
+    found = cost.estimate(cost.from_module(module), 1, past=tokens, dtype=module.out.weight.dtype)
+    return Step(found.forward_flops.visible, found.read_bytes)
+
+
+def facts(
+    module: nn.Module,
+    before: Attention,
+    after: Module,
+    order: list[int],
+    seen: Tensor | None,
+    unseen: Tensor | None,
+    trial: Tensor,
+) -> dict[str, Any]:
+    """What a report says of every conversion: errors, bytes, decoding, needles, origin."""
+    return {
+        "calibration": None if seen is None else compare(before, after, order, seen),
+        "held_out": None if unseen is None else compare(before, after, order, unseen),
+        "tokens": trial.shape[0] * trial.shape[1],
+        "bytes_before": cache_bytes(before, trial),
+        "bytes_after": cache_bytes(after, trial),
+        "decode": (step(before, trial.shape[1]), step(after, trial.shape[1])),
+        "needles": () if unseen is None else needles(before, after, order, unseen),
+        "origin": origin(module, before, after, seen, unseen),
+    }
 
 
 def split(x: Tensor, held_out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class CallCost:
     saved_bytes: int  # kept for backward, inputs and result included
     scratch_bytes: int  # working memory of all threads, forward
     decodes: bool  # few query rows: cut along the keys
+    tasks: int  # that threads share
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Call:
     def cost(self) -> CallCost:
         problem = self._problem()
         spec = problem.spec
-        pairs, scratch = self._pairs(problem)
+        pairs, scratch, tasks = self._pairs(problem)
         size, rows = spec.dtype.itemsize, spec.B * spec.Hq * spec.Lq
         given = _bytes(problem.q, problem.k, *(() if self.shared else (problem.v,)))
         given += _bytes(*problem.tensors) + 4 * math.prod(self.bias or (0,))
@@ -95,6 +96,7 @@ class Call:
             saved_bytes=given + out + stats + rest,
             scratch_bytes=scratch,
             decodes=_native.reason_unavailable() is None and _native.decodes(problem),
+            tasks=tasks,
         )
 
     def _problem(self) -> Problem:
@@ -109,16 +111,16 @@ class Call:
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
         return make(q, k, v, mask=self.mask, bias=bias)
 
-    def _pairs(self, problem: Problem) -> tuple[Flops, int]:
-        """The pairs, and bytes of scratch. Without the compiled core nothing is left out."""
+    def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
+        """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""
         spec = problem.spec
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
         if _native.reason_unavailable() is None:
             found = _native.cost(problem)
-            return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes
-        return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0
+            return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
+        return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1
 
 
 def _seen(mask: Mask, spec: Spec) -> int:

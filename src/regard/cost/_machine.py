@@ -19,6 +19,7 @@ from .._measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
 LEAST_READ = 64 << 20  # or starting the threads would count
+SHORT_LOOK = 500_000  # rounds, under a millisecond: some look is not disturbed, even on a busy machine
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def measure_machine(
         raise RuntimeError(f"measure_machine: {missing}")
     threads = torch.get_num_threads() if threads is None else threads
     buffer = torch.ones(max(sizes) // 4)
-    fma = max(fma_rate(threads) for _ in range(repeats))
+    fma = max(fma_rate(threads, SHORT_LOOK) for _ in range(10 * repeats))
     read = tuple((n, max(read_rate(buffer[: n // 4], threads) for _ in range(repeats))) for n in sizes)
     q = torch.zeros(1, 1, 1, 8)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from ._state import Whole
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
 from .latent import LatentAttention
+from .linear import LinearAttention
 from .norms import PreNorm
 
 Residual = Callable[[int, nn.Module], nn.Module]
@@ -32,7 +33,7 @@ class Block(Whole):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention,
+        attention: Attention | LatentAttention | LinearAttention,
         feed_forward: nn.Module,
         *,
         cross: Attention | None = None,

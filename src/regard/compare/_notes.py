@@ -1,0 +1,23 @@
+"""The table of lecture notes: MHA, GQA, MQA and MLA in words, and which of their orders numbers deny."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+
+NOTES = {
+    "parameters": {"MHA": "high", "GQA-4": "medium", "MQA": "low", "MLA": "low"},
+    "memory": {"MHA": "high", "GQA-4": "medium", "MQA": "low", "MLA": "very low"},
+    "inference": {"MHA": "slow", "GQA-4": "medium", "MQA": "fast", "MLA": "fast"},
+    "quality": {"MHA": "high", "GQA-4": "high", "MQA": "medium", "MLA": "high"},
+}
+RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
+
+
+def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
+    """Pairs that the notes put in an order which the values do not show, by more than the margin."""
+    return [
+        f"{low} < {high}"
+        for low, high in permutations(words, 2)
+        if RANKS[words[low]] < RANKS[words[high]] and not values[low] + margin < values[high]
+    ]

@@ -1,0 +1,77 @@
+"""How fast a model reads a prompt and writes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._models import ByteModel, Sizes
+
+LIMIT = 1e-4  # relative error of decoding beside one call, in float32 through all layers
+
+
+class Side:
+    """A model that has read a prompt (1, L) into its caches, with room for `steps` tokens after it."""
+
+    def __init__(self, kind: str, sizes: Sizes, prompt: Tensor, steps: int) -> None:
+        torch.manual_seed(0)
+        self.kind, self.prompt, self.steps = kind, prompt, steps
+        self.model = ByteModel(kind, sizes).eval()
+        self.to_read = self.to_write = float("inf")  # seconds for a token, the best so far
+        self.caches: list[Any] = []
+        self.read()
+
+    def read(self) -> None:
+        begin = perf_counter()
+        caches = self.model.new_caches(self.prompt.shape[1] + self.steps)
+        self.model(self.prompt, caches)
+        self.to_read = min(self.to_read, (perf_counter() - begin) / self.prompt.shape[1])
+        self.caches = caches
+
+    def write(self, tokens: Tensor) -> Tensor:
+        """Scores after each of the tokens (1, L), one step for each; the caches stay as they are."""
+        caches = [cache.fork() for cache in self.caches]
+        begin = perf_counter()
+        found = [self.model(token, caches) for token in tokens.split(1, 1)]
+        self.to_write = min(self.to_write, (perf_counter() - begin) / tokens.shape[1])
+        return torch.cat(found, 1)
+
+    def check(self, tokens: Tensor) -> None:
+        """Writing gives what one call over all tokens gives."""
+        whole = self.model(torch.cat((self.prompt, tokens), 1))[:, self.prompt.shape[1] :]
+        error = float((self.write(tokens) - whole).norm() / whole.norm())
+        if not error < LIMIT:
+            raise ArithmeticError(f"{self.kind}: decoding is {error:.1e} away from one call over all tokens")
+
+
+@torch.no_grad()
+def decoded(
+    kinds: Sequence[str],
+    sizes: Sizes,
+    *,
+    tokens: int,
+    steps: int = 16,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda kind: None,
+) -> list[Side]:
+    """The models after `rounds` of reading so many tokens and of writing `steps` more.
+
+    They take turns, so that a slow spell meets all of them.
+    """
+    text = torch.randint(256, (1, tokens + steps), generator=torch.Generator().manual_seed(1))
+    prompt, new = text.split((tokens, steps), 1)
+    sides = []
+    for kind in kinds:
+        progress(kind)
+        sides.append(Side(kind, sizes, prompt, steps))
+        sides[-1].check(new)
+    for _ in range(rounds):
+        for side in sides:
+            progress(side.kind)
+            side.read()
+            side.write(new)
+    return sides
