@@ -7,6 +7,7 @@ from ._latent import to_latent as to_latent
 from ._layers import ModelReport as ModelReport
 from ._layers import convert_layers as convert_layers
 from ._replace import replace_attention as replace_attention
+from ._replace import replaced_attention as replaced_attention
 from ._replace import restore_attention as restore_attention
 from ._report import Errors as Errors
 from ._report import Point as Point
