@@ -136,6 +136,19 @@ def test_models_of_transformers(kind: str, before: str) -> None:
         assert_close(layer.head(1, sample=1).weights(), weights[1, 1, : N - 5, : N - 5], atol=1e-5)
 
 
+def test_tokens_are_those_of_their_own_call() -> None:
+    model = small("llama", "sdpa")
+    ids = torch.randint(1, 97, (1, 7))
+    with torch.no_grad(), see.capture(model, tokenizer=Numbers()) as seen:
+        past = model(input_ids=ids, use_cache=True).past_key_values
+        model(inputs_embeds=torch.randn(1, 7, 48))
+        model(input_ids=ids[:, :2], past_key_values=past)
+    assert [layer.shape[2:] for layer in seen] == [(7, 7)] * 4 + [(2, 9)] * 2
+    assert seen[0].texts() == tuple(str(i) for i in ids[0].tolist())
+    assert [layer.tokens is None for layer in seen] == [False] * 2 + [True] * 4
+    assert seen[4].texts() == ("7", "8"), "positions"
+
+
 class Numbers:
     """The tokens of ids are their numbers."""
 
@@ -187,6 +200,11 @@ def test_exceptions_leave_the_model_as_it_was() -> None:
     assert hooks(model) == 0
     assert not listeners
     assert len(seen) == 1, "what was heard before is kept"
+    with see.capture(model) as seen:
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                model(torch.randn(1, 5, 8))
+    assert [layer.name for layer in seen] == ["inner", "inner"]
     model.inner.forward = None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError), see.capture(model):
         model(torch.randn(1, 5, 8))

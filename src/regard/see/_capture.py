@@ -20,7 +20,7 @@ from ..convert import replaced_attention
 from ..masks import Documents
 from ..nn._call import both
 from . import _tokens
-from ._layer import Head, Layer, Link
+from ._layer import Head, Layer, Link, on_cpu
 from ._roles import WANTED, of_tokens
 
 Tokens = tuple[tuple[str, ...], ...]
@@ -200,7 +200,7 @@ class Capture:
                 "known are regard.attention, torch.nn.MultiheadAttention and models of Transformers"
             )
         given = self._recorder.tokens
-        if given is not None and all(layer.tokens is None for layer in self):
+        if given is not None and self._tokenizer is None and all(layer.tokens is None for layer in self):
             raise ValueError(
                 f"tokens: expected one for each token of {self.layers[0]!r}, got {list(map(len, given))} for "
                 f"{len(given)} samples; special tokens count"
@@ -225,14 +225,14 @@ class Capture:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._ran = True
-        config = getattr(self._model, "config", None)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if self._tokenizer is None or not isinstance(ids, Tensor) or ids.is_floating_point():
+        if self._tokenizer is None:
             return
-        if getattr(config, "is_encoder_decoder", False):
-            return  # input_ids are those of the encoder alone
-        self._recorder.tokens = _tokens.of_ids(self._tokenizer, ids, kwargs.get("attention_mask"))
-        self._recorder.length = ids.shape[-1]
+        self._recorder.tokens = None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        of_encoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and not of_encoder:
+            self._recorder.tokens = _tokens.of_ids(self._tokenizer, ids, kwargs.get("attention_mask"))
+            self._recorder.length = ids.shape[-1]
 
     def _hear(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
         if self._names and threading.get_ident() == self._thread:
@@ -264,7 +264,7 @@ class _Recorder:
             kept = {"q": q.clone(), "k": k.clone(), "options": _detached(options)}
         return Layer(
             name, len(self.layers), (B, Hq, Lq, Lk), Lk - Lq if offset is None else offset,
-            dict(zip(self.want, tree.tree_map_only(Tensor, Tensor.cpu, tuple(found)), strict=True)),
+            dict(zip(self.want, on_cpu(found), strict=True)),
             of_tokens(q, k, options, tokens), tokens, **kept,
         )  # fmt: skip
 

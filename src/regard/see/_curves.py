@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset
+from .._arguments import Offset, count
 from ..masks import Mask
 from . import _style, _tokens
 from ._capture import Capture
@@ -104,6 +104,7 @@ def distances(
     seen: Capture | Head, *, sample: int = 0, most: int = 32, dark: bool = False, path: _style.Path = None
 ) -> Figure:
     """How far heads look: the share of their mass at each distance, a curve for each layer or for a head."""
+    count("most", most, 1)
     colours = _style.palette(dark)
     figure = _style.new_figure(6.2, 3.4, colours)
     axes = figure.subplots()

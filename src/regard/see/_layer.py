@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as tree
 
 from .. import facts
 from .._arguments import count
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from ._roles import Role
 
 MOST_WEIGHTS = 2**26  # of all heads, when a matrix is asked for
+
+
+def on_cpu(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of facts, where pictures and people need them."""
+    return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in found)
 
 
 class Link(NamedTuple):
@@ -87,7 +93,7 @@ class Layer:
                 f"{fact!r} was not recorded of {self.name!r}; capture(model, want=[...]) records it, "
                 'capture(model, keep="qk") keeps what it can be computed from'
             )
-        return evidence(self.q, self.k, None, fact, **self.options)[0]
+        return on_cpu(evidence(self.q, self.k, None, fact, **self.options))[0]
 
     def rows(self, queries: list[int]) -> Tensor:
         """Exact rows of weights of all samples and heads, (B, Hq, R, Lk)."""
@@ -192,8 +198,10 @@ class Head:
         """The keys that one query attends to most, the largest weight first."""
         count("k", k, 1)
         at, texts = _tokens.find(self.tokens, token), self.key_tokens
-        found = self.layer.fact(facts.TopK(k))
-        pairs = zip(self._own(found.keys)[at].tolist(), self._own(found.weights)[at].tolist(), strict=True)
+        known = [fact for fact in self.layer.found if isinstance(fact, facts.TopK) and fact.k >= k]
+        found = self.layer.fact(known[0] if known else facts.TopK(k))
+        keys, weights = (self._own(x)[at, :k].tolist() for x in (found.keys, found.weights))
+        pairs = zip(keys, weights, strict=True)
         return [Key(key, texts[key], weight) for key, weight in pairs if key >= 0]
 
     def weights(self) -> Tensor:

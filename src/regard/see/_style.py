@@ -96,7 +96,9 @@ def title(figure: Figure, text: str, below: str, colours: Palette) -> None:
 
 def labels(tokens: Sequence[str]) -> list[str]:
     """Tokens as the font can show them: a letter that it has not is written as an escape."""
-    has = _glyphs()
+    from matplotlib.font_manager import FontProperties, findfont
+
+    has = _glyphs(findfont(FontProperties()))
     return [
         "".join(x if ord(x) in has else x.encode("unicode_escape").decode() for x in label(token))
         for token in tokens
@@ -104,10 +106,10 @@ def labels(tokens: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _glyphs() -> frozenset[int]:
-    from matplotlib.font_manager import FontProperties, findfont, get_font
+def _glyphs(font: str) -> frozenset[int]:
+    from matplotlib.font_manager import get_font
 
-    return frozenset(get_font(findfont(FontProperties())).get_charmap())
+    return frozenset(get_font(font).get_charmap())
 
 
 def bar(figure: Figure, image: Any, axes: Any, ticks: Sequence[float], name: str, colours: Palette) -> None:
