@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ._layer import Head, Layer
 
 MOST_TOKENS, MOST_LAYERS, MOST_KEYS = 200, 64, 3
-BLUE = "20, 80, 140"
+BLUE = "60, 130, 210"
 # `color: inherit` and colours with alpha: readable on light and on dark pages.
 FRAME = '<div style="font-family:ui-monospace,monospace;font-size:12px;color:inherit">'
 
@@ -40,7 +40,7 @@ def capture(seen: Capture) -> str:
 
 def layer(layer: Layer) -> str:
     """A line for each head: its scores."""
-    names = "".join(f"<th>{escape(name)}</th>" for name in ROLES)
+    names = "".join(f'<th style="padding:2px 8px">{escape(name)}</th>' for name in ROLES)
     lines = "".join(f"<tr><td>{head.index}</td>{_scores(head.roles)}</tr>" for head in layer)
     return (
         f"{FRAME}<div>{escape(repr(layer))}</div>{_strip(layer.texts())}"
@@ -72,9 +72,15 @@ def _cell(head: Head) -> str:
     text = escape(f"{head.title}: {'mixed' if role is None else role}")
     score = "" if role is None else f"{role.score:.2f}"
     return (
-        f'<td title="{text}" style="background:{colour};color:#111;padding:2px 5px;'
+        f'<td title="{text}" style="background:{colour};color:{_ink(colour)};padding:2px 5px;'
         f'border:1px solid rgba(128,128,128,.5);text-align:right">{score}</td>'
     )
+
+
+def _ink(colour: str) -> str:
+    """Black or white, whichever is read better on #rrggbb."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else "#111"
 
 
 def _scores(roles: dict[str, Role]) -> str:
@@ -109,7 +115,8 @@ def _list(head: Head, query: int) -> str:
 
 def _legend() -> str:
     marks = (
-        f'<span style="background:{colour};color:#111;padding:1px 6px;margin-right:4px">{escape(name)}</span>'
+        f'<span style="background:{colour};color:{_ink(colour)};padding:1px 6px;margin-right:4px">'
+        f"{escape(name)}</span>"
         for name, colour in (*ROLE_COLOURS.items(), ("mixed", MIXED))
     )
     return f'<div style="line-height:2">{"".join(marks)}</div>'
