@@ -167,6 +167,12 @@ def read(minilm: Any, text: str) -> see.Capture:
     return see.read(minilm.model, minilm.tokenizer, text)
 
 
+def test_a_text_that_is_too_long_raises(minilm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minilm.tokenizer, "model_max_length", 4)
+    with pytest.raises(ValueError, match="text: expected at most 4 tokens, got 8"):
+        read(minilm, "The cat sat on the mat")
+
+
 def test_roles_of_real_heads(minilm: Any) -> None:
     """Layer 0 has a head of the token before; a text that repeats shows two heads of duplicates."""
     text = "the quick brown fox jumps over the lazy dog while the old cat sleeps on the mat. " * 3

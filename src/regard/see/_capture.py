@@ -67,15 +67,19 @@ def capture(
     return Capture(model, recorder, tokenizer)
 
 
-def read(model: nn.Module, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
+def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
     """Run a model of Transformers on a text and look: `capture` with queries and keys kept.
 
     Example:
         >>> seen = see.read(model, tokenizer, "The cat sat on the mat")
     """
     seen = capture(model, tokenizer=tokenizer, want=want, keep="qk")
+    words = tokenizer(text, return_tensors="pt")
+    length = words["input_ids"].shape[1]
+    if length > tokenizer.model_max_length:
+        raise ValueError(f"text: expected at most {tokenizer.model_max_length} tokens, got {length}")
     with seen, torch.inference_mode():
-        model(**tokenizer(text, return_tensors="pt"))
+        model(**words.to(model.device))
     return seen
 
 
