@@ -9,6 +9,7 @@ from typing import Any
 import approximations
 import evidence_picture
 import explanations
+import seeing
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -144,6 +145,7 @@ def main() -> None:
     approximations.main(IMAGES)
     explanations.main(IMAGES)
     evidence_picture.main(IMAGES)
+    seeing.main(IMAGES)
 
 
 if __name__ == "__main__":

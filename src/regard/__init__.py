@@ -1,6 +1,6 @@
 """Attention: every mechanism behind one call, exact, with no cliffs."""
 
-from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores
+from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
 from ._attention import attention, weights
 from ._evidence import Evidence, evidence, rollout
 from ._linear import linear_attention
@@ -24,5 +24,5 @@ __all__ = [
     "BlockMass", "BlockMax", "ColumnMass", "Comparison", "DistanceHistogram", "Entropy", "Evidence",
     "LinearState", "MassOn", "Plan", "RowMax", "Rows", "TopK", "attention", "cache", "compare_to_exact",
     "convert", "cost", "evidence", "facts", "features", "linear_attention", "masks", "merge", "nn",
-    "packing", "plan", "positions", "rollout", "scores", "weights",
+    "packing", "plan", "positions", "rollout", "scores", "see", "weights",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import reference
 from ._autograd import run
 from ._dispatch import choose
+from ._listeners import listeners, tell
 from ._packed import attend_jagged
 from ._problem import Bias, make
 from .masks import Mask
@@ -108,6 +109,8 @@ def attention(
         q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
         dropout=dropout, seed=seed, return_lse=return_lse,
     )  # fmt: skip
+    if listeners:
+        tell(q, k, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink)
     out, lse = run(problem, choose(problem, impl))
     return out if lse is None else (out, lse)
 

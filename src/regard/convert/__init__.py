@@ -11,6 +11,7 @@ from ._needle import Needle as Needle
 from ._origin import Origin as Origin
 from ._origin import digest as digest
 from ._replace import replace_attention as replace_attention
+from ._replace import replaced_attention as replaced_attention
 from ._replace import restore_attention as restore_attention
 from ._report import Errors as Errors
 from ._report import Point as Point

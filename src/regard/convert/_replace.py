@@ -6,7 +6,8 @@ that library; who uses it has called `regard.hf.register()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -42,17 +43,38 @@ def restore_attention(model: nn.Module) -> tuple[str, ...]:
     switched = _switch(model, lambda part: "sdpa" if part._supports_sdpa else "eager")
     found = {name: m for name, m in model.named_modules() if type(m) is MultiheadAttention}
     for module in found.values():
-        module.__class__ = PLAIN  # type: ignore[assignment]
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _asked]:
-            del module._forward_pre_hooks[key]
+        _make_plain(module)
     return *found, *switched
+
+
+@contextmanager
+def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """`replace_attention` for a `with` block. After it, also if it raises, the model is as it was before."""
+    plain = _found(model, MultiheadAttention).values()
+    before = {part: part.config._attn_implementation for part in _with_switch(model).values()}
+    try:
+        yield replace_attention(model)
+    finally:
+        for module in plain:
+            _make_plain(module)
+        for part, name in before.items():
+            part.set_attn_implementation(name)
+
+
+def _make_plain(module: nn.Module) -> None:
+    module.__class__ = PLAIN
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _asked]:
+        del module._forward_pre_hooks[key]
+
+
+def _with_switch(model: nn.Module) -> dict[str, Any]:
+    """The models of Transformers in this one, by name."""
+    return {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
 
 
 def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     """The names of the models of Transformers in this one, all of them switched, or none if one cannot be."""
-    every: dict[str, Any] = {
-        name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")
-    }
+    every = _with_switch(model)
     before = {name: m.config._attn_implementation for name, m in every.items()}
     for part in every.values():
         part.set_attn_implementation(choice(part))

@@ -22,6 +22,18 @@ NOTHING, SEEN, SELF, INK = "#f3efe6", "#14508c", "#e69f00", "#33312c"
 SHADES = ("· ", "░░", "▒▒", "▓▓", "██")
 
 
+class Colours(NamedTuple):
+    paper: str
+    nothing: str
+    seen: str
+    own: str  # a query's own position
+    ink: str
+
+
+LIGHT = Colours("white", NOTHING, SEEN, SELF, INK)
+DARK = Colours("#14161a", "#23262d", "#8cc7e0", "#f0a03c", "#e9e6df")
+
+
 class Picture(NamedTuple):
     title: str
     seen: Tensor  # bool (Lq, Lk)
@@ -126,45 +138,46 @@ def html(image: Picture) -> str:
     )
 
 
-def image(image: Picture, path: str | os.PathLike[str] | None) -> Figure:
+def image(image: Picture, path: str | os.PathLike[str] | None, dark: bool = False) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing an image of a mask needs matplotlib: pip install regard[plot]") from error
     cells, _ = _cells(image.seen, 1024)
     tall = 5.2 * max(0.25, min(2.5, cells.shape[0] / cells.shape[1]))
-    figure = Figure(figsize=(5.8, tall + 1.0), layout="constrained", facecolor="white")
-    _paint(figure.subplots(), image, cells)
+    colours = DARK if dark else LIGHT
+    figure = Figure(figsize=(5.8, tall + 1.0), layout="constrained", facecolor=colours.paper)
+    _paint(figure.subplots(), image, cells, colours)
     if path is not None:
         figure.savefig(path, dpi=160)
     return figure
 
 
-def _paint(axes: Any, image: Picture, cells: Tensor) -> None:
+def _paint(axes: Any, image: Picture, cells: Tensor, colours: Colours) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     Lq, Lk = image.seen.shape
     edges = (-0.5, Lk - 0.5, image.start + Lq - 0.5, image.start - 0.5)
-    colours = LinearSegmentedColormap.from_list("regard", [NOTHING, SEEN])
-    axes.imshow(cells.numpy(), cmap=colours, vmin=0, vmax=1, extent=edges, interpolation="nearest")
+    ramp = LinearSegmentedColormap.from_list("regard", [colours.nothing, colours.seen])
+    axes.imshow(cells.numpy(), cmap=ramp, vmin=0, vmax=1, extent=edges, interpolation="nearest")
     if max(Lq, Lk) <= 64:
-        _paint_details(axes, image)
-    axes.set_xlabel("key position", color=INK)
-    axes.set_ylabel("query position", color=INK)
-    axes.set_title(_wrapped(image.title) + "\n" + image.caption, fontsize=9, color=INK, loc="left")
-    axes.tick_params(colors=INK, labelsize=8, length=2)
+        _paint_details(axes, image, colours)
+    axes.set_xlabel("key position", color=colours.ink)
+    axes.set_ylabel("query position", color=colours.ink)
+    axes.set_title(_wrapped(image.title) + "\n" + image.caption, fontsize=9, color=colours.ink, loc="left")
+    axes.tick_params(colors=colours.ink, labelsize=8, length=2)
     axes.spines[:].set_visible(False)
 
 
-def _paint_details(axes: Any, image: Picture) -> None:
+def _paint_details(axes: Any, image: Picture, colours: Colours) -> None:
     """Thin lines between the pairs, and a dot where a query meets its own position."""
     Lq, Lk = image.seen.shape
     own = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
     axes.set_xticks([j - 0.5 for j in range(1, Lk)], minor=True)
     axes.set_yticks([image.start + i - 0.5 for i in range(1, Lq)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.grid(which="minor", color=colours.paper, linewidth=0.6)
     axes.tick_params(which="minor", length=0)
-    axes.scatter(own, own, s=max(2.0, 220 / max(Lq, Lk)), color=SELF, linewidths=0, zorder=3)
+    axes.scatter(own, own, s=max(2.0, 220 / max(Lq, Lk)), color=colours.own, linewidths=0, zorder=3)
 
 
 def _wrapped(title: str, most: int = 76) -> str:

@@ -181,11 +181,12 @@ class Mask:
         *,
         head: int = 0,
         sample: int = 0,
+        dark: bool = False,
     ) -> Figure:
         """The mask as a matplotlib Figure, saved to `path` if one is given (needs the extra `plot`)."""
         from . import _draw
 
-        return _draw.image(_draw.picture(self, Lq, Lk, offset, head, sample), path)
+        return _draw.image(_draw.picture(self, Lq, Lk, offset, head, sample), path, dark)
 
     def _repr_html_(self) -> str:
         from . import _draw

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._arguments import readable
 from .._attention import attention
+from .._listeners import listeners
 from .._problem import Trio, is_watched
 from ..masks import Arguments
 
@@ -35,7 +36,7 @@ def attend_with_weights(
     """
     q, k, v = qkv
     given = _given(q, k, arguments)
-    if dropout or not _is_plain(qkv, given):
+    if dropout or listeners or not _is_plain(qkv, given):
         w = _formula(q, k, given)
         out = attention(q, k, v, dropout=dropout, **arguments._asdict())
         return out, w.mean(1) if average else w

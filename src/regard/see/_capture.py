@@ -1,0 +1,306 @@
+"""Recording evidence while a model runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from .. import facts
+from .._arguments import describe
+from .._evidence import evidence, rollout
+from .._listeners import listening
+from ..convert import replaced_attention
+from ..masks import Documents
+from ..nn._call import both
+from . import _tokens
+from ._layer import Head, Layer, Link, on_cpu
+from ._roles import WANTED, of_tokens
+
+Tokens = tuple[tuple[str, ...], ...]
+
+
+def capture(
+    model: nn.Module,
+    *,
+    tokens: _tokens.Texts | None = None,
+    tokenizer: Any = None,
+    want: Sequence[facts.Fact] = (),
+    keep: str | None = None,
+) -> Capture:
+    """Record facts about the weights of every attention of a model, while it runs inside a `with` block.
+
+    Heard are `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models
+    of Hugging Face Transformers. The last two are switched to Regard's kernels for the block and are as they
+    were after it, also if it raises. What is recorded is O(n) for each call, never the n x n weights.
+
+    Args:
+        model: what will be called. Each call of attention in it becomes a `Layer`, in order.
+        tokens: a list of strings, or one for each sample of the batch. A list that is shorter than the
+            longest says that the rest is padding, which then counts for nothing.
+        tokenizer: of Transformers: tokens are then read from the model's `input_ids`.
+        want: facts besides those that head roles need, such as `regard.BlockMass(64)`.
+        keep: "qk" also keeps queries and keys, O(n) too, so that rows, heat maps and every other fact can be
+            computed later.
+
+    Example:
+        >>> with see.capture(model, tokenizer=tokenizer, keep="qk") as seen:
+        ...     model(**tokenizer("The cat sat on the mat", return_tensors="pt"))
+        >>> seen[2, 7].role
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {describe(model)}")
+    if keep not in (None, "qk"):
+        raise ValueError(f'keep: expected None or "qk", got {keep!r}')
+    if tokens is not None and tokenizer is not None:
+        raise ValueError("tokens, tokenizer: expected one of them, got both")
+    for fact in want:
+        if not isinstance(fact, facts.Fact):
+            raise TypeError(f"want: expected facts such as regard.BlockMass(64), got {describe(fact)}")
+    recorder = _Recorder(_tokens.samples(tokens), (*dict.fromkeys((*WANTED, *want)),), keep == "qk")
+    return Capture(model, recorder, tokenizer)
+
+
+def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
+    """Run a model of Transformers on a text and look: `capture` with queries and keys kept.
+
+    Example:
+        >>> seen = see.read(model, tokenizer, "The cat sat on the mat")
+    """
+    seen = capture(model, tokenizer=tokenizer, want=want, keep="qk")
+    words = tokenizer(text, return_tensors="pt")
+    length = words["input_ids"].shape[1]
+    if length > tokenizer.model_max_length:
+        raise ValueError(f"text: expected at most {tokenizer.model_max_length} tokens, got {length}")
+    with seen, torch.inference_mode():
+        model(**words.to(model.device))
+    return seen
+
+
+def record(
+    q: Tensor,
+    k: Tensor,
+    tokens: _tokens.Texts | None = None,
+    *,
+    name: str = "attention",
+    want: Sequence[facts.Fact] = (),
+    **options: Any,
+) -> Layer:
+    """What `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
+    recorder = _Recorder(_tokens.samples(tokens), (*dict.fromkeys((*WANTED, *want)),), True)
+    return recorder.layer(name, q, k, options)
+
+
+class Capture:
+    """The layers that were recorded: `seen[3]` is a layer, `seen[3, 5]` one of its heads."""
+
+    def __init__(self, model: nn.Module, recorder: _Recorder, tokenizer: Any) -> None:
+        self._model, self._recorder, self._tokenizer = model, recorder, tokenizer
+        self._running: ExitStack | None = None
+        self._names: list[str] = []  # of the modules that are being called
+        self._thread = 0
+        self._ran = False
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self._recorder.layers
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, tuple):
+            layer, head = which
+            return self[layer].head(head)
+        if isinstance(which, str):
+            return self._named(which)
+        if not -len(self) <= which < len(self):
+            raise IndexError(f"layer: expected below {len(self)}, got {which}")
+        return self.layers[which]
+
+    def _named(self, name: str) -> Layer:
+        found = [layer for layer in self if layer.name == name]
+        if len(found) != 1:
+            known = ", ".join(dict.fromkeys(layer.name for layer in self))
+            raise KeyError(f"layer: expected a name that is there once, got {name!r} of {known}")
+        return found[0]
+
+    def heads(self, sample: int = 0) -> Iterator[Head]:
+        """Every head of every layer."""
+        return (layer.head(head, sample) for layer in self for head in range(layer.heads))
+
+    def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
+        """How much each head lets one token attend to another, the largest weight first."""
+        found = []
+        for layer in self:
+            i = _tokens.find(layer.texts(sample), query)
+            j = _tokens.find(layer.key_texts(sample), key)
+            each = layer.rows([i])[sample, :, 0, j].tolist()
+            found += [Link(layer.index, head, weight) for head, weight in enumerate(each)]
+        return sorted(found, key=lambda link: -link.weight)
+
+    def entropy_map(self, sample: int = 0) -> list[Tensor]:
+        """For each layer (Hq,): the entropy of a head, 0 (one key) to 1 (all alike), mean over queries."""
+        return [
+            torch.stack([layer.head(head, sample).entropy.mean() for head in range(layer.heads)])
+            for layer in self
+        ]
+
+    def rollout(self, token: int | str, sample: int = 0) -> Tensor:
+        """(n,): what reaches one token from each, through all layers, as attention rollout counts it."""
+        return _rolled(self.layers, token, sample)
+
+    def __repr__(self) -> str:
+        if not self.layers:
+            return "Capture(nothing recorded yet)"
+        heads = sum(layer.heads for layer in self)
+        return f"Capture({len(self)} layers, {heads} heads, {self.layers[0].shape[2]} queries)"
+
+    def _repr_html_(self) -> str:
+        from ._html import capture
+
+        return capture(self)
+
+    # Recording
+
+    def __enter__(self) -> Capture:
+        if self._running is not None:
+            raise RuntimeError("capture: this one is recording already")
+        self._thread, self._ran, self._names = threading.get_ident(), False, []
+        with ExitStack() as stack:
+            if any(hasattr(module, "set_attn_implementation") for module in self._model.modules()):
+                from ..hf import register
+
+                register()
+            stack.enter_context(replaced_attention(self._model))
+            for name, module in self._model.named_modules():
+                self._follow(stack, name or type(module).__name__, module)
+            stack.enter_context(listening(self._hear))
+            self._running = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._running is not None
+        self._running.close()
+        self._running = None
+        if kind is None and self._ran:
+            self._check_heard()
+
+    def _check_heard(self) -> None:
+        if not self.layers:
+            raise RuntimeError(
+                f"capture: {type(self._model).__name__} ran without a call of attention that can be heard; "
+                "known are regard.attention, torch.nn.MultiheadAttention and models of Transformers"
+            )
+        given = self._recorder.tokens
+        if given is not None and self._tokenizer is None and all(layer.tokens is None for layer in self):
+            raise ValueError(
+                f"tokens: expected one for each token of {self.layers[0]!r}, got {list(map(len, given))} for "
+                f"{len(given)} samples; special tokens count"
+            )
+
+    def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+        """Know when this module is called, and for the model itself with which tokens."""
+
+        def entered(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != self._thread:
+                return
+            if not self._names:
+                self._begin(args, kwargs)
+            self._names.append(name)
+
+        def left(module: nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() == self._thread and self._names:
+                self._names.pop()
+
+        stack.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(left, always_call=True).remove)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._ran = True
+        if self._tokenizer is None:
+            return
+        self._recorder.tokens = None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        of_encoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and not of_encoder:
+            self._recorder.tokens = _tokens.of_ids(self._tokenizer, ids, kwargs.get("attention_mask"))
+            self._recorder.length = ids.shape[-1]
+
+    def _hear(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+        if self._names and threading.get_ident() == self._thread:
+            self._recorder.layers.append(self._recorder.layer(self._names[-1], q, k, options))
+
+
+class _Recorder:
+    """Makes layers of calls."""
+
+    def __init__(self, tokens: Tokens | None, want: tuple[facts.Fact, ...], keep: bool) -> None:
+        self.want, self.keep = want, keep
+        self.layers: list[Layer] = []
+        self.tokens = tokens
+        self.length = 0 if tokens is None else max(map(len, tokens))  # with padding
+
+    @torch.no_grad()
+    def layer(self, name: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Layer:
+        """q (..., Hq, Lq, D) and k with at most one batch dim."""
+        q, k = (x.detach()[(None,) * (4 - x.ndim)] for x in (q, k))
+        if q.ndim != 4:
+            raise ValueError(f"capture: expected queries with at most one batch dim, got {describe(q)}")
+        B, Hq, Lq, _ = q.shape
+        Lk, offset = k.shape[2], options.get("offset")
+        tokens = self._tokens(B, Lq, Lk)
+        options = self._without_padding(options, tokens, q, Lk)
+        found = evidence(q, k, None, *self.want, **options)
+        kept: dict[str, Any] = {}
+        if self.keep:
+            kept = {"q": q.clone(), "k": k.clone(), "options": _detached(options)}
+        return Layer(
+            name, len(self.layers), (B, Hq, Lq, Lk), Lk - Lq if offset is None else offset,
+            dict(zip(self.want, on_cpu(found), strict=True)),
+            of_tokens(q, k, options, tokens), tokens, **kept,
+        )  # fmt: skip
+
+    def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
+        """Those of a call about itself with as many tokens; others are known by position."""
+        return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
+
+    def _without_padding(
+        self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int
+    ) -> dict[str, Any]:
+        """Queries that are padding see nothing, so that no fact counts them."""
+        if tokens is None or all(len(sample) == Lk for sample in tokens):
+            return options
+        real = torch.tensor([[-(i >= len(sample)) for i in range(Lk)] for sample in tokens])
+        mask = options.get("mask")
+        real_rows = Documents(real.to(q.device), torch.zeros(len(tokens), Lk, dtype=torch.long).to(q.device))
+        return options | {"mask": both(real_rows, mask)}
+
+
+def _detached(options: dict[str, Any]) -> dict[str, Any]:
+    return tree.tree_map_only(Tensor, Tensor.detach, options)  # type: ignore[no-any-return]
+
+
+def _rolled(layers: Sequence[Layer], token: int | str, sample: int) -> Tensor:
+    kept = []
+    for layer in layers:
+        if layer.q is None or layer.k is None:
+            raise ValueError('rollout: expected capture(model, keep="qk"), got layers without q and k')
+        if layer.shape[2] != layer.shape[3]:
+            raise ValueError(f"rollout: expected self-attention in every layer, got {layer!r}")
+        kept.append((layer.q, layer.k, layer.options))
+    if not kept:
+        raise ValueError("rollout: expected at least one layer, got none")
+    row = rollout(kept, _tokens.find(layers[0].texts(sample), token))
+    return row[sample, : len(layers[0].texts(sample))].cpu()
