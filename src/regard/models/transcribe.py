@@ -15,7 +15,7 @@ RATE = 16000
 WINDOW = 30 * RATE  # samples that the encoder sees
 FRAME = 320  # samples for each position of the encoder
 SMOOTHED = 7  # frames in the median filter
-# The defaults of OpenAI's program, whatever a model's files say: length penalty 1, and patience 1, which is an
+# The defaults of OpenAI's program, whatever a model's files say: length penalty 1, and patience 1, an
 # end as soon as there are as many whole texts as beams.
 BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
