@@ -146,11 +146,17 @@ def prompt_row(model: Any, name: str, given: dict[str, Any], asked: float, secon
     calls = {side: partial(run, model, side, given) for side in SIDES}
     check_logits(name, {side: call() for side, call in calls.items()})
     best = best_times({**calls, NOTHING: partial(run, model, NOTHING, given)}, seconds)
-    with freed_at_once():
-        peaks = [f"{peak(call):.0f}" if memory.available() else "" for call in calls.values()]
     times = " | ".join(milliseconds(best[side]) for side in SIDES)
     ratios = " | ".join(f"{best['sdpa'] / best[side]:.2f} x" for side in ("regard", NOTHING))
-    return f"| {name} | {times} | {ratios} | {asked} x | {' | '.join(peaks)} |"
+    return f"| {name} | {times} | {ratios} | {asked} x | {' | '.join(peaks(calls))} |"
+
+
+def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
+    """MiB, or nothing where the system cannot tell."""
+    if not memory.available():
+        return [""] * len(calls)
+    with freed_at_once():
+        return [f"{peak(call):.0f}" for call in calls.values()]
 
 
 def peak(call: Callable[[], Tensor]) -> float:
