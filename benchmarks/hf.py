@@ -4,7 +4,9 @@
 - a prompt of 2,048 tokens, and a batch of prompts padded on the left, with the peak of extra memory;
 - one more token after 4,096, with the caches of Transformers and with `regard.hf.Cache`;
 - continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them decode.
-"Faster" is the time of sdpa over ours, sdpa with its default cache. Logits and text are compared first.
+"Faster" is the time of sdpa over ours, sdpa with its default cache. "Ceiling" is the time of sdpa over that
+of the same model with attention that does nothing: no attention could be faster. For one more token it is
+there twice, with a cache that copies and with one that keeps nothing. Logits and text are compared first.
 `--random N` takes random weights and N layers of the same sizes instead of the real ones.
 """
 
@@ -25,8 +27,10 @@ from report import milliseconds
 from torch import Tensor
 
 import regard.hf
+from regard._measuring import freed_at_once
 
 SIDES = ("sdpa", "regard")
+NOTHING = "nothing"  # the name of attention that does nothing
 NEAR = 1e-4  # of logits, by the largest
 PADDING = (0, 0.2, 0.4, 0.6)  # of each prompt in the padded batch
 
@@ -42,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     session = command.Session(options)
     regard.hf.register()
+    register_nothing()
     model = random_model(options.random) if options.random else real_model()
     with torch.inference_mode():
         check_text(model, options.new)
@@ -50,6 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(requests(model, options))
     print(session.closing("float32"))
     return 0
+
+
+def register_nothing() -> None:
+    """What is left of a model's time when attention takes none."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NOTHING, lambda module, query, *_, **__: (query.transpose(1, 2), None))
+    AttentionMaskInterface.register(NOTHING, lambda *_, **__: None)
 
 
 def show(table: Iterator[str]) -> None:
@@ -118,8 +131,8 @@ def check_logits(name: str, found: dict[str, Tensor]) -> None:
 
 
 def prompts(model: Any, options: argparse.Namespace) -> Iterator[str]:
-    yield "| prompt | sdpa | regard | faster | asked | MiB of sdpa | MiB of regard |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield "| prompt | sdpa | regard | faster | ceiling | asked | MiB of sdpa | MiB of regard |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     one = {"input_ids": tokens(model, 1, options.prompt), "use_cache": False}
     yield prompt_row(model, f"{options.prompt} tokens", one, 1.05, options.seconds)
     L = options.padded
@@ -132,10 +145,18 @@ def prompts(model: Any, options: argparse.Namespace) -> Iterator[str]:
 def prompt_row(model: Any, name: str, given: dict[str, Any], asked: float, seconds: float) -> str:
     calls = {side: partial(run, model, side, given) for side in SIDES}
     check_logits(name, {side: call() for side, call in calls.items()})
-    best = best_times(calls, seconds)
-    peaks = [f"{peak(call):.0f}" if memory.available() else "" for call in calls.values()]
+    best = best_times({**calls, NOTHING: partial(run, model, NOTHING, given)}, seconds)
     times = " | ".join(milliseconds(best[side]) for side in SIDES)
-    return f"| {name} | {times} | {best['sdpa'] / best['regard']:.2f} x | {asked} x | {' | '.join(peaks)} |"
+    ratios = " | ".join(f"{best['sdpa'] / best[side]:.2f} x" for side in ("regard", NOTHING))
+    return f"| {name} | {times} | {ratios} | {asked} x | {' | '.join(peaks(calls))} |"
+
+
+def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
+    """MiB, or nothing where the system cannot tell."""
+    if not memory.available():
+        return [""] * len(calls)
+    with freed_at_once():
+        return [f"{peak(call):.0f}" for call in calls.values()]
 
 
 def peak(call: Callable[[], Tensor]) -> float:
@@ -168,11 +189,15 @@ def steps(model: Any, options: argparse.Namespace) -> Iterator[str]:
         ),
         ("regard", "ours, int8"): (lambda: regard.hf.Cache(config, capacity=room, bits=8), "1.7 x"),
         ("regard", "ours, int4"): (lambda: regard.hf.Cache(config, capacity=room, bits=4), ""),
+        (NOTHING, "dynamic"): (lambda: DynamicCache(config=config), "ceiling"),
+        (NOTHING, "none"): (lambda: without_memory(config.num_hidden_layers), "ceiling"),
     }
     calls = {who: step(model, who[0], make(), n) for who, (make, _) in makers.items()}
     found = {" ".join(who): call() for who, call in calls.items()}
     expected = found.pop("sdpa dynamic")
-    exact = {who: x for who, x in found.items() if "int" not in who and "bfloat" not in who}
+    exact = {
+        who: x for who, x in found.items() if not any(part in who for part in ("int", "bfloat", NOTHING))
+    }
     check_logits("one more token", {"sdpa": expected, **exact})
     best = best_times({" ".join(who): call for who, call in calls.items()}, 4 * options.seconds)
     yield f"| one token after {n} | cache | time | faster | asked |"
@@ -190,6 +215,25 @@ def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
         shape = (2, 1, config.num_key_value_heads, n, config.head_dim)
         cache.update(*torch.randn(shape, generator=generator), layer)
     return partial(run, model, side, {"input_ids": tokens(model, 1, 1), "past_key_values": cache})
+
+
+def without_memory(layers: int) -> Any:
+    """A cache that counts tokens and keeps none: its queries would see the last one alone."""
+    from transformers import cache_utils
+
+    class Layer(cache_utils.DynamicLayer):
+        tokens = 0
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
+            self.tokens += key_states.shape[-2]
+            return key_states, value_states
+
+        def get_seq_length(self) -> int:
+            return self.tokens
+
+    return cache_utils.Cache(layers=[Layer() for _ in range(layers)])
 
 
 # Continuous batching

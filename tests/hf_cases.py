@@ -36,6 +36,12 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DECODER, **MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     ),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, **MIXED, "query_pre_attn_scalar": 8}),
+    "gemma4": (
+        "Gemma4ForCausalLM", "Gemma4TextConfig",
+        {**DECODER, **MIXED, "num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"],
+         "global_head_dim": 16, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
+         "hidden_size_per_layer_input": 8},
+    ),
     "gpt_oss": (
         "GptOssForCausalLM", "GptOssConfig",
         {**DECODER, **MIXED, "num_local_experts": 3, "num_experts_per_tok": 2},
@@ -81,8 +87,12 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }),
 }  # fmt: skip
-DECODERS = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "gpt2"]
+DECODERS = [
+    "llama", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "deepseek_v3", "gpt2",
+]  # fmt: skip
 SWITCHED = sorted(set(MADE) - {"bloom"})
+# Scores without a scale: eager's own gradients, weights and 16 bits are too far from float64.
+SHARP = {"gemma4"}
 QUICK = {"llama", "gemma3", "gpt_oss", "t5"}
 
 

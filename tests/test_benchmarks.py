@@ -191,6 +191,7 @@ def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "| 20 tokens |" in out
     assert "| regard | ours, int8 |" in out
+    assert "| nothing | none |" in out
     assert "| 20 tokens each |" in out
 
 

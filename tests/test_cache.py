@@ -70,6 +70,25 @@ def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 # Step by step
 
 
+@pytest.mark.parametrize("kind", ["growing", "fixed", "sliding", "streaming", "int8", "int4"])
+def test_extend_is_append_and_shows_what_queries_see(kind: str) -> None:
+    """A token like the one before skips the checks; another one does not."""
+    one, other = new(kind), new(kind)
+    _, k, v = tokens(kind, 2, 90)
+    for i, j in [(0, 5), *((i, i + 1) for i in range(5, 80)), (80, 83), (83, 84), (84, 85)]:
+        rows = one.rows_with(j - i)
+        stored = one.extend(k[:, :, i:j], v[:, :, i:j])
+        append(other, k[:, :, i:j], v[:, :, i:j])
+        assert stored.length == rows
+        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], kept(kind, k[:, :, i:j]))
+        assert_same(content(one), content(other))
+    with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
+        one.extend(k[:, :, 85:86], v[:, :, 85:86].double())
+    with pytest.raises(RuntimeError, match="k requires grad"):
+        one.extend(k[:, :, 85:86].requires_grad_(), v[:, :, 85:86])
+    assert len(one) == 85
+
+
 @every_cache
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("sizes", [[1], [3], [17], [1, 17, 3]], ids=str)

@@ -561,6 +561,7 @@ GROUPED = {"model_type": "mistral", "num_key_value_heads": 2}
         ({"hidden_size": None}, r"expected a field 'hidden_size', got none"),
         ({"hidden_size": "48"}, r"expected an integer from 1 on as 'hidden_size'"),
         ({"num_attention_heads": 0}, r"expected an integer from 1 on as 'num_attention_heads', got int 0"),
+        ({"num_hidden_layers": 10**12}, r"expected at most 16,384 layers, got num_hidden_layers = 1,000,"),
         ({"sliding_window": 8}, r"expected sliding_window = None, the only form known, got 8"),
         ({"is_encoder_decoder": True}, r"expected is_encoder_decoder = False"),
         (GROUPED, r"expected a field 'sliding_window', a number or null"),

@@ -588,6 +588,14 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "shapes": (lambda p: set_config(p, vocab_size=10**9), "model: .*(?i:mismatch|size)"),
     "layers": (lambda p: set_config(p, num_hidden_layers=3), "missing keys in its weights: model.layers.2"),
+    "many layers": (
+        lambda p: set_config(p, num_hidden_layers=10**12),
+        r"at most as many layers as the weights have tensors, \d+, got num_hidden_layers = 1000000000000",
+    ),
+    "many layers inside": (
+        lambda p: set_config(p, vision_config={"num_hidden_layers": 10**12}),
+        "expected at most as many layers as the weights have tensors",
+    ),
     "sizes": (lambda p: header(p, len(HUGE), HUGE), "expected a sound safetensors file"),
     "header": (lambda p: header(p, 101 << 20, b"{}"), "expected a sound safetensors file"),
     "negative": (lambda p: header(p, 2**64 - 1, b"{}"), "expected a sound safetensors file"),

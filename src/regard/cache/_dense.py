@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .._arguments import count
+from .._decode import write_stored
 from .._problem import Bias
 from .._stored import Stored
 from ..masks import Mask
 from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of, most
-from ._rows import Part, Rows
+from ._rows import Part, Rows, signature
 
 
 class KVCache(Rows):
@@ -56,9 +57,21 @@ class KVCache(Rows):
 
         These are the last `rows_with(L)` tokens. Valid until the cache changes again.
         """
-        draft = self._draft((k, v), self._chunk(k, v, None))
+        if (row := self._row_of_step(k, (k, v))) is not None:
+            return self._extend_by_one(row, k, v)
+        chunk = self._chunk(k, v, None)
+        draft = self._draft((k, v), chunk)
         self._keep(draft)
+        if chunk.L == 1:
+            self._checked = signature(k, (k, v))
         return self._stored(draft.parts, most(draft.rows))
+
+    def _extend_by_one(self, row: int, k: Tensor, v: Tensor) -> Stored:
+        """`extend` by a token like one that was checked."""
+        stored = self._stored(self._parts, row + 1)
+        write_stored(stored, (row,) * self.B, (1,) * self.B, k, v)
+        self._step_on()
+        return stored
 
     def rows_with(self, L: int) -> int:
         """How many tokens queries look at in a call that appends L tokens to every sample."""

@@ -161,7 +161,7 @@ class Rows:
         found = self._look(q, draft, asked)
         self._keep(draft)
         if new is not None and chunk.L == q.shape[2] == 1:
-            self._checked = _signature(q, new)
+            self._checked = signature(q, new)
         return found
 
     # The case that must be quick: one more token, as one that was checked
@@ -171,7 +171,7 @@ class Rows:
     def _row_of_step(self, q: Tensor, new: New) -> int | None:
         """Where the token goes, if samples have one length and there is room."""
         row, (k, v) = self._filled, new
-        if self._checked is None or self._checked != _signature(q, new):
+        if self._checked is None or self._checked != signature(q, new):
             return None
         if not isinstance(row, int) or row >= self._rows:
             return None
@@ -301,7 +301,7 @@ class Rows:
         self._lengths = shared(counts["lengths"])
 
 
-def _signature(q: Any, new: tuple[Any, Any]) -> tuple[Any, ...] | None:
+def signature(q: Any, new: tuple[Any, Any]) -> tuple[Any, ...] | None:
     """What tells whether a step is like one before; None if it must be checked."""
     k, v = new
     if type(q) is not Tensor or type(k) is not Tensor or type(v) not in (Tensor, NoneType):

@@ -34,6 +34,7 @@ HARMLESS = frozenset([
     "topk_group", "topk_method", "torch_dtype", "torchscript", "transformers_version", "use_cache",
 ])  # fmt: skip
 REQUIRED = object()
+LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # each becomes an object
 PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one sees all tokens
 
 
@@ -63,6 +64,8 @@ class Fields:
             raise ValueError(
                 f"config: expected an integer from {least} on as {name!r}, got {describe(value)}"
             )
+        if name in LAYERS and value > MAX_LAYERS:
+            raise ValueError(f"config: expected at most {MAX_LAYERS:,} layers, got {name} = {value:,}")
         return value
 
     def expect(self, name: str, value: Any) -> None:

@@ -53,8 +53,8 @@ def attention_forward(
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
-        refused = {"position_bias": position_bias, "dropout": dropout, "output_attentions": output_attentions}
-        _check_others(others | {name: x or None for name, x in refused.items()}, HARMLESS | CONTINUOUS)
+        refused = {"dropout": dropout or None, "output_attentions": output_attentions or None}
+        _check_others(others | refused | {"position_bias": position_bias}, HARMLESS | CONTINUOUS)
         borders = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
         return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
@@ -147,6 +147,8 @@ def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | 
 
 
 def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
+    if known.issuperset(others):
+        return
     unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(

@@ -54,7 +54,9 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.held is None:
             self.lazy_initialization(k, v)
         held: Any = self.held
-        return self._kept(held.extend(k.to(held.dtype), v.to(held.dtype)))
+        if k.dtype is not held.dtype or v.dtype is not held.dtype:
+            k, v = k.to(held.dtype), v.to(held.dtype)
+        return self._kept(held.extend(k, v))
 
     _update_outside = torch.compiler.disable(_update)  # a compiler cannot make stand-ins
 

@@ -14,6 +14,8 @@ CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.jso
 CHOOSING = re.compile(
     r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
 )
+# How many layers transformers would build, one after the other, before it looks at a weight.
+LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(en|de)coder_layers")
 INDEX = "model.safetensors.index.json"
 
 
@@ -23,14 +25,13 @@ def checked(path: Path) -> Path:
         raise ValueError(f"model: expected a directory with a config.json, got {path}")
     if (path / "adapter_config.json").exists():
         raise ValueError(f"model: expected a whole model, got {path}, which is an adapter to another one")
-    for name in CONFIGURATIONS:
-        if (path / name).exists():
-            _check_names(read_json(path / name), name)
+    configurations = {name: read_json(path / name) for name in CONFIGURATIONS if (path / name).exists()}
+    for name, config in configurations.items():
+        _check_names(config, name)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"model: expected weights in safetensors files, got {path} with {_files(path)}")
-    for file in weights:
-        _check_weights(file)
+    _check_layers(configurations["config.json"], sum(map(_count_tensors, weights)))
     if (path / INDEX).exists():
         _check_index(read_json(path / INDEX), {file.name for file in weights})
     return path
@@ -45,6 +46,16 @@ def _check_names(config: dict[str, Any], file: str) -> None:
     for name, value in _items(config):
         if value is not None and CHOOSING.fullmatch(name):
             raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
+
+
+def _check_layers(config: dict[str, Any], tensors: int) -> None:
+    """A layer without a tensor of its own is none."""
+    for name, value in _items(config):
+        if LAYERS.fullmatch(name) and type(value) is int and value > tensors:
+            raise ValueError(
+                f"config.json: expected at most as many layers as the weights have tensors, {tensors}, "
+                f"got {name} = {value}"
+            )
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -67,11 +78,11 @@ def _check_index(index: dict[str, Any], names: set[str]) -> None:
         )
 
 
-def _check_weights(file: Path) -> None:
+def _count_tensors(file: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, "pt"):
-            pass
+        with safe_open(file, "pt") as weights:
+            return len(weights.keys())
     except SafetensorError as error:
         raise ValueError(f"{file.name}: expected a sound safetensors file: {error}") from None

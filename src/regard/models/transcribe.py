@@ -15,6 +15,9 @@ RATE = 16000
 WINDOW = 30 * RATE  # samples that the encoder sees
 FRAME = 320  # samples for each position of the encoder
 SMOOTHED = 7  # frames in the median filter
+# The defaults of OpenAI's program, whatever a model's files say: length penalty 1, and patience 1, an
+# end as soon as there are as many whole texts as beams.
+BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Seg
         found = whisper.model.generate(
             **_features(samples, whole=is_long),
             num_beams=beams,
+            do_sample=False,
+            **(BEAM_SEARCH if beams > 1 else {}),
             return_timestamps=is_long,
             return_segments=is_long,
         )
