@@ -267,13 +267,6 @@ def test_every_file_is_served_as_what_it_is(client: Client) -> None:
 # --- too much ---
 
 
-def test_large_bodies_are_refused_at_once(client: Client) -> None:
-    start = time.perf_counter()
-    answer = client.post(b"", Content_Length=str(10 << 20))
-    assert answer.status == 413
-    assert time.perf_counter() - start < 2
-
-
 def test_bodies_without_a_length_are_counted(client: Client) -> None:
     def chunks() -> bytes:
         return b"".join(b"10000\r\n" + b"x" * 65536 + b"\r\n" for _ in range(40)) + b"0\r\n\r\n"
@@ -307,22 +300,25 @@ def test_bodies_that_make_no_sense_are_400(client: Client, body: bytes) -> None:
     assert b"Traceback" not in answer.body
 
 
-@pytest.mark.full
+def quickest(client: Client, status: int, body: bytes, **headers: str) -> float:
+    """Seconds; others may be using the machine, so the best of some."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        assert client.post(body, **headers).status == status
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 def test_huge_input_costs_little(client: Client) -> None:
     """In time and in memory: 10 MB, a million tokens, deep JSON, two hundred slow connections."""
     client.post(READ)
     before = psutil.Process().memory_info().rss
-    for body in (b'{"text": "' + b"a " * 500_000 + b'"}', b"[" * 10_000):
-        start = time.perf_counter()
-        assert client.post(body).status == 400
-        assert time.perf_counter() - start < 0.5
-    assert client.post(b"", Content_Length=str(10 << 20)).status == 413
+    assert quickest(client, 400, b'{"text": "' + b"a " * 500_000 + b'"}') < 0.05
+    assert quickest(client, 400, b"[" * 10_000) < 0.05
+    assert quickest(client, 413, b"", Content_Length=str(10 << 20)) < 0.05
     with_slow_connections(client)
     assert psutil.Process().memory_info().rss - before < 64 << 20
-
-
-def test_slow_connections_keep_nobody_out(client: Client) -> None:
-    with_slow_connections(client)
 
 
 def with_slow_connections(client: Client) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .._evidence import evidence
 from ..facts import (
     BlockMass,
     BlockMax,
@@ -20,8 +21,10 @@ from ..facts import (
     Fact,
     MassOn,
     RowMax,
+    Rows,
     TopK,
 )
+from ..masks import Causal, Window
 from ..see import ROLES, Layer
 from ..see._tokens import is_delimiter
 
@@ -137,7 +140,24 @@ class Trace:
 
     def rows(self, layer: int, head: int, queries: Sequence[int]) -> Array:
         """Exact rows of weights, (R, Lk)."""
-        return self._own(self.layers[layer].rows(list(queries)))[head]
+        call, first, last = self.layers[layer], min(queries), max(queries)
+        if not _goes_by_position(call):
+            return self._own(call.rows(list(queries)))[head]
+        if last - first + 1 > 2 * len(queries):
+            return np.concatenate([self.rows(layer, head, [query]) for query in queries])
+        rows = self._range(call, head, first, last + 1)
+        return rows[[query - first for query in queries]]
+
+    def _range(self, call: Layer, head: int, first: int, end: int) -> Array:
+        """Rows from one query to another of one head alone: what is not wanted is not computed."""
+        assert call.q is not None and call.k is not None  # checked when the trace was made
+        q, k, sink = call.q[self.sample], call.k[self.sample], call.options.get("sink")
+        own = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
+        group = head // (len(q) // len(k))
+        parts = q[head : head + 1, first:end], k[group : group + 1]
+        (rows,) = evidence(*parts, None, Rows(range(end - first)), **{**call.options, **own})
+        found: Array = rows[0].float().cpu().numpy()
+        return found
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
         """The roles of each head that it has by their definitions, with scores."""
@@ -145,3 +165,9 @@ class Trace:
             [(name, roles[name].score) for name, role in ROLES.items() if roles[name].score >= role.least]
             for roles in self.layers[layer].roles(self.sample)
         ]
+
+
+def _goes_by_position(call: Layer) -> bool:
+    """Whether a query is known by its position alone, so that others can be left out."""
+    mask = call.options.get("mask")
+    return call.options.get("bias") is None and (mask is None or isinstance(mask, Causal | Window))
