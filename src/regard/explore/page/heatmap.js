@@ -103,6 +103,7 @@ export class HeatMap {
     this.drawTokens();
     this.drawTracks(narrow);
     this.drawMarks();
+    Object.assign(this.canvas.dataset, { plot: JSON.stringify(this.plot), view: JSON.stringify(this.view) });
   }
 
   drawBlocks() {

@@ -211,9 +211,16 @@ function updateDifference() {
 
 // --- finding ---
 
+// Tokens that contain a text, or the one at a position: #123.
+function matches(wanted) {
+  const keys = first.trace.keys, position = /^#\d+$/.test(wanted) ? Number(wanted.slice(1)) : null;
+  if (position !== null) return position < keys.length ? [position] : [];
+  return [...keys.keys()].filter((key) => keys[key].toLowerCase().includes(wanted));
+}
+
 function find(text) {
   const wanted = text.toLowerCase();
-  state.marks = wanted ? [...first.trace.keys.keys()].filter((key) => first.trace.keys[key].toLowerCase().includes(wanted)) : [];
+  state.marks = wanted ? matches(wanted) : [];
   state.mark = -1;
   $("found").textContent = wanted ? `${state.marks.length} found` : "";
   first.map.marks = state.marks;
