@@ -66,14 +66,14 @@ def visit(browser: Any) -> Iterator[Open]:
     """Opens a page with the network off, and fails the test if it asks for anything or raises anything."""
     contexts, faults = [], []
 
-    def opened(path: Path | str, server: str | None = None, **options: Any) -> Any:
+    def opened(path: Path | str, server: str | None = None, refused: str = "", **options: Any) -> Any:
         context = browser.new_context(**({"viewport": {"width": 1300, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: faults.append(f"error: {error}"))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("console", lambda message: None if is_fine(message, refused) else faults.append(message.text))
         allowed = ("blob:", "data:") + ((server,) if server else (Path(path).as_uri(),))
         page.on("request", lambda one: None if one.url.startswith(allowed) else faults.append(f"asked {one.url}"))
         context.set_offline(server is None)
@@ -89,6 +89,11 @@ def visit(browser: Any) -> Iterator[Open]:
             assert page.is_hidden("#message"), page.inner_text("#message")
         context.close()
     assert faults == []
+
+
+def is_fine(message: Any, refused: str) -> bool:
+    """No error, or that of a request which the test makes to be refused."""
+    return message.type != "error" or (bool(refused) and refused in message.text)
 
 
 def listed(page: Any, place: str = WEIGHTS) -> dict[int, float]:
@@ -249,7 +254,7 @@ def test_a_text_is_typed_and_seen(visit: Open) -> None:
     explorer = explore.text("The cat sat on the mat")
     assert explorer.read is not None
     with running(explorer) as client:
-        page = visit(client.server.link, f"http://{client.host}/")
+        page = visit(client.server.link, f"http://{client.host}/", refused="status of 400")
         text = "The cat, which was very hungry, ate the fish."
         page.fill("#text", text)
         page.press("#text", "Enter")

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from . import _page
@@ -56,7 +56,7 @@ class Site:
         return Starlette(routes=routes)
 
     async def summary(self, request: Request) -> Response:
-        return JSONResponse({"traces": list(self._traces), "reads": self._read is not None})
+        return _json({"traces": list(self._traces), "reads": self._read is not None})
 
     async def overview(self, request: Request) -> Response:
         trace = self._trace(request)
@@ -97,7 +97,7 @@ class Site:
             raise HTTPException(400, str(error)) from None
         finally:
             self._reading = False
-        return JSONResponse({"trace": self._keep(trace)})
+        return _json({"trace": self._keep(trace)})
 
     def _keep(self, trace: Trace) -> int:
         """The oldest text that was typed goes when there are too many."""
@@ -123,7 +123,7 @@ class Site:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _computed(self, make: Callable[[], dict[str, Any]]) -> Response:
-        return JSONResponse(await self._run(make))
+        return _json(await self._run(make))
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
@@ -135,6 +135,11 @@ async def static(request: Request) -> Response:
     if text is None:
         raise HTTPException(404)
     return Response(text, media_type=_page.media_type(name))
+
+
+def _json(value: Any) -> Response:
+    """In ASCII, since tokens may hold what no encoding can say."""
+    return Response(json.dumps(value, allow_nan=False), media_type="application/json")
 
 
 def _index(request: Request, name: str, count: int) -> int:
