@@ -19,7 +19,9 @@ from regard.masks import Causal
 WORDS = "the cat sat on the mat and looked at it".split()
 
 
-def small(tokens: list[str] | None = None, heads: int = 3, layers: int = 2, **options: Any) -> explore.Explorer:
+def small(
+    tokens: list[str] | None = None, heads: int = 3, layers: int = 2, **options: Any
+) -> explore.Explorer:
     """A few heads with random weights over 23 tokens, or over those given."""
     tokens = [WORDS[i % len(WORDS)] for i in range(23)] if tokens is None else tokens
     q, k = (list(torch.randn(layers, heads, len(tokens), 8)) for _ in range(2))
@@ -74,7 +76,11 @@ class Client:
 
     def post(self, body: bytes, path: str = "/api/text", **headers: str) -> Answer:
         """As the page posts, except for the headers given."""
-        own = {"Content_Type": "application/json", "Origin": f"http://{self.host}", "Sec_Fetch_Site": "same-origin"}
+        own = {
+            "Content_Type": "application/json",
+            "Origin": f"http://{self.host}",
+            "Sec_Fetch_Site": "same-origin",
+        }
         return self.ask(path, "POST", body, **{name: x for name, x in (own | headers).items() if x})
 
     def json(self, path: str) -> Any:
@@ -111,7 +117,20 @@ _PAYLOADS = (
     "&#60;script&#62;pwned()&#60;/script&#62;", "%3Cscript%3Epwned()%3C/script%3E", "__proto__", "constructor",
     "<script src=//evil.example></script>", "</textarea><script>pwned()</script>", "<x onclick=pwned()>", "\x00<b>",
 )  # fmt: skip
-_ODD = ("\x00", "\u2028", "\u2029", "\u202e", "\u2066", "\ufeff", "\x1b[31m", "\ud800", "\r\n", "\t", "\U0001f600", "")
+_ODD = (
+    "\x00",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\u2066",
+    "\ufeff",
+    "\x1b[31m",
+    "\ud800",
+    "\r\n",
+    "\t",
+    "\U0001f600",
+    "",
+)
 
 
 def harmful_tokens() -> list[str]:

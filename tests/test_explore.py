@@ -26,7 +26,9 @@ from regard.masks import Causal, Lengths, Window
 
 def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
     raw = zlib.decompress(base64.b64decode(packed["data"]))
-    return np.frombuffer(raw, {"f4": "<f4", "f2": "<f2", "i4": "<i4"}[packed["type"]]).reshape(packed["shape"])
+    return np.frombuffer(raw, {"f4": "<f4", "f2": "<f2", "i4": "<i4"}[packed["type"]]).reshape(
+        packed["shape"]
+    )
 
 
 def data_of(page: str) -> Any:
@@ -41,7 +43,10 @@ def test_arrays_come_back() -> None:
         assert np.array_equal(unpacked(pack(x)), x)
 
 
-@pytest.mark.parametrize(("Lq", "Lk", "block"), [(1, 1, 1), (1024, 1024, 1), (1025, 1024, 2), (100_000, 100_000, 128), (10, 100_000, 1)])
+@pytest.mark.parametrize(
+    ("Lq", "Lk", "block"),
+    [(1, 1, 1), (1024, 1024, 1), (1025, 1024, 2), (100_000, 100_000, 128), (10, 100_000, 1)],
+)
 def test_blocks_are_as_fine_as_their_number_allows(Lq: int, Lk: int, block: int) -> None:
     assert finest_block(Lq, Lk) == block
 
@@ -77,7 +82,9 @@ def test_rows_are_exact_with_options() -> None:
     assert_close(torch.tensor(trace.rows(0, 3, [0, 5])), weights[3, [0, 5]])
 
 
-@pytest.mark.parametrize("options", [{"mask": Lengths(9)}, {"mask": Window(3, 2)}, {"bias": torch.arange(23.0)}, {}])
+@pytest.mark.parametrize(
+    "options", [{"mask": Lengths(9)}, {"mask": Window(3, 2)}, {"bias": torch.arange(23.0)}, {}]
+)
 def test_rows_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
     trace = small(**({"mask": None} | options)).traces[0]
     every = trace.layers[1].rows(list(range(23)))[0, 2].numpy()
@@ -89,7 +96,10 @@ def test_overview_has_every_head_with_its_roles() -> None:
     n = 29
     eye = 30.0 * torch.eye(n)
     # One head whose queries ask for the token before them, one that asks for nothing.
-    q, k = torch.stack([torch.cat([eye[:1], eye[:-1]]), torch.zeros(n, n)]), torch.stack([eye, torch.zeros(n, n)])
+    q, k = (
+        torch.stack([torch.cat([eye[:1], eye[:-1]]), torch.zeros(n, n)]),
+        torch.stack([eye, torch.zeros(n, n)]),
+    )
     trace = explore.tensors(q, k, [f"t{i}" for i in range(n)], mask=Causal()).traces[0]
     found = overview(trace, [(0, 0), (0, 1)])
     roles = [[name for name, _ in head["roles"]] for head in found["heads"]]
@@ -109,7 +119,7 @@ def test_a_capture_can_be_explored() -> None:
     assert_close(torch.tensor(trace.rows(0, 2, [4])), seen[0].rows([4])[1, 2])
     with see.capture(layer) as seen:
         layer(x, x, x)
-    with pytest.raises(ValueError, match='expected those of capture'):
+    with pytest.raises(ValueError, match="expected those of capture"):
         explore.captured(seen)
 
 
@@ -120,7 +130,9 @@ def test_the_file_holds_everything(tmp_path: Path) -> None:
     explorer = small()
     page = explorer.save(tmp_path / "page.html").read_text(encoding="utf-8")
     (trace,) = data_of(page)["traces"]
-    assert [(head["layer"], head["head"]) for head in trace["facts"]] == [(i, j) for i in range(2) for j in range(3)]
+    assert [(head["layer"], head["head"]) for head in trace["facts"]] == [
+        (i, j) for i in range(2) for j in range(3)
+    ]
     assert not re.search(r"(src|href)=\"(?!data:)", page)
     assert "http://" not in page.replace("http-equiv", "")
     assert "https://" not in page
@@ -139,7 +151,9 @@ def test_fewer_heads_are_finer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_and_keys_are_put_in_when_asked(tmp_path: Path) -> None:
     explorer = small(mask=Window(5, 2))
-    page = explorer.save(tmp_path / "page.html", heads=[(1, 2)], rows=[7], embed="qk").read_text(encoding="utf-8")
+    page = explorer.save(tmp_path / "page.html", heads=[(1, 2)], rows=[7], embed="qk").read_text(
+        encoding="utf-8"
+    )
     (head,) = data_of(page)["traces"][0]["facts"]
     np.testing.assert_allclose(unpacked(head["rows"]["7"]), explorer.traces[0].rows(1, 2, [7])[0])
     assert (head["qk"]["left"], head["qk"]["right"], head["qk"]["offset"]) == (5, 2, 0)
@@ -250,7 +264,10 @@ def test_the_file_of_100_000_tokens_is_small(tmp_path: Path, monkeypatch: pytest
     facts = small(heads=1, layers=1).traces[0].facts(0)
     sides = [-(-n // (128 << i)) for i in range(11)]
     blocks = tuple(rng.random((1, side, side), np.float32) for side in sides)
-    each = {name: rng.random((1, n), np.float32) for name in ("column", "entropy", "normalized", "row_max", "delimiters")}
+    each = {
+        name: rng.random((1, n), np.float32)
+        for name in ("column", "entropy", "normalized", "row_max", "delimiters")
+    }
     made = type(facts)(
         mass=blocks, max=blocks, **each, distances=np.arange(1 - n, n),
         by_distance=np.pad(rng.random((1, n), np.float32), ((0, 0), (n - 1, 0))),

@@ -75,7 +75,9 @@ def visit(browser: Any) -> Iterator[Open]:
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
         page.on("console", lambda message: None if is_fine(message, refused) else faults.append(message.text))
         allowed = ("blob:", "data:") + ((server,) if server else (Path(path).as_uri(),))
-        page.on("request", lambda one: None if one.url.startswith(allowed) else faults.append(f"asked {one.url}"))
+        page.on(
+            "request", lambda one: None if one.url.startswith(allowed) else faults.append(f"asked {one.url}")
+        )
         context.set_offline(server is None)
         page.add_init_script("window.pwned = () => { document.documentElement.dataset.pwned = 'yes'; };")
         page.goto(str(path) if server else Path(path).as_uri())
@@ -124,7 +126,9 @@ def same(found: dict[int, float], row: Any, rtol: float = 1e-5) -> None:
 
 
 def set_share(page: Any, percent: int) -> None:
-    page.eval_on_selector("#share", "(x, value) => { x.value = value; x.dispatchEvent(new Event('input')); }", percent)
+    page.eval_on_selector(
+        "#share", "(x, value) => { x.value = value; x.dispatchEvent(new Event('input')); }", percent
+    )
 
 
 def test_a_click_shows_the_numbers_of_python(visit: Open, tmp_path: Path) -> None:
@@ -177,7 +181,9 @@ def test_blocks_say_that_they_are_blocks(
     same(listed(page), weights[11])
 
 
-def test_rows_are_computed_in_the_browser(visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_computed_in_the_browser(
+    visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("regard.explore._trace.MAX_CELLS", 40)
     sink = torch.randn(3)
     explorer = small(mask=Window(9, 2), sink=sink, softcap=2.0, scale=0.5)
@@ -212,7 +218,9 @@ def seconds_to_answer(page: Any, query: int, awaited: str) -> float:
     return float(page.evaluate("() => window.answered")) / 1000
 
 
-def test_a_file_of_100_000_tokens_answers_at_once(visit: Open, tmp_path: Path, long: explore.Explorer) -> None:
+def test_a_file_of_100_000_tokens_answers_at_once(
+    visit: Open, tmp_path: Path, long: explore.Explorer
+) -> None:
     path = long.save(tmp_path / "page.html", rows=[50_000])
     assert path.stat().st_size < 20_000_000
     page = visit(path)
@@ -362,7 +370,9 @@ def test_heads_and_texts_are_compared(visit: Open, tmp_path: Path) -> None:
     assert "orange where it is larger" in page.inner_text("#legendText")
     page.mouse.move(*place(page, 12, 4, "#otherMap"))
     first = explorer.traces[0]
-    layer, head = (int(word.strip(",")) for word in page.inner_text("#headName").split() if word.strip(",").isdigit())
+    layer, head = (
+        int(word.strip(",")) for word in page.inner_text("#headName").split() if word.strip(",").isdigit()
+    )
     expected = float((first.rows(layer, head, [12]) - other.traces[0].rows(1, 2, [12]))[0, 4])
     assert f"{100 * expected:.3g}"[:4] in page.inner_text("#status")
 

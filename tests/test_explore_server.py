@@ -121,7 +121,9 @@ def test_other_hosts_are_refused(client: Client, host: str) -> None:
     assert b"Host" in answer.body
 
 
-@pytest.mark.parametrize("names", [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "evil.com"), ("evil.com", "127.0.0.1")])
+@pytest.mark.parametrize(
+    "names", [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "evil.com"), ("evil.com", "127.0.0.1")]
+)
 def test_two_hosts_are_refused(client: Client, names: tuple[str, str]) -> None:
     port = client.server.port
     answer = client.ask("/", hosts=[f"{name}:{port}" for name in names])
@@ -167,7 +169,9 @@ def test_other_sites_cannot_even_load(client: Client, site: str) -> None:
     assert client.ask("/api/0", Sec_Fetch_Site=site).status == 403
 
 
-@pytest.mark.parametrize("path", ["/", "/main.js", "/api", "/api/0", "/nothing", "/?token=", "/?token=x", "/?token=x&token=y"])
+@pytest.mark.parametrize(
+    "path", ["/", "/main.js", "/api", "/api/0", "/nothing", "/?token=", "/?token=x", "/?token=x&token=y"]
+)
 def test_without_the_secret_there_is_nothing(client: Client, path: str) -> None:
     assert Client(client.server).ask(path).status == 403
 
@@ -175,7 +179,15 @@ def test_without_the_secret_there_is_nothing(client: Client, path: str) -> None:
 def test_a_wrong_cookie_is_refused(client: Client) -> None:
     other = Client(client.server)
     name = client.cookie.partition("=")[0]
-    for cookie in (f"{name}=x", f"{name}=", "x=y", ";;;", f"{name}=é", client.cookie[:-1], f"{client.cookie}x"):
+    for cookie in (
+        f"{name}=x",
+        f"{name}=",
+        "x=y",
+        ";;;",
+        f"{name}=é",
+        client.cookie[:-1],
+        f"{client.cookie}x",
+    ):
         other.cookie = cookie
         assert other.ask("/").status == 403
 
@@ -199,13 +211,25 @@ def test_every_answer_is_sealed(client: Client) -> None:
     port, answers = client.server.port, []
     for path in ("/", "/main.js", "/api", "/api/0", "/nothing", "/../x"):
         answers += [client.ask(path, Origin="http://evil.com"), Client(client.server).ask(path)]
-    answers += [client.ask("/", hosts=["evil.com"]), client.post(READ), client.post(b"{"), client.post(READ, Origin="x")]
-    answers += [client.ask("/", "OPTIONS", Origin=f"http://127.0.0.1:{port}", Access_Control_Request_Method="POST")]
+    answers += [
+        client.ask("/", hosts=["evil.com"]),
+        client.post(READ),
+        client.post(b"{"),
+        client.post(READ, Origin="x"),
+    ]
+    answers += [
+        client.ask("/", "OPTIONS", Origin=f"http://127.0.0.1:{port}", Access_Control_Request_Method="POST")
+    ]
     for answer in answers:
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
         for name, value in HEADERS.items():
             assert answer.headers[name] == value
-    for directive in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
+    for directive in (
+        "default-src 'none'",
+        "script-src 'self'",
+        "frame-ancestors 'none'",
+        "form-action 'none'",
+    ):
         assert directive in HEADERS["Content-Security-Policy"]
 
 
@@ -376,5 +400,7 @@ def test_the_link_is_printed_and_the_log_is_silent(capfd: pytest.CaptureFixture[
     with running(small()) as client:
         client.enter().ask("/nothing")
         Client(client.server).ask("/?token=guess")
-        assert re.fullmatch(rf"http://127\.0\.0\.1:{client.server.port}/\?token=[\w-]{{43}}", client.server.link)
+        assert re.fullmatch(
+            rf"http://127\.0\.0\.1:{client.server.port}/\?token=[\w-]{{43}}", client.server.link
+        )
     assert capfd.readouterr() == ("", "")

@@ -16,7 +16,9 @@ WARNING = (
 
 
 def explore(
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts to begin with; two can be compared.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="Texts to begin with; two can be compared.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="A local directory with safetensors, or a GGUF file; default MiniLM."),

@@ -87,7 +87,10 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
         "max": None if block == 1 else pack(facts.max[coarser][head]),
         **{name: pack(getattr(facts, name)[head]) for name in ("column", "entropy", "normalized")},
         **{name: pack(x[head]) for name, x in (("rowMax", facts.row_max), ("delimiters", facts.delimiters))},
-        "distances": {"first": int(facts.distances[first]), "mass": pack(facts.by_distance[head][first:last])},
+        "distances": {
+            "first": int(facts.distances[first]),
+            "mass": pack(facts.by_distance[head][first:last]),
+        },
         "topWeights": pack(facts.top_weights[head]),
         "topKeys": pack(facts.top_keys[head]),
         "hasSink": trace.layers[layer].options.get("sink") is not None,

@@ -118,7 +118,8 @@ class Trace:
 
     def _facts(self, layer: Layer) -> Facts:
         mass, largest, delimiter = (
-            layer.fact(fact) for fact in wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
+            layer.fact(fact)
+            for fact in wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
         )
         entropy, distance, top = (layer.fact(x) for x in (Entropy(), DistanceHistogram(), TopK(TOP)))
         return Facts(

@@ -98,9 +98,7 @@ def _rows(trace: Trace, rows: Iterable[int]) -> list[int]:
     return found
 
 
-def _trace_data(
-    trace: Trace, heads: list[Head], rows: list[int], embed: str, budget: int
-) -> dict[str, Any]:
+def _trace_data(trace: Trace, heads: list[Head], rows: list[int], embed: str, budget: int) -> dict[str, Any]:
     data = overview(trace, heads)
     data["facts"] = [_head_data(trace, head, rows, embed, budget) for head in heads]
     return data
