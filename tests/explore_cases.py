@@ -16,7 +16,7 @@ from regard import explore
 from regard.explore._server import Server
 from regard.masks import Causal
 
-WORDS = "the cat sat on the mat and looked at it".split()
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "it"]
 
 
 def small(

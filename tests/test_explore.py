@@ -82,14 +82,15 @@ def test_rows_are_exact_with_options() -> None:
     assert_close(torch.tensor(trace.rows(0, 3, [0, 5])), weights[3, [0, 5]])
 
 
-@pytest.mark.parametrize(
-    "options", [{"mask": Lengths(9)}, {"mask": Window(3, 2)}, {"bias": torch.arange(23.0)}, {}]
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_rows_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
     trace = small(**({"mask": None} | options)).traces[0]
     every = trace.layers[1].rows(list(range(23)))[0, 2].numpy()
     for queries in ([5], range(4, 9), [7, 3, 22], [0, 22]):
         np.testing.assert_allclose(trace.rows(1, 2, queries), every[list(queries)], atol=1e-6)
+    for queries, keys in ((range(4, 9), range(3, 20)), (range(23), range(5)), (range(1), range(20, 23))):
+        expected = every[queries.start : queries.stop, keys.start : keys.stop]
+        np.testing.assert_allclose(trace.tile(1, 2, queries, keys), expected, atol=1e-6)
 
 
 def test_overview_has_every_head_with_its_roles() -> None:

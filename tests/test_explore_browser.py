@@ -16,7 +16,7 @@ import torch
 from explore_cases import WORDS, harmful_tokens, running, small
 
 from regard import explore
-from regard.masks import Causal, Window
+from regard.masks import Window
 
 pytestmark = pytest.mark.browser
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -40,7 +41,8 @@ class Site:
         self._next = self._given
         self._read = read
         self._reading = False
-        self._worker = ThreadPoolExecutor(1, "regard-explore")  # one computation at a time
+        # One computation at a time; rows have a place of their own, since a click waits for them.
+        self._worker, self._rows = (ThreadPoolExecutor(1, f"regard-{name}") for name in ("explore", "rows"))
 
     def app(self) -> Starlette:
         head = "/api/{trace:int}/{layer:int}/{head:int}"
@@ -70,18 +72,15 @@ class Site:
         """The weights of one query, exact."""
         trace, layer, head = self._head(request)
         row = _index(request, "row", len(trace.queries))
-        return await self._computed(lambda: {"row": pack(trace.rows(layer, head, [row])[0])})
+        return await self._computed(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows)
 
     async def tile(self, request: Request) -> Response:
         """The weights of a square of queries and keys, exact."""
         trace, layer, head = self._head(request)
         row, key = _index(request, "row", len(trace.queries)), _index(request, "key", len(trace.keys))
-
-        def weights() -> dict[str, Any]:
-            rows = range(row, min(row + MAX_TILE, len(trace.queries)))
-            return {"tile": pack(trace.rows(layer, head, rows)[:, key : key + MAX_TILE])}
-
-        return await self._computed(weights)
+        queries = range(row, min(row + MAX_TILE, len(trace.queries)))
+        keys = range(key, min(key + MAX_TILE, len(trace.keys)))
+        return await self._computed(lambda: {"tile": pack(trace.tile(layer, head, queries, keys))})
 
     async def text(self, request: Request) -> Response:
         """Reads a text with the model that was chosen at the start."""
@@ -92,7 +91,7 @@ class Site:
             raise HTTPException(503, "another text is being read")
         self._reading = True
         try:
-            trace = await self._run(self._read, text)
+            trace = await self._run(partial(self._read, text))
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         finally:
@@ -120,13 +119,16 @@ class Site:
         return trace, layer, _index(request, "head", trace.layers[layer].heads)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._worker, self._rows):
+            executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _computed(self, make: Callable[[], dict[str, Any]]) -> Response:
-        return _json(await self._run(make))
+    async def _computed(
+        self, make: Callable[[], Any], executor: ThreadPoolExecutor | None = None
+    ) -> Response:
+        return _json(await self._run(make, executor))
 
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+    async def _run(self, make: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor or self._worker, make)
 
 
 async def static(request: Request) -> Response:

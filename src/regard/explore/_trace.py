@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .._attention import attention
 from .._evidence import evidence
 from ..facts import (
     BlockMass,
@@ -151,14 +153,33 @@ class Trace:
 
     def _range(self, call: Layer, head: int, first: int, end: int) -> Array:
         """Rows from one query to another of one head alone: what is not wanted is not computed."""
+        q, k, options = self._part(call, head, first, end)
+        (rows,) = evidence(q, k, None, Rows(range(end - first)), **options)
+        found: Array = rows[0].float().cpu().numpy()
+        return found
+
+    def tile(self, layer: int, head: int, queries: range, keys: range) -> Array:
+        """Exact weights of some queries and keys that follow each other, (Q, K)."""
+        call = self.layers[layer]
+        if not _goes_by_position(call):
+            return self.rows(layer, head, queries)[:, keys.start : keys.stop]
+        q, k, options = self._part(call, head, queries.start, queries.stop)
+        inner = {**options, "offset": options["offset"] - keys.start, "sink": None}
+        among = k[:, keys.start : keys.stop]
+        (rows,) = evidence(q, among, None, Rows(range(len(queries))), **inner)
+        # The rows sum to 1 over these keys alone; the two LSEs say what part of everything that is.
+        part, everything = _lse(q, among, inner), _lse(q, k, options)
+        share = torch.where(part.isfinite(), (part - everything).exp(), 0.0)
+        found: Array = (rows * share[..., None])[0].float().cpu().numpy()
+        return found
+
+    def _part(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
         assert call.q is not None and call.k is not None  # checked when the trace was made
         q, k, sink = call.q[self.sample], call.k[self.sample], call.options.get("sink")
         own = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
         group = head // (len(q) // len(k))
-        parts = q[head : head + 1, first:end], k[group : group + 1]
-        (rows,) = evidence(*parts, None, Rows(range(end - first)), **{**call.options, **own})
-        found: Array = rows[0].float().cpu().numpy()
-        return found
+        return q[head : head + 1, first:end], k[group : group + 1], {**call.options, **own}
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
         """The roles of each head that it has by their definitions, with scores."""
@@ -172,3 +193,9 @@ def _goes_by_position(call: Layer) -> bool:
     """Whether a query is known by its position alone, so that others can be left out."""
     mask = call.options.get("mask")
     return call.options.get("bias") is None and (mask is None or isinstance(mask, Causal | Window))
+
+
+@torch.no_grad()
+def _lse(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    _, lse = attention(q, k, k[..., :1], **options, return_lse=True)
+    return lse

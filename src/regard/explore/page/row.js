@@ -5,15 +5,21 @@ import { EXACT, NOT_COMPUTED, labelElement, number, percent, shown } from "./lab
 const LISTED = 60;
 const AROUND = 4;  // tokens of text on both sides of a key
 
-// { keys, weights, label, isWhole }: all keys by falling weight, or the largest that are known.
+// What is known of a query, whole or not: { keys: the first few by falling weight, weights: all that are known,
+// falling, at(key), label, isWhole }.
 export function ranked(head, row, whole) {
-  if (whole) {
-    const order = Array.from(whole.values.keys()).filter((key) => whole.values[key] > 0);
-    order.sort((a, b) => whole.values[b] - whole.values[a] || a - b);
-    return { keys: order, weights: order.map((key) => whole.values[key]), label: whole.label, isWhole: true };
-  }
+  if (whole) return rankedWhole(whole);
   const from = row * head.top, keys = Array.from(head.topKeys.subarray(from, from + head.top)).filter((key) => key >= 0);
-  return { keys, weights: Array.from(head.topWeights.subarray(from, from + keys.length)), label: EXACT, isWhole: false };
+  const weights = head.topWeights.subarray(from, from + keys.length);
+  return { keys, weights, at: (key) => weights[keys.indexOf(key)] ?? 0, label: EXACT, isWhole: false };
+}
+
+function rankedWhole({ values, label }) {
+  const weights = values.filter((weight) => weight > 0).sort().reverse(), keys = [];
+  const least = weights[Math.min(LISTED, weights.length) - 1];
+  values.forEach((weight, key) => { if (weight >= least) keys.push(key); });
+  keys.sort((a, b) => values[b] - values[a] || a - b);
+  return { keys: keys.slice(0, LISTED), weights, at: (key) => values[key], label, isWhole: true };
 }
 
 // How many of the largest weights carry the share; null where that needs weights which are not known.
@@ -24,13 +30,13 @@ export function carriers({ weights, isWhole }, share) {
     sum += weights[n];
     if (sum >= share * total - 1e-6) return { count: n + 1, mass: sum };
   }
-  return isWhole ? { count: weights.length, mass: sum } : { count: null, mass: sum };
+  return { count: isWhole ? weights.length : null, mass: sum };
 }
 
 export function rowLabel(place, ranking, head, row) {
   const facts = ` entropy ${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of even; largest ${number(head.rowMax[row])}`;
   if (ranking.isWhole) {
-    place.replaceChildren(`${ranking.keys.length} weights `, labelElement(ranking.label), facts);
+    place.replaceChildren(`${ranking.weights.length} weights `, labelElement(ranking.label), facts);
   } else {
     place.replaceChildren(
       `the ${ranking.keys.length} largest weights `, labelElement(EXACT), " the others ", labelElement(NOT_COMPUTED), facts);
@@ -44,7 +50,7 @@ export function shareText(ranking, share) {
 }
 
 export function listTop(place, ranking, share, trace, onChoose) {
-  const { count } = carriers(ranking, share), many = Math.min(count ?? ranking.keys.length, LISTED);
+  const { count } = carriers(ranking, share), many = count ?? ranking.keys.length;
   place.replaceChildren(...ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose)));
   if ((count ?? 0) > LISTED) {
     const more = document.createElement("li");

@@ -12,10 +12,9 @@ export function windowAround(count, place) {
 
 export function drawTokens(place, trace, { at, ranking, row, marks, palette, onChoose }) {
   const [first, end] = windowAround(trace.keys.length, at);
-  const weights = new Map(ranking ? ranking.keys.map((key, n) => [key, ranking.weights[n]]) : []);
   const found = new Set(marks), chosen = row === null ? -1 : row + trace.offset;
   place.replaceChildren(...trace.keys.slice(first, end).map((token, n) => {
-    const key = first + n, button = document.createElement("button"), weight = weights.get(key) ?? 0;
+    const key = first + n, button = document.createElement("button"), weight = ranking?.at(key) ?? 0;
     button.type = "button";
     button.textContent = shown(token);
     button.dataset.key = key;
