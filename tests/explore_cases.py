@@ -112,10 +112,14 @@ _PAYLOADS = (
     "<a href=//evil.example ping=//evil.example>x</a>", "<link rel=stylesheet href=//evil.example>",
     "<meta http-equiv=refresh content='0;url=//evil.example'>", "<object data=//evil.example>",
     "${pwned()}", "`;pwned();`", "';pwned();'", '";pwned();"', "\\u003cscript\\u003e", "\\", "\\'", '\\"',
-    "{{constructor.constructor('pwned()')()}}", "<math><mtext></table><mglyph><style><!--</style><img onerror=pwned()>",
-    "<details open ontoggle=pwned()>", "<video><source onerror=pwned()>", "<body onload=pwned()>", "&lt;script&gt;",
-    "&#60;script&#62;pwned()&#60;/script&#62;", "%3Cscript%3Epwned()%3C/script%3E", "__proto__", "constructor",
-    "<script src=//evil.example></script>", "</textarea><script>pwned()</script>", "<x onclick=pwned()>", "\x00<b>",
+    "{{constructor.constructor('pwned()')()}}",
+    "<math><mtext></table><mglyph><style><!--</style><img onerror=pwned()>",
+    "<details open ontoggle=pwned()>", "<video><source onerror=pwned()>", "<body onload=pwned()>",
+    "&lt;script&gt;",
+    "&#60;script&#62;pwned()&#60;/script&#62;", "%3Cscript%3Epwned()%3C/script%3E", "__proto__",
+    "constructor",
+    "<script src=//evil.example></script>", "</textarea><script>pwned()</script>", "<x onclick=pwned()>",
+    "\x00<b>",
 )  # fmt: skip
 _ODD = (
     "\x00",
@@ -143,14 +147,17 @@ def harmful_tokens() -> list[str]:
 
 HOSTS = (
     "evil.com", "127.0.0.1.evil.com:{port}", "0.0.0.0:{port}", "localhost.evil.com:{port}", "evil.com:{port}",
-    "127.0.0.1", "localhost", "127.0.0.1:1", "localhost:{port}1", "[::1]", "[::]:{port}", "[::ffff:127.0.0.1]:{port}",
+    "127.0.0.1", "localhost", "127.0.0.1:1", "localhost:{port}1", "[::1]", "[::]:{port}",
+    "[::ffff:127.0.0.1]:{port}",
     "127.1:{port}", "2130706433:{port}", "0x7f.0.0.1:{port}", "127.0.0.2:{port}", "LOCALHOST.:{port}",
     "127.0.0.1:{port}@evil.com", "evil.com@127.0.0.1:{port}", "127.0.0.1:{port},evil.com", "",
 )  # fmt: skip
 
 _UP = (
-    "../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..\\", "..%5c", "%252e%252e%252f", "....//", "..;/", "%c0%ae%c0%ae/",
-    "/", "//", "\\\\host\\share\\", "%5c%5chost%5cshare%5c", "C:/", "C:%5c", "file:///", "./", "%00", "page/../../",
+    "../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..\\", "..%5c", "%252e%252e%252f", "....//", "..;/",
+    "%c0%ae%c0%ae/",
+    "/", "//", "\\\\host\\share\\", "%5c%5chost%5cshare%5c", "C:/", "C:%5c", "file:///", "./", "%00",
+    "page/../../",
 )  # fmt: skip
 _FILES = ("etc/passwd", "_page.py", "index.html%00.js", "explorer.py", "page/index.html")
 

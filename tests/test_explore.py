@@ -82,6 +82,15 @@ def test_rows_are_exact_with_options() -> None:
     assert_close(torch.tensor(trace.rows(0, 3, [0, 5])), weights[3, [0, 5]])
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mask": Lengths(9)},
+    {"mask": Window(3, 2)},
+    {"bias": torch.arange(23.0)},
+    {"mask": Causal(), "sink": torch.tensor([0.5, -1.0, 2.0]), "softcap": 2.0, "scale": 0.5},
+]
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_rows_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
     trace = small(**({"mask": None} | options)).traces[0]

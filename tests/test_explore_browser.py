@@ -27,7 +27,8 @@ WEIGHTS = "#top li span[data-key]"
 WATCH = """() => {
   window.answered = new Promise((resolve) => {
     let start = null;
-    document.addEventListener("pointerup", () => { start = performance.now(); }, { capture: true, once: true });
+    const released = () => { start = performance.now(); };
+    document.addEventListener("pointerup", released, { capture: true, once: true });
     new MutationObserver(() => {
       if (start !== null && document.getElementById("rowLabel").textContent.includes(window.awaited)) {
         resolve(performance.now() - start);
@@ -36,7 +37,8 @@ WATCH = """() => {
   });
 }"""
 TREE = """() => {
-  const tree = (node) => [node.tagName, node.id, [...node.children].filter((x) => !x.matches(".badge")).map(tree)];
+  const inside = (node) => [...node.children].filter((x) => !x.matches(".badge"));
+  const tree = (node) => [node.tagName, node.id, inside(node).map(tree)];
   return JSON.stringify(tree(document.documentElement));
 }"""
 

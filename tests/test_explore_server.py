@@ -66,7 +66,8 @@ def test_rows_and_tiles_are_exact(client: Client, explorer: Explorer) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/api/9", "/api/0/2/0", "/api/0/0/3", "/api/0/0/0/rows/200", "/api/0/0/0/tiles/0/200", "/api/0/0/0/rows/-1",
+    ["/api/9", "/api/0/2/0", "/api/0/0/3", "/api/0/0/0/rows/200", "/api/0/0/0/tiles/0/200",
+    "/api/0/0/0/rows/-1",
      "/api/0/0/0/rows/x", "/api/0/0/0/rows/" + "9" * 400, "/api/x", "/nothing"],
 )  # fmt: skip
 def test_what_is_not_there_is_404(client: Client, path: str) -> None:
@@ -241,12 +242,15 @@ def test_only_loopback_listens(client: Client) -> None:
     assert "127.0.0.1" in listening
 
 
+async def no_app(scope: Any, receive: Any, send: Any) -> None: ...
+
+
 def test_another_host_keeps_the_token() -> None:
-    guard = Guard(lambda *_: None, 80, "0.0.0.0")  # type: ignore[arg-type, return-value]
+    guard = Guard(no_app, 80, "0.0.0.0")
     assert guard._is_ours("192.0.2.7:80")
     assert guard._is_ours("localhost:80")
     assert not guard._is_ours("evil.com:80")
-    assert not Guard(lambda *_: None, 80, "192.0.2.7")._is_ours("192.0.2.8:80")  # type: ignore[arg-type, return-value]
+    assert not Guard(no_app, 80, "192.0.2.7")._is_ours("192.0.2.8:80")
     with running(small(), "0.0.0.0") as client:
         assert client.ask("/").status == 403
         assert client.enter().ask("/").status == 200
@@ -298,8 +302,9 @@ def test_bodies_without_a_length_are_counted(client: Client) -> None:
 
     with socket.create_connection(("127.0.0.1", client.server.port), 10) as raw:
         raw.sendall(
-            f"POST /api/text HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\nOrigin: http://{client.host}\r\n"
-            "Sec-Fetch-Site: same-origin\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            f"POST /api/text HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n"
+            f"Origin: http://{client.host}\r\nSec-Fetch-Site: same-origin\r\n"
+            "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         )
         with suppress(OSError):  # it may hang up before it has heard everything
             raw.sendall(chunks())
@@ -309,7 +314,8 @@ def test_bodies_without_a_length_are_counted(client: Client) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b'"text"', b"{}", b'{"text": 3}', b'{"text": ""}', b'{"text": " \\n"}', b'{"text": null}',
+        b"", b"{", b"[]", b'"text"', b"{}", b'{"text": 3}', b'{"text": ""}', b'{"text": " \\n"}',
+        b'{"text": null}',
         b"\xff\xfe", b"[" * 10_000, b'{"text":' * 10_000, b"NaN",
         json.dumps({"text": "a " * (MAX_CHARACTERS // 2 + 1)}).encode(),
         json.dumps({"text": "a " * 5000}).encode(),

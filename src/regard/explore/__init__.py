@@ -1,4 +1,4 @@
-"""The explorer: attention in a browser, from this machine or as one file. Needs the extra `explore` to serve."""
+"""The explorer: attention in a browser, served by this machine (extra `explore`) or as one file."""
 
 from ._make import captured as captured
 from ._make import tensors as tensors

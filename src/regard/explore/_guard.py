@@ -102,7 +102,7 @@ class Guard:
 
 
 def _matches(given: Iterable[str], secret: str) -> bool:
-    return any([secrets.compare_digest(one.encode(), secret.encode()) for one in given])
+    return any(secrets.compare_digest(one.encode(), secret.encode()) for one in given)
 
 
 def _cookies(scope: Scope, name: str) -> list[str]:

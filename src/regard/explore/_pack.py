@@ -106,14 +106,13 @@ def _ends(mass: Array) -> tuple[int, int]:
 def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
     """What a browser needs to compute any row of the head: q and k in 16 bits, and the meaning of a score."""
     call = trace.layers[layer]
-    assert call.q is not None and call.k is not None  # checked by the trace
-    q, k, sink = call.q[trace.sample], call.k[trace.sample], call.options.get("sink")
+    q, k = trace.queries_and_keys(call, head)
     left, right = _window(call)
-    scale = call.options.get("scale")
+    scale, sink = call.options.get("scale"), call.options.get("sink")
     return {
-        "q": pack(_half(q[head])),
-        "k": pack(_half(k[head // (len(q) // len(k))])),
-        "scale": q.shape[2] ** -0.5 if scale is None else float(scale),
+        "q": pack(_half(q)),
+        "k": pack(_half(k)),
+        "scale": q.shape[1] ** -0.5 if scale is None else float(scale),
         "softcap": call.options.get("softcap"),
         "sink": None if sink is None else float(sink[head]),
         "left": left,

@@ -1,4 +1,4 @@
-"""Texts as a model sees them. The model comes from a package or a checked directory; nothing is downloaded."""
+"""Texts as a model sees them. Models come from a package or a checked directory; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the weights of one layer. Everything is exact; blocks are sums or maxima of weights."""
+    """What is known of the weights of one layer. All is exact; blocks are sums or maxima of weights."""
 
     mass: tuple[Array, ...]  # (Hq, nq, nk) each, finest first; every next one has blocks twice as large
     max: tuple[Array, ...]
@@ -175,11 +175,17 @@ class Trace:
 
     def _part(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
-        assert call.q is not None and call.k is not None  # checked when the trace was made
-        q, k, sink = call.q[self.sample], call.k[self.sample], call.options.get("sink")
+        q, k = self.queries_and_keys(call, head)
+        sink = call.options.get("sink")
         own = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
-        group = head // (len(q) // len(k))
-        return q[head : head + 1, first:end], k[group : group + 1], {**call.options, **own}
+        return q[None, first:end], k[None], {**call.options, **own}
+
+    def queries_and_keys(self, call: Layer, head: int) -> tuple[Tensor, Tensor]:
+        """(Lq, D), (Lk, D)"""
+        assert call.q is not None  # checked when the trace was made
+        assert call.k is not None
+        q, k = call.q[self.sample], call.k[self.sample]
+        return q[head], k[head // (len(q) // len(k))]
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
         """The roles of each head that it has by their definitions, with scores."""
