@@ -251,7 +251,7 @@ def test_a_served_trace_of_100_000_tokens_answers_at_once(visit: Open, long: exp
     with running(long) as client:
         page = visit(client.server.link, f"http://{client.host}/")
         times = []
-        for query in (70_003, 12_345, 99_999):
+        for query in (70_003, 12_345, 99_999, 45_678, 31_415, 88_888):  # the machine may be busy with others
             go_to(page, query)
             times.append(seconds_to_answer(page, query, "256 weights"))
             same(listed(page), long.traces[0].rows(0, 0, [query])[0])

@@ -106,7 +106,7 @@ async function loadRow(pane) {
   if (row === null) return;
   pane.ranking = ranked(pane.head, row, null);
   if (pane === first) showRow();
-  const head = pane.head, whole = await source.row(head, row);
+  const { head } = pane, whole = await source.row(head, row);
   if (pane.head !== head || pane.map.row !== row) return;
   pane.whole = whole;
   pane.ranking = ranked(head, row, whole);

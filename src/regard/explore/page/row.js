@@ -94,10 +94,13 @@ export function drawStrip(canvas, ranking, whole, count) {
     values = new Float32Array(count);
     ranking.keys.forEach((key, n) => { values[key] = ranking.weights[n]; });
   }
+  const largest = ranking.weights[0] || 1;
   for (let p = 0; p < width; p++) {
-    const tall = largestIn(values, (p / width) * count, ((p + 1) / width) * count) * height;
+    const tall = (largestIn(values, (p / width) * count, ((p + 1) / width) * count) / largest) * (height - 14);
     c.fillRect(p, height - tall, 1, tall);
   }
+  c.font = "11px system-ui, sans-serif";
+  c.fillText(`all keys, 0 to ${number(largest)}`, 2, 10, width);
 }
 
 // Buckets of distance that double; each bar is the mass of its bucket. Keys behind are right of the middle.
