@@ -94,8 +94,9 @@ def main() -> None:
             page.evaluate("scrollTo(0, 0)")
             page.wait_for_timeout(300)
             page.screenshot(path=IMAGES / f"{name}.png")
-            print(
-                f"{name}.png: {(IMAGES / f'{name}.png').stat().st_size:,} bytes; {path.stat().st_size:,} of page"
+            image = IMAGES / f"{name}.png"
+            page.screenshot(path=image)
+            print(f"{name}.png: {image.stat().st_size:,} bytes; {path.stat().st_size:,} of page")
             )
 
 

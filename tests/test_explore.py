@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import model_files
 import numpy as np
 import pytest
 import torch
@@ -131,6 +132,68 @@ def test_a_capture_can_be_explored() -> None:
         layer(x, x, x)
     with pytest.raises(ValueError, match="expected those of capture"):
         explore.captured(seen)
+
+
+def test_an_estimate_counts_what_the_mask_leaves() -> None:
+    q, k = torch.randn(2, 700, 8), torch.randn(1, 700, 8)
+    found = explore.estimate(q, k, mask=Causal())
+    assert found.flops == 2 * 8 * 2 * 700 * 701 // 2
+    assert 0 < found.seconds < 60
+    assert "TFLOP, about" in str(found)
+    later = explore.estimate(q, k, mask=Causal(), offset=3)
+    assert later.flops > found.flops
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("model")
+    model_files.write_llama_directory(path)
+    return path
+
+
+def test_a_directory_reads_texts(directory: Path) -> None:
+    explorer = explore.text("hello you", model=directory)
+    (trace,) = explorer.traces
+    assert "".join(trace.keys).replace("\u0120", " ").endswith("hello you")
+    assert trace.model == directory.name
+    weights = np.stack([trace.rows(0, 1, [i])[0] for i in range(len(trace.keys))])
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
+    assert not np.triu(weights, 1).any()
+    assert explorer.read is not None
+    for text, match in ((" ", "text: expected some text"), ("word " * 5000, "text: expected from 1 to")):
+        with pytest.raises(ValueError, match=match):
+            explorer.read(text)
+
+
+@pytest.mark.parametrize("name", ["_attn_implementation_internal", "auto_map", "pickle"])
+def test_harmful_directories_are_refused(directory: Path, tmp_path: Path, name: str) -> None:
+    for file in directory.iterdir():
+        if name != "pickle" or file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | ({} if name == "pickle" else {name: "evil/x"})))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    with pytest.raises(ValueError, match="safetensors" if name == "pickle" else name):
+        explore.text("hello", model=tmp_path)
+
+
+def test_the_command_writes_a_file(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from regard.cli._app import app
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(
+        app, ["explore", "hello", "you", "--model", str(directory), "--save", str(page)]
+    )
+    assert result.exit_code == 0, result.output
+    assert [trace["title"] for trace in data_of(page.read_text(encoding="utf-8"))["traces"]] == [
+        "hello",
+        "you",
+    ]
 
 
 # --- the file ---

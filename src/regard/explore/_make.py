@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import see
 from .._arguments import describe
+from .._measuring import best_times
+from .._plan import plan
 from ._trace import Trace, wanted
 from .explorer import Explorer
+
+SAMPLE = 256  # queries that are timed
 
 
 def text(*texts: str, model: str | Path | None = None) -> Explorer:
@@ -55,10 +60,37 @@ def tensors(
     if len(keys) != Lk:
         raise ValueError(f"tokens: expected Lk = {Lk}, got {len(keys)}")
     layers = [
-        see.record(*pair, keys if Lq == Lk else None, name=f"layer {i}", want=wanted(Lq, Lk, keys), **options)
-        for i, pair in enumerate(pairs)
+        see.record(*pair, keys if Lq == Lk else None, want=wanted(Lq, Lk, keys), **options) for pair in pairs
     ]
     return Explorer((_trace(layers, keys, 0, title),))
+
+
+class Estimate(NamedTuple):
+    """What the facts of one call will take, without heads' roles by tokens, which are less."""
+
+    flops: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.flops / 1e12:.3g} TFLOP, about {self.seconds:.3g} seconds"
+
+
+def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
+    """What `tensors(q, k, **options)` will take, before it is asked: the last queries are timed.
+
+    A mask or a bias must speak of positions: one given as a matrix does not fit the last queries alone.
+
+    Example:
+        >>> print(explore.estimate(q, k, mask=masks.Causal()))   # then perhaps q[:, -1000:] instead
+    """
+    whole, few = plan(q, k, k, **options), q[..., -SAMPLE:, :]
+    if options.get("offset") is not None:
+        options = options | {"offset": options["offset"] + q.shape[-2] - few.shape[-2]}
+    sample = plan(few, k, k, **options)
+    run = partial(see.record, few, k, want=wanted(few.shape[-2], k.shape[-2], ()), **options)
+    seconds = best_times({"sample": run}, 0, least=2)["sample"]
+    share = whole.flops_executed / max(1, sample.flops_executed)
+    return Estimate(whole.flops // 2, seconds * share)  # values are not read
 
 
 def captured(

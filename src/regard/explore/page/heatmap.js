@@ -192,20 +192,16 @@ export class HeatMap {
     const largest = this.head.column.reduce((a, b) => Math.max(a, b), 0);
     c.fillStyle = this.ink;
     const y = TOP + TRACK;
-    for (let p = 0; p < plot.w; p++) {
-      const value = largestIn(this.head.column, view.x + (p / plot.w) * view.w, view.x + ((p + 1) / plot.w) * view.w);
+    this.eachPixel(this.head.column, view.x, view.w, plot.w, (p, value) => {
       const tall = (value / (largest || 1)) * TRACK;
       c.fillRect(plot.x + p, y - tall, 1, tall);
-    }
+    });
     this.caption("read by all,", 2, y - 20, plot.x - 6);
     this.caption(`to ${number(largest)}`, 2, y - 7, plot.x - 6);
     if (narrow) return;
     ROW_TRACKS.forEach(([name, text], n) => {
       const x = plot.x + plot.w + GAP + n * (TRACK + GAP);
-      for (let p = 0; p < plot.h; p++) {
-        const value = largestIn(this.head[name], view.y + (p / plot.h) * view.h, view.y + ((p + 1) / plot.h) * view.h);
-        c.fillRect(x, plot.y + p, value * TRACK, 1);
-      }
+      this.eachPixel(this.head[name], view.y, view.h, plot.h, (p, value) => c.fillRect(x, plot.y + p, value * TRACK, 1));
       c.strokeRect(x - 0.5, plot.y - 0.5, TRACK, plot.h + 1);
       c.save();
       c.translate(x + TRACK / 2, plot.y - 6);
@@ -213,6 +209,17 @@ export class HeatMap {
       this.caption(`${text}, 0 to 1`, 0, 0, TOP);
       c.restore();
     });
+  }
+
+  // A pixel stands for some tokens: pale for the largest of them, dark for their mean.
+  eachPixel(values, start, size, pixels, draw) {
+    for (let p = 0; p < pixels; p++) {
+      const { largest, mean } = summary(values, start + (p / pixels) * size, start + ((p + 1) / pixels) * size);
+      this.context.globalAlpha = 0.35;
+      draw(p, largest);
+      this.context.globalAlpha = 1;
+      draw(p, mean);
+    }
   }
 
   caption(text, x, y, width) {
@@ -320,13 +327,15 @@ function niceStep(least) {
   return Math.max(1, [1, 2, 5, 10].find((n) => n * power >= least) * power);
 }
 
-// The largest value of the tokens from a to b, both as fractions of tokens.
-export function largestIn(values, a, b) {
-  let largest = 0;
-  for (let i = Math.max(0, Math.floor(a)); i < Math.min(values.length, Math.max(b, Math.floor(a) + 1)); i++) {
+// The largest value and the mean of the tokens from a to b, both as fractions of tokens.
+export function summary(values, a, b) {
+  const first = Math.max(0, Math.floor(a)), end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));
+  let largest = 0, sum = 0;
+  for (let i = first; i < end; i++) {
+    sum += values[i];
     if (values[i] > largest) largest = values[i];
   }
-  return largest;
+  return { largest, mean: sum / Math.max(1, end - first) };
 }
 
 const quoted = (token) => `“${shown(token)}”`;

@@ -1,5 +1,5 @@
 // One query: its largest weights with their text, and how few keys carry how much.
-import { largestIn } from "./heatmap.js";
+import { summary } from "./heatmap.js";
 import { EXACT, NOT_COMPUTED, labelElement, number, percent, shown } from "./labels.js";
 
 const LISTED = 60;
@@ -96,7 +96,7 @@ export function drawStrip(canvas, ranking, whole, count) {
   }
   const largest = ranking.weights[0] || 1;
   for (let p = 0; p < width; p++) {
-    const tall = (largestIn(values, (p / width) * count, ((p + 1) / width) * count) / largest) * (height - 14);
+    const tall = (summary(values, (p / width) * count, ((p + 1) / width) * count).largest / largest) * (height - 14);
     c.fillRect(p, height - tall, 1, tall);
   }
   c.font = "11px system-ui, sans-serif";
