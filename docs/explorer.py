@@ -93,11 +93,9 @@ def main() -> None:
             prepare(page, explorer.traces[0])
             page.evaluate("scrollTo(0, 0)")
             page.wait_for_timeout(300)
-            page.screenshot(path=IMAGES / f"{name}.png")
             image = IMAGES / f"{name}.png"
             page.screenshot(path=image)
             print(f"{name}.png: {image.stat().st_size:,} bytes; {path.stat().st_size:,} of page")
-            )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ Head = tuple[int, int]  # layer, head
 
 
 def pack(array: Array) -> dict[str, Any]:
-    data = zlib.compress(np.ascontiguousarray(array), 1)
+    data = zlib.compress(array.tobytes(), 1)
     return {
         "type": TYPES[str(array.dtype)],
         "shape": list(array.shape),

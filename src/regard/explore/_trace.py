@@ -139,17 +139,18 @@ class Trace:
         )
 
     def _own(self, result: Tensor) -> Array:
-        return result[self.sample].float().cpu().contiguous().numpy()
+        own: Array = result[self.sample].float().cpu().contiguous().numpy()
+        return own
 
     def rows(self, layer: int, head: int, queries: Sequence[int]) -> Array:
         """Exact rows of weights, (R, Lk)."""
         call, first, last = self.layers[layer], min(queries), max(queries)
         if not _goes_by_position(call):
-            return self._own(call.rows(list(queries)))[head]
+            rows: Array = self._own(call.rows(list(queries)))[head]
+            return rows
         if last - first + 1 > 2 * len(queries):
             return np.concatenate([self.rows(layer, head, [query]) for query in queries])
-        rows = self._range(call, head, first, last + 1)
-        return rows[[query - first for query in queries]]
+        return np.take(self._range(call, head, first, last + 1), [query - first for query in queries], 0)
 
     def _range(self, call: Layer, head: int, first: int, end: int) -> Array:
         """Rows from one query to another of one head alone: what is not wanted is not computed."""
@@ -203,5 +204,5 @@ def _goes_by_position(call: Layer) -> bool:
 
 @torch.no_grad()
 def _lse(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    _, lse = attention(q, k, k[..., :1], **options, return_lse=True)
-    return lse
+    found: tuple[Tensor, Tensor] = attention(q, k, k[..., :1], **options, return_lse=True)
+    return found[1]

@@ -64,7 +64,12 @@ class Explorer:
 
         server = Server(list(self.traces), self.read, host, port)
         print(f"{server.link}\nThe link works once, in one browser. Ctrl-C ends.", flush=True)
-        server.run(lambda: webbrowser.open(server.link) if open_browser else None)
+
+        def started() -> None:
+            if open_browser:
+                webbrowser.open(server.link)
+
+        server.run(started)
 
     def _data(self, heads: Sequence[Head] | None, rows: Sequence[int], embed: str) -> dict[str, Any]:
         if embed not in EMBED:
