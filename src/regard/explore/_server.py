@@ -110,7 +110,7 @@ class Site:
     def _trace(self, request: Request) -> Trace:
         trace = self._traces.get(request.path_params["trace"])
         if trace is None:
-            raise HTTPException(404)
+            raise HTTPException(404, "there is no such text, or it is no longer kept")
         return trace
 
     def _head(self, request: Request) -> tuple[Trace, int, int]:

@@ -260,12 +260,19 @@ export class HeatMap {
   // What the block or weight at a place is, in words, with its label.
   describe({ key, query }) {
     const block = this.shownBlock;
-    if (this.shownBlock === 1) {
+    if (this.minus) return this.describeDifference(query, key, block);
+    if (block === 1) {
       const layer = this.layer(), value = layer.at(query - layer.y, key - layer.x);
       const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): ${percent(value)}`;
       return { text, label: this.tileCovers() ? this.tile.label : EXACT };
     }
     return this.describeBlock(Math.floor(query / block), Math.floor(key / block), block);
+  }
+
+  describeDifference(query, key, block) {
+    const value = this.layer().at(Math.floor(query / block), Math.floor(key / block));
+    const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): first minus this ${percent(value)}`;
+    return { text, label: atBlocks(block) };
   }
 
   describeBlock(i, j, block) {

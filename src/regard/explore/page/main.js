@@ -10,8 +10,8 @@ import { drawTokens } from "./tokens.js";
 const $ = (id) => document.getElementById(id);
 const source = openSource();
 const state = { traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false };
-const first = { map: null, trace: null, number: null, head: null, whole: null, ranking: null };
-const second = { map: null, trace: null, number: null, head: null, whole: null, ranking: null };
+const first = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
+const second = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
 let asked = 0;  // answers to older questions are dropped
 
 first.map = newMap($("map"), first, $("caption"));
@@ -19,10 +19,10 @@ second.map = newMap($("otherMap"), second, $("otherCaption"));
 
 function newMap(canvas, pane, caption) {
   return new HeatMap(canvas, {
-    onSelect: (row) => { selectRow(row); canvas.focus({ preventScroll: true }); },
+    onSelect: (row) => { canvas.focus({ preventScroll: true }); guarded(() => selectRow(row)); },
     onHover: (at) => say(pane, at),
-    onView: () => describeView(pane, caption),
-    onNeedTile: (row, key) => loadTile(pane, row, key),
+    onView: () => { describeView(pane, caption); link(pane); },
+    onNeedTile: (row, key) => loadTile(pane, row, key).catch(complain),
   });
 }
 
@@ -36,6 +36,7 @@ async function showTrace(number) {
   Object.assign(first, { trace, number });
   Object.assign(state, { row: null, marks: [], mark: -1 });
   $("title").textContent = [trace.model, shown(trace.title)].filter(Boolean).join(" · ");
+  document.title = `Regard · ${shown(trace.title)}`;
   $("trace").value = number;
   if (!trace.heads.some((head) => head.roles.length) && state.order === "role") state.order = $("sort").value = "layer";
   showOverview();
@@ -44,7 +45,7 @@ async function showTrace(number) {
 }
 
 function showOverview() {
-  drawOverview($("overview"), first.trace, state.order, state.palette, showHead);
+  drawOverview($("overview"), first.trace, state.order, state.palette, (...which) => guarded(() => showHead(...which)));
   markHead();
 }
 
@@ -144,10 +145,10 @@ function showTokens() {
 
 // A token was chosen in the text: as a query where it is one, else its column comes into view.
 function chooseKey(key) {
-  const row = key - first.trace.offset;
-  if (row < 0 || row >= first.trace.queries.length) return first.map.setView({ ...first.map.view, x: key - first.map.view.w / 2 });
+  const row = key - first.trace.offset, { view } = first.map;
+  if (row < 0 || row >= first.trace.queries.length) return first.map.setView({ ...view, x: key - view.w / 2 });
   first.map.reveal(row);
-  return selectRow(row);
+  return guarded(() => selectRow(row));
 }
 
 function say(pane, at) {
@@ -163,9 +164,13 @@ function describeView(pane, caption) {
   caption.replaceChildren(`queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `, labelElement(label), dots);
 }
 
+// Single weights for a small view, asked for once.
 async function loadTile(pane, row, key) {
-  const head = pane.head, found = await source.tile(head, row, key);
-  if (!found || pane.head !== head) return;
+  const { head } = pane, name = [head.trace, head.layer, head.head, row, key].join("/");
+  if (pane.tile === name) return;
+  pane.tile = name;
+  const found = await source.tile(head, row, key);
+  if (!found || pane.tile !== name) return;
   pane.map.tile = { ...found, row, key };
   pane.map.draw();
   describeView(pane, pane === first ? $("caption") : $("otherCaption"));
@@ -195,13 +200,25 @@ async function showOther(number, which) {
   if (state.row !== null) await selectRow(state.row);
 }
 
+const haveOneSize = () => first.trace.keys.length === second.trace.keys.length
+  && first.trace.queries.length === second.trace.queries.length;
+
+let isLinking = false;
+
+// Both maps show the same part, if they have the same tokens.
+function link(pane) {
+  if (isLinking || !state.compared || !second.head || !haveOneSize()) return;
+  isLinking = true;
+  (pane === first ? second : first).map.setView(pane.map.view);
+  isLinking = false;
+}
+
 const isFirst = (head) => head.layer === first.head.layer && head.head === first.head.head;
 const nextHead = (heads) => heads[(heads.findIndex(isFirst) + 1) % heads.length];
 
 function updateDifference() {
   if (!state.compared || !second.head) return;
-  const fits = first.trace.keys.length === second.trace.keys.length && first.trace.queries.length === second.trace.queries.length
-    && first.head.block === second.head.block;
+  const fits = haveOneSize() && first.head.block === second.head.block;
   $("otherShows").disabled = !fits;
   if (!fits) $("otherShows").value = "head";
   second.map.minus = $("otherShows").value === "difference" ? first.head : null;
@@ -329,9 +346,13 @@ async function guarded(action) {
   try {
     await action();
   } catch (error) {
-    $("message").textContent = error.message;
-    $("message").hidden = false;
+    complain(error);
   }
+}
+
+function complain(error) {
+  $("message").textContent = error.message;
+  $("message").hidden = false;
 }
 
 function listen() {
