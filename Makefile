@@ -20,7 +20,7 @@ CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
 PY_DIRS = $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help build stubs demo test test-all bench lint format docs sanitize clips clean
+.PHONY: help build stubs demo test test-all browser bench lint format docs sanitize clips clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,10 +54,13 @@ demo: build  ## a short tour
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: build  ## the tests, without the large grids; ARGS="-k mask" narrows
-	@$(PYTEST) -m "not full" -n $(WORKERS) $(ARGS)
+	@$(PYTEST) -m "not full and not browser" -n $(WORKERS) $(ARGS)
 
 test-all: build  ## every test
 	@$(PYTEST) -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+
+browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
+	@$(PYTEST) -m browser $(ARGS)
 
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)

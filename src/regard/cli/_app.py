@@ -9,13 +9,14 @@ from .compare import compare
 from .cost import cost
 from .crossover import crossover
 from .embed import embed
+from .explore import explore
 from .generate import generate
 from .info import info
 from .search import search
 from .transcribe import transcribe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (chat, generate, embed, search, transcribe, cost, compare, crossover, info):
+for command in (chat, generate, embed, search, transcribe, explore, cost, compare, crossover, info):
     app.command()(command)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import typer
 
 EXTRAS = {"transformers": "hf", "gguf": "hf", "tokenizers": "hf", "safetensors": "hf"}
-EXTRAS |= {"matplotlib": "plot", "rich": "cli"}
+EXTRAS |= {"matplotlib": "plot", "rich": "cli", "starlette": "explore", "uvicorn": "explore"}
 
 
 @contextmanager

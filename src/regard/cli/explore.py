@@ -1,0 +1,46 @@
+"""`regard explore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._console import amount, one_line_errors, quiet_offline
+
+WARNING = (
+    "warning: {host} can be reached by others on the network; whoever has the link sees the page, and the "
+    "connection is not encrypted"
+)
+
+
+def explore(
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="Texts to begin with; two can be compared.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A local directory with safetensors, or a GGUF file; default MiniLM."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    host: Annotated[str | None, typer.Option(help="Listen there instead of this machine alone.")] = None,
+    i_know: Annotated[bool, typer.Option("--i-know", help="Confirms --host.")] = False,
+    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+) -> None:
+    """See what each head of a model attends to, in the browser."""
+    with one_line_errors():
+        if host is not None and not i_know:
+            raise ValueError(f"--host {host}: others could reach it; add --i-know if that is meant")
+        quiet_offline()
+        from ..explore import text
+
+        explorer = text(*(texts or []), model=model)
+        if save is not None:
+            size = explorer.save(save).stat().st_size
+            typer.echo(f"{save}: {amount(size)}", err=True)
+            return
+        if host is not None:
+            typer.echo(WARNING.format(host=host), err=True)
+        explorer.serve(host=host, port=port, open_browser=browser)

@@ -1,0 +1,129 @@
+"""Who may ask: the boundary in front of every route. What it refuses never reaches a handler."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
+NEAR = ("same-origin", "none")  # none: typed, or opened by another program
+
+
+class Guard:
+    """ASGI middleware. Host, then origin, then the secret; each failure is a 403 that says which."""
+
+    def __init__(self, app: ASGIApp, port: int, host: str | None = None) -> None:
+        self._app = app
+        self._port = port
+        self._host = host
+        self._token: str | None = secrets.token_urlsafe(32)
+        self._session = secrets.token_urlsafe(32)
+        self._cookie = f"regard-{port}"  # cookies of one host are shared by its ports
+
+    def link(self) -> str:
+        """The address with the token, which opens the page once."""
+        host = self._host if self._host not in (None, "0.0.0.0", "::") else "127.0.0.1"
+        return f"http://{_bracketed(str(host))}:{self._port}/?token={self._token}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        answer = answer or self._entry(scope)
+
+        async def sealed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await (answer or self._app)(scope, receive, sealed)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Requests from elsewhere, whatever they know."""
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return _forbidden("the Host header names another machine")
+        if headers.get("sec-fetch-site", "none") not in NEAR:
+            return _forbidden("the request comes from another site")
+        if scope["method"] in ("GET", "HEAD"):
+            return None
+        if headers.getlist("origin") != [f"http://{hosts[0]}"]:
+            return _forbidden("the Origin header is not this page")
+        if "sec-fetch-site" not in headers:
+            return _forbidden("the header Sec-Fetch-Site is missing")
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return _forbidden("the body is not application/json")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name, _, port = host.rpartition(":")
+        if port != str(self._port):
+            return False
+        if name in LOOPBACK:
+            return True
+        if self._host in ("0.0.0.0", "::"):  # any address of this machine, but no name that could be rebound
+            return _is_address(name)
+        return self._host is not None and name == _bracketed(self._host)
+
+    def _entry(self, scope: Scope) -> Response | None:
+        """None for who has the cookie. The token buys the cookie, once."""
+        if scope["type"] != "http":
+            return _forbidden("only HTTP is spoken here")
+        if _matches(_cookies(scope, self._cookie), self._session):
+            return None
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        if self._token is None or scope["path"] != "/" or not _matches(given, self._token):
+            return _forbidden("open the link that was printed at the start; it works once")
+        self._token = None
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
+        return answer
+
+
+def _matches(given: Iterable[str], secret: str) -> bool:
+    return any(secrets.compare_digest(one.encode(), secret.encode()) for one in given)
+
+
+def _cookies(scope: Scope, name: str) -> list[str]:
+    try:
+        jar = SimpleCookie("; ".join(Headers(scope=scope).getlist("cookie")))
+    except CookieError:
+        return []
+    return [jar[name].value] if name in jar else []
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _forbidden(reason: str) -> Response:
+    return PlainTextResponse(f"403: {reason}\n", status_code=403)

@@ -1,0 +1,115 @@
+"""Explorers of texts, of tensors, and of what `see.capture` recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import see
+from .._arguments import describe
+from .._measuring import best_times
+from .._plan import plan
+from ._trace import Trace, wanted
+from .explorer import Explorer
+
+SAMPLE = 256  # queries that are timed
+
+
+def text(*texts: str, model: str | Path | None = None) -> Explorer:
+    """What each head of a model makes of a text, or of two, to compare.
+
+    Args:
+        texts: one or more. With none, the page that `serve` shows waits for a text.
+        model: a directory of Transformers with safetensors, or a GGUF file; default MiniLM from its package.
+            Only data is read from it: no code of a model is run, no pickle is opened, nothing is downloaded.
+
+    Example:
+        >>> explore.text("The cat sat on the mat").save("page.html")
+    """
+    from ._read import reader
+
+    read = reader(None if model is None else Path(model))
+    return Explorer(tuple(map(read, texts)), read)
+
+
+def tensors(
+    q: Tensor | Sequence[Tensor],
+    k: Tensor | Sequence[Tensor],
+    tokens: Sequence[str] | None = None,
+    *,
+    title: str = "",
+    **options: Any,
+) -> Explorer:
+    """Queries and keys of one call of attention, or a list of each for several layers.
+
+    Args:
+        q: (Hq, Lq, D), or (1, Hq, Lq, D), or (Lq, D). Fewer queries than keys are the last ones: at 100,000
+            tokens q[:, -1000:] is a hundredth of the work.
+        k: (Hkv, Lk, D) likewise.
+        tokens: Lk strings; positions by default.
+        title: what the page is called.
+        options: mask, offset, bias, scale, softcap and sink, as `regard.attention` takes them.
+    """
+    pairs = list(zip(_listed("q", q), _listed("k", k), strict=True))
+    Lq, Lk = pairs[0][0].shape[-2], pairs[0][1].shape[-2]
+    keys = tuple(map(str, range(Lk))) if tokens is None else tuple(tokens)
+    if len(keys) != Lk:
+        raise ValueError(f"tokens: expected Lk = {Lk}, got {len(keys)}")
+    layers = [
+        see.record(*pair, keys if Lq == Lk else None, want=wanted(Lq, Lk, keys), **options) for pair in pairs
+    ]
+    return Explorer((_trace(layers, keys, 0, title),))
+
+
+class Estimate(NamedTuple):
+    """What the facts of one call will take, without heads' roles by tokens, which are less."""
+
+    flops: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.flops / 1e12:.3g} TFLOP, about {self.seconds:.3g} seconds"
+
+
+def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
+    """What `tensors(q, k, **options)` will take, before it is asked: the last queries are timed.
+
+    A mask or a bias must speak of positions: one given as a matrix does not fit the last queries alone.
+
+    Example:
+        >>> print(explore.estimate(q, k, mask=masks.Causal()))   # then perhaps q[:, -1000:] instead
+    """
+    whole, few = plan(q, k, k, **options), q[..., -SAMPLE:, :]
+    if options.get("offset") is not None:
+        options = options | {"offset": options["offset"] + q.shape[-2] - few.shape[-2]}
+    sample = plan(few, k, k, **options)
+    run = partial(see.record, few, k, want=wanted(few.shape[-2], k.shape[-2], ()), **options)
+    seconds = best_times({"sample": run}, 0, least=2)["sample"]
+    share = whole.flops_executed / max(1, sample.flops_executed)
+    return Estimate(whole.flops // 2, seconds * share)  # values are not read
+
+
+def captured(
+    seen: see.Capture, tokens: Sequence[str] | None = None, *, sample: int = 0, title: str = ""
+) -> Explorer:
+    """What `see.capture(model, keep="qk")` recorded, for one sample of the batch."""
+    if not seen.layers:
+        raise ValueError("seen: expected a capture that has recorded a call, got an empty one")
+    keys = seen.layers[0].key_texts(sample) if tokens is None else tuple(tokens)
+    return Explorer((_trace(seen.layers, keys, sample, title),))
+
+
+def _trace(layers: Sequence[see.Layer], keys: tuple[str, ...], sample: int, title: str) -> Trace:
+    queries = layers[0].texts(sample) if layers[0].shape[2] != len(keys) else keys
+    return Trace(title, queries, keys, tuple(layers), sample)
+
+
+def _listed(name: str, value: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    listed = [value] if isinstance(value, Tensor) else list(value)
+    if not listed or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in listed):
+        raise TypeError(f"{name}: expected a tensor (H, L, D), or a list of them, got {describe(value)}")
+    return listed

@@ -1,0 +1,144 @@
+"""A trace as JSON. The same for the server and for a file; arrays are compressed and in base64."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..masks import Causal, Window
+from ..see import Layer
+from ._trace import Array, Trace
+
+THUMBNAIL = 32  # the most blocks on a side
+TYPES = {"float32": "f4", "float16": "f2", "int32": "i4"}
+
+Head = tuple[int, int]  # layer, head
+
+
+def pack(array: Array) -> dict[str, Any]:
+    data = zlib.compress(array.tobytes(), 1)
+    return {
+        "type": TYPES[str(array.dtype)],
+        "shape": list(array.shape),
+        "data": base64.b64encode(data).decode("ascii"),
+    }
+
+
+def heads_of(trace: Trace) -> list[Head]:
+    return [(i, head) for i, layer in enumerate(trace.layers) for head in range(layer.heads)]
+
+
+def overview(trace: Trace, heads: Iterable[Head]) -> dict[str, Any]:
+    """The tokens, and a small picture and a few numbers for each head."""
+    heads = list(heads)
+    pictures = [_thumbnail(trace.facts(layer).mass)[head] for layer, head in heads]
+    roles = {layer: trace.roles(layer) for layer in {layer for layer, _ in heads}}
+    same = trace.queries is trace.keys or trace.queries == trace.keys
+    return {
+        "title": trace.title,
+        "model": trace.model,
+        "keys": list(trace.keys),
+        "queries": None if same else list(trace.queries),
+        "offset": trace.offset,
+        "layers": [layer.name for layer in trace.layers],
+        "heads": [_summary(trace, layer, head) | {"roles": roles[layer][head]} for layer, head in heads],
+        "thumbnails": pack(np.stack(pictures)),
+        "thumbnailBlock": trace.block << (_thumbnail_level(trace.facts(heads[0][0]).mass)),
+    }
+
+
+def _summary(trace: Trace, layer: int, head: int) -> dict[str, Any]:
+    facts = trace.facts(layer)
+    mass = facts.by_distance[head].astype(np.float64)
+    return {
+        "layer": layer,
+        "head": head,
+        "entropy": float(facts.normalized[head].mean()),
+        "largest": float(facts.row_max[head].mean()),
+        "delimiters": float(facts.delimiters[head].mean()),
+        "distance": float((mass * np.abs(facts.distances)).sum() / max(mass.sum(), 1e-30)),
+    }
+
+
+def _thumbnail_level(levels: tuple[Array, ...]) -> int:
+    return next(i for i, level in enumerate(levels) if max(level.shape[1:]) <= THUMBNAIL)
+
+
+def _thumbnail(levels: tuple[Array, ...]) -> Array:
+    return levels[_thumbnail_level(levels)]
+
+
+def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[str, Any]:
+    """Everything about a head. `coarser` levels of its pyramids are left out at the fine end."""
+    facts = trace.facts(layer)
+    block = trace.block << coarser
+    first, last = _ends(facts.by_distance[head])
+    return {
+        "layer": layer,
+        "head": head,
+        "block": block,
+        "mass": pack(facts.mass[coarser][head]),
+        # A block of one weight is its own maximum.
+        "max": None if block == 1 else pack(facts.max[coarser][head]),
+        **{name: pack(getattr(facts, name)[head]) for name in ("column", "entropy", "normalized")},
+        **{name: pack(x[head]) for name, x in (("rowMax", facts.row_max), ("delimiters", facts.delimiters))},
+        "distances": {
+            "first": int(facts.distances[first]),
+            "mass": pack(facts.by_distance[head][first:last]),
+        },
+        "topWeights": pack(facts.top_weights[head]),
+        "topKeys": pack(facts.top_keys[head]),
+        "hasSink": trace.layers[layer].options.get("sink") is not None,
+    }
+
+
+def _ends(mass: Array) -> tuple[int, int]:
+    """Where the distances that have any mass begin and end."""
+    found = np.flatnonzero(mass)
+    return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 1)
+
+
+def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
+    """What a browser needs to compute any row of the head: q and k in 16 bits, and the meaning of a score."""
+    call = trace.layers[layer]
+    q, k = trace.queries_and_keys(call, head)
+    left, right = _window(call)
+    scale, sink = call.options.get("scale"), call.options.get("sink")
+    return {
+        "q": pack(_half(q)),
+        "k": pack(_half(k)),
+        "scale": q.shape[1] ** -0.5 if scale is None else float(scale),
+        "softcap": call.options.get("softcap"),
+        "sink": None if sink is None else float(sink[head]),
+        "left": left,
+        "right": right,
+        "offset": trace.offset,
+    }
+
+
+def _half(x: Tensor) -> Array:
+    found: Array = x.detach().half().cpu().numpy()
+    if not np.isfinite(found).all():
+        raise ValueError('embed="qk": expected queries and keys within the range of float16, got larger ones')
+    return found
+
+
+def _window(layer: Layer) -> tuple[int | None, int | None]:
+    """How far a query sees to both sides; the browser knows no other masks and no bias."""
+    mask = layer.options.get("mask")
+    if layer.options.get("bias") is not None:
+        raise ValueError('embed="qk": expected no bias, got one; pin rows with rows=[...] instead')
+    if mask is None:
+        return None, None
+    if isinstance(mask, Causal):
+        return None, 0
+    if isinstance(mask, Window):
+        return mask.left, mask.right
+    raise ValueError(
+        f'embed="qk": expected no mask, Causal or Window, got {mask!r:.80}; pin rows with rows=[...] instead'
+    )

@@ -1,0 +1,86 @@
+"""The files of the page, read once, and the page as one file in which nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./(\w+)\.js";$', re.M)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.M)
+STYLE = '<link rel="stylesheet" href="style.css">'
+SCRIPT = '<script type="module" src="main.js"></script>'
+POLICY = (
+    "default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; worker-src blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+UNSAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+@cache
+def files() -> dict[str, str]:
+    """Every file by its name. Requests are looked up here, so no path is ever joined."""
+    folder = resources.files(__package__) / "page"
+    return {
+        file.name: file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+        if file.name.rpartition(".")[2] in TYPES
+    }
+
+
+def media_type(name: str) -> str:
+    return f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8"
+
+
+def single(data: dict[str, Any]) -> str:
+    """The page with its styles, its scripts and the data inside."""
+    style, script = files()["style.css"], bundle("main")
+    policy = POLICY.format(script=_hash(script), style=_hash(style))
+    body = (
+        f'<script type="application/json" id="data">{escaped(data)}</script>\n'
+        f'<script type="application/json" id="worker">{escaped(bundle("worker"))}</script>\n'
+        f'<script type="module">{script}</script>'
+    )
+    page = files()["index.html"]
+    page = page.replace(STYLE, f"<style>{style}</style>").replace(SCRIPT, body)
+    return page.replace(
+        '<meta charset="utf-8">',
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+    )
+
+
+def escaped(value: Any) -> str:
+    """JSON in which no character can end a script element or open a comment. All of it is ASCII."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
+
+
+def bundle(name: str) -> str:
+    """A module with those that it imports, each in a function of its own, in one script."""
+    order: list[str] = []
+    _visit(name, order)
+    return "".join(_wrapped(module) for module in order)
+
+
+def _visit(name: str, order: list[str]) -> None:
+    """Imports first. A module that imports itself through others is not in the page."""
+    for _, imported in IMPORT.findall(files()[f"{name}.js"]):
+        if imported not in order:
+            _visit(imported, order)
+    order.append(name)
+
+
+def _wrapped(name: str) -> str:
+    text = files()[f"{name}.js"]
+    exported = ", ".join(EXPORT.findall(text))
+    text = EXPORT.sub("", IMPORT.sub(r"const { \1 } = module_\2;", text))
+    return f"const module_{name} = (() => {{\n{text}return {{ {exported} }};\n}})();\n"
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,0 +1,68 @@
+// Palettes that are read alike with and without colour vision: lightness grows along each of them.
+
+const STOPS = {
+  viridis: ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"],
+  cividis: ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838"],
+  grey: ["#101010", "#ffffff"],
+};
+const DIVERGING = ["#2166ac", "#92c5de", "#f7f7f7", "#fdb863", "#b35806"];  // blue and orange
+
+export const PALETTES = Object.keys(STOPS);
+export const FLOORS = [0.01, 0.001, 0.0001, 0.000001];
+
+let floor = 0.001, decades = 3;
+
+export const lowest = () => floor;
+
+// The weight that gets the darkest colour; the brightest is 1.
+export function setLowest(value) {
+  floor = value;
+  decades = -Math.log10(value);
+}
+
+const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+function ramp(stops) {
+  const table = new Uint8ClampedArray(256 * 3), colors = stops.map(channels);
+  for (let i = 0; i < 256; i++) {
+    const place = (i / 255) * (colors.length - 1), low = Math.min(Math.floor(place), colors.length - 2);
+    for (let c = 0; c < 3; c++) {
+      table[i * 3 + c] = colors[low][c] + (place - low) * (colors[low + 1][c] - colors[low][c]);
+    }
+  }
+  return table;
+}
+
+const RAMPS = Object.fromEntries(PALETTES.map((name) => [name, ramp(STOPS[name])]));
+const DIFFERENCES = ramp(DIVERGING);
+
+// A weight on a logarithmic scale, as a step of 256.
+export const step = (value) => Math.max(0, Math.min(255, Math.round(255 * (1 + Math.log10(value) / decades))));
+
+// Writes the colour of a weight, or of a difference of two, into pixels; nothing at all stays transparent.
+export function paint(pixels, at, value, palette) {
+  if (value === 0) return;
+  if (palette === "difference") {
+    put(pixels, at, DIFFERENCES, Math.round(127.5 + Math.sign(value) * (step(Math.abs(value)) / 2)));
+  } else {
+    put(pixels, at, RAMPS[palette], step(value));
+  }
+}
+
+function put(pixels, at, table, index) {
+  for (let c = 0; c < 3; c++) pixels[at + c] = table[index * 3 + c];
+  pixels[at + 3] = 255;
+}
+
+export function cssColor(value, palette) {
+  const pixel = [0, 0, 0, 0];
+  paint(pixel, 0, value, palette);
+  return `rgb(${pixel[0]} ${pixel[1]} ${pixel[2]})`;
+}
+
+// Whether black is read better than white on this colour.
+export function isLight(value, palette) {
+  const pixel = [0, 0, 0, 0];
+  paint(pixel, 0, value, palette);
+  return 0.299 * pixel[0] + 0.587 * pixel[1] + 0.114 * pixel[2] > 130;
+}

@@ -1,0 +1,348 @@
+// The heat map of a head, with its tracks: one canvas, queries down and keys across, in units of tokens.
+import { cssColor, paint } from "./colors.js";
+import { EXACT, atBlocks, number, percent, shown } from "./labels.js";
+
+const LEFT = 96, TOP = 92, TRACK = 36, GAP = 6;
+const LABEL_PIXELS = 11;  // a token must be that large to be written beside the map
+const SMALLEST = 6;  // tokens in view
+const EXACT_TOKENS = 128;  // in view on both sides: then single weights are asked for
+const DOT_ROWS = 400;
+const NARROW = 500;
+const ROW_TRACKS = [["normalized", "entropy"], ["rowMax", "largest"], ["delimiters", "delimiters"]];
+
+export class HeatMap {
+  constructor(canvas, { onSelect, onHover, onView, onNeedTile }) {
+    Object.assign(this, { canvas, onSelect, onHover, onView, onNeedTile });
+    Object.assign(this, { kind: "mass", palette: "viridis", row: null, tile: null, minus: null, marks: [] });
+    this.pointers = new Map();
+    this.listen();
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  show(head, trace) {
+    const same = this.trace && this.trace.keys.length === trace.keys.length
+      && this.trace.queries.length === trace.queries.length;
+    Object.assign(this, { head, trace, tile: null });
+    if (same) this.moved(); else this.all();
+  }
+
+  all() { this.setView({ x: 0, y: 0, w: this.trace.keys.length, h: this.trace.queries.length }); }
+
+  setView(view) {
+    const { keys, queries } = this.trace;
+    const w = Math.min(keys.length, Math.max(Math.min(SMALLEST, keys.length), view.w));
+    const h = Math.min(queries.length, Math.max(Math.min(SMALLEST, queries.length), view.h));
+    const x = Math.max(0, Math.min(keys.length - w, view.x)), y = Math.max(0, Math.min(queries.length - h, view.y));
+    this.view = { x, y, w, h };
+    this.moved();
+  }
+
+  moved() {
+    this.draw();
+    this.onView?.(this.view);
+    const { x, y, w, h } = this.view;
+    const deep = w <= EXACT_TOKENS && h <= EXACT_TOKENS && this.head.block > 1;
+    if (deep && !this.tileCovers()) this.onNeedTile?.(Math.floor(y / EXACT_TOKENS) * EXACT_TOKENS, Math.floor(x / EXACT_TOKENS) * EXACT_TOKENS);
+  }
+
+  tileCovers() {
+    const t = this.tile, v = this.view;
+    return t && t.row <= v.y && t.key <= v.x && v.y + v.h <= t.row + t.rows.length && v.x + v.w <= t.key + t.rows[0].length;
+  }
+
+  zoom(factor, at = { x: 0.5, y: 0.5 }) {
+    const { x, y, w, h } = this.view;
+    this.setView({ x: x + at.x * w * (1 - factor), y: y + at.y * h * (1 - factor), w: w * factor, h: h * factor });
+  }
+
+  pan(dx, dy) { this.setView({ ...this.view, x: this.view.x + dx * this.view.w, y: this.view.y + dy * this.view.h }); }
+
+  // The finest view around a query and, if given, a key.
+  zoomTo(row, key = row + this.trace.offset) {
+    const size = 48;
+    this.setView({ x: key - size / 2, y: row - size / 2, w: size, h: size });
+  }
+
+  reveal(row) {
+    const { y, h } = this.view;
+    if (row < y || row >= y + h) this.setView({ ...this.view, y: row - h / 2 });
+  }
+
+  // Values in the picture, as shares: { at(i, j), rows, cols, block, y, x } from the tile or from blocks.
+  layer() {
+    if (this.tileCovers() && !this.minus) {
+      const { rows, row, key } = this.tile;
+      return { at: (i, j) => rows[i][j], rows: rows.length, cols: rows[0].length, block: 1, y: row, x: key };
+    }
+    const level = this.head[this.kind].level(Math.max(this.view.w / this.plot.w, this.view.h / this.plot.h));
+    const { rows, cols, block } = level, at = this.reader(this.head, level);
+    if (!this.minus) return { at, rows, cols, block, y: 0, x: 0 };
+    const other = this.reader(this.minus, this.minus[this.kind].level(block));
+    return { at: (i, j) => other(i, j) - at(i, j), rows, cols, block, y: 0, x: 0 };
+  }
+
+  reader(head, { values, cols, block }) {
+    if (this.kind === "max") return (i, j) => values[i * cols + j];
+    const count = this.trace.queries.length;
+    return (i, j) => values[i * cols + j] / Math.min(block, count - i * block);
+  }
+
+  draw() {
+    if (!this.head || !this.canvas.clientWidth) return;
+    const scale = window.devicePixelRatio || 1, width = this.canvas.clientWidth, height = this.canvas.clientHeight;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.context = this.canvas.getContext("2d");
+    this.context.scale(scale, scale);
+    const narrow = width < NARROW, left = narrow ? 56 : LEFT, tracks = narrow ? 0 : ROW_TRACKS.length * (TRACK + GAP);
+    const top = TOP + TRACK + GAP;
+    this.plot = { x: left, y: top, w: width - left - tracks, h: height - top - 2 };
+    this.ink = getComputedStyle(this.canvas).color;
+    this.drawBlocks();
+    this.drawDots();
+    this.drawTokens();
+    this.drawTracks(narrow);
+    this.drawMarks();
+    Object.assign(this.canvas.dataset, { plot: JSON.stringify(this.plot), view: JSON.stringify(this.view) });
+  }
+
+  drawBlocks() {
+    const layer = this.layer(), { x, y, w, h } = this.view, { block } = layer;
+    this.shownBlock = block;
+    const j0 = Math.max(0, Math.floor((x - layer.x) / block)), j1 = Math.min(layer.cols, Math.ceil((x + w - layer.x) / block));
+    const i0 = Math.max(0, Math.floor((y - layer.y) / block)), i1 = Math.min(layer.rows, Math.ceil((y + h - layer.y) / block));
+    const image = new ImageData(j1 - j0, i1 - i0), palette = this.minus ? "difference" : this.palette;
+    for (let i = i0, at = 0; i < i1; i++) {
+      for (let j = j0; j < j1; j++, at += 4) paint(image.data, at, layer.at(i, j), palette);
+    }
+    const sheet = new OffscreenCanvas(image.width, image.height);
+    sheet.getContext("2d").putImageData(image, 0, 0);
+    this.clipped((c) => {
+      c.imageSmoothingEnabled = false;
+      const [px, py] = this.toPixel(layer.x + j0 * block, layer.y + i0 * block);
+      const [qx, qy] = this.toPixel(layer.x + j1 * block, layer.y + i1 * block);
+      c.drawImage(sheet, px, py, qx - px, qy - py);
+    });
+    this.context.strokeStyle = "#808080";
+    this.context.strokeRect(this.plot.x - 0.5, this.plot.y - 0.5, this.plot.w + 1, this.plot.h + 1);
+  }
+
+  // Below the finest block the largest weights of each query are known one by one.
+  drawDots() {
+    const { x, y, w, h } = this.view, { topKeys, topWeights, top, block } = this.head;
+    this.hasDots = this.shownBlock > 1 && this.shownBlock === block && h <= DOT_ROWS && !this.minus;
+    if (!this.hasDots) return;
+    const width = Math.max(2, this.plot.w / w), height = Math.max(2, this.plot.h / h);
+    this.clipped((c) => {
+      for (let i = Math.floor(y); i < Math.min(this.trace.queries.length, y + h); i++) {
+        for (let n = i * top; n < (i + 1) * top; n++) {
+          if (topKeys[n] < x - 1 || topKeys[n] > x + w) continue;
+          const [px, py] = this.toPixel(topKeys[n], i);
+          c.fillStyle = cssColor(topWeights[n], this.palette);
+          c.fillRect(px, py, width, height);
+          c.strokeStyle = "#ffffff80";
+          if (width > 3) c.strokeRect(px + 0.5, py + 0.5, width - 1, height - 1);
+        }
+      }
+    });
+  }
+
+  clipped(draw) {
+    const { x, y, w, h } = this.plot;
+    this.context.save();
+    this.context.beginPath();
+    this.context.rect(x, y, w, h);
+    this.context.clip();
+    draw(this.context);
+    this.context.restore();
+  }
+
+  drawTokens() {
+    const { x, y, w, h } = this.view, c = this.context;
+    c.fillStyle = this.ink;
+    c.font = "11px system-ui, sans-serif";
+    c.textBaseline = "middle";
+    c.textAlign = "right";
+    for (const [i, text] of this.labels(y, h, this.plot.h, this.trace.queries)) {
+      c.fillText(text, this.plot.x - 4, this.toPixel(0, i + 0.5)[1], this.plot.x - 6);
+    }
+    c.textAlign = "left";
+    for (const [j, text] of this.labels(x, w, this.plot.w, this.trace.keys)) {
+      c.save();
+      c.translate(this.toPixel(j + 0.5, 0)[0], TOP - 4);
+      c.rotate(-Math.PI / 2);
+      c.fillText(text, 0, 0, TOP - 8);
+      c.restore();
+    }
+  }
+
+  // [index, text] of what is written along an axis: tokens if they have room, else positions.
+  labels(start, size, pixels, tokens) {
+    const each = pixels / size;
+    const every = each >= LABEL_PIXELS ? 1 : niceStep(40 / each);
+    const found = [];
+    for (let i = Math.ceil(Math.max(0, start) / every) * every; i < Math.min(tokens.length, start + size - 0.3); i += every) {
+      found.push([i, every === 1 ? shown(tokens[i]).slice(0, 16) : String(i)]);
+    }
+    return found;
+  }
+
+  drawTracks(narrow) {
+    const { plot, view } = this, c = this.context;
+    const largest = this.head.column.reduce((a, b) => Math.max(a, b), 0);
+    c.fillStyle = this.ink;
+    const y = TOP + TRACK;
+    this.eachPixel(this.head.column, view.x, view.w, plot.w, (p, value) => {
+      const tall = (value / (largest || 1)) * TRACK;
+      c.fillRect(plot.x + p, y - tall, 1, tall);
+    });
+    this.caption("read by all,", 2, y - 20, plot.x - 6);
+    this.caption(`to ${number(largest)}`, 2, y - 7, plot.x - 6);
+    if (narrow) return;
+    ROW_TRACKS.forEach(([name, text], n) => {
+      const x = plot.x + plot.w + GAP + n * (TRACK + GAP);
+      this.eachPixel(this.head[name], view.y, view.h, plot.h, (p, value) => c.fillRect(x, plot.y + p, value * TRACK, 1));
+      c.strokeRect(x - 0.5, plot.y - 0.5, TRACK, plot.h + 1);
+      c.save();
+      c.translate(x + TRACK / 2, plot.y - 6);
+      c.rotate(-Math.PI / 2);
+      this.caption(`${text}, 0 to 1`, 0, 0, TOP);
+      c.restore();
+    });
+  }
+
+  // A pixel stands for some tokens: pale for the largest of them, dark for their mean.
+  eachPixel(values, start, size, pixels, draw) {
+    for (let p = 0; p < pixels; p++) {
+      const { largest, mean } = summary(values, start + (p / pixels) * size, start + ((p + 1) / pixels) * size);
+      this.context.globalAlpha = 0.35;
+      draw(p, largest);
+      this.context.globalAlpha = 1;
+      draw(p, mean);
+    }
+  }
+
+  caption(text, x, y, width) {
+    this.context.textAlign = "left";
+    this.context.fillText(text, x, y, width);
+  }
+
+  // The chosen query, and tokens that were looked for.
+  drawMarks() {
+    const c = this.context, accent = getComputedStyle(document.documentElement).getPropertyValue("--mark");
+    c.fillStyle = c.strokeStyle = accent;
+    for (const index of this.marks) {
+      const [px] = this.toPixel(index + 0.5, 0), [, py] = this.toPixel(0, index - this.trace.offset + 0.5);
+      if (px >= this.plot.x && px <= this.plot.x + this.plot.w) c.fillRect(px - 1, TOP + TRACK, 2, GAP);
+      if (py >= this.plot.y && py <= this.plot.y + this.plot.h) c.fillRect(this.plot.x - 4, py - 1, 4, 2);
+    }
+    if (this.row === null) return;
+    this.clipped(() => {
+      const [, a] = this.toPixel(0, this.row), [, b] = this.toPixel(0, this.row + 1);
+      c.lineWidth = 1.5;
+      c.strokeRect(this.plot.x - 2, a - 1, this.plot.w + 4, Math.max(2, b - a + 2));
+    });
+  }
+
+  toPixel(key, query) {
+    const { x, y, w, h } = this.view, p = this.plot;
+    return [p.x + ((key - x) / w) * p.w, p.y + ((query - y) / h) * p.h];
+  }
+
+  // The token under a pointer, or null.
+  toTokens(event) {
+    const box = this.canvas.getBoundingClientRect(), p = this.plot;
+    const fx = (event.clientX - box.left - p.x) / p.w, fy = (event.clientY - box.top - p.y) / p.h;
+    if (fx < 0 || fx >= 1 || fy < 0 || fy >= 1) return null;
+    return { fx, fy, key: Math.floor(this.view.x + fx * this.view.w), query: Math.floor(this.view.y + fy * this.view.h) };
+  }
+
+  // What the block or weight at a place is, in words, with its label.
+  describe({ key, query }) {
+    const block = this.shownBlock;
+    if (this.minus) return this.describeDifference(query, key, block);
+    if (block === 1) {
+      const layer = this.layer(), value = layer.at(query - layer.y, key - layer.x);
+      const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): ${percent(value)}`;
+      return { text, label: this.tileCovers() ? this.tile.label : EXACT };
+    }
+    return this.describeBlock(Math.floor(query / block), Math.floor(key / block), block);
+  }
+
+  describeDifference(query, key, block) {
+    const value = this.layer().at(Math.floor(query / block), Math.floor(key / block));
+    const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): first minus this ${percent(value)}`;
+    return { text, label: atBlocks(block) };
+  }
+
+  describeBlock(i, j, block) {
+    const { queries, keys } = this.trace, level = this.head.mass.level(block);
+    const q1 = Math.min(queries.length, (i + 1) * block) - 1, k1 = Math.min(keys.length, (j + 1) * block) - 1;
+    const mass = level.values[i * level.cols + j], largest = this.head.max.level(block).values[i * level.cols + j];
+    const share = mass / (q1 - i * block + 1);
+    const text = `queries ${i * block}–${q1}, keys ${j * block}–${k1}: mass ${number(mass)}, ${percent(share)} of the queries'; largest weight ${number(largest)}`;
+    return { text, label: atBlocks(block) };
+  }
+
+  listen() {
+    const { canvas } = this;
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      const at = this.toTokens(event);
+      if (at) this.zoom(event.deltaY > 0 ? 1.25 : 0.8, { x: at.fx, y: at.fy });
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      this.pointers.set(event.pointerId, event);
+      this.dragged = false;
+    });
+    canvas.addEventListener("pointermove", (event) => this.move(event));
+    canvas.addEventListener("pointercancel", (event) => this.pointers.delete(event.pointerId));
+    canvas.addEventListener("pointerup", (event) => {
+      this.pointers.delete(event.pointerId);
+      const at = this.toTokens(event);
+      if (!this.dragged && at) this.onSelect(at.query, at.key);
+    });
+    canvas.addEventListener("dblclick", (event) => {
+      const at = this.toTokens(event);
+      if (at) this.zoom(0.25, { x: at.fx, y: at.fy });
+    });
+    canvas.addEventListener("pointerleave", () => this.onHover(null));
+  }
+
+  move(event) {
+    const before = this.pointers.get(event.pointerId);
+    if (!before) return this.onHover(this.head ? this.toTokens(event) : null);
+    const dx = event.clientX - before.clientX, dy = event.clientY - before.clientY;
+    if (!this.dragged && Math.hypot(dx, dy) < 4) return undefined;
+    this.dragged = true;
+    const others = [...this.pointers.values()].filter((one) => one.pointerId !== event.pointerId);
+    this.pointers.set(event.pointerId, event);
+    if (others.length) return this.pinch(before, event, others[0]);
+    return this.pan(-dx / this.plot.w, -dy / this.plot.h);
+  }
+
+  pinch(before, now, fixed) {
+    const apart = (one) => Math.hypot(one.clientX - fixed.clientX, one.clientY - fixed.clientY) || 1;
+    const at = this.toTokens(fixed);
+    this.zoom(apart(before) / apart(now), at ? { x: at.fx, y: at.fy } : undefined);
+  }
+}
+
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return Math.max(1, [1, 2, 5, 10].find((n) => n * power >= least) * power);
+}
+
+// The largest value and the mean of the tokens from a to b, both as fractions of tokens.
+export function summary(values, a, b) {
+  const first = Math.max(0, Math.floor(a)), end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));
+  let largest = 0, sum = 0;
+  for (let i = first; i < end; i++) {
+    sum += values[i];
+    if (values[i] > largest) largest = values[i];
+  }
+  return { largest, mean: sum / Math.max(1, end - first) };
+}
+
+const quoted = (token) => `“${shown(token)}”`;

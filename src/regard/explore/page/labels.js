@@ -1,0 +1,30 @@
+// What a number is. Every number on the page stands beside one of these.
+
+export const EXACT = { name: "exact", kind: "exact" };
+export const HALF = { name: "exact for the embedded 16-bit q and k", kind: "exact" };
+export const NOT_COMPUTED = { name: "not computed", kind: "none" };
+
+export function atBlocks(block) {
+  return block === 1 ? EXACT : { name: `exact at block resolution, ${block} × ${block} tokens`, kind: "block" };
+}
+
+export function labelElement(label) {
+  const element = document.createElement("span");
+  element.className = `label ${label.kind}`;
+  element.textContent = label.name;
+  return element;
+}
+
+export const percent = (share) => `${(100 * share).toPrecision(3)} %`;
+export const number = (value) => (value === 0 ? "0" : value.toPrecision(4));
+
+const LONGEST = 60;
+
+// A token as it is read: what has no shape gets one, and long ones end early.
+export function shown(token) {
+  const short = token.length > LONGEST ? `${token.slice(0, LONGEST)}…` : token;
+  return short.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(HIDDEN, "\ufffd") || "∅";
+}
+
+// Control characters, and marks that would turn or join the text around them.
+const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;

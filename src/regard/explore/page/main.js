@@ -1,0 +1,401 @@
+// The page: what is chosen, and who is told when that changes.
+import { FLOORS, PALETTES, cssColor, lowest, setLowest } from "./colors.js";
+import { HeatMap } from "./heatmap.js";
+import { atBlocks, labelElement, number, shown } from "./labels.js";
+import { badge, drawOverview, headName, sorted } from "./overview.js";
+import { drawDistances, drawStrip, listTop, ranked, rowLabel, shareText } from "./row.js";
+import { openSource } from "./source.js";
+import { drawTokens } from "./tokens.js";
+
+const $ = (id) => document.getElementById(id);
+const source = openSource();
+const state = { traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false };
+const first = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
+const second = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
+let asked = 0;  // answers to older questions are dropped
+
+first.map = newMap($("map"), first, $("caption"));
+second.map = newMap($("otherMap"), second, $("otherCaption"));
+
+function newMap(canvas, pane, caption) {
+  return new HeatMap(canvas, {
+    onSelect: (row) => { canvas.focus({ preventScroll: true }); guarded(() => selectRow(row)); },
+    onHover: (at) => say(pane, at),
+    onView: () => { describeView(pane, caption); link(pane); },
+    onNeedTile: (row, key) => loadTile(pane, row, key).catch(complain),
+  });
+}
+
+async function traceOf(number) {
+  if (!state.traces.has(number)) state.traces.set(number, await source.overview(number));
+  return state.traces.get(number);
+}
+
+async function showTrace(number) {
+  const trace = await traceOf(number);
+  Object.assign(first, { trace, number });
+  Object.assign(state, { row: null, marks: [], mark: -1 });
+  $("title").textContent = [trace.model, shown(trace.title)].filter(Boolean).join(" · ");
+  document.title = `Regard · ${shown(trace.title)}`;
+  $("trace").value = number;
+  if (!trace.heads.some((head) => head.roles.length) && state.order === "role") state.order = $("sort").value = "layer";
+  showOverview();
+  const { layer, head } = sorted(trace, state.order)[0];
+  await showHead(layer, head);
+}
+
+function showOverview() {
+  drawOverview($("overview"), first.trace, state.order, state.palette, (...which) => guarded(() => showHead(...which)));
+  markHead();
+}
+
+async function showHead(layer, head) {
+  const question = ++asked, found = await source.head(first.number, layer, head);
+  if (question !== asked) return;
+  first.head = found;
+  $("headName").textContent = headName(found);
+  $("moduleName").textContent = first.trace.layers[layer];
+  $("headRoles").replaceChildren(...headSummary(found).roles.map(badge));
+  first.map.show(found, first.trace);
+  showCheck();
+  drawDistances($("distances"), $("distanceText"), found);
+  markHead();
+  updateDifference();
+  await selectRow(state.row ?? Math.min(1, first.trace.queries.length - 1));
+}
+
+const headSummary = ({ layer, head }) => first.trace.heads.find((one) => one.layer === layer && one.head === head);
+
+function markHead() {
+  for (const button of $("overview").children) {
+    const isChosen = Number(button.dataset.layer) === first.head?.layer && Number(button.dataset.head) === first.head?.head;
+    button.ariaSelected = String(isChosen);
+  }
+}
+
+// Every row of blocks must hold as much mass as it has queries that see something.
+function showCheck() {
+  const { rows, cols, values, block } = first.head.mass.levels[0];
+  let worst = 0;
+  for (let i = 0; i < rows; i++) {
+    let sum = 0, expected = 0;
+    for (let j = 0; j < cols; j++) sum += values[i * cols + j];
+    for (let q = i * block; q < Math.min(first.head.rowMax.length, (i + 1) * block); q++) expected += first.head.rowMax[q] > 0;
+    worst = Math.max(worst, Math.abs(sum - expected) / Math.max(1, expected));
+  }
+  const text = first.head.hasSink
+    ? `Rows sum to less than 1: the sink takes up to ${number(worst)}.`
+    : `Check: every row of blocks sums to its queries; the largest deviation is ${worst.toExponential(1)}.`;
+  $("check").replaceChildren(text, " ", labelElement(atBlocks(block)));
+}
+
+async function selectRow(row) {
+  state.row = row;
+  for (const pane of panes()) {
+    pane.map.row = pane.trace.queries.length > row ? row : null;
+    await loadRow(pane);
+  }
+  showRow();
+}
+
+const panes = () => (state.compared ? [first, second] : [first]);
+
+// At once what is known, then all weights if they can be had.
+async function loadRow(pane) {
+  const row = pane.map.row;
+  pane.whole = pane.ranking = null;
+  if (row === null) return;
+  pane.ranking = ranked(pane.head, row, null);
+  if (pane === first) showRow();
+  const { head } = pane, whole = await source.row(head, row);
+  if (pane.head !== head || pane.map.row !== row) return;
+  pane.whole = whole;
+  pane.ranking = ranked(head, row, whole);
+}
+
+function showRow() {
+  const { map, trace, head, ranking, whole } = first, share = $("share").value / 100;
+  map.draw();
+  if (!ranking) return;
+  $("rowTitle").textContent = `“${shown(trace.queries[state.row])}” (${state.row}) reads`;
+  rowLabel($("rowLabel"), ranking, head, state.row);
+  drawStrip($("strip"), ranking, whole, trace.keys.length);
+  $("shareText").textContent = `${$("share").value} %`;
+  $("shareResult").textContent = shareText(ranking, share);
+  listTop($("top"), ranking, share, trace, chooseKey);
+  showTokens();
+  showOtherRow(share);
+}
+
+function showOtherRow(share) {
+  $("otherRow").hidden = !(state.compared && second.ranking);
+  if ($("otherRow").hidden) return;
+  second.map.draw();
+  $("otherRowTitle").textContent = `${headName(second.head)}: “${shown(second.trace.queries[state.row])}” reads`;
+  rowLabel($("otherRowLabel"), second.ranking, second.head, state.row);
+  listTop($("otherTop"), second.ranking, share, second.trace, chooseKey);
+}
+
+function showTokens() {
+  drawTokens($("tokens"), first.trace, {
+    at: (state.row ?? 0) + first.trace.offset, ranking: first.ranking, row: state.row,
+    marks: state.marks, palette: state.palette, onChoose: chooseKey,
+  });
+}
+
+// A token was chosen in the text: as a query where it is one, else its column comes into view.
+function chooseKey(key) {
+  const row = key - first.trace.offset, { view } = first.map;
+  if (row < 0 || row >= first.trace.queries.length) return first.map.setView({ ...view, x: key - view.w / 2 });
+  first.map.reveal(row);
+  return guarded(() => selectRow(row));
+}
+
+function say(pane, at) {
+  if (!at) return;
+  const { text, label } = pane.map.describe(at);
+  $("status").replaceChildren(text, " ", labelElement(label));
+}
+
+function describeView(pane, caption) {
+  const { x, y, w, h } = pane.map.view, label = pane.map.shownBlock === 1 && pane.map.tileCovers() ? pane.map.tile.label : atBlocks(pane.map.shownBlock);
+  const dots = pane.map.hasDots ? " · small squares: the largest weights of each query, exact" : "";
+  const end = (from, size) => Math.ceil(from + size) - 1;
+  caption.replaceChildren(`queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `, labelElement(label), dots);
+}
+
+// Single weights for a small view, asked for once.
+async function loadTile(pane, row, key) {
+  const { head } = pane, name = [head.trace, head.layer, head.head, row, key].join("/");
+  if (pane.tile === name) return;
+  pane.tile = name;
+  const found = await source.tile(head, row, key);
+  if (!found || pane.tile !== name) return;
+  pane.map.tile = { ...found, row, key };
+  pane.map.draw();
+  describeView(pane, pane === first ? $("caption") : $("otherCaption"));
+}
+
+// --- comparing ---
+
+async function compare(on) {
+  state.compared = on;
+  $("pin").ariaPressed = String(on);
+  $("other").hidden = $("otherBar").hidden = !on;
+  if (!on) return showRow();
+  const numbers = [...$("trace").options].map((option) => Number(option.value));
+  await showOther(second.number ?? numbers.find((number) => number !== first.number) ?? first.number, null);
+}
+
+async function showOther(number, which) {
+  const trace = await traceOf(number), heads = sorted(trace, "layer");
+  Object.assign(second, { trace, number });
+  fill($("otherHead"), heads.map((head) => [`${head.layer},${head.head}`, headName(head)]));
+  const wanted = which ?? (number === first.number ? nextHead(heads) : heads.find(isFirst) ?? heads[0]);
+  $("otherTrace").value = number;
+  $("otherHead").value = `${wanted.layer},${wanted.head}`;
+  second.head = await source.head(number, wanted.layer, wanted.head);
+  second.map.show(second.head, trace);
+  updateDifference();
+  if (state.row !== null) await selectRow(state.row);
+}
+
+const haveOneSize = () => first.trace.keys.length === second.trace.keys.length
+  && first.trace.queries.length === second.trace.queries.length;
+
+let isLinking = false;
+
+// Both maps show the same part, if they have the same tokens.
+function link(pane) {
+  if (isLinking || !state.compared || !second.head || !haveOneSize()) return;
+  isLinking = true;
+  (pane === first ? second : first).map.setView(pane.map.view);
+  isLinking = false;
+}
+
+const isFirst = (head) => head.layer === first.head.layer && head.head === first.head.head;
+const nextHead = (heads) => heads[(heads.findIndex(isFirst) + 1) % heads.length];
+
+function updateDifference() {
+  if (!state.compared || !second.head) return;
+  const fits = haveOneSize() && first.head.block === second.head.block;
+  $("otherShows").disabled = !fits;
+  if (!fits) $("otherShows").value = "head";
+  second.map.minus = $("otherShows").value === "difference" ? first.head : null;
+  second.map.moved();
+  showLegend();
+}
+
+// --- finding ---
+
+// Tokens that contain a text, or the one at a position: #123.
+function matches(wanted) {
+  const keys = first.trace.keys, position = /^#\d+$/.test(wanted) ? Number(wanted.slice(1)) : null;
+  if (position !== null) return position < keys.length ? [position] : [];
+  return [...keys.keys()].filter((key) => keys[key].toLowerCase().includes(wanted));
+}
+
+function find(text) {
+  const wanted = text.toLowerCase();
+  state.marks = wanted ? matches(wanted) : [];
+  state.mark = -1;
+  $("found").textContent = wanted ? `${state.marks.length} found` : "";
+  first.map.marks = state.marks;
+  first.map.draw();
+  showTokens();
+}
+
+function findNext() {
+  if (!state.marks.length) return;
+  state.mark = (state.mark + 1) % state.marks.length;
+  $("found").textContent = `${state.mark + 1} of ${state.marks.length}`;
+  const key = state.marks[state.mark], { view } = first.map;
+  if (key < view.x || key >= view.x + view.w) first.map.setView({ ...view, x: key - view.w / 2 });
+  chooseKey(key);
+}
+
+// --- settings ---
+
+function showLegend() {
+  const context = $("legend").getContext("2d"), { width, height } = $("legend");
+  for (let p = 0; p < width; p++) {
+    context.fillStyle = cssColor(lowest() ** (1 - p / (width - 1)), state.palette);
+    context.fillRect(p, 0, 1, height);
+  }
+  const difference = second.map.minus ? "; differences: blue where the first is smaller, orange where it is larger" : "";
+  $("legendText").textContent = `to 1, logarithmic, the same in every picture; empty means 0${difference}`;
+}
+
+function setTheme(theme) {
+  const dark = theme === "dark" || (theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  if (first.head) redraw();
+}
+
+function redraw() {
+  for (const pane of panes()) pane.map.palette = state.palette;
+  showLegend();
+  showOverview();
+  drawDistances($("distances"), $("distanceText"), first.head);
+  showRow();
+}
+
+function setKind(kind) {
+  $("kind").value = kind;
+  first.map.kind = second.map.kind = kind;
+  for (const pane of panes()) pane.map.moved();
+}
+
+function fill(select, pairs) {
+  select.replaceChildren(...pairs.map(([value, text]) => new Option(text, value)));
+}
+
+async function showTexts(numbers) {
+  const names = await Promise.all(numbers.map(async (number) => [number, shown((await traceOf(number)).title)]));
+  for (const id of ["trace", "otherTrace"]) {
+    fill($(id), names);
+    $(`${id}Label`).hidden = numbers.length < 2;
+  }
+}
+
+async function read(event) {
+  event.preventDefault();
+  $("reader").querySelector("button").disabled = true;
+  try {
+    const number = await source.read($("text").value);
+    await showTexts([...state.traces.keys(), number]);
+    await showTrace(number);
+  } finally {
+    $("reader").querySelector("button").disabled = false;
+  }
+}
+
+// --- keys ---
+
+const stepHead = (by) => {
+  const heads = sorted(first.trace, state.order), at = heads.findIndex(isFirst);
+  const { layer, head } = heads[(at + by + heads.length) % heads.length];
+  return showHead(layer, head);
+};
+
+const stepRow = (by) => chooseKey(Math.max(0, Math.min(first.trace.queries.length - 1, (state.row ?? 0) + by)) + first.trace.offset);
+
+const KEYS = {
+  ArrowUp: () => stepRow(-1), ArrowDown: () => stepRow(1),
+  ArrowLeft: () => first.map.pan(-0.1, 0), ArrowRight: () => first.map.pan(0.1, 0),
+  "+": () => first.map.zoom(0.5), "=": () => first.map.zoom(0.5), "-": () => first.map.zoom(2), 0: () => first.map.all(),
+  Enter: () => first.map.zoomTo(state.row ?? 0),
+  "[": () => stepHead(-1), "]": () => stepHead(1),
+  m: () => setKind(first.map.kind === "mass" ? "max" : "mass"),
+  c: () => compare(!state.compared),
+  "/": () => $("search").focus(), "?": () => $("help").showModal(),
+};
+
+function pressed(event) {
+  const writes = event.target.matches("input, textarea, select, dialog *");
+  const activates = event.target.matches("button") && event.key === "Enter";
+  const action = Object.hasOwn(KEYS, event.key) ? KEYS[event.key] : null;
+  if (!action || writes || activates || event.ctrlKey || event.metaKey || event.altKey || !first.head) return;
+  event.preventDefault();
+  guarded(action);
+}
+
+// What went wrong is said on the page.
+async function guarded(action) {
+  $("message").hidden = true;
+  try {
+    await action();
+  } catch (error) {
+    complain(error);
+  }
+}
+
+function complain(error) {
+  $("message").textContent = error.message;
+  $("message").hidden = false;
+}
+
+function listen() {
+  document.addEventListener("keydown", pressed);
+  const on = (id, event, action) => $(id).addEventListener(event, (what) => guarded(() => action(what)));
+  on("zoomIn", "click", KEYS["+"]);
+  on("zoomOut", "click", KEYS["-"]);
+  on("zoomAll", "click", KEYS[0]);
+  on("zoomRow", "click", KEYS.Enter);
+  on("pin", "click", KEYS.c);
+  on("helpButton", "click", KEYS["?"]);
+  on("kind", "change", () => setKind($("kind").value));
+  on("sort", "change", () => { state.order = $("sort").value; showOverview(); });
+  on("palette", "change", () => { state.palette = $("palette").value; redraw(); });
+  on("lowest", "change", () => { setLowest(Number($("lowest").value)); redraw(); });
+  on("theme", "change", () => setTheme($("theme").value));
+  on("share", "input", showRow);
+  on("search", "input", () => find($("search").value));
+  on("search", "keydown", (event) => { if (event.key === "Enter") findNext(); });
+  on("trace", "change", () => showTrace(Number($("trace").value)));
+  on("otherTrace", "change", () => showOther(Number($("otherTrace").value), null));
+  on("otherHead", "change", () => {
+    const [layer, head] = $("otherHead").value.split(",").map(Number);
+    return showOther(second.number, { layer, head });
+  });
+  on("otherShows", "change", updateDifference);
+  on("reader", "submit", read);
+  on("text", "keydown", (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); $("reader").requestSubmit(); } });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme($("theme").value));
+}
+
+async function start() {
+  fill($("palette"), PALETTES.map((name) => [name, name]));
+  fill($("lowest"), FLOORS.map((value) => [value, value.toFixed(6).replace(/0+$/, "")]));
+  $("lowest").value = lowest();
+  setTheme("auto");
+  showLegend();
+  listen();
+  const { traces, reads } = await source.start();
+  $("reader").hidden = !reads;
+  await showTexts(traces);
+  if (traces.length) await showTrace(traces[0]);
+  document.documentElement.dataset.ready = "yes";
+}
+
+guarded(start);

@@ -1,0 +1,138 @@
+// One query: its largest weights with their text, and how few keys carry how much.
+import { summary } from "./heatmap.js";
+import { EXACT, NOT_COMPUTED, labelElement, number, percent, shown } from "./labels.js";
+
+const LISTED = 60;
+const AROUND = 4;  // tokens of text on both sides of a key
+
+// What is known of a query, whole or not: { keys: the first few by falling weight, weights: all that are known,
+// falling, at(key), label, isWhole }.
+export function ranked(head, row, whole) {
+  if (whole) return rankedWhole(whole);
+  const from = row * head.top, keys = Array.from(head.topKeys.subarray(from, from + head.top)).filter((key) => key >= 0);
+  const weights = head.topWeights.subarray(from, from + keys.length);
+  return { keys, weights, at: (key) => weights[keys.indexOf(key)] ?? 0, label: EXACT, isWhole: false };
+}
+
+function rankedWhole({ values, label }) {
+  const weights = values.filter((weight) => weight > 0).sort().reverse(), keys = [];
+  const least = weights[Math.min(LISTED, weights.length) - 1];
+  values.forEach((weight, key) => { if (weight >= least) keys.push(key); });
+  keys.sort((a, b) => values[b] - values[a] || a - b);
+  return { keys: keys.slice(0, LISTED), weights, at: (key) => values[key], label, isWhole: true };
+}
+
+// How many of the largest weights carry the share; null where that needs weights which are not known.
+export function carriers({ weights, isWhole }, share) {
+  const total = isWhole ? weights.reduce((a, b) => a + b, 0) : 1;
+  let sum = 0;
+  for (let n = 0; n < weights.length; n++) {
+    sum += weights[n];
+    if (sum >= share * total - 1e-6) return { count: n + 1, mass: sum };
+  }
+  return { count: isWhole ? weights.length : null, mass: sum };
+}
+
+export function rowLabel(place, ranking, head, row) {
+  const facts = ` entropy ${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of even; largest ${number(head.rowMax[row])}`;
+  if (ranking.isWhole) {
+    place.replaceChildren(`${ranking.weights.length} weights `, labelElement(ranking.label), facts);
+  } else {
+    place.replaceChildren(
+      `the ${ranking.keys.length} largest weights `, labelElement(EXACT), " the others ", labelElement(NOT_COMPUTED), facts);
+  }
+}
+
+export function shareText(ranking, share) {
+  const { count, mass } = carriers(ranking, share);
+  if (count === null) return `the ${ranking.keys.length} largest carry ${percent(mass)}; beyond them nothing is computed here`;
+  return `${count} of ${ranking.isWhole ? "all" : "the known"} keys carry ${percent(mass)}`;
+}
+
+export function listTop(place, ranking, share, trace, onChoose) {
+  const { count } = carriers(ranking, share), many = count ?? ranking.keys.length;
+  place.replaceChildren(...ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose)));
+  if ((count ?? 0) > LISTED) {
+    const more = document.createElement("li");
+    more.textContent = `and ${count - LISTED} more`;
+    place.append(more);
+  }
+}
+
+function item(key, weight, trace, onChoose) {
+  const line = document.createElement("li"), value = document.createElement("span");
+  const button = document.createElement("button"), bar = document.createElement("meter");
+  value.textContent = number(weight);
+  value.dataset.key = key;
+  value.dataset.weight = weight;
+  const name = document.createElement("bdi");
+  name.textContent = shown(trace.keys[key]);
+  button.type = "button";
+  button.append(name, ` (${key}) `, context(trace.keys, key));
+  button.onclick = () => onChoose(key);
+  bar.value = weight;
+  bar.ariaLabel = percent(weight);
+  line.append(value, button, bar);
+  return line;
+}
+
+function context(tokens, key) {
+  const element = document.createElement("bdi"), near = [];
+  for (let i = Math.max(0, key - AROUND); i < Math.min(tokens.length, key + AROUND + 1); i++) {
+    near.push(i === key ? `[${shown(tokens[i])}]` : shown(tokens[i]));
+  }
+  element.className = "context";
+  element.textContent = near.join(" ");
+  return element;
+}
+
+// Weights over all keys, or bars for the largest alone; a pixel shows the largest of its keys.
+export function drawStrip(canvas, ranking, whole, count) {
+  const { context: c, width, height } = sized(canvas);
+  let values = whole?.values;
+  if (!values) {
+    values = new Float32Array(count);
+    ranking.keys.forEach((key, n) => { values[key] = ranking.weights[n]; });
+  }
+  const largest = ranking.weights[0] || 1;
+  for (let p = 0; p < width; p++) {
+    const tall = (summary(values, (p / width) * count, ((p + 1) / width) * count).largest / largest) * (height - 14);
+    c.fillRect(p, height - tall, 1, tall);
+  }
+  c.font = "11px system-ui, sans-serif";
+  c.fillText(`all keys, 0 to ${number(largest)}`, 2, 10, width);
+}
+
+// Buckets of distance that double; each bar is the mass of its bucket. Keys behind are right of the middle.
+export function drawDistances(canvas, text, head) {
+  const { first } = head.distances, buckets = new Map();
+  let total = 0;
+  head.byDistance.forEach((mass, i) => {
+    const bucket = bucketOf(first + i);
+    buckets.set(bucket, (buckets.get(bucket) ?? 0) + mass);
+    total += mass;
+  });
+  const names = [...buckets.keys()].sort((a, b) => a - b), { context: c, width, height } = sized(canvas);
+  const each = width / names.length, largest = Math.max(...buckets.values()) / total;
+  c.font = "10px system-ui, sans-serif";
+  c.textAlign = "center";
+  names.forEach((bucket, n) => {
+    const tall = (buckets.get(bucket) / total / (largest || 1)) * (height - 28);
+    c.fillRect(n * each + 1, height - 14 - tall, Math.max(1, each - 2), tall);
+    if (n % Math.ceil(names.length / 9) === 0) c.fillText(bucketName(bucket), n * each + each / 2, height - 2, each * 3);
+  });
+  text.replaceChildren(`query − key; the highest bar is ${percent(largest)} of all mass `, labelElement(EXACT));
+}
+
+const bucketOf = (distance) => (distance === 0 ? 0 : Math.sign(distance) * (1 + Math.floor(Math.log2(Math.abs(distance)))));
+const bucketName = (bucket) => (bucket === 0 ? "0" : `${Math.sign(bucket) * 2 ** (Math.abs(bucket) - 1)}`);
+
+function sized(canvas) {
+  const scale = window.devicePixelRatio || 1, width = Math.max(1, canvas.clientWidth), height = Math.max(1, canvas.clientHeight);
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  context.fillStyle = getComputedStyle(canvas).color;
+  return { context, width, height };
+}

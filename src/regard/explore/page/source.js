@@ -1,0 +1,120 @@
+// Where data comes from: a server, or the file itself. Both answer the same questions.
+import { unpack } from "./arrays.js";
+import { EXACT, HALF } from "./labels.js";
+import { Pyramid } from "./pyramid.js";
+
+const ARRAYS = ["mass", "column", "entropy", "normalized", "rowMax", "delimiters", "topWeights", "topKeys"];
+const TILE = 256;
+
+async function opened(packed, trace) {
+  const found = { ...packed, trace };
+  await Promise.all(ARRAYS.map(async (name) => { found[name] = await unpack(packed[name]); }));
+  const [rows, cols] = packed.mass.shape;
+  const largest = packed.max ? await unpack(packed.max) : found.mass;
+  found.mass = new Pyramid(found.mass, rows, cols, packed.block, true);
+  found.max = new Pyramid(largest, rows, cols, packed.block, false);
+  found.byDistance = await unpack(packed.distances.mass);
+  found.top = packed.topKeys.shape[1];
+  return found;
+}
+
+async function withTokens(overview) {
+  return {
+    ...overview,
+    queries: overview.queries ?? overview.keys,
+    thumbnails: await unpack(overview.thumbnails),
+    thumbnailShape: overview.thumbnails.shape.slice(1),
+  };
+}
+
+const rowOfBlocks = ({ values, cols }, row) => values.slice(row * cols, (row + 1) * cols);
+
+class FileSource {
+  constructor(data) {
+    this.traces = data.traces;
+    this.worker = null;
+    this.waiting = new Map();
+    this.sent = new Set();
+  }
+
+  async start() { return { traces: this.traces.map((_, i) => i), reads: false }; }
+
+  overview(trace) { return withTokens(this.traces[trace]); }
+
+  head(trace, layer, head) { return opened(this.packed(trace, layer, head), trace); }
+
+  packed(trace, layer, head) {
+    return this.traces[trace].facts.find((one) => one.layer === layer && one.head === head);
+  }
+
+  async row(head, row) {
+    if (head.block === 1) return { values: rowOfBlocks(head.mass.levels[0], row), label: EXACT };
+    if (head.rows?.[row]) return { values: await unpack(head.rows[row]), label: EXACT };
+    if (!head.qk) return null;
+    const [values] = await this.computed(head, [row]);
+    return { values, label: HALF };
+  }
+
+  async tile(head, row, key) {
+    if (!head.qk) return null;
+    const last = Math.min(row + TILE, this.traces[head.trace].queries?.length ?? this.traces[head.trace].keys.length);
+    const rows = await this.computed(head, Array.from({ length: last - row }, (_, i) => row + i));
+    return { rows: rows.map((values) => values.subarray(key, key + TILE)), label: HALF };
+  }
+
+  // Rows from q and k, in the worker, which keeps what it was sent.
+  computed(head, rows) {
+    this.worker ??= this.startWorker();
+    const name = `${head.trace}/${head.layer}/${head.head}`, id = this.waiting.size ? Math.max(...this.waiting.keys()) + 1 : 0;
+    const packed = this.sent.has(name) ? null : head.qk;
+    this.sent.add(name);
+    this.worker.postMessage({ id, name, packed, rows });
+    return new Promise((resolve) => this.waiting.set(id, resolve));
+  }
+
+  startWorker() {
+    const code = JSON.parse(document.getElementById("worker").textContent);
+    const worker = new Worker(URL.createObjectURL(new Blob([code], { type: "text/javascript" })));
+    worker.onmessage = ({ data }) => {
+      this.waiting.get(data.id)(data.rows);
+      this.waiting.delete(data.id);
+    };
+    return worker;
+  }
+}
+
+class ServerSource {
+  start() { return asked("api"); }
+
+  async overview(trace) { return withTokens(await asked(`api/${trace}`)); }
+
+  async head(trace, layer, head) { return opened(await asked(`api/${trace}/${layer}/${head}`), trace); }
+
+  async row(head, row) {
+    if (head.block === 1) return { values: rowOfBlocks(head.mass.levels[0], row), label: EXACT };
+    const found = await asked(`api/${head.trace}/${head.layer}/${head.head}/rows/${row}`);
+    return { values: await unpack(found.row), label: EXACT };
+  }
+
+  async tile(head, row, key) {
+    const { tile } = await asked(`api/${head.trace}/${head.layer}/${head.head}/tiles/${row}/${key}`);
+    const values = await unpack(tile), [count, width] = tile.shape;
+    return { rows: Array.from({ length: count }, (_, i) => values.subarray(i * width, (i + 1) * width)), label: EXACT };
+  }
+
+  async read(text) {
+    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ text }) };
+    return (await asked("api/text", options)).trace;
+  }
+}
+
+async function asked(path, options) {
+  const answer = await fetch(path, options);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+export function openSource() {
+  const data = document.getElementById("data");
+  return data ? new FileSource(JSON.parse(data.textContent)) : new ServerSource();
+}
