@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +121,6 @@ def linear() -> None:
     figure.savefig(IMAGES / "linear.png", dpi=80, metadata=UNSIGNED)
 
 
-def head() -> None:
-    sys.path.insert(0, str(HERE.parent / "examples"))
-    import heatmap
-
-    heatmap.draw(*heatmap.words_and_weights(), IMAGES / "head.png")
-
-
 def bare(axes: Any) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
@@ -141,7 +133,6 @@ def main() -> None:
     hero()
     alignment()
     linear()
-    head()
     approximations.main(IMAGES)
     explanations.main(IMAGES)
     evidence_picture.main(IMAGES)

@@ -1,4 +1,4 @@
-"""`make demo`: what Regard does on this machine, in less than a minute."""
+"""`make demo`: a sentence through real weights, then what Regard does on this machine; under a minute."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import Progress
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 import regard
+from regard import explore, scores, see
 from regard import masks as M
-from regard import scores
 from regard.info import report as installation
+from regard.models import minilm
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import heatmap  # noqa: E402
 import memory  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 from measure import best_times, cpu_name, row_error  # noqa: E402
 from report import mebibytes, milliseconds  # noqa: E402
 from run import ready, remark  # noqa: E402
 
+TEXT = "The cat, which was very hungry, ate the fish."
 EVERYDAY = (
     "dense-2048-64", "causal-2048-64", "padded-512", "window-4096", "documents-4096", "dropout-1024",
     "gqa-1024", "bf16-2048",
@@ -41,17 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a smoke test")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo" / "head.png")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo", help="folder of the pictures")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     found = Console()
     console = found if found.is_terminal else Console(width=110)
     with torch.no_grad():
         show_machine(console)
+        show_sentence(console, options.output)
         show_correctness(console)
         show_masks(console)
         show_speed(console, options)
-        show_head(console, options.output)
     return 0
 
 
@@ -65,6 +67,32 @@ def show_machine(console: Console) -> None:
     console.print(f"{cpu_name()}, {torch.get_num_threads()} threads", highlight=False)
     kernels = facts.get("native isa", "none: " + facts["native core"])
     console.print(f"regard {facts['regard']}, kernels {kernels}; torch {facts['torch']}", highlight=False)
+
+
+def show_sentence(console: Console, folder: Path) -> None:
+    """Which head of MiniLM links a verb to its subject, found over all heads, drawn, and as a page."""
+    heading(console, "What do the heads of a real model read?")
+    folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # of Transformers: loading takes no time
+    loaded = minilm.load()
+    seen = see.read(loaded.model, loaded.tokenizer, TEXT)
+    best = seen.links("ate", "cat")[0]
+    head = seen[best.layer, best.head]
+    heads = sum(layer.heads for layer in seen)
+    console.print(f'"{TEXT}"', highlight=False)
+    console.print(
+        f'Of the {heads} heads of MiniLM, head {best.head} of layer {best.layer} links "ate" to "cat" most:',
+        highlight=False,
+    )
+    for key in head.top("ate", 4):
+        console.print(
+            f"  {key.token:>8} {key.weight:.2f} [#0072b2]{'█' * round(40 * key.weight)}[/]", highlight=False
+        )
+    see.heatmap(head, path=folder / "head.png")
+    see.grid(seen, path=folder / "heads.png")
+    page = explore.captured(seen, title=f"all-MiniLM-L6-v2 · {TEXT}").save(folder / "explorer.html")
+    console.print(f"Drawn in {folder}: head.png, heads.png", highlight=False)
+    console.print(f"Explore all of them: {page} opens in any browser, offline", highlight=False)
 
 
 def show_correctness(console: Console) -> None:
@@ -153,13 +181,6 @@ def times(case: Case, seconds: float) -> tuple[list[str], str]:
     best = best_times(calls, seconds)
     ratio = f"{best['sdpa'] / best['regard']:.1f} x"
     return [*map(milliseconds, best.values()), ratio], remark(case, inputs, "sdpa")
-
-
-def show_head(console: Console, path: Path) -> None:
-    heading(console, "One head, drawn")
-    words, weights = heatmap.words_and_weights()
-    heatmap.draw(words, weights, path)
-    console.print(f"Each word attends to what followed it before. Saved in {path}", highlight=False)
 
 
 if __name__ == "__main__":
