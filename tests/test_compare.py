@@ -192,6 +192,16 @@ def test_the_command_looks_at_its_files_before_the_work() -> None:
     assert "--json: expected a file in a directory that exists, got no/such/place.json" in result.output
 
 
+def test_the_page_has_the_sizes_of_the_quick_models() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text(encoding="utf-8")
+    sizes, effort = compare.QUICK
+    for kind in compare.KINDS:
+        model, one = compare.ByteModel(kind, sizes), compare.layer(kind, sizes)
+        counts = (compare.parameters(one), compare.parameters(model))
+        token_bytes = model.cache_bytes(effort.tokens) / effort.tokens
+        assert f"| {kind} | {counts[0]:,} | {counts[1]:,} | {token_bytes:,g} |" in page
+
+
 def test_means_and_spread() -> None:
     assert row("MHA", 1, 2.0, 0.1).loss == pytest.approx(2)
     assert math.isclose(row("MHA", 1, 2.0, 0.1).spread, 0.1)
