@@ -40,7 +40,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
         "causal": lambda: {"mask": M.Causal()},
         "causal at 0": lambda: {"mask": M.Causal(), "offset": 0},
         "window": lambda: {"mask": M.Window(19, 7)},
-        "padding": lambda: {"mask": M.Lengths([Lk - 11 * b for b in range(B)])},
+        "padding": lambda: {"mask": M.Lengths([Lk - 11 * (b + 1) for b in range(B)])},
         "packed": lambda: {"mask": M.Documents(ids) & M.Causal()},
         "dense": lambda: {"mask": M.Dense(keep)},
         "dilated": lambda: {"mask": M.Dilated(3) & M.Causal()},
