@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import HAVE_CORE, rel_l2
@@ -366,6 +367,8 @@ def test_facts_are_values() -> None:
     fact = F.MassOn(keys)
     keys[0] = 7
     assert fact == F.MassOn([1, 2])
+    assert F.Rows(np.arange(3)) == F.Rows(range(3)) == F.Rows(torch.arange(3))
+    assert F.Rows(2) == F.Rows([2])
     for fact in (F.TopK(3), F.MassOn([1]), F.Rows(range(3)), F.ColumnMass(torch.ones(2)), F.BlockMax(4)):
         assert pickle.loads(pickle.dumps(fact)) == fact
 
@@ -433,6 +436,9 @@ def test_wrong_tensors() -> None:
         ([], 0, ValueError, "layers: expected at least one"),
         ([(X,)], 0, TypeError, r"layers\[0\]: expected \(q, k\)"),
         ([(X, X[:, :, :3])], 0, ValueError, r"layers\[0\]: expected q and k of as many tokens"),
+        ([(X, X[0, 0, 0])], 0, ValueError, r"layers\[0\]: expected q and k of as many tokens"),
+        ([(X, X, M.Causal())], 0, TypeError, r"layers\[0\]: expected options as a dict, got Causal"),
+        ([(X, X), (X[:, :, :3], X[:, :, :3])], 0, ValueError, r"layers\[1\]: expected L = 4 tokens .* got 3"),
         ([(X, X)], 4, ValueError, "row: expected a token below L = 4, got 4"),
         ([(X, X)], 1.5, TypeError, "row: expected an int"),
     ],
@@ -455,5 +461,8 @@ def test_evidence_is_a_tuple() -> None:
     assert len(found) == 2
     assert found.want == (F.Entropy(), F.TopK(2))
     assert repr(found) == "Evidence(Entropy(), TopK(2))"
+    again = pickle.loads(pickle.dumps(found))
+    assert again.want == found.want
+    assert _same(again, found)
     (only,) = regard.evidence(X, X, None, F.ColumnMass())
     assert only.shape == (1, 2, 4)

@@ -28,11 +28,13 @@ class Evidence(tuple[Any, ...]):
         self.want = tuple(want)
         return self
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.want, tuple(self)
+
     def __repr__(self) -> str:
         return f"Evidence({', '.join(map(repr, self.want))})"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def evidence(
     q: Tensor,
     k: Tensor,
@@ -70,19 +72,18 @@ def evidence(
         >>> found = regard.evidence(q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
         >>> found[0].keys.shape, found[1].nats.shape
     """
+    options = {"mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink}
+    found: Evidence = _find(q, k, v, want, options, impl)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _find(
+    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: dict[str, Any], impl: str
+) -> Evidence:
     _check_want(want)
     with torch.no_grad():
-        problem = make(
-            q,
-            k,
-            _no_values(k, v),
-            mask=mask,
-            offset=offset,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            sink=sink,
-        )
+        problem = make(q, k, _no_values(k, v), **options)
         _check_plain(problem)
         for fact in want:
             fact.check(problem.spec)
@@ -108,6 +109,9 @@ def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") ->
         raise ValueError(f"layers: expected at least one (q, k) or (q, k, options), got {describe(layers)}")
     steps = [_layer(n, layer) for n, layer in enumerate(layers)]
     L = steps[0][0].shape[-2]
+    for n, (q, *_) in enumerate(steps):
+        if q.shape[-2] != L:
+            raise ValueError(f"layers[{n}]: expected L = {L} tokens as in layers[0], got {q.shape[-2]}")
     if not is_integer(row):
         raise TypeError(f"row: expected an int, got {describe(row)}")
     if not -L <= as_int(row) < L:
@@ -115,7 +119,7 @@ def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") ->
     vector = torch.zeros(L, dtype=torch.float64)
     vector[as_int(row)] = 1
     for q, k, options in reversed(steps):
-        vector = _step_back(vector.to(q.device), q, k, options | {"impl": impl})
+        vector = _step_back(vector.to(q.device), q, k, {"impl": impl, **options})
     return vector.to(torch.float64 if steps[0][0].dtype is torch.float64 else torch.float32)
 
 
@@ -123,7 +127,10 @@ def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]
     if not isinstance(layer, Sequence) or len(layer) not in (2, 3):
         raise TypeError(f"layers[{n}]: expected (q, k) or (q, k, options), got {describe(layer)}")
     q, k, options = (*layer, {})[:3]
-    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim < 2 or q.shape[-2] != k.shape[-2]:
+    if not isinstance(options, dict):
+        raise TypeError(f"layers[{n}]: expected options as a dict, got {describe(options)}")
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.ndim, k.ndim) > 1
+    if not tensors or q.shape[-2] != k.shape[-2]:
         told = f"{describe(q)} and {describe(k)}"
         raise ValueError(f"layers[{n}]: expected q and k of as many tokens, as in self-attention, got {told}")
     return q, k, options

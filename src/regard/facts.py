@@ -76,7 +76,7 @@ class Rows(Fact):
     indices: tuple[int, ...]
 
     def __init__(self, indices: Any) -> None:
-        given: Any = indices.tolist() if isinstance(indices, Tensor) else indices
+        given: Any = indices.tolist() if hasattr(indices, "tolist") else indices
         listed = [given] if is_integer(given) else given
         if not isinstance(listed, Sequence | range) or not all(is_integer(i) for i in listed):
             raise TypeError(f"Rows(indices): expected integers, got {describe(indices)}")
