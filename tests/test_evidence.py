@@ -407,6 +407,7 @@ X = torch.randn(1, 2, 4, 8)
     [
         ([], {}, ValueError, "want: expected at least one fact"),
         ([F.Entropy], {}, TypeError, "write its parentheses"),
+        ([F.Fact()], {}, TypeError, "want: expected facts"),
         (["entropy"], {}, TypeError, "want: expected facts, as regard.Entropy"),
         ([F.Rows([4])], {}, ValueError, r"Rows\(indices\): expected queries below Lq = 4, got 4"),
         ([F.Rows([-5])], {}, ValueError, r"got -5"),

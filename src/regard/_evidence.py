@@ -154,7 +154,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
     if not want:
         raise ValueError("want: expected at least one fact, as regard.Entropy(), got none")
     for fact in want:
-        if not isinstance(fact, Fact):
+        if type(fact) not in _evidence_torch.COLLECTORS:
             hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
             raise TypeError(f"want: expected facts, as regard.Entropy(), got {describe(fact)}{hint}")
 
