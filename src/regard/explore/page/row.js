@@ -105,7 +105,7 @@ export function drawStrip(canvas, ranking, whole, count) {
     c.fillRect(p, height - tall, 1, tall);
   }
   c.font = "11px system-ui, sans-serif";
-  c.fillText(`all keys, 0 to ${number(largest)}`, 2, 10, width);
+  c.fillText(`${ranking.isWhole ? "all keys" : "the largest alone"}, 0 to ${number(largest)}`, 2, 10, width);
 }
 
 // Buckets of distance that double; each bar is the mass of its bucket. Keys behind are right of the middle.
