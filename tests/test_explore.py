@@ -21,6 +21,7 @@ import regard
 from regard import explore, see
 from regard.explore import _page
 from regard.explore._pack import head_facts, overview, pack
+from regard.explore._read import pieces
 from regard.explore._trace import finest_block
 from regard.masks import Causal, Lengths, Window
 
@@ -164,6 +165,23 @@ def test_a_directory_reads_texts(directory: Path) -> None:
     for text, match in ((" ", "text: expected some text"), ("word " * 5000, "text: expected from 1 to")):
         with pytest.raises(ValueError, match=match):
             explorer.read(text)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_tokens_are_read_as_in_the_text(is_fast: bool) -> None:
+    class Tokenizer:
+        def __init__(self) -> None:
+            self.is_fast = is_fast
+
+        def __call__(self, text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+            assert return_offsets_mapping == is_fast
+            return {"input_ids": [0, 1, 2], "offset_mapping": [(0, 0), (0, 3), (3, 6)]}
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [["<s>", "\u0120caf", "##\u00c3"][i] for i in ids]
+
+    expected = ("<s>", "caf", "\u00e9s!") if is_fast else ("<s>", "\u0120caf", "##\u00c3")
+    assert pieces(Tokenizer(), "caf\u00e9s!") == expected
 
 
 @pytest.mark.parametrize("name", ["_attn_implementation_internal", "auto_map", "pickle"])

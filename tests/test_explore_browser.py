@@ -259,6 +259,26 @@ def test_a_served_trace_of_100_000_tokens_answers_at_once(visit: Open, long: exp
         assert min(times) < 0.2, times
 
 
+def quickest(measure: Callable[[int], float], enough: float = 2.0, tries: int = 8) -> float:
+    """The least of some times: others may be using the machine."""
+    best = float("inf")
+    for i in range(tries):
+        best = min(best, measure(i))
+        if best < enough:
+            break
+    return best
+
+
+def seconds_to_read(page: Any, text: str) -> float:
+    """From the key Enter until heads, map and row of the text are there."""
+    page.fill("#text", text)
+    start = time.perf_counter()
+    page.press("#text", "Enter")
+    page.wait_for_selector(f'#title:has-text("· {text[:5]}")')
+    page.wait_for_selector("html[data-ready]:not([aria-busy])")
+    return time.perf_counter() - start
+
+
 def test_a_text_is_typed_and_seen(visit: Open) -> None:
     pytest.importorskip("transformers")
     explorer = explore.text("The cat sat on the mat")
@@ -278,16 +298,8 @@ def test_a_text_is_typed_and_seen(visit: Open) -> None:
         same(listed(page), trace.rows(3, 5, [ate])[0], rtol=1e-4)
         assert page.inner_text("#rowTitle").startswith("“ate”")
         words = " and the cat saw a dog" * 20
-        times = []
-        for i in range(3):
-            start = time.perf_counter()
-            page.fill("#text", f"{i}{words}")
-            page.press("#text", "Enter")
-            page.wait_for_selector(f'#title:has-text("· {i} and")')
-            page.wait_for_selector("#rowTitle:has-text('reads')")
-            times.append(time.perf_counter() - start)
         assert 120 < len(explorer.read(f"0{words}").keys) < 136
-        assert min(times) < 2, times
+        assert quickest(lambda i: seconds_to_read(page, f"{i}{words}")) < 2
         page.fill("#text", "word " * 600)
         page.press("#text", "Enter")
         page.wait_for_selector('#message:has-text("expected from 1 to 512 tokens")')
@@ -371,6 +383,7 @@ def test_heads_and_texts_are_compared(visit: Open, tmp_path: Path) -> None:
     page.locator("#map").focus()
     page.keyboard.press("+")
     assert page.get_attribute("#map", "data-view") == page.get_attribute("#otherMap", "data-view")
+    page.keyboard.press("0")
     page.select_option("#otherShows", "difference")
     assert "orange where it is larger" in page.inner_text("#legendText")
     page.mouse.move(*place(page, 12, 4, "#otherMap"))

@@ -17,7 +17,8 @@ MAX_TOKENS = 4096
 def reader(path: Path | None = None) -> Callable[[str], Trace]:
     """A function from a text to its trace: with MiniLM, a directory of Transformers, or a GGUF file."""
     model, tokenizer, name = _loaded(path)
-    limit = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
+    known = getattr(model.config, "max_position_embeddings", MAX_TOKENS)
+    limit = min(MAX_TOKENS, known, tokenizer.model_max_length)
 
     def read(text: str) -> Trace:
         if not text.strip():
@@ -49,7 +50,9 @@ def _loaded(path: Path | None) -> tuple[Any, Any, str]:
 
 def pieces(tokenizer: Any, text: str) -> tuple[str, ...]:
     """The tokens as they stand in the text; those that do not, as the tokenizer calls them."""
-    found = tokenizer(text, return_offsets_mapping=True)
+    found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     names = tokenizer.convert_ids_to_tokens(found["input_ids"])
+    if not tokenizer.is_fast:
+        return tuple(names)
     spans = zip(found["offset_mapping"], names, strict=True)
     return tuple(text[first:end] or name for (first, end), name in spans)

@@ -1,8 +1,14 @@
 // Palettes that are read alike with and without colour vision: lightness grows along each of them.
 
 const STOPS = {
-  viridis: ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"],
-  cividis: ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838"],
+  viridis: [
+    "#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c",
+    "#28ae80", "#5ec962", "#addc30", "#fde725",
+  ],
+  cividis: [
+    "#00224e", "#123570", "#3b496c", "#575d6d", "#707173",
+    "#8a8678", "#a59c74", "#c3b369", "#fee838",
+  ],
   grey: ["#101010", "#ffffff"],
 };
 const DIVERGING = ["#2166ac", "#92c5de", "#f7f7f7", "#fdb863", "#b35806"];  // blue and orange
@@ -37,7 +43,9 @@ const RAMPS = Object.fromEntries(PALETTES.map((name) => [name, ramp(STOPS[name])
 const DIFFERENCES = ramp(DIVERGING);
 
 // A weight on a logarithmic scale, as a step of 256.
-export const step = (value) => Math.max(0, Math.min(255, Math.round(255 * (1 + Math.log10(value) / decades))));
+export function step(value) {
+  return Math.max(0, Math.min(255, Math.round(255 * (1 + Math.log10(value) / decades))));
+}
 
 // Writes the colour of a weight, or of a difference of two, into pixels; nothing at all stays transparent.
 export function paint(pixels, at, value, palette) {

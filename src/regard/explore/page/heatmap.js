@@ -1,5 +1,6 @@
 // The heat map of a head, with its tracks: one canvas, queries down and keys across, in units of tokens.
 import { cssColor, paint } from "./colors.js";
+import { listen } from "./gestures.js";
 import { EXACT, atBlocks, number, percent, shown } from "./labels.js";
 
 const LEFT = 96, TOP = 92, TRACK = 36, GAP = 6;
@@ -14,8 +15,7 @@ export class HeatMap {
   constructor(canvas, { onSelect, onHover, onView, onNeedTile }) {
     Object.assign(this, { canvas, onSelect, onHover, onView, onNeedTile });
     Object.assign(this, { kind: "mass", palette: "viridis", row: null, tile: null, minus: null, marks: [] });
-    this.pointers = new Map();
-    this.listen();
+    listen(this);
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
 
@@ -32,30 +32,37 @@ export class HeatMap {
     const { keys, queries } = this.trace;
     const w = Math.min(keys.length, Math.max(Math.min(SMALLEST, keys.length), view.w));
     const h = Math.min(queries.length, Math.max(Math.min(SMALLEST, queries.length), view.h));
-    const x = Math.max(0, Math.min(keys.length - w, view.x)), y = Math.max(0, Math.min(queries.length - h, view.y));
+    const x = Math.max(0, Math.min(keys.length - w, view.x));
+    const y = Math.max(0, Math.min(queries.length - h, view.y));
     this.view = { x, y, w, h };
     this.moved();
   }
 
   moved() {
     this.draw();
-    this.onView?.(this.view);
+    this.onView();
     const { x, y, w, h } = this.view;
     const deep = w <= EXACT_TOKENS && h <= EXACT_TOKENS && this.head.block > 1;
-    if (deep && !this.tileCovers()) this.onNeedTile?.(Math.floor(y / EXACT_TOKENS) * EXACT_TOKENS, Math.floor(x / EXACT_TOKENS) * EXACT_TOKENS);
+    const start = (place) => Math.floor(place / EXACT_TOKENS) * EXACT_TOKENS;
+    if (deep && !this.tileCovers()) this.onNeedTile(start(y), start(x));
   }
 
   tileCovers() {
     const t = this.tile, v = this.view;
-    return t && t.row <= v.y && t.key <= v.x && v.y + v.h <= t.row + t.rows.length && v.x + v.w <= t.key + t.rows[0].length;
+    if (!t || t.row > v.y || t.key > v.x) return false;
+    return v.y + v.h <= t.row + t.rows.length && v.x + v.w <= t.key + t.rows[0].length;
   }
 
   zoom(factor, at = { x: 0.5, y: 0.5 }) {
     const { x, y, w, h } = this.view;
-    this.setView({ x: x + at.x * w * (1 - factor), y: y + at.y * h * (1 - factor), w: w * factor, h: h * factor });
+    const less = 1 - factor;
+    this.setView({ x: x + at.x * w * less, y: y + at.y * h * less, w: w * factor, h: h * factor });
   }
 
-  pan(dx, dy) { this.setView({ ...this.view, x: this.view.x + dx * this.view.w, y: this.view.y + dy * this.view.h }); }
+  pan(dx, dy) {
+    const { x, y, w, h } = this.view;
+    this.setView({ x: x + dx * w, y: y + dy * h, w, h });
+  }
 
   // The finest view around a query and, if given, a key.
   zoomTo(row, key = row + this.trace.offset) {
@@ -89,12 +96,13 @@ export class HeatMap {
 
   draw() {
     if (!this.head || !this.canvas.clientWidth) return;
-    const scale = window.devicePixelRatio || 1, width = this.canvas.clientWidth, height = this.canvas.clientHeight;
+    const scale = window.devicePixelRatio || 1, { clientWidth: width, clientHeight: height } = this.canvas;
     this.canvas.width = Math.round(width * scale);
     this.canvas.height = Math.round(height * scale);
     this.context = this.canvas.getContext("2d");
     this.context.scale(scale, scale);
-    const narrow = width < NARROW, left = narrow ? 56 : LEFT, tracks = narrow ? 0 : ROW_TRACKS.length * (TRACK + GAP);
+    const narrow = width < NARROW, left = narrow ? 56 : LEFT;
+    const tracks = narrow ? 0 : ROW_TRACKS.length * (TRACK + GAP);
     const top = TOP + TRACK + GAP;
     this.plot = { x: left, y: top, w: width - left - tracks, h: height - top - 2 };
     this.ink = getComputedStyle(this.canvas).color;
@@ -109,8 +117,8 @@ export class HeatMap {
   drawBlocks() {
     const layer = this.layer(), { x, y, w, h } = this.view, { block } = layer;
     this.shownBlock = block;
-    const j0 = Math.max(0, Math.floor((x - layer.x) / block)), j1 = Math.min(layer.cols, Math.ceil((x + w - layer.x) / block));
-    const i0 = Math.max(0, Math.floor((y - layer.y) / block)), i1 = Math.min(layer.rows, Math.ceil((y + h - layer.y) / block));
+    const [j0, j1] = blocksIn(x - layer.x, w, block, layer.cols);
+    const [i0, i1] = blocksIn(y - layer.y, h, block, layer.rows);
     const image = new ImageData(j1 - j0, i1 - i0), palette = this.minus ? "difference" : this.palette;
     for (let i = i0, at = 0; i < i1; i++) {
       for (let j = j0; j < j1; j++, at += 4) paint(image.data, at, layer.at(i, j), palette);
@@ -181,7 +189,8 @@ export class HeatMap {
     const each = pixels / size;
     const every = each >= LABEL_PIXELS ? 1 : niceStep(40 / each);
     const found = [];
-    for (let i = Math.ceil(Math.max(0, start) / every) * every; i < Math.min(tokens.length, start + size - 0.3); i += every) {
+    const end = Math.min(tokens.length, start + size - 0.3);
+    for (let i = Math.ceil(Math.max(0, start) / every) * every; i < end; i += every) {
       found.push([i, every === 1 ? shown(tokens[i]).slice(0, 16) : String(i)]);
     }
     return found;
@@ -201,7 +210,8 @@ export class HeatMap {
     if (narrow) return;
     ROW_TRACKS.forEach(([name, text], n) => {
       const x = plot.x + plot.w + GAP + n * (TRACK + GAP);
-      this.eachPixel(this.head[name], view.y, view.h, plot.h, (p, value) => c.fillRect(x, plot.y + p, value * TRACK, 1));
+      const bar = (p, value) => c.fillRect(x, plot.y + p, value * TRACK, 1);
+      this.eachPixel(this.head[name], view.y, view.h, plot.h, bar);
       c.strokeRect(x - 0.5, plot.y - 0.5, TRACK, plot.h + 1);
       c.save();
       c.translate(x + TRACK / 2, plot.y - 6);
@@ -213,8 +223,9 @@ export class HeatMap {
 
   // A pixel stands for some tokens: pale for the largest of them, dark for their mean.
   eachPixel(values, start, size, pixels, draw) {
+    const each = size / pixels;
     for (let p = 0; p < pixels; p++) {
-      const { largest, mean } = summary(values, start + (p / pixels) * size, start + ((p + 1) / pixels) * size);
+      const { largest, mean } = summary(values, start + p * each, start + (p + 1) * each);
       this.context.globalAlpha = 0.35;
       draw(p, largest);
       this.context.globalAlpha = 1;
@@ -254,7 +265,8 @@ export class HeatMap {
     const box = this.canvas.getBoundingClientRect(), p = this.plot;
     const fx = (event.clientX - box.left - p.x) / p.w, fy = (event.clientY - box.top - p.y) / p.h;
     if (fx < 0 || fx >= 1 || fy < 0 || fy >= 1) return null;
-    return { fx, fy, key: Math.floor(this.view.x + fx * this.view.w), query: Math.floor(this.view.y + fy * this.view.h) };
+    const { x, y, w, h } = this.view;
+    return { fx, fy, key: Math.floor(x + fx * w), query: Math.floor(y + fy * h) };
   }
 
   // What the block or weight at a place is, in words, with its label.
@@ -263,70 +275,35 @@ export class HeatMap {
     if (this.minus) return this.describeDifference(query, key, block);
     if (block === 1) {
       const layer = this.layer(), value = layer.at(query - layer.y, key - layer.x);
-      const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): ${percent(value)}`;
-      return { text, label: this.tileCovers() ? this.tile.label : EXACT };
+      const label = this.tileCovers() ? this.tile.label : EXACT;
+      return { text: `${this.pair(query, key)}: ${percent(value)}`, label };
     }
     return this.describeBlock(Math.floor(query / block), Math.floor(key / block), block);
   }
 
   describeDifference(query, key, block) {
     const value = this.layer().at(Math.floor(query / block), Math.floor(key / block));
-    const text = `${quoted(this.trace.queries[query])} (${query}) to ${quoted(this.trace.keys[key])} (${key}): first minus this ${percent(value)}`;
-    return { text, label: atBlocks(block) };
+    return { text: `${this.pair(query, key)}: first minus this ${percent(value)}`, label: atBlocks(block) };
+  }
+
+  pair(query, key) {
+    return `“${shown(this.trace.queries[query])}” (${query}) to “${shown(this.trace.keys[key])}” (${key})`;
   }
 
   describeBlock(i, j, block) {
     const { queries, keys } = this.trace, level = this.head.mass.level(block);
     const q1 = Math.min(queries.length, (i + 1) * block) - 1, k1 = Math.min(keys.length, (j + 1) * block) - 1;
-    const mass = level.values[i * level.cols + j], largest = this.head.max.level(block).values[i * level.cols + j];
-    const share = mass / (q1 - i * block + 1);
-    const text = `queries ${i * block}–${q1}, keys ${j * block}–${k1}: mass ${number(mass)}, ${percent(share)} of the queries'; largest weight ${number(largest)}`;
+    const at = i * level.cols + j, mass = level.values[at], largest = this.head.max.level(block).values[at];
+    const share = percent(mass / (q1 - i * block + 1));
+    const where = `queries ${i * block}–${q1}, keys ${j * block}–${k1}`;
+    const text = `${where}: mass ${number(mass)}, ${share} of the queries'; largest weight ${number(largest)}`;
     return { text, label: atBlocks(block) };
   }
+}
 
-  listen() {
-    const { canvas } = this;
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const at = this.toTokens(event);
-      if (at) this.zoom(event.deltaY > 0 ? 1.25 : 0.8, { x: at.fx, y: at.fy });
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      canvas.setPointerCapture(event.pointerId);
-      this.pointers.set(event.pointerId, event);
-      this.dragged = false;
-    });
-    canvas.addEventListener("pointermove", (event) => this.move(event));
-    canvas.addEventListener("pointercancel", (event) => this.pointers.delete(event.pointerId));
-    canvas.addEventListener("pointerup", (event) => {
-      this.pointers.delete(event.pointerId);
-      const at = this.toTokens(event);
-      if (!this.dragged && at) this.onSelect(at.query, at.key);
-    });
-    canvas.addEventListener("dblclick", (event) => {
-      const at = this.toTokens(event);
-      if (at) this.zoom(0.25, { x: at.fx, y: at.fy });
-    });
-    canvas.addEventListener("pointerleave", () => this.onHover(null));
-  }
-
-  move(event) {
-    const before = this.pointers.get(event.pointerId);
-    if (!before) return this.onHover(this.head ? this.toTokens(event) : null);
-    const dx = event.clientX - before.clientX, dy = event.clientY - before.clientY;
-    if (!this.dragged && Math.hypot(dx, dy) < 4) return undefined;
-    this.dragged = true;
-    const others = [...this.pointers.values()].filter((one) => one.pointerId !== event.pointerId);
-    this.pointers.set(event.pointerId, event);
-    if (others.length) return this.pinch(before, event, others[0]);
-    return this.pan(-dx / this.plot.w, -dy / this.plot.h);
-  }
-
-  pinch(before, now, fixed) {
-    const apart = (one) => Math.hypot(one.clientX - fixed.clientX, one.clientY - fixed.clientY) || 1;
-    const at = this.toTokens(fixed);
-    this.zoom(apart(before) / apart(now), at ? { x: at.fx, y: at.fy } : undefined);
-  }
+// The first block of a stretch of tokens, and the one after its last.
+function blocksIn(start, size, block, count) {
+  return [Math.max(0, Math.floor(start / block)), Math.min(count, Math.ceil((start + size) / block))];
 }
 
 function niceStep(least) {
@@ -336,7 +313,8 @@ function niceStep(least) {
 
 // The largest value and the mean of the tokens from a to b, both as fractions of tokens.
 export function summary(values, a, b) {
-  const first = Math.max(0, Math.floor(a)), end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));
+  const first = Math.max(0, Math.floor(a));
+  const end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));
   let largest = 0, sum = 0;
   for (let i = first; i < end; i++) {
     sum += values[i];
@@ -344,5 +322,3 @@ export function summary(values, a, b) {
   }
   return { largest, mean: sum / Math.max(1, end - first) };
 }
-
-const quoted = (token) => `“${shown(token)}”`;

@@ -5,7 +5,8 @@ export const HALF = { name: "exact for the embedded 16-bit q and k", kind: "exac
 export const NOT_COMPUTED = { name: "not computed", kind: "none" };
 
 export function atBlocks(block) {
-  return block === 1 ? EXACT : { name: `exact at block resolution, ${block} × ${block} tokens`, kind: "block" };
+  if (block === 1) return EXACT;
+  return { name: `exact at block resolution, ${block} × ${block} tokens`, kind: "block" };
 }
 
 export function labelElement(label) {

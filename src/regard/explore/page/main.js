@@ -9,7 +9,9 @@ import { drawTokens } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const source = openSource();
-const state = { traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false };
+const state = {
+  traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false,
+};
 const first = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
 const second = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
 let asked = 0;  // answers to older questions are dropped
@@ -38,14 +40,14 @@ async function showTrace(number) {
   $("title").textContent = [trace.model, shown(trace.title)].filter(Boolean).join(" · ");
   document.title = `Regard · ${shown(trace.title)}`;
   $("trace").value = number;
-  if (!trace.heads.some((head) => head.roles.length) && state.order === "role") state.order = $("sort").value = "layer";
   showOverview();
   const { layer, head } = sorted(trace, state.order)[0];
   await showHead(layer, head);
 }
 
 function showOverview() {
-  drawOverview($("overview"), first.trace, state.order, state.palette, (...which) => guarded(() => showHead(...which)));
+  const choose = (layer, head) => guarded(() => showHead(layer, head));
+  drawOverview($("overview"), first.trace, state.order, state.palette, choose);
   markHead();
 }
 
@@ -55,7 +57,7 @@ async function showHead(layer, head) {
   first.head = found;
   $("headName").textContent = headName(found);
   $("moduleName").textContent = first.trace.layers[layer];
-  $("headRoles").replaceChildren(...headSummary(found).roles.map(badge));
+  $("headRoles").replaceChildren(...first.trace.heads.find(isHead(found)).roles.map(badge));
   first.map.show(found, first.trace);
   showCheck();
   drawDistances($("distances"), $("distanceText"), found);
@@ -64,23 +66,22 @@ async function showHead(layer, head) {
   await selectRow(state.row ?? Math.min(1, first.trace.queries.length - 1));
 }
 
-const headSummary = ({ layer, head }) => first.trace.heads.find((one) => one.layer === layer && one.head === head);
+const isHead = ({ layer, head }) => (one) => Number(one.layer) === layer && Number(one.head) === head;
 
 function markHead() {
   for (const button of $("overview").children) {
-    const isChosen = Number(button.dataset.layer) === first.head?.layer && Number(button.dataset.head) === first.head?.head;
-    button.ariaSelected = String(isChosen);
+    button.ariaSelected = String(first.head !== null && isHead(first.head)(button.dataset));
   }
 }
 
 // Every row of blocks must hold as much mass as it has queries that see something.
 function showCheck() {
-  const { rows, cols, values, block } = first.head.mass.levels[0];
+  const { rows, cols, values, block } = first.head.mass.levels[0], { rowMax } = first.head;
   let worst = 0;
   for (let i = 0; i < rows; i++) {
     let sum = 0, expected = 0;
     for (let j = 0; j < cols; j++) sum += values[i * cols + j];
-    for (let q = i * block; q < Math.min(first.head.rowMax.length, (i + 1) * block); q++) expected += first.head.rowMax[q] > 0;
+    for (let q = i * block; q < Math.min(rowMax.length, (i + 1) * block); q++) expected += rowMax[q] > 0;
     worst = Math.max(worst, Math.abs(sum - expected) / Math.max(1, expected));
   }
   const text = first.head.hasSink
@@ -131,7 +132,8 @@ function showOtherRow(share) {
   $("otherRow").hidden = !(state.compared && second.ranking);
   if ($("otherRow").hidden) return;
   second.map.draw();
-  $("otherRowTitle").textContent = `${headName(second.head)}: “${shown(second.trace.queries[state.row])}” reads`;
+  const token = shown(second.trace.queries[state.row]);
+  $("otherRowTitle").textContent = `${headName(second.head)}: “${token}” reads`;
   rowLabel($("otherRowLabel"), second.ranking, second.head, state.row);
   listTop($("otherTop"), second.ranking, share, second.trace, chooseKey);
 }
@@ -146,7 +148,8 @@ function showTokens() {
 // A token was chosen in the text: as a query where it is one, else its column comes into view.
 function chooseKey(key) {
   const row = key - first.trace.offset, { view } = first.map;
-  if (row < 0 || row >= first.trace.queries.length) return first.map.setView({ ...view, x: key - view.w / 2 });
+  const isQuery = row >= 0 && row < first.trace.queries.length;
+  if (!isQuery) return first.map.setView({ ...view, x: key - view.w / 2 });
   first.map.reveal(row);
   return guarded(() => selectRow(row));
 }
@@ -158,10 +161,12 @@ function say(pane, at) {
 }
 
 function describeView(pane, caption) {
-  const { x, y, w, h } = pane.map.view, label = pane.map.shownBlock === 1 && pane.map.tileCovers() ? pane.map.tile.label : atBlocks(pane.map.shownBlock);
-  const dots = pane.map.hasDots ? " · small squares: the largest weights of each query, exact" : "";
+  const { map } = pane, { x, y, w, h } = map.view;
+  const label = map.shownBlock === 1 && map.tileCovers() ? map.tile.label : atBlocks(map.shownBlock);
+  const dots = map.hasDots ? " · small squares: the largest weights of each query, exact" : "";
   const end = (from, size) => Math.ceil(from + size) - 1;
-  caption.replaceChildren(`queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `, labelElement(label), dots);
+  const where = `queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `;
+  caption.replaceChildren(where, labelElement(label), dots);
 }
 
 // Single weights for a small view, asked for once.
@@ -213,7 +218,7 @@ function link(pane) {
   isLinking = false;
 }
 
-const isFirst = (head) => head.layer === first.head.layer && head.head === first.head.head;
+const isFirst = (head) => isHead(first.head)(head);
 const nextHead = (heads) => heads[(heads.findIndex(isFirst) + 1) % heads.length];
 
 function updateDifference() {
@@ -262,8 +267,9 @@ function showLegend() {
     context.fillStyle = cssColor(lowest() ** (1 - p / (width - 1)), state.palette);
     context.fillRect(p, 0, 1, height);
   }
-  const difference = second.map.minus ? "; differences: blue where the first is smaller, orange where it is larger" : "";
-  $("legendText").textContent = `to 1, logarithmic, the same in every picture; empty means 0${difference}`;
+  const plain = "to 1, logarithmic, the same in every picture; empty means 0";
+  const signs = "; differences: blue where the first is smaller, orange where it is larger";
+  $("legendText").textContent = second.map.minus ? plain + signs : plain;
 }
 
 function setTheme(theme) {
@@ -291,7 +297,8 @@ function fill(select, pairs) {
 }
 
 async function showTexts(numbers) {
-  const names = await Promise.all(numbers.map(async (number) => [number, shown((await traceOf(number)).title)]));
+  const traces = await Promise.all(numbers.map(traceOf));
+  const names = traces.map((trace, i) => [numbers[i], shown(trace.title)]);
   for (const id of ["trace", "otherTrace"]) {
     fill($(id), names);
     $(`${id}Label`).hidden = numbers.length < 2;
@@ -300,13 +307,13 @@ async function showTexts(numbers) {
 
 async function read(event) {
   event.preventDefault();
-  $("reader").querySelector("button").disabled = true;
+  document.documentElement.ariaBusy = "true";
   try {
     const number = await source.read($("text").value);
     await showTexts([...state.traces.keys(), number]);
     await showTrace(number);
   } finally {
-    $("reader").querySelector("button").disabled = false;
+    document.documentElement.ariaBusy = null;
   }
 }
 
@@ -318,12 +325,16 @@ const stepHead = (by) => {
   return showHead(layer, head);
 };
 
-const stepRow = (by) => chooseKey(Math.max(0, Math.min(first.trace.queries.length - 1, (state.row ?? 0) + by)) + first.trace.offset);
+const stepRow = (by) => {
+  const row = Math.min(first.trace.queries.length - 1, (state.row ?? 0) + by);
+  return chooseKey(Math.max(0, row) + first.trace.offset);
+};
 
 const KEYS = {
   ArrowUp: () => stepRow(-1), ArrowDown: () => stepRow(1),
   ArrowLeft: () => first.map.pan(-0.1, 0), ArrowRight: () => first.map.pan(0.1, 0),
-  "+": () => first.map.zoom(0.5), "=": () => first.map.zoom(0.5), "-": () => first.map.zoom(2), 0: () => first.map.all(),
+  "+": () => first.map.zoom(0.5), "=": () => first.map.zoom(0.5), "-": () => first.map.zoom(2),
+  0: () => first.map.all(),
   Enter: () => first.map.zoomTo(state.row ?? 0),
   "[": () => stepHead(-1), "]": () => stepHead(1),
   m: () => setKind(first.map.kind === "mass" ? "max" : "mass"),
@@ -380,7 +391,11 @@ function listen() {
   });
   on("otherShows", "change", updateDifference);
   on("reader", "submit", read);
-  on("text", "keydown", (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); $("reader").requestSubmit(); } });
+  on("text", "keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    $("reader").requestSubmit();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme($("theme").value));
 }
 

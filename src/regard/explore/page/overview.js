@@ -4,7 +4,8 @@ import { paint } from "./colors.js";
 const MIXED = ["mixed", null];
 
 // Heads without a role stand at the end.
-const byRole = ([a, more], [b, less]) => (more === null) - (less === null) || a.localeCompare(b) || less - more;
+const byRole = ([a, score], [b, other]) =>
+  (score === null) - (other === null) || a.localeCompare(b) || other - score;
 
 const ORDERS = {
   role: (a, b) => byRole(a.roles[0] ?? MIXED, b.roles[0] ?? MIXED),
@@ -54,7 +55,8 @@ function thumbnail(trace, index, palette) {
   for (let i = 0; i < rows; i++) {
     const queries = Math.min(block, trace.queries.length - i * block);
     for (let j = 0; j < cols; j++) {
-      paint(image.data, 4 * (i * cols + j), trace.thumbnails[(index * rows + i) * cols + j] / queries, palette);
+      const mass = trace.thumbnails[(index * rows + i) * cols + j];
+      paint(image.data, 4 * (i * cols + j), mass / queries, palette);
     }
   }
   canvas.getContext("2d").putImageData(image, 0, 0);

@@ -5,11 +5,12 @@ import { EXACT, NOT_COMPUTED, labelElement, number, percent, shown } from "./lab
 const LISTED = 60;
 const AROUND = 4;  // tokens of text on both sides of a key
 
-// What is known of a query, whole or not: { keys: the first few by falling weight, weights: all that are known,
-// falling, at(key), label, isWhole }.
+// What is known of a query: { keys: the first few by falling weight, weights: all that are known, falling,
+// at(key), label, isWhole }.
 export function ranked(head, row, whole) {
   if (whole) return rankedWhole(whole);
-  const from = row * head.top, keys = Array.from(head.topKeys.subarray(from, from + head.top)).filter((key) => key >= 0);
+  const from = row * head.top, found = Array.from(head.topKeys.subarray(from, from + head.top));
+  const keys = found.filter((key) => key >= 0);
   const weights = head.topWeights.subarray(from, from + keys.length);
   return { keys, weights, at: (key) => weights[keys.indexOf(key)] ?? 0, label: EXACT, isWhole: false };
 }
@@ -34,24 +35,28 @@ export function carriers({ weights, isWhole }, share) {
 }
 
 export function rowLabel(place, ranking, head, row) {
-  const facts = ` entropy ${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of even; largest ${number(head.rowMax[row])}`;
+  const entropy = `${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of even`;
+  const facts = ` entropy ${entropy}; largest ${number(head.rowMax[row])}`;
   if (ranking.isWhole) {
     place.replaceChildren(`${ranking.weights.length} weights `, labelElement(ranking.label), facts);
   } else {
-    place.replaceChildren(
-      `the ${ranking.keys.length} largest weights `, labelElement(EXACT), " the others ", labelElement(NOT_COMPUTED), facts);
+    const some = [`the ${ranking.keys.length} largest weights `, labelElement(EXACT)];
+    place.replaceChildren(...some, " the others ", labelElement(NOT_COMPUTED), facts);
   }
 }
 
 export function shareText(ranking, share) {
   const { count, mass } = carriers(ranking, share);
-  if (count === null) return `the ${ranking.keys.length} largest carry ${percent(mass)}; beyond them nothing is computed here`;
+  if (count === null) {
+    return `the ${ranking.keys.length} largest carry ${percent(mass)}; beyond them nothing is computed here`;
+  }
   return `${count} of ${ranking.isWhole ? "all" : "the known"} keys carry ${percent(mass)}`;
 }
 
 export function listTop(place, ranking, share, trace, onChoose) {
   const { count } = carriers(ranking, share), many = count ?? ranking.keys.length;
-  place.replaceChildren(...ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose)));
+  const lines = ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose));
+  place.replaceChildren(...lines);
   if ((count ?? 0) > LISTED) {
     const more = document.createElement("li");
     more.textContent = `and ${count - LISTED} more`;
@@ -94,13 +99,13 @@ export function drawStrip(canvas, ranking, whole, count) {
     values = new Float32Array(count);
     ranking.keys.forEach((key, n) => { values[key] = ranking.weights[n]; });
   }
-  const largest = ranking.weights[0] || 1;
+  const largest = ranking.weights[0] || 1, each = count / width;
   for (let p = 0; p < width; p++) {
-    const tall = (summary(values, (p / width) * count, ((p + 1) / width) * count).largest / largest) * (height - 14);
+    const tall = (summary(values, p * each, (p + 1) * each).largest / largest) * (height - 14);
     c.fillRect(p, height - tall, 1, tall);
   }
   c.font = "11px system-ui, sans-serif";
-  c.fillText(`all keys, 0 to ${number(largest)}`, 2, 10, width);
+  c.fillText(`${ranking.isWhole ? "all keys" : "the largest alone"}, 0 to ${number(largest)}`, 2, 10, width);
 }
 
 // Buckets of distance that double; each bar is the mass of its bucket. Keys behind are right of the middle.
@@ -119,16 +124,19 @@ export function drawDistances(canvas, text, head) {
   names.forEach((bucket, n) => {
     const tall = (buckets.get(bucket) / total / (largest || 1)) * (height - 28);
     c.fillRect(n * each + 1, height - 14 - tall, Math.max(1, each - 2), tall);
-    if (n % Math.ceil(names.length / 9) === 0) c.fillText(bucketName(bucket), n * each + each / 2, height - 2, each * 3);
+    if (n % Math.ceil(names.length / 9)) return;
+    c.fillText(bucketName(bucket), n * each + each / 2, height - 2, each * 3);
   });
-  text.replaceChildren(`query − key; the highest bar is ${percent(largest)} of all mass `, labelElement(EXACT));
+  const told = `query − key; the highest bar is ${percent(largest)} of all mass `;
+  text.replaceChildren(told, labelElement(EXACT));
 }
 
-const bucketOf = (distance) => (distance === 0 ? 0 : Math.sign(distance) * (1 + Math.floor(Math.log2(Math.abs(distance)))));
+const bucketOf = (distance) => Math.sign(distance) * (1 + Math.floor(Math.log2(Math.abs(distance) || 1)));
 const bucketName = (bucket) => (bucket === 0 ? "0" : `${Math.sign(bucket) * 2 ** (Math.abs(bucket) - 1)}`);
 
 function sized(canvas) {
-  const scale = window.devicePixelRatio || 1, width = Math.max(1, canvas.clientWidth), height = Math.max(1, canvas.clientHeight);
+  const scale = window.devicePixelRatio || 1;
+  const width = Math.max(1, canvas.clientWidth), height = Math.max(1, canvas.clientHeight);
   canvas.width = width * scale;
   canvas.height = height * scale;
   const context = canvas.getContext("2d");

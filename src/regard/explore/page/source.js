@@ -33,6 +33,7 @@ class FileSource {
   constructor(data) {
     this.traces = data.traces;
     this.worker = null;
+    this.questions = 0;
     this.waiting = new Map();
     this.sent = new Set();
   }
@@ -57,15 +58,15 @@ class FileSource {
 
   async tile(head, row, key) {
     if (!head.qk) return null;
-    const last = Math.min(row + TILE, this.traces[head.trace].queries?.length ?? this.traces[head.trace].keys.length);
-    const rows = await this.computed(head, Array.from({ length: last - row }, (_, i) => row + i));
+    const { queries, keys } = this.traces[head.trace], count = Math.min(TILE, (queries ?? keys).length - row);
+    const rows = await this.computed(head, Array.from({ length: count }, (_, i) => row + i));
     return { rows: rows.map((values) => values.subarray(key, key + TILE)), label: HALF };
   }
 
   // Rows from q and k, in the worker, which keeps what it was sent.
   computed(head, rows) {
     this.worker ??= this.startWorker();
-    const name = `${head.trace}/${head.layer}/${head.head}`, id = this.waiting.size ? Math.max(...this.waiting.keys()) + 1 : 0;
+    const name = `${head.trace}/${head.layer}/${head.head}`, id = this.questions++;
     const packed = this.sent.has(name) ? null : head.qk;
     this.sent.add(name);
     this.worker.postMessage({ id, name, packed, rows });
@@ -99,12 +100,13 @@ class ServerSource {
   async tile(head, row, key) {
     const { tile } = await asked(`api/${head.trace}/${head.layer}/${head.head}/tiles/${row}/${key}`);
     const values = await unpack(tile), [count, width] = tile.shape;
-    return { rows: Array.from({ length: count }, (_, i) => values.subarray(i * width, (i + 1) * width)), label: EXACT };
+    const rows = Array.from({ length: count }, (_, i) => values.subarray(i * width, (i + 1) * width));
+    return { rows, label: EXACT };
   }
 
   async read(text) {
-    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ text }) };
-    return (await asked("api/text", options)).trace;
+    const headers = { "Content-Type": "application/json" }, body = JSON.stringify({ text });
+    return (await asked("api/text", { method: "POST", headers, body })).trace;
   }
 }
 
