@@ -1,0 +1,53 @@
+"""What a run prints: the numbers beside those of the baselines, goals, time, and where the files are."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._application import Application
+from ._options import Options
+from ._run import Report, load, run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(kind: type[Application], report: Report) -> Table:
+    """The numbers, baselines first. Over several seeds: the mean, and how far apart they are."""
+    from rich.table import Table
+
+    made = Table("", *kind.measures, title=kind.name)
+    for name, found in (*report.baselines.items(), (f"{kind.name} by Regard", report.own)):
+        made.add_row(name, *(_cell([scores.get(m) for scores in found]) for m in kind.measures))
+    return made
+
+
+def _cell(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    spread = f" ({min(known):.4f} to {max(known):.4f})" if len(known) > 1 else ""
+    return f"{mean(known):.4f}{spread}"
+
+
+def command(kind: type[Application], options: Options, request: str | None = None) -> int:
+    """What the command line does; 1 if a full run has not reached its goals."""
+    from rich.console import Console
+
+    show = Console(highlight=False, markup=False, soft_wrap=True).print
+    if request is not None:
+        app, model = load(kind, options)
+        with torch.no_grad():
+            show(app.use(model, request))
+        return 0
+    report = run(kind, options)
+    Console().print(table(kind, report))
+    for goal, reached in report.goals.items():
+        show(f"{'yes' if reached else 'NO '}  {goal}")
+    show(f"trained in {report.seconds:.0f} s with {torch.get_num_threads()} threads; a training step with")
+    show(f"PyTorch's attention takes {report.ratio:.2f} times as long as with Regard's")
+    show(f"picture {report.picture}, checkpoint {report.checkpoint}")
+    return 0 if report.reached or options.quick else 1
