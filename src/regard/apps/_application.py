@@ -34,7 +34,8 @@ class Application(ABC):
     """
 
     name: ClassVar[str]
-    measures: ClassVar[dict[str, bool]]  # the numbers of `scores`: True if more is better
+    more: ClassVar[tuple[str, ...]] = ()  # the names in `scores` of which more is better
+    less: ClassVar[tuple[str, ...]] = ()  # and those of which less is
     request: ClassVar[str]  # what `use` takes, for the help
     seeds: ClassVar[int] = 1  # how many a full run averages over
 
@@ -79,8 +80,11 @@ class Application(ABC):
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         """What a full run must reach, and whether it has: better than every baseline in every measure."""
         return {
-            f"{measure} better than {name}": (own[measure] > scores[measure]) == more
+            f"{measure} better than {name}": _better(own[measure], scores[measure], measure in self.more)
             for name, scores in baselines.items()
-            for measure, more in self.measures.items()
-            if measure in scores
+            for measure in self.more + self.less
         }
+
+
+def _better(own: float, other: float, more: bool) -> bool:
+    return own > other if more else own < other

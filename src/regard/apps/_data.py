@@ -15,9 +15,7 @@ def package_file(module: str, package: str, *parts: str) -> Path:
     """A file inside an installed package from PyPI, which is not imported."""
     path = directory(module, package, "data").joinpath(*parts)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path.name}: expected in the package {package}, another version of which is here"
-        )
+        raise FileNotFoundError(f"{path.name}: expected in the package {package}, not found in {path.parent}")
     return bounded(path)
 
 

@@ -19,18 +19,16 @@ def table(kind: type[Application], report: Report) -> Table:
     """The numbers, baselines first. Over several seeds: the mean, and how far apart they are."""
     from rich.table import Table
 
-    made = Table("", *kind.measures, title=kind.name)
+    measures = kind.more + kind.less
+    made = Table("", *measures, title=kind.name)
     for name, found in (*report.baselines.items(), (f"{kind.name} by Regard", report.own)):
-        made.add_row(name, *(_cell([scores.get(m) for scores in found]) for m in kind.measures))
+        made.add_row(name, *(_cell([scores[m] for scores in found]) for m in measures))
     return made
 
 
-def _cell(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    spread = f" ({min(known):.4f} to {max(known):.4f})" if len(known) > 1 else ""
-    return f"{mean(known):.4f}{spread}"
+def _cell(values: list[float]) -> str:
+    spread = f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
+    return f"{mean(values):.4f}{spread}"
 
 
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:

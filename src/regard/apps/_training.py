@@ -40,7 +40,7 @@ def fit(app: Application) -> nn.Module:
 
 
 def train(app: Application, path: Path | None, attention: str, told: Told) -> State:
-    """Train, and leave the best weights in the model. If the file `path` is there, the run goes on from it."""
+    """Train, and leave the best weights in the model. If the file `path` is there, go on from it."""
     state, whose = begin(app, attention), about(app, attention)
     if path is not None and path.exists():
         _resume(state, path, whose)

@@ -26,9 +26,7 @@ def run(
         int | None, typer.Option(min=1, help="How many to average over, from --seed on.")
     ] = None,
     out: Annotated[Path, typer.Option(help="For checkpoints and pictures.")] = Path("build/apps"),
-    use: Annotated[
-        str | None, typer.Option(help="Ask the trained model instead; without NAME's help see `regard run`.")
-    ] = None,
+    use: Annotated[str | None, typer.Option(help="Ask the model that was trained, instead.")] = None,
 ) -> None:
     """Train an application on real data, beside a plain baseline; or use one that was trained."""
     with one_line_errors():

@@ -1,4 +1,4 @@
-"""Packages that carry weights or data. Only their files are read: importing them would ask for more packages."""
+"""Packages that carry weights or data. Their files are read; importing them would ask for more packages."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ..nn import Graph, GraphAttention
 
 
 class GAT(nn.Module):
-    """Two layers of graph attention, as in Velickovic et al. (2018): 8 heads of 8, then one for the classes."""
+    """Two layers of graph attention, as in Velickovic et al. (2018): 8 heads of 8, then one of classes."""
 
     def __init__(
         self, features: int, classes: int, *, hidden: int = 8, heads: int = 8, dropout: float = 0.6

@@ -167,7 +167,7 @@ class GraphAttention(Whole):
         """x (n, d_in), dense or sparse -> (n, heads * d_head), or (n, d_head) with `mean`."""
         h = self._projected(x, graph)
         found = self._gathered(self._dropped(self._weights(h, graph)), h, graph).transpose(0, 1)
-        out = found.mean(1) if self.mean else found.flatten(1)
+        out: Tensor = found.mean(1) if self.mean else found.flatten(1)
         return out if self.bias is None else out + self.bias
 
     def weights(self, x: Tensor, graph: Graph) -> Tensor:
