@@ -72,4 +72,7 @@ def plain(model: nn.Module) -> nn.Module:
         raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, found none")
     for module in found:
         module.__class__ = KINDS[type(module)]
+    for module in model.modules():
+        if hasattr(module, "packed"):  # SDPA needs the padding
+            module.packed = False
     return model

@@ -1,7 +1,7 @@
 """Papers of Cora: the subject of each from its words and from what cites it, with 20 labels a subject.
 
-Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. A seed is a random
-split; the 83.0 % of the paper on GAT are for one fixed split, which is not in the package.
+Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. A seed is a
+random split; the 83.0 % of the paper on GAT are for one fixed split, which is not in the package.
 """
 
 from __future__ import annotations
