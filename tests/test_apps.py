@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-for needed in ("matplotlib", "rich", "safetensors", "typer"):
-    pytest.importorskip(needed)
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("safetensors")
+pytest.importorskip("typer")
 
 import torch
 import torch.nn.functional as F

