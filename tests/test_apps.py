@@ -288,7 +288,7 @@ def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_the_best_weights_are_kept() -> None:
     state = train(Toy(), None, "regard", quiet)
-    assert float(state.model["out"].weight.sum()) == pytest.approx(state.best)  # type: ignore[index]
+    assert float(state.model["out"].weight.detach().sum()) == pytest.approx(state.best)  # type: ignore[index]
     assert not state.model.training
 
 
