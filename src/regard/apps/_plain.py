@@ -74,5 +74,5 @@ def plain(model: nn.Module) -> nn.Module:
         module.__class__ = KINDS[type(module)]
     for module in model.modules():
         if hasattr(module, "packed"):  # SDPA needs the padding
-            module.packed = False
+            module.packed = False  # type: ignore[assignment]
     return model

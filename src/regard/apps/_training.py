@@ -101,7 +101,7 @@ def update(app: Application, model: nn.Module, optimizer: AdamW, batch: object) 
     """The whole of a training step but its data."""
     loss = app.loss(model, batch)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), app.recipe.clip)
     optimizer.step()
     return loss.item()

@@ -84,7 +84,7 @@ class App(Application):
 
     def _error(self, model: nn.Module, begins: range) -> float:
         parts = [self.windows(list(begins[i : i + 256])) for i in range(0, len(begins), 256)]
-        total = sum((model(series) - wanted).abs().double().sum().item() for series, wanted in parts)
+        total = sum(float((model(series) - wanted).abs().double().sum()) for series, wanted in parts)
         return 1000 * total / (len(begins) * DAY)
 
     def baselines(self) -> dict[str, Scores]:

@@ -88,7 +88,8 @@ class App(Application):
         """Accuracy, and the loss among equals."""
         scores = model(self.data.x, self.data.graph)[self.validated]
         y = self.data.y[self.validated]
-        return (scores.argmax(-1) == y).double().mean().item() - 1e-3 * F.cross_entropy(scores, y).item()
+        right = (scores.argmax(-1) == y).double().mean()
+        return float(right - 1e-3 * F.cross_entropy(scores, y))
 
     def scores(self, model: nn.Module) -> Scores:
         found = model(self.data.x, self.data.graph)[self.tested].argmax(-1)

@@ -66,7 +66,7 @@ class TextEncoder(nn.Module):
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         borders = packing.cu_seqlens(lengths)
         x = self._embedded(tokens[real], packing.positions(borders))
-        found = self.stack(x, cu_seqlens=borders)
+        found: Tensor = self.stack(x, cu_seqlens=borders)
         return found.new_zeros(*tokens.shape, found.shape[-1]).masked_scatter(real[..., None], found)
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:

@@ -179,7 +179,8 @@ class GraphAttention(Whole):
         if x.dim() != 2 or x.shape != (graph.nodes, self.d_in):
             raise ValueError(f"x: expected ({graph.nodes}, d_in = {self.d_in}), got {describe(x)}")
         h: Tensor = torch.sparse.mm(x, self.project.weight.T) if x.is_sparse else self.project(x)
-        return h.unflatten(-1, (self.heads, -1)).transpose(0, 1).contiguous()
+        by_head: Tensor = h.unflatten(-1, (self.heads, -1))
+        return by_head.transpose(0, 1).contiguous()
 
     def _weights(self, h: Tensor, graph: Graph) -> Tensor:
         """(H, E)"""
