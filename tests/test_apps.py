@@ -336,9 +336,17 @@ def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured)
 def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> None:
     """It leaves a checkpoint that loads as any other, but is not taken for one of Regard's to go on from."""
     assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0
+    assert "toy by PyTorch" in capsys.readouterr().out
     assert type(apps.load(Toy, apps.Options(out=tmp_path))[1]["attend"]) is rnn.Attention  # type: ignore[index]
     with pytest.raises(ValueError, match="expected a checkpoint with attention = 'regard', got 'torch'"):
         apps.run(Toy, apps.Options(resume=True, out=tmp_path))
+
+
+def test_wrong_numbers_of_seeds() -> None:
+    with pytest.raises(ValueError, match="seeds must be an integer from 1"):
+        apps.Options(seeds=0)
+    with pytest.raises(ValueError, match="seed must be an integer from 0"):
+        apps.Options(seed=-1)
 
 
 def test_both_attentions_are_timed() -> None:

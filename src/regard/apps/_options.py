@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._arguments import count
+
 
 @dataclass(frozen=True)
 class Options:
@@ -17,6 +19,11 @@ class Options:
     seed: int = 0
     seeds: int | None = None  # how many, from `seed` on; default the application's own number
     out: Path = Path("build/apps")
+
+    def __post_init__(self) -> None:
+        count("seed", self.seed)
+        if self.seeds is not None:
+            count("seeds", self.seeds, 1)
 
 
 def arguments(description: str | None) -> Options:

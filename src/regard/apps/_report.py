@@ -21,7 +21,8 @@ def table(kind: type[Application], report: Report) -> Table:
 
     measures = kind.more + kind.less
     made = Table("", *measures, title=kind.name)
-    for name, found in (*report.baselines.items(), (f"{kind.name} by Regard", report.own)):
+    own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
+    for name, found in (*report.baselines.items(), (own, report.own)):
         made.add_row(name, *(_cell([scores[m] for scores in found]) for m in measures))
     return made
 

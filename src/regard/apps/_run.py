@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from . import _checkpoint as files
 from ._application import Application, Scores
 from ._options import Options
-from ._training import State, Told, about, begin, step_times, train
+from ._training import Told, about, step_times, train
 
 TIMING = 3.0  # seconds for the speed ratio
 
@@ -23,6 +24,7 @@ TIMING = 3.0  # seconds for the speed ratio
 class Report:
     """What a run found. Scores are lists, one for each seed."""
 
+    attention: str
     own: list[Scores]
     baselines: dict[str, list[Scores]]
     goals: dict[str, bool]
@@ -36,53 +38,54 @@ class Report:
         return all(self.goals.values())
 
 
+class Outcome(NamedTuple):
+    """Of one seed."""
+
+    scores: Scores
+    baselines: dict[str, Scores]
+    seconds: float
+
+
 def run(kind: type[Application], options: Options) -> Report:
     """Train on every seed and compare. The model of the first seed is drawn and timed."""
     count = options.seeds or (1 if options.quick else kind.seeds)
-    own: list[Scores] = []
-    baselines: dict[str, list[Scores]] = {}
-    seconds, ratio, picture = 0.0, 1.0, options.out / f"{kind.name}.png"
-    for seed in range(options.seed, options.seed + count):
-        app = kind(quick=options.quick, seed=seed)
-        state, scores, plain_scores = _one(app, options)
-        own.append(scores)
-        seconds += state.seconds
-        for name, found in plain_scores.items():
-            baselines.setdefault(name, []).append(found)
-        if seed == options.seed:
-            app.draw(state.model, picture)
-            times = step_times(app, state.model, 0.0 if options.quick else TIMING)
-            ratio = times["torch"] / times["regard"]
-    means = {name: averaged(found) for name, found in baselines.items()}
-    goals = app.goals(averaged(own), means)
-    return Report(own, baselines, goals, seconds, ratio, _checkpoint(kind, options), picture)
+    seeds = range(options.seed, options.seed + count)
+    found = [_one(kind(quick=options.quick, seed=seed), options) for seed in seeds]
+    own = [outcome.scores for outcome in found]
+    baselines = {name: [outcome.baselines[name] for outcome in found] for name in found[0].baselines}
+    app, model = load(kind, options)
+    picture = options.out / f"{kind.name}.png"
+    app.draw(model, picture)
+    times = step_times(app, model, 0.0 if options.quick else TIMING)
+    return Report(
+        options.attention,
+        own,
+        baselines,
+        app.goals(averaged(own), {name: averaged(scores) for name, scores in baselines.items()}),
+        sum(outcome.seconds for outcome in found),
+        times["torch"] / times["regard"],
+        _checkpoint(kind, options),
+        picture,
+    )
 
 
-def _one(app: Application, options: Options) -> tuple[State, Scores, dict[str, Scores]]:
-    """One seed: trained, or found finished, and scored."""
+def _one(app: Application, options: Options) -> Outcome:
+    """Trained, or found finished, and scored."""
     path = _checkpoint(type(app), options, app.seed)
-    unfinished = path.with_suffix(".resume")
+    unfinished, whose = path.with_suffix(".resume"), about(app, options.attention)
     if not options.resume:
         path.unlink(missing_ok=True)
         unfinished.unlink(missing_ok=True)
     if path.exists():
-        return *_finished(app, path, options), app.baselines()
+        finished = files.read(path, whose).about
+        return Outcome(finished["scores"], app.baselines(), finished["seconds"])
     with _progress(f"{app.name}, seed {app.seed}", app.recipe.steps) as told:
         state = train(app, unfinished, options.attention, told)
     with torch.no_grad():
         scores = app.scores(state.model)
-    reached = {"scores": scores, "seconds": state.seconds}
-    files.write(path, state.model.state_dict(), about(app, options.attention) | reached)
+    files.write(path, state.model.state_dict(), whose | {"scores": scores, "seconds": state.seconds})
     unfinished.unlink()
-    return state, scores, app.baselines()
-
-
-def _finished(app: Application, path: Path, options: Options) -> tuple[State, Scores]:
-    tensors, found = files.read(path, about(app, options.attention))
-    state = begin(app, options.attention)
-    files.restore(state.model.eval(), tensors)
-    state.seconds = found["seconds"]
-    return state, found["scores"]
+    return Outcome(scores, app.baselines(), state.seconds)
 
 
 def load(kind: type[Application], options: Options) -> tuple[Application, nn.Module]:

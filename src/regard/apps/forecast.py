@@ -55,7 +55,7 @@ class App(Application):
 
     @property
     def recipe(self) -> Recipe:
-        steps, every = (3, 3) if self.quick else (1500, 100)
+        steps, every = (3, 3) if self.quick else (800, 100)
         return Recipe(steps, rate=1e-3, decay=0.05, warmup=50, every=every)
 
     def model(self) -> nn.Module:

@@ -21,7 +21,7 @@ from ._data import package_file, rows
 from ._pictures import BLUE, ORANGE, figure, save
 
 FOLDER = ("recbole", "recbole", "dataset_example", "ml-100k")
-LENGTH, BATCH = 100, 64
+LENGTH, BATCH = 100, 32
 TOP = 10
 
 
@@ -56,7 +56,7 @@ class App(Application):
 
     @property
     def recipe(self) -> Recipe:
-        steps, every = (3, 3) if self.quick else (2000, 100)
+        steps, every = (3, 3) if self.quick else (1200, 100)
         return Recipe(steps, rate=1e-3, decay=0.01, warmup=100, every=every)
 
     def model(self) -> nn.Module:
