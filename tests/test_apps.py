@@ -320,7 +320,30 @@ def test_seeds_are_averaged_and_the_goals_are_said(tmp_path: Path, capsys: Captu
     assert "0.5000 (0.5000 to 0.5000)" in text
     assert "yes  accuracy better than plain" in text
     assert "yes  loss better than plain" in text
-    assert {path.name for path in tmp_path.iterdir()} == {"toy-0.safetensors", "toy-1.safetensors", "toy.png"}
+    assert {path.name for path in tmp_path.glob("toy-*")} == {"toy-0.safetensors", "toy-1.safetensors"}
+
+
+def test_the_gallery_is_written_from_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "docs"))
+    import applications
+
+    page = tmp_path / "gallery.md"
+    page.write_text("# Gallery\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
+    (tmp_path / "images").mkdir()
+    monkeypatch.setattr(applications, "HERE", tmp_path)
+    monkeypatch.setattr(applications, "PAGE", page)
+    monkeypatch.setattr(applications, "NAMES", {"toy": ""})
+    apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
+    applications.main(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
+    assert (tmp_path / "images" / "app-toy.png").exists()
+    apps.command(Toy, apps.Options(quick=True, out=tmp_path))
+    with pytest.raises(SystemExit, match="toy: expected a full run by Regard"):
+        applications.main(tmp_path)
 
 
 def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured) -> None:

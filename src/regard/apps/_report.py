@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
 
-from ._application import Application
+from ._application import Application, Scores
 from ._options import Options
-from ._run import Report, load, run
+from ._run import Report, averaged, load, run
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+OWN = "Regard"
 
 
 def table(kind: type[Application], report: Report) -> Table:
@@ -32,6 +35,29 @@ def _cell(values: list[float]) -> str:
     return f"{mean(values):.4f}{spread}"
 
 
+def write(kind: type[Application], report: Report, options: Options) -> None:
+    """The numbers as JSON, for the gallery."""
+    found = {**report.baselines, OWN: report.own}
+    numbers = {
+        "measures": kind.more + kind.less,
+        "seeds": len(report.own),
+        "scores": {name: [averaged(scores), *_range(scores)] for name, scores in found.items()},
+        "reached": report.reached,
+        "quick": options.quick,
+        "attention": options.attention,
+        "seconds": report.seconds,
+        "threads": torch.get_num_threads(),
+        "ratio": report.ratio,
+    }
+    path = options.out / f"{kind.name}.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _range(scores: list[Scores]) -> list[Scores]:
+    """The least and the most over the seeds of each measure."""
+    return [{m: pick(own[m] for own in scores) for m in scores[0]} for pick in (min, max)]
+
+
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:
     """What the command line does; 1 if a full run has not reached its goals."""
     from rich.console import Console
@@ -43,6 +69,7 @@ def command(kind: type[Application], options: Options, request: str | None = Non
             show(app.use(model, request))
         return 0
     report = run(kind, options)
+    write(kind, report, options)
     Console().print(table(kind, report))
     for goal, reached in report.goals.items():
         show(f"{'yes' if reached else 'NO '}  {goal}")
