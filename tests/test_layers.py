@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "regard"
 
 FLOORS = """
     7    cli __main__
-    6.5  explore
+    6.5  apps explore
     6    hf models see distributed info crossover compare
     5    nn convert cost
     4.5  cache packing _meter

