@@ -15,7 +15,7 @@ from regard.apps.control import App, observed
 def main() -> int:
     options = arguments(__doc__)
     code = command(App, options)
-    app, policy = load(App, options)  # from the checkpoint
+    _, policy = load(App, options)  # from the checkpoint
     world = gymnasium.make("CartPole-v1")
     state, _ = world.reset(seed=7)
     caches = policy.stack.new_caches(1, 500)  # keys and values of what was seen

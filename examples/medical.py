@@ -1,4 +1,4 @@
-"""Grey and white matter: train a U-Net with attention, compare it with thresholds, and look at where it fails.
+"""Grey and white matter: train a U-Net with attention, compare it with thresholds, and see where it fails.
 
 The same as `regard run medical`, then the trained model in Python.
 """

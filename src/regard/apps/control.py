@@ -1,7 +1,8 @@
-"""CartPole without velocities: balance a pole by what was seen, where one look does not say which way it falls.
+"""CartPole without velocities: a pole is balanced by memory, as one look does not say which way it falls.
 
 The environment is gymnasium's CartPole-v1, an episode is at most 500 steps long, and of its four numbers the
-policy sees two: the place of the cart and the angle of the pole. It learns by acting (advantage actor-critic).
+policy sees two: the place of the cart and the angle of the pole. It learns by acting (an advantage
+actor-critic).
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 def advantages(played: Played) -> Tensor:
     """(B, L): how much better it went than the values foresaw, weighted over all horizons (GAE).
 
-    A step is worth 1 - DISCOUNT, so that the value of balancing for ever is 1. Who fell gets nothing more; where
-    the time was up the value of the last state stands for what would have come.
+    A step is worth 1 - DISCOUNT, so that the value of balancing for ever is 1. Who fell gets nothing more;
+    where the time was up the value of the last state stands for what would have come.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)
@@ -159,8 +160,8 @@ class App(Application):
         place, angle = (played.seen[0] / UNITS).abs().amax(0).tolist()
         how = "when the pole fell" if played.fell[0] else "and the pole still stands"
         return (
-            f"{int(played.lengths[0])} steps of {LIMIT}, {how}; the cart went up to {place:.2f} m from the middle, "
-            f"the pole leant up to {torch.tensor(angle).rad2deg():.1f} degrees"
+            f"{int(played.lengths[0])} steps of {LIMIT}, {how}; the cart went up to {place:.2f} m "
+            f"from the middle, the pole leant up to {torch.tensor(angle).rad2deg():.1f} degrees"
         )
 
     @torch.no_grad()
@@ -170,7 +171,7 @@ class App(Application):
         made, (left, right) = figure(9, 3.6, ncols=2)
         place, angle = (played.seen[0] / UNITS).T
         left.plot(place.tolist(), color=BLUE, label="cart, metres from the middle")
-        left.plot((angle.rad2deg() / 12).tolist(), color=ORANGE, label="pole, share of the 12 degrees allowed")
+        left.plot((angle.rad2deg() / 12).tolist(), color=ORANGE, label="pole, share of 12 degrees")
         left.axhline(0, color=GREY, linewidth=0.5)
         left.set(xlabel="step", title="one episode")
         left.legend(frameon=False, fontsize=8)
@@ -178,9 +179,9 @@ class App(Application):
         save(made, path)
 
     def _draw_reach(self, model: nn.Module, seen: Tensor, axes: Any) -> None:
-        layers = model.weights(seen)  # type: ignore[operator]
-        for layer, weights in enumerate(layers):
-            back = [w.diagonal(-ago, -2, -1).mean(-1) for ago in range(self.history + 1) for w in (weights[:, self.history :],)]
+        for layer, weights in enumerate(model.weights(seen)):  # type: ignore[operator]
+            full = weights[:, self.history :]  # queries that have a whole history behind them
+            back = [full.diagonal(self.history - ago, -2, -1).mean(-1) for ago in range(self.history + 1)]
             axes.plot(torch.stack(back).tolist(), color=(BLUE, ORANGE)[layer % 2], linewidth=1)
         axes.set(xlabel="steps ago", ylabel="mean weight", title="heads of layer 1 (blue), 2 (orange)")
 

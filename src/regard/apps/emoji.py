@@ -1,6 +1,6 @@
 """Emoji and their names: find the name of an image that was never seen, among the names of all such images.
 
-Data: 1,906 emoji with names from npm's package `emoji-datasource-google`, and 1,875 variants of them in colour of
+Data: 1,906 emoji with names from npm's package `emoji-datasource-google`, and variants of them in colour of
 skin. Words are understood by MiniLM, whose weights stay; the image encoder and both projections are trained.
 """
 
@@ -27,8 +27,11 @@ TESTED, VALIDATED = 0.2, 0.1  # of the families
 AMONG, TIMES_CHANCE = 5, 10
 # Code points that join, or that turn a person into another: man, woman, child, colour of skin, direction.
 BESIDE = frozenset(
-    "200D FE0F 2640 2642 27A1 2B05 1F468 1F469 1F9D1 1F466 1F467 1F9D2 1F3FB 1F3FC 1F3FD 1F3FE 1F3FF".split()
-)
+    (
+        "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
+        "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
+    )
+)  # fmt: skip
 
 
 class Emoji(NamedTuple):
@@ -49,7 +52,8 @@ class Emoji(NamedTuple):
 
 def emoji() -> tuple[Path, list[Emoji]]:
     """The folder of the images, and what they are."""
-    folder = first_of([Path(place) for place in PLACES], "emoji", "make data (or npm install emoji-datasource-google)")
+    command = "make data (or npm install emoji-datasource-google)"
+    folder = first_of([Path(place) for place in PLACES], "emoji", command)
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     found = []
     for one in listed:
@@ -143,13 +147,14 @@ class App(Application):
         return {"recall@5": recall(model(self.tested.plain, self.tested.sentences))}
 
     def baselines(self) -> dict[str, Scores]:
-        """Of an image, the training image with the nearest pixels; the names nearest to that one's, by MiniLM."""
+        """The names nearest by MiniLM to that of the training image with the nearest pixels."""
         part = self.trained
         pixels = torch.cdist(self.tested.plain.flatten(1), part.images.flatten(1)).argmin(1)
         owner = torch.searchsorted(part.first, pixels, right=True) - 1
         by_pixels = part.sentences[owner] @ self.tested.sentences.T
         chance = min(1.0, AMONG / len(self.tested.emoji))
-        return {"chance": {"recall@5": chance}, "the name of the nearest image": {"recall@5": recall(by_pixels)}}
+        found = {"chance": chance, "the name of the nearest image": recall(by_pixels)}
+        return {name: {"recall@5": value} for name, value in found.items()}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         chance = baselines["chance"]["recall@5"]

@@ -1,9 +1,9 @@
 """Tissue of the brain: grey and white matter in slices of an MR image, by a U-Net with attention.
 
 Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`. It is one
-brain, the average of 152: training, validation and test are ranges of its axial slices with gaps between them,
-because neighbours are nearly the same. The brain stays the same, so nothing here speaks of other people, other
-scanners or illness.
+brain, the average of 152: training, validation and test are ranges of its axial slices with gaps between
+them, because neighbours are nearly the same. The brain stays the same, so nothing here speaks of other
+people, other scanners or illness.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def brain() -> Slices:
     """All axial slices. A pixel belongs to the tissue that is the most probable."""
     t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in ("t1", "gm", "wm"))
     shares = torch.stack([255 - grey.int() - white.int(), grey.int(), white.int()])
-    n, height, width = t1.shape
+    height, width = t1.shape[1:]
     border = (0, WIDTH - width, 0, HEIGHT - height)
     return Slices(F.pad(t1.float() / 255, border)[:, None], F.pad(shares.argmax(0), border))
 
@@ -123,7 +123,8 @@ class App(Application):
         lines = [f"slice {request} of the average brain; a study of a method, not for diagnosis"]
         for tissue, name in enumerate(TISSUES[1:], 1):
             own, true = ((part == tissue).sum().item() / 100 for part in (found, one.y))
-            lines.append(f"  {name:5}  {own:6.1f} cm2, in the data {true:6.1f}; Dice {dice(found, one.y, tissue):.3f}")
+            same = dice(found, one.y, tissue)
+            lines.append(f"  {name:5}  {own:6.1f} cm2, in the data {true:6.1f}; Dice {same:.3f}")
         return "\n".join(lines)
 
     @torch.no_grad()
@@ -134,7 +135,8 @@ class App(Application):
         row, column = divmod(int(grey.argmax()), grey.shape[1])
         looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
         made, axes = figure(9, 2.9, ncols=4)
-        for panel, title in zip(axes, ("T1", "tissue in the data", "found", "where the marked patch looks"), strict=True):
+        titles = ("T1", "tissue in the data", "found", "where the marked patch looks")
+        for panel, title in zip(axes, titles, strict=True):
             panel.set_title(title, fontsize=9)
             panel.axis("off")
         axes[1].imshow(one.y[0].numpy(), cmap="gray", origin="lower")
@@ -157,9 +159,11 @@ def dices(found: Tensor, slices: Slices) -> Scores:
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """The brightness from which a pixel is grey matter, and from which white: best for the sum of both Dice."""
+    """The brightness from which a pixel is grey matter, and from which white: best for both Dice."""
     levels = (slices.x[:, 0] * 255).round().long()
-    counts = torch.stack([levels[slices.y == tissue].bincount(minlength=LEVELS) for tissue in range(len(TISSUES))])
+    counts = torch.stack(
+        [levels[slices.y == tissue].bincount(minlength=LEVELS) for tissue in range(len(TISSUES))]
+    )
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)
     grey_all, white_all = below[1, -1], below[2, -1]
     a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")

@@ -40,7 +40,8 @@ def recordings() -> Recordings:
     with np.load(package_file(*FILE)) as stored:
         x, y, lengths = (torch.from_numpy(stored[name]) for name in ("X", "y", "lengths"))
     if int(lengths.sum()) != len(x) or len(lengths) != len(y):
-        raise ValueError(f"digits.npz: expected {len(x)} frames of {len(y)} recordings, got {int(lengths.sum())}")
+        total = int(lengths.sum())
+        raise ValueError(f"digits.npz: expected {len(x)} frames of {len(y)} recordings, got {total}")
     spread, mean = torch.std_mean(x, 0)
     return Recordings(list(((x - mean) / spread).split(lengths.tolist())), y)
 
@@ -129,7 +130,9 @@ class App(Application):
         made, (left, right) = figure(9, 3.8, ncols=2)
         left.imshow(chances[:, 1:].T.numpy(), aspect="auto", cmap="magma", origin="lower")
         left.plot(chances[:, 0].mul(DIGITS - 1).tolist(), color=ORANGE, linewidth=1)
-        left.set(xlabel="frame", ylabel="digit", yticks=range(DIGITS), title='"3141": chances (blank as a line)')
+        left.set(
+            xlabel="frame", ylabel="digit", yticks=range(DIGITS), title='"3141": chances (blank as a line)'
+        )
         right.imshow(weights.sqrt().numpy(), cmap="magma", aspect="auto")
         right.set(xlabel="attends to frame", ylabel="frame", title="last layer, mean of heads (root)")
         save(made, path)
@@ -146,8 +149,10 @@ def accuracy(model: nn.Module, of: Recordings) -> float:
 
 
 def warped(one: Tensor, others: list[Tensor]) -> Tensor:
-    """(n,): the distance of a recording to each other one, along the cheapest path that never goes back in time,
-    divided by the length of both."""
+    """(n,): how far a recording is from each other one, divided by the length of both.
+
+    That is the sum of distances of frames along the cheapest path that never goes back in time.
+    """
     padded = pad_sequence(others, batch_first=True)
     lengths = torch.tensor([len(own) for own in others])
     apart = torch.cdist(one.expand(len(others), -1, -1), padded)  # (n, L, longest)

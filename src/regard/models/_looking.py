@@ -11,7 +11,7 @@ from ..nn import PreNorm, Stack
 
 
 def layer_weights(stack: Stack, x: Tensor, **options: Any) -> list[Tensor]:
-    """For tokens x (..., L, d_model) of self-attention, (..., H, L, L) of each layer; `options` as for the stack."""
+    """For tokens x (..., L, d_model), (..., H, L, L) of each layer; `options` are those of the stack."""
     found = []
     for block in stack.blocks:
         residual: Any = block.attention

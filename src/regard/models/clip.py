@@ -1,4 +1,4 @@
-"""Images and texts in one space (CLIP): two encoders, trained so that an image is near the text that belongs to it."""
+"""Images and texts in one space (CLIP): two encoders, trained so that an image is near its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARPEST = math.log(100.0)
 class CLIP(nn.Module):
     """Two encoders that each give (B, D); what they give is scaled to length 1.
 
-    The encoders never attend to each other: images and texts meet in the loss alone, as in Radford et al. (2021).
+    The encoders never attend to each other: images and texts meet in the loss alone (Radford et al., 2021).
     """
 
     def __init__(self, image: nn.Module, text: nn.Module) -> None:
@@ -35,6 +35,6 @@ class CLIP(nn.Module):
 
 
 def contrast(scores: Tensor) -> Tensor:
-    """The loss for scores (B, B) of pairs: each image must find its text among all, and each text its image."""
+    """The loss for scores (B, B) of pairs: each image must find its text, and each text its image."""
     own = torch.arange(len(scores), device=scores.device)
     return 0.5 * (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own))

@@ -13,7 +13,7 @@ from ._looking import layer_weights
 
 
 class HistoryPolicy(nn.Module):
-    """Observations (B, L, observed) -> scores of the actions (B, L, actions) and the value of each state (B, L).
+    """Observations (B, L, observed) -> scores of the actions (B, L, actions) and values of the states (B, L).
 
     Each layer attends to the present and `history` observations before it. With 0 the policy has no memory.
     """

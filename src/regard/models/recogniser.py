@@ -1,4 +1,4 @@
-"""A small speech recogniser: an encoder over frames, trained by CTC, so that nobody says when each word was spoken."""
+"""A small speech recogniser: an encoder trained by CTC, so that nobody need say when each word was spoken."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BLANK = 0
 
 
 class Recogniser(nn.Module):
-    """Frames (B, L, features), of which the first n of each sample are real -> log-chances (B, L, 1 + symbols).
+    """Frames (B, L, features), of which the first n of each are real -> log-chances (B, L, 1 + symbols).
 
-    The first symbol is CTC's blank. A convolution sees the neighbours of a frame, attention the whole recording.
+    The first symbol is CTC's blank. A convolution sees the frames around, attention the whole recording.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import describe
 from ..nn import EncoderBlock, Stack
+from ._images import check_images
 from ._looking import layer_weights
 
 STRIDE = 8  # pixels of a patch, in each direction
@@ -57,8 +57,7 @@ class Segmenter(nn.Module):
 
     def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
         """What was seen at each size, and the patches (B, patches, d_model), row by row."""
-        if images.shape[1:] != self.shape:
-            raise ValueError(f"images: expected (B, {', '.join(map(str, self.shape))}), got {describe(images)}")
+        check_images(images, self.shape)
         x, seen = images, []
         for down in self.down:
             x = F.gelu(down(x))
@@ -66,7 +65,7 @@ class Segmenter(nn.Module):
         return seen, self.patches(x).flatten(2).transpose(1, 2) + self.places
 
     def looks(self, image: Tensor, row: int, column: int) -> Tensor:
-        """Where a patch of one image (1, height, width) looks in each layer, mean of the heads: (layers, *grid)."""
+        """Where a patch of an image (1, height, width) looks, mean of the heads: (layers, *grid)."""
         place = row * self.grid[1] + column
         layers = layer_weights(self.stack, self._tokens(image[None])[1])
         return torch.stack([own[0, :, place].mean(0).unflatten(0, self.grid) for own in layers])

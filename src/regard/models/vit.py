@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._arguments import describe
 from ..nn import EncoderBlock, Stack
+from ._images import check_images
 from ._looking import layer_weights
 
 
 class ViT(nn.Module):
-    """Images (B, channels, size, size) -> (B, outputs), read from a token of its own that stands first ([CLS])."""
+    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS])."""
 
     def __init__(
         self,
@@ -43,14 +43,13 @@ class ViT(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         """(B, 1 + patches, d_model), row by row."""
-        if images.shape[1:] != self.shape:
-            raise ValueError(f"images: expected (B, {', '.join(map(str, self.shape))}), got {describe(images)}")
+        check_images(images, self.shape)
         patches = self.patches(images).flatten(2).transpose(1, 2)
         first = self.first.expand(len(images), 1, -1)
         return torch.cat([first, patches], 1) + self.places
 
     def looks(self, images: Tensor) -> Tensor:
-        """Where the first token looks in the last layer, mean of the heads: (B, side, side), which sum to 1."""
+        """Where the first token looks in the last layer, mean of the heads: (B, side, side), of sum 1."""
         last = layer_weights(self.stack, self.tokens(images))[-1]  # (B, H, L, L)
         on_patches = last[:, :, 0, 1:].mean(1)
         shares = on_patches / on_patches.sum(-1, keepdim=True)
