@@ -132,7 +132,8 @@ class App(Application):
         taken = log_chances.gather(-1, batch.actions[batch.alive][:, None])[:, 0]
         normed = (better - better.mean()) / (better.std() + 1e-6)
         entropy = -(log_chances.exp() * log_chances).sum(-1).mean()
-        return F.mse_loss(values, returns) - (taken * normed).mean() - ENTROPY * entropy
+        gained: Tensor = (taken * normed).mean() + ENTROPY * entropy
+        return F.mse_loss(values, returns) - gained
 
     def validation(self, model: nn.Module) -> float:
         return self._mean_return(model, VALIDATION_SEED)

@@ -53,4 +53,5 @@ class ViT(nn.Module):
         last = layer_weights(self.stack, self.tokens(images))[-1]  # (B, H, L, L)
         on_patches = last[:, :, 0, 1:].mean(1)
         shares = on_patches / on_patches.sum(-1, keepdim=True)
-        return shares.unflatten(-1, (self.side, self.side))
+        found: Tensor = shares.unflatten(-1, (self.side, self.side))
+        return found
