@@ -165,11 +165,13 @@ class App(Application):
         """The emoji whose images, not names, are nearest to the words; those of the test were never seen."""
         if not request.strip():
             raise ValueError(f"use: expected {self.request}, got nothing")
-        sentence = self.words.embed([request.lower()])
+        sentence = model.of_texts(self.words.embed([request.lower()]))  # type: ignore[operator]
         lines = []
         for title, part in (("never seen", self.tested), ("of all", _joined(self.tested, self.trained))):
-            best = model(part.plain, sentence)[:, 0].topk(min(AMONG, len(part.emoji))).indices.tolist()
-            lines.append(f"{title}: " + ", ".join(f"{part.emoji[i].text} {part.emoji[i].name}" for i in best))
+            near = (model.of_images(part.plain) @ sentence.T)[:, 0]  # type: ignore[operator]
+            best = near.topk(min(AMONG, len(near))).indices.tolist()
+            shown = (f"{part.emoji[i].text} {part.emoji[i].name} ({near[i]:.2f})" for i in best)
+            lines.append(f"{title}: {', '.join(shown)}")
         return "\n".join(lines)
 
     @torch.no_grad()
