@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import math
 import struct
 from pathlib import Path
 
 import pytest
 import torch
 
-from regard.apps.medical import TESTED, TRAINED, VALIDATED, Slices, dice, dices, thresholds, volume
+from regard.apps.medical import (
+    NOISE,
+    TESTED,
+    TRAINED,
+    UNEVEN,
+    VALIDATED,
+    Slices,
+    dice,
+    dices,
+    thresholds,
+    volume,
+)
 from regard.models.segmenter import Segmenter
 
 
@@ -62,10 +74,22 @@ def test_thresholds_are_the_best() -> None:
 
     def score(a: int, b: int) -> float:
         called = (levels[:, 0] >= a).long() + (levels[:, 0] >= b)
-        return sum(dices(called, slices).values())
+        return sum(dices(called, slices))
 
     every = [score(a, b) for a, b in itertools.combinations_with_replacement(range(14), 2)]
     assert score(*thresholds(slices)) == pytest.approx(max(every))
+
+
+def test_shading_is_smooth_bounded_and_keeps_the_tissue() -> None:
+    slices = Slices(torch.ones(3, 1, 240, 208), torch.zeros(3, 240, 208, dtype=torch.long))
+    one, two = (slices.shaded(torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.equal(one.y, slices.y)
+    assert (one.x - two.x).abs().mean() > 0.02
+    light = torch.nn.functional.avg_pool2d(one.x, 16)
+    assert math.exp(-UNEVEN) - 0.02 < light.min() < 0.97
+    assert 1.03 < light.max() < math.exp(UNEVEN) + 0.02
+    assert (light.diff(dim=-1)).abs().max() < 0.2
+    assert one.x[0].diff(dim=-1).std() == pytest.approx(NOISE * 2**0.5, rel=0.1)
 
 
 def test_segmenter() -> None:

@@ -4,6 +4,9 @@ Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from th
 brain, the average of 152: training, validation and test are ranges of its axial slices with gaps between
 them, because neighbours are nearly the same. The brain stays the same, so nothing here speaks of other
 people, other scanners or illness.
+
+The template is lit evenly, and there brightness alone nearly says the tissue. Scanners light unevenly: so
+each slice is multiplied by a smooth random field and gets noise. The scores without both are given beside.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ FILE = ("nilearn", "nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_0
 TISSUES = ("other", "grey", "white")
 HEIGHT, WIDTH = 240, 208  # of a slice with its border
 TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, from the bottom
-BATCH, LEVELS = 4, 256
+BATCH, LEVELS = 4, 512  # levels of brightness, 255 of which are the template's
+UNEVEN, NOISE = 0.3, 0.03  # of the log of the light, at most; of the brightness
 BYTES = 2  # NIfTI's code of the only type that these files have
 
 
@@ -35,17 +39,34 @@ class Slices(NamedTuple):
     x: Tensor  # (n, 1, HEIGHT, WIDTH), from 0 to 1
     y: Tensor  # (n, HEIGHT, WIDTH), places in TISSUES
 
-    def part(self, chosen: range) -> Slices:
-        return Slices(self.x[chosen.start : chosen.stop], self.y[chosen.start : chosen.stop])
+    def shaded(self, generator: torch.Generator) -> Slices:
+        """Under an uneven light, with noise."""
+        corners = UNEVEN * (2 * torch.rand(len(self.x), 1, 4, 4, generator=generator) - 1)
+        light = F.interpolate(corners, self.x.shape[-2:], mode="bilinear", align_corners=True).exp()
+        noise = NOISE * torch.randn(self.x.shape, generator=generator)
+        return self._replace(x=(self.x * light + noise).clamp_min(0))
+
+    def one(self, at: int) -> Slices:
+        return Slices(self.x[at : at + 1], self.y[at : at + 1])
 
 
-def brain() -> Slices:
-    """All axial slices. A pixel belongs to the tissue that is the most probable."""
-    t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in ("t1", "gm", "wm"))
-    shares = torch.stack([255 - grey.int() - white.int(), grey.int(), white.int()])
-    height, width = t1.shape[1:]
-    border = (0, WIDTH - width, 0, HEIGHT - height)
-    return Slices(F.pad(t1.float() / 255, border)[:, None], F.pad(shares.argmax(0), border))
+def brain() -> tuple[Tensor, Tensor, Tensor]:
+    """The T1 image and the maps of grey and of white matter, each (z, y, x) in bytes."""
+    kinds = ("t1", "gm", "wm")
+    t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in kinds)
+    if not t1.shape == grey.shape == white.shape:
+        raise ValueError(
+            f"nilearn: expected volumes of one shape, got {t1.shape}, {grey.shape}, {white.shape}"
+        )
+    return t1, grey, white
+
+
+def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
+    """These axial slices. A pixel belongs to the tissue that is the most probable."""
+    t1, grey, white = (whole[chosen.start : chosen.stop].int() for whole in volumes)
+    border = (0, WIDTH - t1.shape[2], 0, HEIGHT - t1.shape[1])
+    tissue = torch.stack([255 - grey - white, grey, white]).argmax(0)
+    return Slices(F.pad(t1 / 255, border)[:, None], F.pad(tissue, border))
 
 
 def volume(path: Path) -> Tensor:
@@ -68,14 +89,16 @@ def dice(found: Tensor, truth: Tensor, tissue: int) -> float:
 
 class App(Application):
     name = "medical"
-    more = ("Dice grey", "Dice white")
+    more = ("Dice grey", "Dice white", "grey, even light", "white, even light")
     request = f"the number of a slice, {TESTED.start} to {TESTED.stop - 1}"
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         super().__init__(quick=quick, seed=seed)
-        whole = brain()
-        parts = (range(60, 68), range(94, 95), TESTED[:2]) if quick else (TRAINED, VALIDATED, TESTED)
-        self.trained, self.validated, self.tested = (whole.part(chosen) for chosen in parts)
+        volumes = brain()
+        parts = (range(60, 64), range(94, 95), TESTED[:2]) if quick else (TRAINED, VALIDATED, TESTED)
+        self.trained, self.validated, self.even = (cut(volumes, chosen) for chosen in parts)
+        generator = torch.Generator().manual_seed(seed)
+        self.validated, self.tested = self.validated.shaded(generator), self.even.shaded(generator)
 
     @property
     def recipe(self) -> Recipe:
@@ -87,38 +110,52 @@ class App(Application):
         return Segmenter(HEIGHT, WIDTH, len(TISSUES))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
-        """Some slices, each perhaps mirrored."""
-        chosen = torch.randint(len(self.trained.x), (BATCH,), generator=generator)
+        """Some slices, each perhaps mirrored, under a new light."""
+        count = 1 if self.quick else BATCH
+        chosen = torch.randint(len(self.trained.x), (count,), generator=generator)
         x, y = self.trained.x[chosen], self.trained.y[chosen]
-        mirrored = torch.rand(BATCH, generator=generator) < 0.5
+        mirrored = torch.rand(count, generator=generator) < 0.5
         x[mirrored], y[mirrored] = x[mirrored].flip(-1), y[mirrored].flip(-1)
-        return Slices(x, y)
+        return Slices(x, y).shaded(generator)
 
     def loss(self, model: nn.Module, batch: Slices) -> Tensor:
         return F.cross_entropy(model(batch.x), batch.y)
 
     def validation(self, model: nn.Module) -> float:
-        return sum(dices(self._found(model, self.validated), self.validated).values()) / 2
+        return sum(dices(self._found(model, self.validated), self.validated)) / 2
 
     def scores(self, model: nn.Module) -> Scores:
-        return dices(self._found(model, self.tested), self.tested)
+        both = (self.tested, self.even)
+        return self._scores([dices(self._found(model, slices), slices) for slices in both])
+
+    def _scores(self, found: list[tuple[float, float]]) -> Scores:
+        return dict(zip(self.more, (value for pair in found for value in pair), strict=True))
 
     def _found(self, model: nn.Module, slices: Slices) -> Tensor:
         """(n, HEIGHT, WIDTH)"""
         return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
 
     def baselines(self) -> dict[str, Scores]:
-        """Dark, grey, white: the two brightnesses between them are the best for the training slices."""
-        a, b = thresholds(self.trained)
-        levels = (self.tested.x[:, 0] * 255).round()
-        return {"two thresholds": dices((levels >= a).long() + (levels >= b), self.tested)}
+        """Dark, grey, white: the two brightnesses between them are the best for training in that light."""
+        shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
+        found = []
+        for trained, tested in ((shaded, self.tested), (self.trained, self.even)):
+            a, b = thresholds(trained)
+            found.append(dices((levels(tested) >= a).long() + (levels(tested) >= b), tested))
+        return {"two thresholds": self._scores(found)}
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        """Of the uneven light: in even light thresholds are hard to beat."""
+        rival = baselines["two thresholds"]
+        return {
+            f"{measure} better than thresholds": own[measure] > rival[measure] for measure in self.more[:2]
+        }
 
     def use(self, model: nn.Module, request: str) -> str:
         given = TESTED[: len(self.tested.x)]
         if not request.isdecimal() or int(request) not in given:
             raise ValueError(f"use: expected {self.request} (here up to {given[-1]}), got {request!r}")
-        at = int(request) - given.start
-        one = self.tested.part(range(at, at + 1))
+        one = self.tested.one(int(request) - given.start)
         found = self._found(model, one)
         lines = [f"slice {request} of the average brain; a study of a method, not for diagnosis"]
         for tissue, name in enumerate(TISSUES[1:], 1):
@@ -130,7 +167,7 @@ class App(Application):
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """A slice of the test, its tissue, what was found, and where its greyest patch looks."""
-        one = self.tested.part(range(len(self.tested.x) // 2, len(self.tested.x) // 2 + 1))
+        one = self.tested.one(len(self.tested.x) // 2)
         grey = F.avg_pool2d((one.y == 1).float(), STRIDE)[0]
         row, column = divmod(int(grey.argmax()), grey.shape[1])
         looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
@@ -154,16 +191,20 @@ def _overlay(axes: Any, looks: Tensor, row: int, column: int) -> None:
     axes.plot((column + 0.5) * STRIDE, (row + 0.5) * STRIDE, marker="s", color=ORANGE, fillstyle="none")
 
 
-def dices(found: Tensor, slices: Slices) -> Scores:
-    return {f"Dice {name}": dice(found, slices.y, tissue) for tissue, name in enumerate(TISSUES) if tissue}
+def dices(found: Tensor, slices: Slices) -> tuple[float, float]:
+    """Of grey and of white matter."""
+    return dice(found, slices.y, TISSUES.index("grey")), dice(found, slices.y, TISSUES.index("white"))
+
+
+def levels(slices: Slices) -> Tensor:
+    """(n, HEIGHT, WIDTH): the brightness as a whole number."""
+    return (slices.x[:, 0] * 255).round().long().clamp_max(LEVELS - 1)
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
     """The brightness from which a pixel is grey matter, and from which white: best for both Dice."""
-    levels = (slices.x[:, 0] * 255).round().long()
-    counts = torch.stack(
-        [levels[slices.y == tissue].bincount(minlength=LEVELS) for tissue in range(len(TISSUES))]
-    )
+    bright, tissues = levels(slices), range(len(TISSUES))
+    counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)
     grey_all, white_all = below[1, -1], below[2, -1]
     a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")

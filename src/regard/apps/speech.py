@@ -70,7 +70,7 @@ class App(Application):
         super().__init__(quick=quick, seed=seed)
         everything = recordings()
         order = torch.randperm(len(everything.digits), generator=torch.Generator().manual_seed(seed))
-        tested, validated, end = (60, 90, 290) if quick else (TESTED, TESTED + VALIDATED, len(order))
+        tested, validated, end = (100, 130, 330) if quick else (TESTED, TESTED + VALIDATED, len(order))
         self.tested = everything.part(order[:tested])
         self.validated = everything.part(order[tested:validated])
         self.trained = everything.part(order[validated:end])
