@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.apps.speech import Recordings, accuracy, strings, warped
+from regard.apps.speech import Recordings, Warping, cut, distance, errors, strings
 from regard.models.recogniser import Recogniser, ctc, greedy
 
 
@@ -53,32 +53,69 @@ def test_strings_are_joined_recordings() -> None:
     assert [own.tolist() for own in made.spoken] == [[7, 5], [6]]
 
 
-class Says(torch.nn.Module):
-    """Hears in each frame what the frame's first number says."""
-
-    def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(frames[..., 0].long(), 11).float()
-
-
-def test_accuracy_wants_exactly_the_digit() -> None:
-    """Symbol 5 is digit 4; a second symbol or none is wrong."""
-    heard = ([5, 5, 0], [5, 0, 5], [0, 0, 0], [5, 3, 3])
-    frames = [torch.tensor(own).float()[:, None] for own in heard]
-    assert accuracy(Says(), Recordings(frames, torch.tensor([4, 4, 4, 4]))) == 0.25
+def test_errors_are_counted_by_digit() -> None:
+    of = Recordings([torch.zeros(1, 2)] * 6, torch.tensor([4, 4, 1, 2, 3, 9]))
+    heard = strings(of, [torch.tensor([0]), torch.tensor([1, 2]), torch.tensor([3, 4, 5])])
+    assert errors([[5], [5, 2], [3, 4, 10]], heard) == 0.0
+    assert errors([[], [5, 5, 2], [3, 7, 10]], heard) == pytest.approx(3 / 6)  # left out, inserted, changed
 
 
-def by_cells(a: Tensor, b: Tensor) -> float:
-    total = {(-1, -1): 0.0}
-    for i, j in itertools.product(range(len(a)), range(len(b))):
-        came = ((i - 1, j), (i, j - 1), (i - 1, j - 1))
-        total[i, j] = (a[i] - b[j]).norm().item() + min(total.get(place, math.inf) for place in came)
-    return total[len(a) - 1, len(b) - 1] / (len(a) + len(b))
+def test_distance() -> None:
+    assert distance([], [1, 2]) == 2
+    assert distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
+    assert distance([1, 1], [1, 1, 1]) == 1
 
 
-def test_warped_is_the_cheapest_path() -> None:
+def test_every_recording_is_in_one_string() -> None:
+    of = Recordings([torch.full((1, 1), float(n)) for n in range(50)], torch.arange(50) % 10)
+    made = cut(of, 0)
+    real = torch.arange(made.frames.shape[1]) < made.lengths[:, None]
+    assert sorted(made.frames[real].flatten().tolist()) == list(range(50))
+    assert {len(own) for own in made.spoken} == {1, 2, 3, 4}
+
+
+def cheapest(heard: Tensor, of: Recordings, penalty: float) -> list[int]:
+    """By trying every path of places (template, frame)."""
+    places = [(n, j) for n, own in enumerate(of.frames) for j in range(len(own))]
+
+    def step(before: tuple[int, int] | None, now: tuple[int, int]) -> float:
+        if before is not None and before[0] == now[0] and 0 <= now[1] - before[1] <= 2:
+            stays = 0.0
+        else:
+            stays = math.inf
+        ended = before is None or before[1] == len(of.frames[before[0]]) - 1
+        return min(stays, penalty if ended and now[1] <= 1 else math.inf)
+
+    best, found = math.inf, []
+    for path in itertools.product(places, repeat=len(heard)):
+        if path[-1][1] != len(of.frames[path[-1][0]]) - 1:
+            continue
+        cost, said = 0.0, []
+        for before, now, frame in zip((None, *path), path, heard, strict=False):
+            more = step(before, now)
+            if more:
+                said.append(int(of.digits[now[0]]) + 1)
+            cost += more + (frame - of.frames[now[0]][now[1]]).norm().item()
+        if cost < best:
+            best, found = cost, said
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1.0])
+def test_warping_is_the_cheapest_path(penalty: float) -> None:
+    torch.manual_seed(1)
+    of = Recordings([torch.randn(n, 2) for n in (2, 3)], torch.tensor([7, 3]))
+    lengths = set()
+    for _ in range(6):
+        heard = torch.randn(5, 2)
+        expected = cheapest(heard, of, penalty)
+        assert Warping(of)(heard, penalty) == expected
+        lengths.add(len(expected))
+    assert len(lengths) > 1
+
+
+def test_warping_reads_stretched_templates() -> None:
     torch.manual_seed(0)
-    one, others = torch.randn(7, 3), [torch.randn(n, 3) for n in (1, 5, 7, 11)]
-    expected = torch.tensor([by_cells(one, other) for other in others])
-    torch.testing.assert_close(warped(one, others), expected, atol=1e-5, rtol=1e-5)
-    slow = one.repeat_interleave(2, 0)
-    assert warped(one, [slow]).item() == pytest.approx(0.0, abs=1e-4)
+    of = Recordings([torch.randn(n, 13) for n in (6, 9, 7)], torch.tensor([4, 0, 8]))
+    slow, fast = of.frames[1].repeat_interleave(2, 0), of.frames[2][::2]
+    assert Warping(of)(torch.cat([slow, of.frames[0], fast]), 1.0) == [1, 5, 9]

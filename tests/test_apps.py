@@ -52,7 +52,7 @@ BASELINES = {
     "control": ("the same policy without history",),
     "image": ("logistic regression on pixels",),
     "emoji": ("chance", "the name of the nearest image"),
-    "speech": ("nearest neighbour by time warping",),
+    "speech": ("time warping to templates",),
     "medical": ("two thresholds",),
 }
 NEEDED = {

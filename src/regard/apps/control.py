@@ -147,8 +147,9 @@ class App(Application):
 
     def baselines(self) -> dict[str, Scores]:
         rival = WithoutHistory(quick=self.quick, seed=self.seed)
+        model = fit(rival)
         with torch.no_grad():
-            return {"the same policy without history": rival.scores(fit(rival))}
+            return {"the same policy without history": rival.scores(model)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         solved = {f"a mean return of {SOLVED:g} or more": own["return"] >= SOLVED}
