@@ -18,7 +18,7 @@ def main() -> int:
     wishes = ["something to drink", "an animal", "I am so happy"]
     with torch.no_grad():
         images = model.of_images(app.tested.plain)  # (emoji, D), of length 1
-        texts = model.of_texts(app.words.embed(wishes))  # (wishes, D)
+        texts = model.of_texts(app.embed(wishes))  # (wishes, D)
     for wish, near in zip(wishes, texts @ images.T, strict=True):
         best = near.topk(3).indices.tolist()
         print(f"{wish}: " + ", ".join(f"{app.tested.emoji[i].text} {app.tested.emoji[i].name}" for i in best))

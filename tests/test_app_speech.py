@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.apps.speech import Recordings, Warping, cut, distance, errors, strings
+from regard.apps._templates import Templates, of_recordings, of_words
+from regard.apps.speech import Recordings, cut, distance, errors, strings
 from regard.models.recogniser import Recogniser, ctc, greedy
 
 
@@ -109,7 +110,7 @@ def test_warping_is_the_cheapest_path(penalty: float) -> None:
     for _ in range(6):
         heard = torch.randn(5, 2)
         expected = cheapest(heard, of, penalty)
-        assert Warping(of)(heard, penalty) == expected
+        assert of_recordings(of.frames, of.digits + 1).read(heard, penalty) == expected
         lengths.add(len(expected))
     assert len(lengths) > 1
 
@@ -118,4 +119,31 @@ def test_warping_reads_stretched_templates() -> None:
     torch.manual_seed(0)
     of = Recordings([torch.randn(n, 13) for n in (6, 9, 7)], torch.tensor([4, 0, 8]))
     slow, fast = of.frames[1].repeat_interleave(2, 0), of.frames[2][::2]
-    assert Warping(of)(torch.cat([slow, of.frames[0], fast]), 1.0) == [1, 5, 9]
+    heard = torch.cat([slow, of.frames[0], fast])
+    assert of_recordings(of.frames, of.digits + 1).read(heard, 1.0) == [1, 5, 9]
+
+
+def test_hmm_finds_its_states() -> None:
+    """Words that pass through means of their own, for random times in each."""
+    torch.manual_seed(0)
+    means = {1: torch.randn(4, 13), 2: torch.randn(4, 13)}
+
+    def say(symbol: int) -> Tensor:
+        stays = torch.randint(1, 6, (4,))
+        return means[symbol].repeat_interleave(stays, 0) + 0.1 * torch.randn(int(stays.sum()), 13)
+
+    symbols = torch.tensor([1, 2] * 40)
+    words = of_words([say(symbol) for symbol in symbols.tolist()], symbols, states=4)
+    assert words.symbols == [1, 2]
+    torch.testing.assert_close(words.mean, torch.stack([means[1], means[2]]), atol=0.1, rtol=0)
+    assert words.spread is not None
+    assert words.spread.mean() < 0.15
+    spoken = [1, 2, 2, 1]
+    assert words.read(torch.cat([say(symbol) for symbol in spoken]), 1.0) == spoken
+
+
+def test_cost_of_a_state_is_minus_the_log_of_its_density() -> None:
+    mean, spread, heard = torch.randn(1, 3, 5), 0.5 + torch.rand(1, 3, 5), torch.randn(4, 5)
+    found = Templates(mean, spread, torch.tensor([2]), [1]).costs(heard)
+    density = torch.distributions.Normal(mean, spread).log_prob(heard[:, None, None]).sum(-1)
+    torch.testing.assert_close(found, -density)

