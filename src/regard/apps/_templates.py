@@ -24,15 +24,16 @@ class Templates(NamedTuple):
         """(L, n, longest): of each frame in each state."""
         if self.spread is None:
             apart = torch.cdist(heard, self.mean.flatten(0, 1))
-            return apart.unflatten(1, self.mean.shape[:2])
+            found: Tensor = apart.unflatten(1, self.mean.shape[:2])
+            return found
         scaled = (heard[:, None, None] - self.mean) / self.spread
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def read(self, heard: Tensor, penalty: float) -> list[int]:
         """The symbols of the cheapest way for frames (L, features), on which each word costs the penalty.
 
-        Each frame lies on a state: that of the frame before, one or two further, or, when a word has ended, on
-        the first or second of another.
+        Each frame lies on a state: that of the frame before, one or two further, or, when a word has ended,
+        on the first or second of another.
         """
         n, longest, _ = self.mean.shape
         total = torch.full((n, longest + 2), torch.inf)  # two more in front, for what comes from before
@@ -95,7 +96,7 @@ def _one(gaussians: tuple[Tensor, Tensor]) -> Templates:
 
 
 def _gaussians(frames: Tensor, places: Tensor, states: int) -> tuple[Tensor, Tensor]:
-    """Mean and spread (states, features) of the frames on each state; of all frames where there are too few."""
+    """Mean and spread (states, features) of the frames on each state; of all where those are too few."""
     whole = torch.std_mean(frames, 0)
     found = [torch.std_mean(own, 0) if len(own) > 1 else whole for own in _by_place(frames, places, states)]
     return torch.stack([mean for _, mean in found]), torch.stack([s.clamp_min(NARROWEST) for s, _ in found])
