@@ -71,7 +71,7 @@ def of_recordings(frames: list[Tensor], symbols: Tensor) -> Templates:
     return Templates(pad_sequence(frames, batch_first=True), None, last, symbols.tolist())
 
 
-def of_words(frames: list[Tensor], symbols: Tensor, states: int, rounds: int = 5) -> Templates:
+def of_words(frames: list[Tensor], symbols: Tensor, states: int, rounds: int = 3) -> Templates:
     """A hidden Markov model for each symbol, from left to right, with a Gaussian in each state.
 
     Frames begin in equal shares and then go to the states where they are the most probable, some rounds.

@@ -191,7 +191,7 @@ class App(Application):
         """Images never seen, and the names found for them, the right one marked."""
         scores = model(self.tested.plain, self.tested.sentences)
         shown = torch.arange(0, len(scores), max(1, len(scores) // 8))[:8]
-        made, axes = figure(9, 4.4, nrows=2, ncols=8, height_ratios=(1, 1.4))
+        made, axes = figure(9, 2.6, nrows=2, ncols=8)
         for (above, below), i in zip(axes.T, shown.tolist(), strict=False):
             above.imshow((self.tested.plain[i].permute(1, 2, 0) + 1).numpy() / 2)
             best = scores[i].topk(min(AMONG, len(scores))).indices.tolist()
