@@ -83,7 +83,7 @@ def of_words(frames: list[Tensor], symbols: Tensor, states: int, rounds: int = 3
         places = [torch.arange(len(one)) * states // len(one) for one in own]
         gaussians = _gaussians(torch.cat(own), torch.cat(places), states)
         for _ in range(rounds):
-            places = [_aligned(_one(gaussians), one) for one in own]
+            places = _aligned(_one(gaussians), own)
             gaussians = _gaussians(torch.cat(own), torch.cat(places), states)
         made.append(gaussians)
     mean, spread = (torch.stack(part) for part in zip(*made, strict=True))
@@ -106,19 +106,26 @@ def _by_place(frames: Tensor, places: Tensor, states: int) -> list[Tensor]:
     return [frames[places == state] for state in range(states)]
 
 
-def _aligned(word: Templates, frames: Tensor) -> Tensor:
-    """(L,): the state of each frame on the cheapest way from the first state to the last."""
-    costs = word.costs(frames)[:, 0]  # (L, states)
-    total = torch.full((costs.shape[1] + 2,), torch.inf)
-    total[1] = 0.0
+def _aligned(word: Templates, frames: list[Tensor]) -> list[Tensor]:
+    """For each recording (L,): the state of each frame on the cheapest way from the first state to the last."""
+    padded = pad_sequence(frames, batch_first=True)
+    costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
+    total = torch.full((len(frames), costs.shape[2] + 2), torch.inf)
+    total[:, 1] = 0.0
     steps = []
-    for cost in costs:
-        came, which = _three(total[None]).min(0)
-        total[:2] = torch.inf  # begin once
-        total[2:] = came[0] + cost
-        steps.append(which[0].tolist())
-    place, found = costs.shape[1] - 1, []
-    for which in reversed(steps):
+    for cost in costs.unbind(1):
+        came, which = _three(total).min(0)
+        total[:, :2] = torch.inf  # begin once
+        total[:, 2:] = came + cost
+        steps.append(which)
+    back = torch.stack(steps, 1).tolist()
+    return [_places(own[: len(one)]) for own, one in zip(back, frames, strict=True)]
+
+
+def _places(back: list[list[int]]) -> Tensor:
+    """From how many states before each state was reached, frame by frame -> the state of each frame."""
+    place, found = len(back[0]) - 1, []
+    for steps in reversed(back):
         found.append(place)
-        place -= which[place]
+        place -= steps[place]
     return torch.tensor(found[::-1])
