@@ -61,6 +61,9 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = image.fashion("train")
     torch.testing.assert_close(found.x[:, 0] * 255, pixels.float())
     assert found.y.tolist() == [7, 0, 9]
+    mixed = image.fashion("train", 2, seed=1)
+    for one, label in zip(mixed.x[:, 0] * 255, mixed.y.tolist(), strict=True):
+        torch.testing.assert_close(one, pixels[[7, 0, 9].index(label)].float())
     idx(tmp_path / "train-labels-idx1-ubyte.gz", labels[:2])
     with pytest.raises(ValueError, match=r"as many labels as images, got 2 and 3"):
         image.fashion("train")

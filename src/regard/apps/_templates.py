@@ -107,7 +107,7 @@ def _by_place(frames: Tensor, places: Tensor, states: int) -> list[Tensor]:
 
 
 def _aligned(word: Templates, frames: list[Tensor]) -> list[Tensor]:
-    """For each recording (L,): the state of each frame on the cheapest way from the first state to the last."""
+    """For each recording, the states (L,) of its frames on the cheapest way from the first to the last."""
     padded = pad_sequence(frames, batch_first=True)
     costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
     total = torch.full((len(frames), costs.shape[2] + 2), torch.inf)

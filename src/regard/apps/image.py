@@ -36,15 +36,18 @@ class Images(NamedTuple):
         return Images(self.x[begin:end], self.y[begin:end])
 
 
-def fashion(which: str) -> Images:
-    """The images of "train" or "t10k"."""
+def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
+    """The images of "train" or "t10k", in their order or in one drawn from the seed; all, or the first of them."""
     command = "make data (or apt-get install dataset-fashion-mnist)"
     folder = first_of([Path(place) for place in PLACES], "Fashion-MNIST", command)
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
     if len(x) != len(y):
         raise ValueError(f"{folder}: expected as many labels as images, got {len(y)} and {len(x)}")
-    return Images(x[:, None].float() / 255, y.long())
+    generator = torch.Generator().manual_seed(seed or 0)
+    order = torch.arange(len(x)) if seed is None else torch.randperm(len(x), generator=generator)
+    chosen = order[:count]
+    return Images(x[chosen, None].float() / 255, y[chosen].long())
 
 
 def read_idx(path: Path, rank: int) -> Tensor:
@@ -67,14 +70,10 @@ class App(Application):
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         super().__init__(quick=quick, seed=seed)
-        given, self.tested = fashion("train"), fashion("t10k")
-        order = torch.randperm(len(given.y), generator=torch.Generator().manual_seed(seed))
-        given = Images(given.x[order], given.y[order])
-        validated = 100 if quick else VALIDATED
-        self.validated = given.part(0, validated)
-        self.trained = given.part(validated, 1100 if quick else None)
-        if quick:
-            self.tested = self.tested.part(0, 200)
+        trained, validated, tested = (1000, 100, 200) if quick else (None, VALIDATED, None)
+        given = fashion("train", None if trained is None else trained + validated, seed)
+        self.validated, self.trained = given.part(0, validated), given.part(validated, None)
+        self.tested = fashion("t10k", tested)
 
     @property
     def recipe(self) -> Recipe:

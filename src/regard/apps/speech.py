@@ -26,7 +26,7 @@ DIGITS = 10
 TESTED, VALIDATED = 600, 300
 BATCH, LONGEST = 48, 4  # strings, digits in one
 NOISE = 0.3
-PENALTIES = (1.0, 5.0, 20.0)  # of templates for each digit
+PENALTIES = (1.0, 5.0, 20.0, 60.0)  # of templates for each digit
 HMM, WARPING, STATES = "HMM of each digit", "time warping to all recordings", 6
 
 
