@@ -37,7 +37,7 @@ class Images(NamedTuple):
 
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
-    """The images of "train" or "t10k", in their order or in one drawn from the seed; all, or the first of them."""
+    """The images of "train" or "t10k", in their order or one drawn from the seed: the first, or all."""
     command = "make data (or apt-get install dataset-fashion-mnist)"
     folder = first_of([Path(place) for place in PLACES], "Fashion-MNIST", command)
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
