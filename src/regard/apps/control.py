@@ -115,7 +115,7 @@ class App(Application):
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=2, rate=3e-3, every=2)
-        return Recipe(steps=400, rate=3e-3, warmup=10, clip=0.5, every=20)
+        return Recipe(steps=200, rate=3e-3, warmup=10, clip=0.5, every=20)
 
     def model(self) -> nn.Module:
         return HistoryPolicy(len(SEEN), ACTIONS, self.history)
