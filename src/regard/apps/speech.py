@@ -76,7 +76,7 @@ class App(Application):
         super().__init__(quick=quick, seed=seed)
         everything = recordings()
         order = torch.randperm(len(everything.digits), generator=torch.Generator().manual_seed(seed))
-        tested, validated, end = (100, 130, 330) if quick else (TESTED, TESTED + VALIDATED, len(order))
+        tested, validated, end = (50, 62, 170) if quick else (TESTED, TESTED + VALIDATED, len(order))
         self.tested = everything.part(order[:tested])
         self.validated = everything.part(order[tested:validated])
         self.trained = everything.part(order[validated:end])
@@ -140,6 +140,8 @@ class App(Application):
         if not (request.isascii() and request.isdecimal()):
             raise ValueError(f"use: expected {self.request}, got {request!r}")
         places = [(self.tested.digits == int(digit)).nonzero()[:, 0] for digit in request]
+        if not all(map(len, places)):
+            raise ValueError(f"use: expected digits of which the test has recordings, got {request!r}")
         chosen = [own[request[:i].count(request[i]) % len(own)] for i, own in enumerate(places)]
         return strings(self.tested, [torch.stack(chosen)])
 
