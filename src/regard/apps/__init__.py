@@ -23,6 +23,11 @@ NAMES = {
     "recommendation": "the film that a user rates next: a causal transformer on MovieLens-100k",
     "forecast": "the electricity demand of the next day: a patch transformer on half hours of a year",
     "graph": "the subject of a paper from its words and citations: a graph attention network on Cora",
+    "control": "a pole balanced without seeing how fast it falls: a policy that attends to its history",
+    "image": "the kind of clothing in a small image: a vision transformer on Fashion-MNIST",
+    "emoji": "the name of an image never seen: two encoders and a contrastive loss (CLIP) on emoji",
+    "speech": "digits in speech, by an encoder trained with CTC on spoken digits",
+    "medical": "grey and white matter in slices of a brain: a U-Net with attention on MNI152",
 }
 
 

@@ -12,7 +12,7 @@ import typer
 
 EXTRAS = {"transformers": "hf", "gguf": "hf", "tokenizers": "hf", "safetensors": "hf"}
 EXTRAS |= {"matplotlib": "plot", "rich": "cli", "starlette": "explore", "uvicorn": "explore"}
-EXTRAS |= dict.fromkeys(("pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium"), "apps")
+EXTRAS |= dict.fromkeys(("pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL"), "apps")
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""A U-Net with attention at its bottom: which class each pixel of an image belongs to."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import EncoderBlock, Stack
+from ._images import check_images
+from ._looking import layer_weights
+
+STRIDE = 8  # pixels of a patch, in each direction
+
+
+class Segmenter(nn.Module):
+    """Images (B, 1, height, width) -> scores (B, classes, height, width).
+
+    Convolutions halve the image three times; its patches then attend to each other; convolutions double it
+    again, each time beside what was seen at that size on the way down.
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        classes: int,
+        *,
+        channels: tuple[int, int, int] = (8, 16, 32),
+        d_model: int = 64,
+        heads: int = 4,
+        layers: int = 3,
+    ) -> None:
+        super().__init__()
+        if height % STRIDE or width % STRIDE:
+            raise ValueError(f"height, width: expected multiples of {STRIDE}, got {height} and {width}")
+        self.shape, self.grid = (1, height, width), (height // STRIDE, width // STRIDE)
+        full, half, quarter = channels
+        self.down = nn.ModuleList(
+            nn.Conv2d(a, b, 3, s, 1) for a, b, s in ((1, full, 1), (full, half, 2), (half, quarter, 2))
+        )
+        self.patches = nn.Conv2d(quarter, d_model, 3, 2, 1)
+        self.places = nn.Parameter(torch.randn(self.grid[0] * self.grid[1], d_model) * 0.02)
+        self.stack = Stack((EncoderBlock(d_model, heads) for _ in range(layers)), nn.LayerNorm(d_model))
+        ways = ((d_model, quarter), (quarter, half), (half, full))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ways)
+        self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in ways)
+        self.head = nn.Conv2d(full, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        seen, tokens = self._tokens(images)
+        x = self.stack(tokens).transpose(1, 2).unflatten(2, self.grid)
+        for up, join, beside in zip(self.up, self.join, reversed(seen), strict=True):
+            x = F.gelu(join(torch.cat([up(x), beside], 1)))
+        out: Tensor = self.head(x)
+        return out
+
+    def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What was seen at each size, and the patches (B, patches, d_model), row by row."""
+        check_images(images, self.shape)
+        x, seen = images, []
+        for down in self.down:
+            x = F.gelu(down(x))
+            seen.append(x)
+        return seen, self.patches(x).flatten(2).transpose(1, 2) + self.places
+
+    def looks(self, image: Tensor, row: int, column: int) -> Tensor:
+        """Where a patch of an image (1, height, width) looks, mean of the heads: (layers, *grid)."""
+        place = row * self.grid[1] + column
+        layers = layer_weights(self.stack, self._tokens(image[None])[1])
+        return torch.stack([own[0, :, place].mean(0).unflatten(0, self.grid) for own in layers])

@@ -1,0 +1,57 @@
+"""A vision transformer: an image is cut into patches, which attend to each other as words do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import EncoderBlock, Stack
+from ._images import check_images
+from ._looking import layer_weights
+
+
+class ViT(nn.Module):
+    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS])."""
+
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        outputs: int,
+        *,
+        channels: int = 1,
+        d_model: int = 64,
+        heads: int = 4,
+        layers: int = 3,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if size % patch:
+            raise ValueError(f"patch: expected a divisor of size = {size}, got {patch}")
+        self.shape, self.side = (channels, size, size), size // patch
+        self.patches = nn.Conv2d(channels, d_model, patch, patch)
+        self.first = nn.Parameter(torch.zeros(d_model))
+        self.places = nn.Parameter(torch.randn(1 + self.side**2, d_model) * 0.02)
+        blocks = (EncoderBlock(d_model, heads, hidden=hidden, dropout=dropout) for _ in range(layers))
+        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        self.head = nn.Linear(d_model, outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.stack(self.tokens(images))[:, 0])
+        return out
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """(B, 1 + patches, d_model), row by row."""
+        check_images(images, self.shape)
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        first = self.first.expand(len(images), 1, -1)
+        return torch.cat([first, patches], 1) + self.places
+
+    def looks(self, images: Tensor) -> Tensor:
+        """Where the first token looks in the last layer, mean of the heads: (B, side, side), of sum 1."""
+        last = layer_weights(self.stack, self.tokens(images))[-1]  # (B, H, L, L)
+        on_patches = last[:, :, 0, 1:].mean(1)
+        shares = on_patches / on_patches.sum(-1, keepdim=True)
+        found: Tensor = shares.unflatten(-1, (self.side, self.side))
+        return found
