@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._console import one_line_errors
+from ._console import one_line_errors, tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,6 @@ def compare(
     """MHA, GQA, MQA, MLA, a window and linear attention at equal width, trained and timed here."""
     with one_line_errors():
         import torch
-        from rich.console import Console
 
         from ..compare import FULL, QUICK
 
@@ -44,7 +43,7 @@ def compare(
         effort = replace(effort, **{name: n for name, n in given.items() if n is not None})
         if threads is not None:
             torch.set_num_threads(threads)
-        console = Console()
+        console = tables()
         found = _measured(sizes, effort, console)
         console.print(_table(found), _beside_the_notes(found), sep="\n")
         if json is not None:
@@ -78,10 +77,11 @@ def _table(found: Measured) -> Table:
     from rich.table import Table
 
     caption = (
-        "parameters: attention of a layer, and the model; tokens / s; loss: held out, nats / byte, by seeds"
+        "parameters of attention in a layer, and of the model; cache: bytes / token; "
+        "prefill, decode: tokens / s; loss: held out, nats / byte, by seeds"
     )
     table = Table("kind", title=found.setting, box=MARKDOWN, caption=caption)
-    for name in ("parameters", "in all", "cache B / token", "prefill / s", "decode / s", "loss"):
+    for name in ("layer", "model", "cache", "prefill", "decode", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._console import one_line_errors
+from ._console import one_line_errors, tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,9 +60,7 @@ def cost(
         if as_json:
             typer.echo(found.to_json())
             return
-        from rich.console import Console
-
-        console = Console()
+        console = tables()
         after = f" after {past:,}" if past else ""
         console.print(_table(found, f"{batch} x {tokens:,} tokens{after}, {dtype}"))
         if time:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ._console import tables
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -29,11 +31,9 @@ def crossover(
     ] = False,
 ) -> None:
     """The length from which on each mechanism beats exact attention on this machine."""
-    from rich.console import Console
-
     from ..crossover import measure
 
-    console = Console()
+    console = tables()
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("a plot needs matplotlib: pip install 'regard[plot]'")
     if quick:

@@ -20,13 +20,13 @@ FORWARD, BACKWARD = 0.82, 0.79  # of the multiply-adds
 TRAFFIC = 0.75  # of reading, where results are as large as inputs and lie in new memory
 
 # Decoding. A vector of a key is loaded for up to 4 query rows, and each of their multiply-adds waits for its
-# own query or weight: half of the peak. Rows that fill three quarters of a panel or more lie in one, as in
-# forward.
-FEW, PANELS = 0.55, 0.9
+# own query or weight: little more than half of the peak. Rows that fill three quarters of a panel or more
+# lie in one, as in forward.
+FEW, PANELS = 0.62, 0.9
 TOGETHER, PANEL = 4, 16
 SOFTMAX = 70  # FLOPs that a score takes from its product to its weight
 CONVERT = 6  # FLOPs for a number of 16 bits that is written anew, since several loads of it follow
-START = 0.04  # of a call, to start and to end the rows of one key head
+START = 0.01  # of a call, to start and to end the rows of one key head
 ALONE = 500_000  # multiplications that are not worth a second thread
 
 
