@@ -72,7 +72,7 @@ def begin(app: Application, attention: str) -> State:
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(trained, lr=recipe.rate, weight_decay=recipe.decay)
+    return AdamW(trained, lr=recipe.rate, weight_decay=recipe.decay, fused=True)
 
 
 def rate(recipe: Recipe, step: int) -> float:
