@@ -100,7 +100,7 @@ class App(Application):
         tested, validated, lines = (12, 8, 3000) if quick else (TESTED, VALIDATED, None)
         held, self.trained = hold_out(tatoeba(lines), tested + validated, seed)
         self.tested, self.validated = held[:tested], held[tested:]
-        self._tokenizer: Any = self._learned_tokens()
+        self.tokenizer: Any = self._learned_tokens()
 
     def _learned_tokens(self) -> Any:
         order = torch.randperm(len(self.trained), generator=torch.Generator().manual_seed(self.seed))
@@ -114,7 +114,7 @@ class App(Application):
         return Recipe(steps=1600, rate=2e-3, warmup=200, every=200)
 
     def model(self) -> nn.Module:
-        return Translator(self._tokenizer.get_vocab_size(), 128)
+        return Translator(self.tokenizer.get_vocab_size(), 128)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Batch:
         chosen = torch.randint(len(self.trained), (8 if self.quick else BATCH,), generator=generator)
@@ -126,7 +126,7 @@ class App(Application):
         return Batch(self._source(source), sentences([[START, *own] for own in target]), following)
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch(texts)]
+        return [found.ids for found in self.tokenizer.encode_batch(texts)]
 
     @staticmethod
     def _source(tokens: list[list[int]]) -> Sentences:
@@ -158,7 +158,7 @@ class App(Application):
         return [(self._text(found[i].tokens), found[i]) for i in range(len(texts))]
 
     def _text(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
+        text: str = self.tokenizer.decode(tokens)
         return text.strip()
 
     def baselines(self) -> dict[str, Scores]:
@@ -192,7 +192,7 @@ class App(Application):
             model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
         rows = [layer.rows(list(range(len(target) + 1))) for layer in seen if "cross" in layer.name]
         weights = torch.cat(rows, 1)[0].mean(0)  # the row that reads a token writes the next one
-        ours, theirs = ([*by_word(self._tokenizer, own), [END]] for own in (target, read))
+        ours, theirs = ([*by_word(self.tokenizer, own), [END]] for own in (target, read))
         spread = torch.stack([part.sum(1) for part in weights.split([len(own) for own in theirs], 1)], 1)
         joined = torch.stack([part.mean(0) for part in spread.split([len(own) for own in ours])])
         return joined, self._labels(theirs), self._labels(ours)
