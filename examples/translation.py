@@ -1,4 +1,4 @@
-"""English to French: train an encoder-decoder, compare it with a lexicon, and translate with more and fewer beams.
+"""English to French: train an encoder-decoder, compare it with a lexicon, translate with few and many beams.
 
 The same as `regard run translation`, then the trained model in Python.
 """

@@ -1,4 +1,4 @@
-"""A lexicon learned from pairs of sentences by IBM model 1 (Brown et al., 1993), and translation word by word."""
+"""A lexicon from pairs of sentences by IBM model 1 (Brown et al., 1993), and translation word by word."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
 def _numbered(pairs: Pairs) -> tuple[list[str], list[str], list[tuple[list[int], list[int]]]]:
     """The words of each side, and the pairs in numbers of words."""
     sides: tuple[dict[str, int], dict[str, int]] = ({NOTHING: 0}, {})
-    numbers = [
-        ([0, *_numbers(words(source), sides[0])], _numbers(words(target), sides[1])) for source, target in pairs
-    ]
-    return list(sides[0]), list(sides[1]), numbers
+    sources = [[0, *_numbers(words(source), sides[0])] for source, _ in pairs]
+    targets = [_numbers(words(target), sides[1]) for _, target in pairs]
+    return list(sides[0]), list(sides[1]), list(zip(sources, targets, strict=True))
 
 
 def _numbers(found: list[str], known: dict[str, int]) -> list[int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import defaultdict
-from itertools import zip_longest
+from io import TextIOWrapper
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -33,7 +34,6 @@ TESTED, VALIDATED = 2000, 500
 VOCABULARY, READ = 3000, 40_000  # tokens, and the pairs from which they are learned
 BATCH, SMOOTHING = 128, 0.1
 BEAMS, PENALTY = 4, 1.0
-DRAWN = 7  # words of a sentence in the picture, at least
 LEXICON = "word by word (IBM model 1)"
 
 Pair = tuple[str, str]
@@ -59,9 +59,9 @@ def tatoeba(lines: int | None = None) -> list[Pair]:
         size = archive.getinfo("fra.txt").file_size
         if size > MAX_BYTES:
             raise ValueError(f"{place}: expected fra.txt of at most {MAX_BYTES} bytes, got {size}")
-        text = archive.read("fra.txt").decode("utf-8")
-    columns = (line.split("\t") for line in text.splitlines()[:lines])
-    found = dict.fromkeys((clean(row[0]), clean(row[1])) for row in columns)
+        with TextIOWrapper(archive.open("fra.txt"), "utf-8") as text:
+            columns = (line.split("\t") for line in islice(text, lines))
+            found = dict.fromkeys((clean(row[0]), clean(row[1])) for row in columns)
     return [pair for pair in found if len(pair[0].split()) <= WORDS]
 
 
@@ -77,10 +77,11 @@ def bare(text: str) -> str:
 
 def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list[Pair]]:
     """So many English sentences, and the pairs that have no sentence in common with them."""
-    french = defaultdict(list)
+    french: dict[str, list[str]] = defaultdict(list)
     for source, target in pairs:
         french[source].append(target)
-    found, english = {}, list(french)
+    found: dict[str, Held] = {}
+    english = list(french)
     order = torch.randperm(len(english), generator=torch.Generator().manual_seed(seed)).tolist()
     for source in (english[i] for i in order):
         if len(found) < count:
@@ -142,10 +143,11 @@ class App(Application):
         return -float(self.loss(model, self._batch(pairs)))
 
     def scores(self, model: nn.Module) -> Scores:
-        return quality([text for text, _ in self.translate(model, [one.source for one in self.tested])], self.tested)
+        found = self.translate(model, [one.source for one in self.tested])
+        return quality([self.text(written.tokens) for written in found], self.tested)
 
-    def translate(self, model: nn.Module, texts: list[str]) -> list[tuple[str, Written]]:
-        """The French of each, and its tokens with the log of their chance. Sentences of a length go together."""
+    def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
+        """Each in French. Sentences of about the same length go together."""
         tokens = self._tokens([clean(text) for text in texts])
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
         found: dict[int, Written] = {}
@@ -155,11 +157,11 @@ class App(Application):
             source = self._source([tokens[i] for i in some])
             written = model.translate(source, width=BEAMS, longest=longest, penalty=PENALTY)  # type: ignore[operator]
             found |= zip(some, written, strict=True)
-        return [(self._text(found[i].tokens), found[i]) for i in range(len(texts))]
+        return [found[i] for i in range(len(texts))]
 
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens)
-        return text.strip()
+    def text(self, tokens: list[int]) -> str:
+        decoded: str = self.tokenizer.decode(tokens)
+        return decoded.strip()
 
     def baselines(self) -> dict[str, Scores]:
         known = lexicon(self.trained)
@@ -168,37 +170,40 @@ class App(Application):
     def use(self, model: nn.Module, request: str) -> str:
         if not request.strip():
             raise ValueError(f"use: expected {self.request}, got nothing")
-        ((text, written),) = self.translate(model, [request])
-        return f"{text}\n(log-probability {written.score:.2f} of {len(written.tokens) + 1} tokens)"
+        (written,) = self.translate(model, [request])
+        about = f"log-probability {written.score:.2f}, {len(written.tokens) + 1} tokens with the end"
+        return f"{self.text(written.tokens)}\n({about})"
 
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """Two sentences of the test: which English words the model reads for each French one."""
-        shown = [one.source for one in self.tested if len(one.source.split()) >= (2 if self.quick else DRAWN)][:2]
+        shown = sorted((one.source for one in self.tested[:50]), key=lambda text: -len(text.split()))[:2]
         made, axes = figure(10, 4.6, ncols=2)
-        for axis, source, (_, written) in zip(axes, shown, self.translate(model, shown), strict=True):
-            weights, below, beside = self.alignment(model, source, written.tokens)
+        for axis, source, written in zip(axes, shown, self.translate(model, shown), strict=True):
+            weights, english, french = self.alignment(model, source, written.tokens)
             axis.imshow(weights.numpy(), cmap="magma", vmin=0, aspect="auto")
-            axis.set_xticks(range(len(below)), below, rotation=45, ha="right")
-            axis.set_yticks(range(len(beside)), beside)
+            axis.set_xticks(range(len(english)), english, rotation=45, ha="right")
+            axis.set_yticks(range(len(french)), french)
         save(made, path)
 
-    def alignment(self, model: nn.Module, source: str, target: list[int]) -> tuple[Tensor, list[str], list[str]]:
-        """Cross-attention by words, mean of all heads, (target, source), and the words of both."""
+    def alignment(
+        self, model: nn.Module, source: str, target: list[int]
+    ) -> tuple[Tensor, list[str], list[str]]:
+        """Cross-attention by words, (French, English), the mean of all heads; and the words of both."""
         from ..see import capture
 
         (read,) = self._tokens([source])
         with capture(model, keep="qk") as seen:
             model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
-        rows = [layer.rows(list(range(len(target) + 1))) for layer in seen if "cross" in layer.name]
-        weights = torch.cat(rows, 1)[0].mean(0)  # the row that reads a token writes the next one
-        ours, theirs = ([*by_word(self.tokenizer, own), [END]] for own in (target, read))
-        spread = torch.stack([part.sum(1) for part in weights.split([len(own) for own in theirs], 1)], 1)
-        joined = torch.stack([part.mean(0) for part in spread.split([len(own) for own in ours])])
-        return joined, self._labels(theirs), self._labels(ours)
+        layers = [layer.rows(list(range(len(target) + 1))) for layer in seen if "cross" in layer.name]
+        weights = torch.cat(layers, 1)[0].mean(0)  # the row that reads a token writes the next one
+        english, french = ([*by_word(self.tokenizer, own), [END]] for own in (read, target))
+        by_source = torch.stack([part.sum(1) for part in weights.split([*map(len, english)], 1)], 1)
+        by_both = torch.stack([part.mean(0) for part in by_source.split([*map(len, french)])])
+        return by_both, self._labels(english), self._labels(french)
 
     def _labels(self, groups: list[list[int]]) -> list[str]:
-        return [self._text(own) for own in groups[:-1]] + ["(end)"]
+        return [*map(self.text, groups[:-1]), "(end)"]
 
 
 def quality(found: list[str], held: list[Held]) -> Scores:

@@ -24,9 +24,9 @@ def beam_search(
     """For each sample the best of `width` sequences, of at most `longest` tokens with the end.
 
     Args:
-        step: `step(tokens, parents)`, both (samples * width,): row i goes on from what row parents[i] was, and
-            reads tokens[i]. Returns log-chances of the next token, (samples * width, words). The rows of
-            a sample stand together. In the first call each row is its own parent.
+        step: `step(tokens, parents)`, both (samples * width,): row i goes on from what row parents[i] was,
+            and reads tokens[i]. Returns log-chances of the next token, (samples * width, words). The rows
+            of a sample stand together. In the first call each row is its own parent.
         samples: how many are searched at the same time.
         start, end: the tokens that stand before and after a sequence.
         width: how many sequences of a sample are kept; 1 is greedy.
@@ -39,7 +39,8 @@ def beam_search(
     first = torch.arange(samples)[:, None] * width  # row of each sample
     parents = first + torch.arange(width)
     tokens = torch.full((samples, width, 1), start)
-    scores = torch.tensor([0.0] + [-torch.inf] * (width - 1)).expand(samples, -1)  # the others would repeat it
+    scores = torch.full((samples, width), -torch.inf)
+    scores[:, 0] = 0.0  # at first the others would repeat it
     for place in range(longest):
         chances = step(tokens[..., -1].flatten(), parents.flatten()).view(samples, width, -1)
         chances = _only_end(chances, tokens[..., -1] == end, place == longest - 1, end)

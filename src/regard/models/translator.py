@@ -97,14 +97,14 @@ class Translator(nn.Module):
         return states @ self.words.weight.T
 
     def writing(self, source: Sentences, width: int) -> Step:
-        """Steps of `width` beams for each sentence: the source is read once, and what was written is cached."""
+        """Steps of `width` beams for each sentence: it is read once, and what was written is cached."""
         memory = self.stacks.decoder.remember(self.read(source).repeat_interleave(width, 0))
         context = Lengths(source.lengths.repeat_interleave(width))
         caches = self.stacks.decoder.new_caches(len(context.n))
 
         def step(tokens: Tensor, parents: Tensor) -> Tensor:
             for cache in caches:
-                cache.reorder(parents)
+                cache.reorder(parents)  # type: ignore[attr-defined]
             x = self.embed(tokens[:, None])
             states = self.stacks.decoder(x, memory, caches=caches, context_mask=context)
             return F.log_softmax(self.score(states[:, 0]), -1)
