@@ -153,8 +153,11 @@ def test_pairs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     long = " ".join("nine" for _ in range(9))
     archive(place, f"Go.\tVa\u202f!\tCC\nGo.\tVa !\tCC\nIt's me.\tC\u2019est moi.\tCC\n{long}\tneuf\tCC\n")
     assert translation.tatoeba() == [("Go.", "Va !"), ("It's me.", "C'est moi.")]
-    monkeypatch.setattr(translation, "MAX_BYTES", 20)
-    with pytest.raises(ValueError, match=r"expected fra\.txt of at most 20 bytes"):
+    archive(place, "Go.\n")
+    with pytest.raises(ValueError, match=r"not enough values to unpack .*; `make data` brings it"):
+        translation.tatoeba()
+    place.write_bytes(b"no")
+    with pytest.raises(ValueError, match="File is not a zip file"):
         translation.tatoeba()
 
 

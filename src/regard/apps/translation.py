@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ..models._tokenizers import by_word, trained
 from ..models.beam import Written
 from ..models.translator import END, START, Sentences, Translator, sentences
 from ._application import Application, Recipe, Scores
-from ._data import MAX_BYTES, bounded, first_of
+from ._data import bounded, first_of
 from ._lexicon import lexicon, word_by_word
 from ._pictures import figure, save
 
@@ -55,13 +55,12 @@ class Batch(NamedTuple):
 def tatoeba(lines: int | None = None) -> list[Pair]:
     """English and French, each pair once. The file is sorted by length: the first lines are short."""
     place = first_of([Path(place) for place in PLACES], "Tatoeba English-French", "make data")
-    with ZipFile(bounded(place)) as archive:
-        size = archive.getinfo("fra.txt").file_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{place}: expected fra.txt of at most {MAX_BYTES} bytes, got {size}")
-        with TextIOWrapper(archive.open("fra.txt"), "utf-8") as text:
-            columns = (line.split("\t") for line in islice(text, lines))
-            found = dict.fromkeys((clean(row[0]), clean(row[1])) for row in columns)
+    try:
+        with ZipFile(bounded(place)) as archive, archive.open("fra.txt") as file:
+            columns = (line.split("\t") for line in islice(TextIOWrapper(file, "utf-8"), lines))
+            found = dict.fromkeys((clean(english), clean(french)) for english, french, *_ in columns)
+    except (BadZipFile, KeyError, ValueError) as error:
+        raise ValueError(f"{place}: expected fra.txt with pairs: {error}; `make data` brings it") from None
     return [pair for pair in found if len(pair[0].split()) <= WORDS]
 
 
