@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.apps import translation
 from regard.apps._lexicon import lexicon, word_by_word
 from regard.apps.translation import bare, clean, hold_out
+from regard.models._tokenizers import by_word
 from regard.models.beam import Written, beam_search
 from regard.models.translator import END, START, Sentences, Translator, sentences
 
@@ -185,16 +186,43 @@ def test_what_is_held_out_is_not_in_training() -> None:
             assert one.references == [target for source, target in pairs if source == one.source]
 
 
-def test_the_split_of_tatoeba_is_apart() -> None:
+def real_app(seed: int = 0) -> translation.App:
     if not any(Path(place).exists() for place in translation.PLACES):
         pytest.skip("`make data` brings it")
     pytest.importorskip("tokenizers")
-    app, other = (translation.App(quick=True, seed=seed) for seed in (0, 1))
+    return translation.App(quick=True, seed=seed)
+
+
+def test_the_split_of_tatoeba_is_apart() -> None:
+    app, other = real_app(0), real_app(1)
     closed = {bare(t) for one in (*app.tested, *app.validated) for t in (one.source, *one.references)}
     assert not closed & {bare(text) for pair in app.trained for text in pair}
     sources = [one.source for one in (*app.tested, *app.validated)]
     assert len(set(sources)) == len(sources) == 20
     assert sources != [one.source for one in (*other.tested, *other.validated)]
+
+
+def test_tokens_give_the_text_back() -> None:
+    app = real_app()
+    for text in ("Ça va ?", "L'œuf zébré, 12 €."):
+        (tokens,) = app._tokens([text])
+        assert app.text(tokens) == text
+        assert [app.text(own) for own in by_word(app.tokenizer, tokens)] == text.split()
+
+
+def test_the_alignment_is_a_share_of_each_english_word() -> None:
+    app = real_app()
+    torch.manual_seed(0)
+    model = app.model().eval()
+    (target,) = app._tokens(["Ça va bien !"])
+    found, english, french = app.alignment(model, "I feel extraordinarily well.", target)
+    assert english == ["I", "feel", "extraordinarily", "well.", "(end)"]
+    assert french == ["Ça", "va", "bien", "!", "(end)"]
+    assert found.shape == (5, 5)
+    torch.testing.assert_close(found.sum(1), torch.ones(5))
+    (read,) = app._tokens(["I feel extraordinarily well."])
+    assert len(read) > 4  # a word of several tokens gets all that they get
+    assert found.mean(0)[2] > found.mean(0)[0]
 
 
 # The lexicon

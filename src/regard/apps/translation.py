@@ -183,6 +183,7 @@ class App(Application):
             axis.imshow(weights.numpy(), cmap="magma", vmin=0, aspect="auto")
             axis.set_xticks(range(len(english)), english, rotation=45, ha="right")
             axis.set_yticks(range(len(french)), french)
+            axis.set(xlabel="read", ylabel="written")
         save(made, path)
 
     def alignment(

@@ -27,7 +27,7 @@ class Sentences(NamedTuple):
     @property
     def real(self) -> Tensor:
         """(B, L)"""
-        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
 
 def sentences(tokens: list[list[int]]) -> Sentences:
