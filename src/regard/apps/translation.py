@@ -114,7 +114,7 @@ class App(Application):
         return Recipe(steps=1600, rate=2e-3, warmup=200, every=200)
 
     def model(self) -> nn.Module:
-        return Translator(self.tokenizer.get_vocab_size(), 128)
+        return Translator(self.tokenizer.get_vocab_size())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Batch:
         chosen = torch.randint(len(self.trained), (8 if self.quick else BATCH,), generator=generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import packing
 from ..masks import Causal, Lengths
-from ..nn import Attention, Block, CrossAttention, EncoderBlock, EncoderDecoder, FeedForward, PreNorm, Stack
+from ..nn import Attention, Block, CrossAttention, EncoderBlock, EncoderDecoder, FeedForward, Stack
 from ..positions import Rotary
 from .beam import Step, Written, beam_search
 
@@ -39,26 +38,26 @@ def sentences(tokens: list[list[int]]) -> Sentences:
 class Translator(nn.Module):
     """Source and target -> scores of the token after each real token of the target, (total, words).
 
-    With `packed` both are read without their padding, end to end; the result is the same.
+    With `packed` both are read without their padding, end to end; the result is the same. `dropout` is of the
+    weights of attention.
     """
 
     def __init__(
-        self, words: int, d_model: int = 192, *, heads: int = 4, layers: int = 3, dropout: float = 0.1
+        self, words: int, d_model: int = 128, *, heads: int = 4, layers: int = 3, dropout: float = 0.1
     ) -> None:
         super().__init__()
         self.packed = True
         self.words = nn.Embedding(words, d_model)
         nn.init.normal_(self.words.weight, std=d_model**-0.5)
-        self.dropout = nn.Dropout(dropout)
-        position, residual = Rotary(d_model // heads), partial(PreNorm, dropout=dropout)
+        position = Rotary(d_model // heads)
 
         def reader() -> Block:
-            return EncoderBlock(d_model, heads, residual=residual, position=position, dropout=dropout)
+            return EncoderBlock(d_model, heads, position=position, dropout=dropout)
 
         def writer() -> Block:
             own = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
             cross = CrossAttention(d_model, heads, dropout=dropout)
-            return Block(own, FeedForward(d_model), cross=cross, residual=residual)
+            return Block(own, FeedForward(d_model), cross=cross)
 
         self.stacks = EncoderDecoder(
             Stack((reader() for _ in range(layers)), nn.LayerNorm(d_model)),
@@ -89,7 +88,7 @@ class Translator(nn.Module):
         return out
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.dropout(self.words(tokens) * self.words.embedding_dim**0.5)
+        x: Tensor = self.words(tokens) * self.words.embedding_dim**0.5
         return x
 
     def score(self, states: Tensor) -> Tensor:
