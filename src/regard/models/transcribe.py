@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._tokenizers import by_word
 from .whisper import Whisper
 
 RATE = 16000
@@ -92,7 +93,7 @@ def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
     The cheapest path through the weights that never goes back in time gives each token its frames.
     """
     heard = samples[round(segment.start * RATE) : round(segment.end * RATE)]
-    groups = _words(whisper, segment.tokens)
+    groups = by_word(whisper.tokenizer, segment.tokens)
     if not groups:
         return Alignment((), torch.zeros(0, 0), segment.start)
     weights = _cross_attention(whisper, heard, segment.tokens)
@@ -106,17 +107,6 @@ def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
     )
     shares = torch.stack([weights[:, a:b].mean((0, 1)) for a, b in zip(starts, ends, strict=True)])
     return Alignment(words, shares, segment.start)
-
-
-def _words(whisper: Whisper, tokens: tuple[int, ...]) -> list[list[int]]:
-    """Tokens by word: a word begins with a space."""
-    groups: list[list[int]] = []
-    for token in tokens:
-        if groups and not (whisper.tokenizer.id_to_token(token) or "").startswith("Ġ"):
-            groups[-1].append(token)
-        else:
-            groups.append([token])
-    return groups
 
 
 def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
