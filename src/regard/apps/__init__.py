@@ -21,6 +21,8 @@ from ._run import run as run
 NAMES = {
     "text": "the stars of a review from its words: MiniLM with a classifier on clothing reviews",
     "translation": "English to French: an encoder-decoder with beam search on short sentences of Tatoeba",
+    "plays": "the next word of a play: a decoder with rotary positions and grouped heads on Shakespeare",
+    "source": "the next token of source code: a decoder with near and far layers on the standard library",
     "recommendation": "the film that a user rates next: a causal transformer on MovieLens-100k",
     "forecast": "the electricity demand of the next day: a patch transformer on half hours of a year",
     "graph": "the subject of a paper from its words and citations: a graph attention network on Cora",

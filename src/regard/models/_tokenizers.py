@@ -34,15 +34,15 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
     )
 
 
-def trained(texts: Iterable[str], size: int, *, control: list[str]) -> Any:
+def trained(texts: Iterable[str], size: int, *, control: list[str], first_space: bool = True) -> Any:
     """A tokenizer over bytes whose `size` tokens are learned from texts; those of `control` come first.
 
-    A word begins with its space, also the first one.
+    A word begins with its space; with `first_space` the first one is given one, else a text stays as it is.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=first_space)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
