@@ -226,6 +226,14 @@ def test_ranks_leave_out_what_is_known() -> None:
     assert markov(histories, 4).nonzero().tolist() == [[1, 2], [2, 3], [3, 1]]
 
 
+def test_films_seen_so_far_are_no_candidates() -> None:
+    from regard.apps.recommendation import seen_so_far
+
+    known = seen_so_far(torch.tensor([[0, 3, 1], [2, 4, 1]]), 5)
+    assert [row.nonzero().flatten().tolist() for row in known[0]] == [[0], [0, 3], [0, 1, 3]]
+    assert [row.nonzero().flatten().tolist() for row in known[1]] == [[2], [2, 4], [1, 2, 4]]
+
+
 def test_forecasts_do_not_see_the_future() -> None:
     needs("forecast")
     from regard.apps.forecast import DAY, WEEK
