@@ -1,4 +1,4 @@
-"""Writes numbers and pictures of full runs into docs/gallery.md: `python docs/applications.py build/apps`."""
+"""Numbers and pictures of full runs for gallery and README: `python docs/applications.py build/apps`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from regard.apps import NAMES
+from regard.apps import NAMES, find
+from regard.apps._report import OWN
 
 HERE = Path(__file__).parent
 PAGE = HERE / "gallery.md"
@@ -41,22 +42,52 @@ def section(name: str, run: dict[str, Any]) -> str:
     )
 
 
+def overview(runs: dict[str, dict[str, Any]]) -> str:
+    """One line for each application: its first measure beside the best of the baselines."""
+    lines = [
+        ["", "measure", "best baseline", "", "Regard", "a step with SDPA"],
+        ["---", "---", "---", *["---:"] * 3],
+    ]
+    for name, run in runs.items():
+        measure = run["measures"][0]
+        means = {who: scores[0][measure] for who, scores in run["scores"].items()}
+        own = means.pop(OWN)
+        pick = max if measure in find(name).more else min
+        rival = pick(means, key=lambda who: means[who])
+        link = f"[{name}](docs/gallery.md#{anchor(name)})"
+        lines.append([link, measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def anchor(name: str) -> str:
+    """Of the heading "Name: ..." in the gallery."""
+    (title,) = re.findall(rf"^## ({name.capitalize()}: .*)$", PAGE.read_text(encoding="utf-8"), re.M)
+    return title.lower().replace(":", "").replace(" ", "-")
+
+
+def put(page: Path, name: str, content: str) -> None:
+    """Between the marks of that name."""
+    mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+    text = page.read_text(encoding="utf-8")
+    text, count = mark.subn(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    if count != 1:
+        raise SystemExit(f"{page.name}: expected one place for {name}, got {count}")
+    page.write_text(text, encoding="utf-8")
+
+
+def full_run(path: Path) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if run["quick"] or run["attention"] != "regard" or not run["reached"]:
+        raise SystemExit(f"{path}: expected a full run by Regard that reached its goals")
+    return run
+
+
 def main(out: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for name in NAMES:
-        if not (out / f"{name}.json").exists():
-            continue
-        run = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
-        if run["quick"] or run["attention"] != "regard" or not run["reached"]:
-            raise SystemExit(f"{name}: expected a full run by Regard that reached its goals")
-        mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
-        text, count = mark.subn(
-            lambda found, run=run, name=name: f"{found[1]}{section(name, run)}\n{found[2]}", text
-        )
-        if count != 1:
-            raise SystemExit(f"{PAGE.name}: expected one place for {name}, got {count}")
+    runs = {name: full_run(out / f"{name}.json") for name in NAMES}
+    for name, run in runs.items():
+        put(PAGE, name, section(name, run))
         shutil.copy(out / f"{name}.png", HERE / "images" / f"app-{name}.png")
-    PAGE.write_text(text, encoding="utf-8")
+    put(HERE.parent / "README.md", "applications", overview(runs))
 
 
 if __name__ == "__main__":

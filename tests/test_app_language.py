@@ -149,16 +149,24 @@ def test_bits_per_byte_of_a_model_that_knows_nothing() -> None:
     assert app.scores(flat)["bits per byte"] == pytest.approx(bits.sum().item() / count_bytes(app.tested))
 
 
-def test_a_function_is_complete_where_another_begins() -> None:
-    app = quick("source")
-    assert not app.is_complete("\n    return x\n\n    # more")
-    assert app.is_complete("\n    return x\n\ndef")
+@pytest.mark.parametrize(
+    ("request_", "written", "kept"),
+    [
+        ("def f(x):", "\n    return x\n\n    # more", None),
+        ("def f(x):", "\n    return x\n\ndef", "\n    return x\n"),
+        ("    def f(self):", "\n        return 1\n    def", "\n        return 1"),
+        ("    def f(self):", "\n        return 1\n\n        x", None),
+    ],
+)
+def test_a_function_ends_where_another_begins(request_: str, written: str, kept: str | None) -> None:
+    end = quick("source").ended(request_, written)
+    assert (None if end is None else written[:end]) == kept
 
 
 def test_means_by_doubling() -> None:
-    places, means = by_doubling(torch.arange(1.0, 7.0))
-    assert means == [1.0, 2.5, 5.0]
-    assert places == pytest.approx([1.0, math.sqrt(6), math.sqrt(24)])
+    places, means = by_doubling(torch.arange(1.0, 9.0))
+    assert means == [1.0, 2.5, 5.5]
+    assert places == pytest.approx([1.0, math.sqrt(6), math.sqrt(28)])
 
 
 # The model

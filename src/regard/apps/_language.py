@@ -25,6 +25,7 @@ BYTES = 257  # and the end
 ORDER = 5
 VALIDATED = 30_000  # characters of each document
 AT_ONCE = 8  # sequences, in evaluation
+DRAWN = 400  # sequences
 
 
 class LanguageApp(Application):
@@ -122,32 +123,34 @@ class LanguageApp(Application):
         began = time.perf_counter()
         written: list[int] = []
         for token in write(model, prompt, self.sampling):  # type: ignore[arg-type]
-            if token == 0 or self.is_complete(self.tokenizer.decode(written)):
+            if token == 0 or self.ended(request, self.tokenizer.decode(written)) is not None:
                 break
             written.append(token)
         seconds = time.perf_counter() - began
-        text = request + self.tokenizer.decode(written)
+        text: str = self.tokenizer.decode(written)
+        text = request + text[: self.ended(request, text)]
         return f"{text.rstrip()}\n\n({len(written)} tokens, {len(written) / seconds:.0f} a second)"
 
-    def is_complete(self, written: str) -> bool:
-        """Whether what was written is enough."""
-        return False
+    def ended(self, request: str, written: str) -> int | None:
+        """The place where what was asked for is complete, if there is one."""
+        return None
 
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
-        """How many bits a token takes, by how many are before it; n-grams do not look further than four."""
-        tokens = self.encode(self.tested)[: 64 * self.length + 1]
-        x, y = (part.unflatten(0, (-1, self.length)) for part in cut(tokens, self.length))
-        pairs = zip(x.split(AT_ONCE), y.split(AT_ONCE), strict=True)
-        own = torch.cat([_bits(model(a), b) for a, b in pairs]).mean(0)
+        """How many bits a token takes, by how many are before it; n-grams look at four."""
+        tokens = self.encode(self.tested)
+        begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
+        rows = tokens[begins[:, None] + torch.arange(self.length + 1)]  # (DRAWN, length + 1)
+        own = torch.cat([_bits(model(some[:, :-1]), some[:, 1:]) for some in rows.split(AT_ONCE)])
         grams = NGrams(self.tokens.numpy(), self.size, ORDER)
-        other = torch.from_numpy(np.stack([grams.bits(row) for row in x.numpy()]))[:, 1:].mean(0)
+        other = torch.from_numpy(np.stack([grams.bits(row)[1:] for row in rows.numpy()]))
         made, axes = figure(7.4, 3.8)
         for bits, colour, label in ((other, GREY, f"{ORDER}-grams"), (own, BLUE, self.name)):
-            places, means = by_doubling(bits)
+            places, means = by_doubling(bits.mean(0))
             axes.plot(places, means, color=colour, marker="o", markersize=4, label=label)
         axes.set(xscale="log", xlabel="tokens before it", ylabel="bits of a token, held out")
         axes.set_xticks(ticks := [2**i for i in range(int(math.log2(self.length)))], map(str, ticks))
+        axes.minorticks_off()
         axes.legend(frameon=False)
         save(made, path)
 
@@ -170,14 +173,8 @@ def _bytes(texts: list[str]) -> Any:
     return np.array(found)
 
 
-def cut(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and those that follow, as many as fill sequences of that length."""
-    whole = (len(tokens) - 1) // length * length
-    return tokens[:whole], tokens[1 : whole + 1]
-
-
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Means over places 1, 2 to 3, 4 to 7, and so on, at the middle of each."""
-    borders = [2**i for i in range(1 + int(math.log2(len(values))))]
-    pairs = [(a, min(2 * a, len(values) + 1)) for a in borders]
-    return [math.sqrt(a * (b - 1)) for a, b in pairs], [float(values[a - 1 : b - 1].mean()) for a, b in pairs]
+    """Means over places 1, 2 to 3, 4 to 7, and so on, at the middle of each; the rest is left out."""
+    borders = [2**i for i in range(int(math.log2(len(values) + 1)))]
+    means = [float(values[a - 1 : 2 * a - 1].mean()) for a in borders]
+    return [math.sqrt(a * (2 * a - 1)) for a in borders], means

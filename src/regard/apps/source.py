@@ -32,6 +32,8 @@ class App(LanguageApp):
         texts = [path.read_text(encoding="utf-8") for path in files]
         return [text for text in texts if len(text) >= SHORTEST]
 
-    def is_complete(self, written: str) -> bool:
-        """A line at the left edge begins something else."""
-        return re.search(r"\n\S", written) is not None
+    def ended(self, request: str, written: str) -> int | None:
+        """Where a line begins that is not inside what the first line of the request begins."""
+        edge = len(request) - len(request.lstrip())
+        outside = re.search(rf"\n {{0,{edge}}}[^\s]", written)
+        return None if outside is None else outside.start()
