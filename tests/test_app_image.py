@@ -39,6 +39,18 @@ def test_looks() -> None:
     torch.testing.assert_close(model.looks(torch.ones(1, 1, 12, 12)), torch.full((1, 3, 3), 1 / 9))
 
 
+def test_convolutions_keep_patches_where_they_are() -> None:
+    """A change of pixels changes the patches around it and no others, but for brightness and contrast."""
+    made = image.patches()[1:]
+    images = torch.rand(1, 1, 28, 28)
+    other = images.clone()
+    other[..., 12, 12] += 1
+    changed = (made(other) != made(images)).any(1)[0]
+    assert changed.shape == (7, 7)
+    assert changed[3, 3]
+    assert changed.sum() == changed[2:5, 2:5].sum()
+
+
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"patch: expected a divisor of size = 28, got 5"):
         ViT(28, 5, 10)

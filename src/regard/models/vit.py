@@ -11,7 +11,12 @@ from ._looking import layer_weights
 
 
 class ViT(nn.Module):
-    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS])."""
+    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS]).
+
+    `patches` makes (B, d_model, size / patch, size / patch) of the images, if not a linear map of each patch.
+    `place_scale` is the deviation of the first vectors of places: of the size of those of the patches, it is
+    known from the start where a patch is.
+    """
 
     def __init__(
         self,
@@ -25,14 +30,16 @@ class ViT(nn.Module):
         layers: int = 3,
         hidden: int | None = None,
         dropout: float = 0.0,
+        patches: nn.Module | None = None,
+        place_scale: float = 0.02,
     ) -> None:
         super().__init__()
         if size % patch:
             raise ValueError(f"patch: expected a divisor of size = {size}, got {patch}")
         self.shape, self.side = (channels, size, size), size // patch
-        self.patches = nn.Conv2d(channels, d_model, patch, patch)
+        self.patches = nn.Conv2d(channels, d_model, patch, patch) if patches is None else patches
         self.first = nn.Parameter(torch.zeros(d_model))
-        self.places = nn.Parameter(torch.randn(1 + self.side**2, d_model) * 0.02)
+        self.places = nn.Parameter(torch.randn(1 + self.side**2, d_model) * place_scale)
         blocks = (EncoderBlock(d_model, heads, hidden=hidden, dropout=dropout) for _ in range(layers))
         self.stack = Stack(blocks, nn.LayerNorm(d_model))
         self.head = nn.Linear(d_model, outputs)
