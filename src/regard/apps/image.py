@@ -79,7 +79,7 @@ class App(Application):
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=2, every=2)
-        return Recipe(steps=2500, rate=2e-3, decay=0.05, warmup=100, every=250)
+        return Recipe(steps=4500, rate=2e-3, decay=0.05, warmup=100, every=250)
 
     def model(self) -> nn.Module:
         return ViT(
