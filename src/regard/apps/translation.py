@@ -111,7 +111,7 @@ class App(Application):
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=2, every=2)
-        return Recipe(steps=1200, rate=4e-3, warmup=150, every=200)
+        return Recipe(steps=800, rate=4e-3, warmup=100, every=200)
 
     def model(self) -> nn.Module:
         return Translator(self.tokenizer.get_vocab_size())
