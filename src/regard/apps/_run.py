@@ -17,7 +17,7 @@ from ._application import Application, Scores
 from ._options import Options
 from ._training import Told, about, step_times, train
 
-TIMING = 3.0  # seconds for the speed ratio
+TIMING = 10.0  # seconds for the speed ratio
 
 
 @dataclass(frozen=True)
