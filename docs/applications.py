@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from regard.apps import NAMES, find
+from regard.apps import NAMES
 from regard.apps._report import OWN
 
 HERE = Path(__file__).parent
-PAGE = HERE / "gallery.md"
+PAGE, README = HERE / "gallery.md", HERE.parent / "README.md"
 
 
 def cell(scores: list[dict[str, float]], measure: str, seeds: int) -> str:
@@ -52,7 +52,7 @@ def overview(runs: dict[str, dict[str, Any]]) -> str:
         measure = run["measures"][0]
         means = {who: scores[0][measure] for who, scores in run["scores"].items()}
         own = means.pop(OWN)
-        pick = max if measure in find(name).more else min
+        pick = max if measure in run["more is better"] else min
         rival = pick(means, key=lambda who: means[who])
         link = f"[{name}](docs/gallery.md#{anchor(name)})"
         lines.append([link, measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"])
@@ -78,7 +78,7 @@ def put(page: Path, name: str, content: str) -> None:
 def full_run(path: Path) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if run["quick"] or run["attention"] != "regard" or not run["reached"]:
-        raise SystemExit(f"{path}: expected a full run by Regard that reached its goals")
+        raise SystemExit(f"{path.stem}: expected a full run by Regard that reached its goals")
     return run
 
 
@@ -87,7 +87,7 @@ def main(out: Path) -> None:
     for name, run in runs.items():
         put(PAGE, name, section(name, run))
         shutil.copy(out / f"{name}.png", HERE / "images" / f"app-{name}.png")
-    put(HERE.parent / "README.md", "applications", overview(runs))
+    put(README, "applications", overview(runs))
 
 
 if __name__ == "__main__":

@@ -368,7 +368,10 @@ def test_the_gallery_is_written_from_runs(
     import applications
 
     page = tmp_path / "gallery.md"
-    page.write_text("# Gallery\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
+    page.write_text("# Gallery\n## Toy: a game\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- applications -->\n<!-- end -->\n", encoding="utf-8")
+    monkeypatch.setattr(applications, "README", readme)
     (tmp_path / "images").mkdir()
     monkeypatch.setattr(applications, "HERE", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
@@ -379,6 +382,8 @@ def test_the_gallery_is_written_from_runs(
     assert "old" not in text
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
+    line = "| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | "
+    assert line in readme.read_text(encoding="utf-8")
     apps.command(Toy, apps.Options(quick=True, out=tmp_path))
     with pytest.raises(SystemExit, match="toy: expected a full run by Regard"):
         applications.main(tmp_path)

@@ -40,6 +40,7 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
     found = {**report.baselines, OWN: report.own}
     numbers = {
         "measures": kind.more + kind.less,
+        "more is better": kind.more,
         "seeds": len(report.own),
         "scores": {name: [averaged(scores), *_range(scores)] for name, scores in found.items()},
         "reached": report.reached,
