@@ -32,14 +32,18 @@ def rows(run: dict[str, Any]) -> str:
 
 
 def section(name: str, run: dict[str, Any]) -> str:
-    seeds = "" if run["seeds"] == 1 else f" for {run['seeds']} seeds"
-    threads = f"{run['threads']} thread{'s' * (run['threads'] > 1)}"
+    each, seeds = run["seconds"] / run["seeds"], f"{run['seeds']} seed{'s' * (run['seeds'] > 1)}"
     return (
         f"{rows(run)}\n\n"
-        f"Trained in {run['seconds']:.0f} s{seeds} with {threads}. "
-        f"A training step with PyTorch's attention takes {run['ratio']:.2f} times as long.\n\n"
+        f"{seeds}, each trained in {each:.0f} s with {threads(run['threads'])}. "
+        f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
+        f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"
     )
+
+
+def threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def overview(runs: dict[str, dict[str, Any]]) -> str:

@@ -47,7 +47,9 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
         "quick": options.quick,
         "attention": options.attention,
         "seconds": report.seconds,
-        "threads": torch.get_num_threads(),
+        "threads": report.threads,
+        "step": report.step,
+        "step threads": torch.get_num_threads(),
         "ratio": report.ratio,
     }
     path = options.out / f"{kind.name}.json"
@@ -74,7 +76,14 @@ def command(kind: type[Application], options: Options, request: str | None = Non
     Console().print(table(kind, report))
     for goal, reached in report.goals.items():
         show(f"{'yes' if reached else 'NO '}  {goal}")
-    show(f"trained in {report.seconds:.0f} s with {torch.get_num_threads()} threads; a training step with")
-    show(f"PyTorch's attention takes {report.ratio:.2f} times as long as with Regard's")
+    show(f"trained in {report.seconds:.0f} s with {_threads(report.threads)}; a training step takes")
+    show(
+        f"{1000 * report.step:.0f} ms with {_threads(torch.get_num_threads())}, and with PyTorch's attention"
+    )
+    show(f"{report.ratio:.2f} times as long as with Regard's")
     show(f"picture {report.picture}, checkpoint {report.checkpoint}")
     return 0 if report.reached or options.quick else 1
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

@@ -29,6 +29,8 @@ class Report:
     baselines: dict[str, list[Scores]]
     goals: dict[str, bool]
     seconds: float  # of training, all seeds
+    threads: int  # in training
+    step: float  # seconds of a training step, now
     ratio: float  # time of a step with PyTorch's attention / with Regard's
     checkpoint: Path
     picture: Path
@@ -44,6 +46,7 @@ class Outcome(NamedTuple):
     scores: Scores
     baselines: dict[str, Scores]
     seconds: float
+    threads: int
 
 
 def run(kind: type[Application], options: Options) -> Report:
@@ -63,6 +66,8 @@ def run(kind: type[Application], options: Options) -> Report:
         baselines,
         app.goals(averaged(own), {name: averaged(scores) for name, scores in baselines.items()}),
         sum(outcome.seconds for outcome in found),
+        max(outcome.threads for outcome in found),
+        times["regard"],
         times["torch"] / times["regard"],
         _checkpoint(kind, options),
         picture,
@@ -83,7 +88,7 @@ def _one(app: Application, options: Options) -> Outcome:
         state = train(app, unfinished, options.attention, told)
     with torch.no_grad():
         scores = app.scores(state.model)
-    found = Outcome(scores, app.baselines(), state.seconds)
+    found = Outcome(scores, app.baselines(), state.seconds, torch.get_num_threads())
     files.write(path, state.model.state_dict(), whose | found._asdict())
     unfinished.unlink()
     return found
