@@ -49,7 +49,7 @@ def threads(count: int) -> str:
 def overview(runs: dict[str, dict[str, Any]]) -> str:
     """One line for each application: its first measure beside the best of the baselines."""
     lines = [
-        ["", "measure", "best baseline", "", "Regard", "a step with SDPA"],
+        ["", "measure", "best baseline", "", "Regard", "a step by PyTorch"],
         ["---", "---", "---", *["---:"] * 3],
     ]
     for name, run in runs.items():
