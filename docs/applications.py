@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.apps import NAMES
-from regard.apps._report import OWN
+from regard.apps._report import OWN, threads
 
 HERE = Path(__file__).parent
 PAGE, README = HERE / "gallery.md", HERE.parent / "README.md"
@@ -40,10 +40,6 @@ def section(name: str, run: dict[str, Any]) -> str:
         f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"
     )
-
-
-def threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
 
 
 def overview(runs: dict[str, dict[str, Any]]) -> str:

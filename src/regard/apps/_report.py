@@ -76,13 +76,13 @@ def command(kind: type[Application], options: Options, request: str | None = Non
     Console().print(table(kind, report))
     for goal, reached in report.goals.items():
         show(f"{'yes' if reached else 'NO '}  {goal}")
-    now = _threads(torch.get_num_threads())
-    show(f"trained in {report.seconds:.0f} s with {_threads(report.threads)}")
+    now = threads(torch.get_num_threads())
+    show(f"trained in {report.seconds:.0f} s with {threads(report.threads)}")
     show(f"a training step takes {1000 * report.step:.0f} ms with {now}, and with PyTorch's attention")
     show(f"{report.ratio:.2f} times as long as with Regard's")
     show(f"picture {report.picture}, checkpoint {report.checkpoint}")
     return 0 if report.reached or options.quick else 1
 
 
-def _threads(count: int) -> str:
+def threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"

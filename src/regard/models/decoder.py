@@ -29,19 +29,16 @@ class Decoder(nn.Module):
         kv_heads: int = 2,
         layers: int = 4,
         near: int | None = None,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, d_model)
         nn.init.normal_(self.words.weight, std=0.02)
         position = Rotary(d_model // heads)
         masks = [Causal() if near is None or i % 2 else Window(near, 0) for i in range(layers)]
-        attentions = [
-            Attention(
-                d_model, heads, kv_heads=kv_heads, bias=False, position=position, mask=mask, dropout=dropout,
-            )
+        attentions = (
+            Attention(d_model, heads, kv_heads=kv_heads, bias=False, position=position, mask=mask)
             for mask in masks
-        ]  # fmt: skip
+        )
         blocks = (Block(attention, SwiGLU(d_model)) for attention in attentions)
         self.stack = Stack(blocks, nn.LayerNorm(d_model))
         for name, weight in self.stack.named_parameters():
