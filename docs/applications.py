@@ -1,4 +1,7 @@
-"""Numbers and pictures of full runs for gallery and README: `python docs/applications.py build/apps`."""
+"""Numbers and pictures of full runs for gallery and README: `python docs/applications.py build/apps`.
+
+Applications that have no run in the folder keep what is there.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +10,55 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from regard.apps import NAMES
-from regard.apps._report import OWN, threads
+from regard.apps._report import threads
+from regard.apps._run import OWN
 
 HERE = Path(__file__).parent
 PAGE, README = HERE / "gallery.md", HERE.parent / "README.md"
+SEEDS = 3  # at least
 
 
-def cell(scores: list[dict[str, float]], measure: str, seeds: int) -> str:
-    """0.81, and over several seeds also the least and the most."""
-    mean, least, most = (f"{one[measure]:.4g}" for one in scores)
-    return mean if seeds == 1 else f"{mean} ({least} to {most})"
+def cell(scores: list[dict[str, float]], measure: str) -> str:
+    """0.81 (0.80 to 0.83): the mean over the seeds, the least and the most."""
+    values = [one[measure] for one in scores]
+    return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def rows(run: dict[str, Any]) -> str:
     """A table: baselines first, then Regard."""
-    measures, seeds = run["measures"], run["seeds"]
+    measures = run["measures"]
     lines = [["", *measures], ["---", *["---:"] * len(measures)]]
     for name, scores in run["scores"].items():
-        lines.append([name, *(cell(scores, measure, seeds) for measure in measures)])
+        lines.append([name, *(cell(scores, measure) for measure in measures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def section(name: str, run: dict[str, Any]) -> str:
-    each, seeds = run["seconds"] / run["seeds"], f"{run['seeds']} seed{'s' * (run['seeds'] > 1)}"
     return (
         f"{rows(run)}\n\n"
-        f"{seeds}, each trained in {each:.0f} s with {threads(run['threads'])}. "
+        f"{len(run['whole'])} seeds, of which {run['alone']} reach the goals alone. "
+        f"A run takes {mean(run['whole']):.0f} s, of which training {mean(run['seconds']):.0f} s, "
+        f"with {threads(max(run['threads']))}. "
         f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
         f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"
     )
 
 
-def overview(runs: dict[str, dict[str, Any]]) -> str:
-    """One line for each application: its first measure beside the best of the baselines."""
-    lines = [
-        ["", "measure", "best baseline", "", "Regard", "a step by PyTorch"],
-        ["---", "---", "---", *["---:"] * 3],
-    ]
-    for name, run in runs.items():
-        measure = run["measures"][0]
-        means = {who: scores[0][measure] for who, scores in run["scores"].items()}
-        own = means.pop(OWN)
-        pick = max if measure in run["more is better"] else min
-        rival = pick(means, key=lambda who: means[who])
-        link = f"[{name}](docs/gallery.md#{anchor(name)})"
-        lines.append([link, measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def overview(name: str, run: dict[str, Any]) -> str:
+    """A line of README's table: the first measure beside the best of the baselines."""
+    measure = run["measures"][0]
+    means = {who: mean(one[measure] for one in scores) for who, scores in run["scores"].items()}
+    own = means.pop(OWN)
+    rivals = [who for who in means if who not in run["peers"]]
+    pick = max if measure in run["more is better"] else min
+    rival = pick(rivals, key=lambda who: means[who])
+    cells = [measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"]
+    return f"| [{name}](docs/gallery.md#{anchor(name)}) | {' | '.join(cells)} |"
 
 
 def anchor(name: str) -> str:
@@ -65,29 +67,28 @@ def anchor(name: str) -> str:
     return title.lower().replace(":", "").replace(" ", "-")
 
 
-def put(page: Path, name: str, content: str) -> None:
-    """Between the marks of that name."""
-    mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+def put(page: Path, pattern: str, content: str) -> None:
+    """In the one place that fits: its first group stays, and its last."""
     text = page.read_text(encoding="utf-8")
-    text, count = mark.subn(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    text, count = re.subn(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.M | re.S)
     if count != 1:
-        raise SystemExit(f"{page.name}: expected one place for {name}, got {count}")
+        raise SystemExit(f"{page.name}: expected one place for {pattern!r}, got {count}")
     page.write_text(text, encoding="utf-8")
 
 
 def full_run(path: Path) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if run["quick"] or run["attention"] != "regard" or not run["reached"]:
-        raise SystemExit(f"{path.stem}: expected a full run by Regard that reached its goals")
+    if not run["reached"] or len(run["whole"]) < SEEDS:
+        raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")
     return run
 
 
 def main(out: Path) -> None:
-    runs = {name: full_run(out / f"{name}.json") for name in NAMES}
+    runs = {name: full_run(path) for name in NAMES if (path := out / f"{name}.json").exists()}
     for name, run in runs.items():
-        put(PAGE, name, section(name, run))
+        put(PAGE, rf"(<!-- {name} -->\n).*?(<!-- end -->)", section(name, run))
+        put(README, rf"()^\| \[{name}\][^\n]*\n()", overview(name, run))
         shutil.copy(out / f"{name}.png", HERE / "images" / f"app-{name}.png")
-    put(README, "applications", overview(runs))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def main() -> int:
     options = arguments(__doc__)
     code = command(App, options)
     app, model = load(App, options)  # from the checkpoint
-    seen = [i for i, title in enumerate(app.titles) if title.startswith(("Star Wars", "Alien ("))]
+    seen = [app.film(title) for title in ("Star Wars", "Alien")]
     with torch.no_grad():
         chances = last_scores(model, [torch.tensor(seen)])[0].softmax(-1)  # of each film as the next
     best = next(film for film in chances.argsort(descending=True).tolist() if film not in seen)

@@ -261,3 +261,10 @@ def test_words_are_replaced_in_order() -> None:
     known = {"the": "le", "book": "livre", "a": "l'", "friend": "ami"}
     assert word_by_word(known, "The Book, the zebra.") == "Le livre, le zebra."
     assert word_by_word(known, "a friend!") == "L'ami !"
+
+
+def test_the_lexicon_writes_names_as_sentences_do() -> None:
+    pairs = [("I see Mary.", "Je vois Marie."), ("Mary sees.", "Marie voit."), ("I see.", "Je vois.")]
+    known = lexicon(pairs)
+    assert known["mary"] == "Marie"
+    assert known["i"] in ("je", "vois")  # at the beginning alone a capital says nothing

@@ -29,7 +29,7 @@ import regard.nn as rnn
 from regard import apps
 from regard.apps import _checkpoint as files
 from regard.apps._plain import plain
-from regard.apps._training import fit, rate, step_times, train
+from regard.apps._training import rate, step_times, train
 from regard.cli._app import app as command_line
 from regard.masks import Window
 
@@ -125,17 +125,28 @@ def test_quick_run_on_real_data(
     printed = example(name, tmp_path, monkeypatch, capsys)
     for part in (*BASELINES[name], f"{name} by Regard", "times as long as with Regard's"):
         assert part in printed
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.glob("*-0*")] == [f"{name}-0.safetensors"]
-    with safe_open(tmp_path / f"{name}-0.safetensors", "pt") as file:
+    assert (tmp_path / f"{name}-quick.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.glob("*-0*")] == [f"{name}-quick-0.safetensors"]
+    with safe_open(tmp_path / f"{name}-quick-0.safetensors", "pt") as file:
         kept = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     assert set(kept) == set(apps.find(name)(quick=True).model().state_dict())
-    answer = run(name, "--use", REQUESTS[name], "--out", tmp_path)
+    answer = run(name, "--quick", "--use", REQUESTS[name], "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     assert any(letter.isdigit() for letter in answer.output)
     again = apps.run(apps.find(name), apps.Options(quick=True, resume=True, out=tmp_path))
-    for measure, value in again.own[0].items():
+    for measure, value in again.outcomes[0].scores.items():
         assert f" {value:.4f} " in printed, measure
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "forecast" else pytest.mark.full) for name in REQUESTS]
+)
+def test_quick_run_with_attention_by_pytorch(name: str, tmp_path: Path) -> None:
+    needs(name)
+    done = run(name, "--quick", "--attention", "torch", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert f"{name} by PyTorch" in done.output
+    assert (tmp_path / f"{name}-quick-torch-0.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -231,7 +242,53 @@ def test_films_seen_so_far_are_no_candidates() -> None:
 
     known = seen_so_far(torch.tensor([[0, 3, 1], [2, 4, 1]]), 5)
     assert [row.nonzero().flatten().tolist() for row in known[0]] == [[0], [0, 3], [0, 1, 3]]
-    assert [row.nonzero().flatten().tolist() for row in known[1]] == [[2], [2, 4], [1, 2, 4]]
+    assert [row.nonzero().flatten().tolist() for row in known[1]] == [[0, 2], [0, 2, 4], [0, 1, 2, 4]]
+
+
+def test_films_by_their_titles() -> None:
+    needs("recommendation")
+    app: Any = apps.find("recommendation")(quick=True)
+    asked = ("alien", " Star Wars ", "Alien (1979)", "Fargo (")
+    found = [app.titles[app.film(title)] for title in asked]
+    assert found == ["Alien (1979)", "Star Wars (1977)", "Alien (1979)", "Fargo (1996)"]
+    with pytest.raises(ValueError, match=r"several begin with 'alie': Aliens \(1986\), Alien \(1979\)"):
+        app.film("alie")
+    with pytest.raises(ValueError, match="none is 'no such film'"):
+        app.film("no such film")
+    with pytest.raises(ValueError, match="use: expected at most 100 titles, got 101"):
+        app.use(app.model().eval(), "; ".join(["Alien"] * 101))
+
+
+def test_padding_is_never_recommended() -> None:
+    needs("recommendation")
+    app: Any = apps.find("recommendation")(quick=True)
+    model = app.model().eval()
+    with torch.no_grad():
+        model.bias[0] = 100.0
+        lines = app.use(model, "Alien").splitlines()
+    assert len(lines) == 10
+    assert all(line.rstrip().endswith(")") for line in lines)
+
+
+def test_markov_over_several_films() -> None:
+    needs("recommendation")
+    app: Any = apps.find("recommendation")(quick=True)
+    app.histories = [torch.tensor(seen) for seen in ([1, 2, 3, 4], [5, 1, 6, 7], [2, 8, 5, 6])]
+    app.trained = [torch.tensor(seen) for seen in ([1, 2, 1, 2], [2, 3, 2, 6], [5, 6, 5, 8])]
+    follows = {1: {2: 2}, 2: {1: 1, 3: 1, 6: 1}, 3: {2: 1}, 5: {6: 1, 8: 1}, 6: {5: 1}}
+    popularity = torch.cat(app.trained).bincount(minlength=len(app.titles))
+    for films, fade in ((1, 1.0), (2, 0.5), (3, 0.7)):
+        expected = []
+        for seen in app.histories:
+            *known, right = seen.tolist()
+            scores = 1e-6 * popularity.double()
+            for ago, film in enumerate(known[::-1][:films]):
+                for following, times in follows.get(film, {}).items():
+                    scores[following] += fade**ago * times
+            scores[[0, *known]] = -torch.inf
+            before, same = int((scores > scores[right]).sum()), int((scores == scores[right]).sum()) - 1
+            expected.append(before + same // 2)
+        assert app._markov_ranks(1, films, fade).tolist() == expected
 
 
 def test_forecasts_do_not_see_the_future() -> None:
@@ -320,7 +377,7 @@ class Toy(apps.Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         path.write_bytes(b"")
 
-    def use(self, model: nn.Module, request: str) -> str:
+    def answer(self, model: nn.Module, request: str) -> str:
         return request
 
 
@@ -340,6 +397,50 @@ def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+def test_going_on_is_for_the_same_training(tmp_path: Path) -> None:
+    class Longer(Toy):
+        @property
+        def recipe(self) -> apps.Recipe:
+            return apps.Recipe(16, warmup=3, every=4)
+
+    broken = Toy()
+    broken.fails_at = 10
+    with pytest.raises(KeyboardInterrupt):
+        train(broken, tmp_path / "a", "regard", quiet)
+    with pytest.raises(ValueError, match=r"expected a checkpoint with recipe = \{'steps': 16, .*'steps': 12"):
+        train(Longer(), tmp_path / "a", "regard", quiet)
+
+
+def test_a_new_run_keeps_what_is_there_until_it_has_better(tmp_path: Path) -> None:
+    """An interrupted run leaves the old checkpoint; going on prefers what was interrupted."""
+
+    class Interrupted(Toy):
+        fails_at = 10
+
+    options = apps.Options(out=tmp_path)
+    apps.run(Toy, options)
+    before = (tmp_path / "toy-0.safetensors").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        apps.run(Interrupted, options)
+    assert (tmp_path / "toy-0.safetensors").read_bytes() == before
+    assert (tmp_path / "toy-0.resume").exists()
+    resumed = apps.run(Toy, apps.Options(resume=True, out=tmp_path))
+    assert not (tmp_path / "toy-0.resume").exists()
+    assert resumed.outcomes[0].whole >= resumed.outcomes[0].seconds > 0
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_training(tmp_path: Path) -> None:
+    class Untrained(Toy):
+        fails_at = 1
+
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="file"):
+        apps.run(Untrained, apps.Options(out=tmp_path / "file"))
+    (tmp_path / "folder.new").mkdir()
+    with pytest.raises(OSError, match=r"folder\.safetensors: could not be written"):
+        files.write(tmp_path / "folder.safetensors", {}, {})
+
+
 def test_the_best_weights_are_kept() -> None:
     state = train(Toy(), None, "regard", quiet)
     assert float(state.model["out"].weight.detach().sum()) == pytest.approx(state.best)  # type: ignore[index]
@@ -347,9 +448,12 @@ def test_the_best_weights_are_kept() -> None:
 
 
 def test_the_same_seed_gives_the_same_model() -> None:
-    first, second, other = fit(Toy()), fit(Toy()), fit(Toy(seed=1))
-    assert torch.equal(first["out"].weight, second["out"].weight)  # type: ignore[index]
-    assert not torch.equal(first["out"].weight, other["out"].weight)  # type: ignore[index]
+    first, second, other = (
+        train(Toy(seed=seed), None, "regard", quiet).model["out"].weight  # type: ignore[index]
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
 def test_seeds_are_averaged_and_the_goals_are_said(tmp_path: Path, capsys: Captured) -> None:
@@ -370,23 +474,26 @@ def test_the_gallery_is_written_from_runs(
     page = tmp_path / "gallery.md"
     page.write_text("# Gallery\n## Toy: a game\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- applications -->\n<!-- end -->\n", encoding="utf-8")
+    readme.write_text("| a | b |\n| [toy](x) | 1 |\n| [other](x) | 2 |\n", encoding="utf-8")
     monkeypatch.setattr(applications, "README", readme)
     (tmp_path / "images").mkdir()
     monkeypatch.setattr(applications, "HERE", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
-    monkeypatch.setattr(applications, "NAMES", {"toy": ""})
+    monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
     apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
+    with pytest.raises(SystemExit, match="toy: expected a full run over 3 seeds"):
+        applications.main(tmp_path)
+    apps.command(Toy, apps.Options(seeds=3, out=tmp_path))
+    apps.command(Toy, apps.Options(quick=True, out=tmp_path))  # leaves the full run alone
     applications.main(tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "old" not in text
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
-    line = "| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | "
-    assert line in readme.read_text(encoding="utf-8")
-    apps.command(Toy, apps.Options(quick=True, out=tmp_path))
-    with pytest.raises(SystemExit, match="toy: expected a full run by Regard"):
-        applications.main(tmp_path)
+    assert "3 seeds, of which 3 reach the goals alone." in text
+    lines = readme.read_text(encoding="utf-8").splitlines()
+    assert lines[1].startswith("| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | ")
+    assert lines[2] == "| [other](x) | 2 |"
 
 
 def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured) -> None:
@@ -403,7 +510,10 @@ def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> No
     """It leaves a checkpoint that loads as any other, but is not taken for one of Regard's to go on from."""
     assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0
     assert "toy by PyTorch" in capsys.readouterr().out
-    assert type(apps.load(Toy, apps.Options(out=tmp_path))[1]["attend"]) is rnn.Attention  # type: ignore[index]
+    loaded: Any = apps.load(Toy, apps.Options(attention="torch", out=tmp_path))[1]
+    assert type(loaded["attend"]) is rnn.Attention
+    assert not (tmp_path / "toy-0.safetensors").exists()
+    (tmp_path / "toy-torch-0.safetensors").rename(tmp_path / "toy-0.safetensors")
     with pytest.raises(ValueError, match="expected a checkpoint with attention = 'regard', got 'torch'"):
         apps.run(Toy, apps.Options(resume=True, out=tmp_path))
 
@@ -413,6 +523,17 @@ def test_wrong_numbers_of_seeds() -> None:
         apps.Options(seeds=0)
     with pytest.raises(ValueError, match="seed must be an integer from 0"):
         apps.Options(seed=-1)
+    with pytest.raises(ValueError, match="seed: expected less than 2147483648"):
+        apps.Options(seed=2**31)
+
+
+def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    for options in (apps.Options(resume=True, out=tmp_path), apps.Options(seeds=2, out=tmp_path)):
+        with pytest.raises(ValueError, match=r"(resume|seeds): expected nothing beside use"):
+            apps.command(Toy, options, "a request")
+    alone = run("--quick")
+    assert alone.exit_code == 1
+    assert "name: expected one of text, " in alone.output
 
 
 def test_both_attentions_are_timed() -> None:
@@ -435,7 +556,7 @@ def test_a_loss_that_is_not_finite_stops() -> None:
             return super().loss(model, batch) * math.nan
 
     with pytest.raises(ValueError, match="loss: expected a finite number at step 1, got nan"):
-        fit(Broken())
+        train(Broken(), None, "regard", quiet)
 
 
 def saved(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda state: None) -> Path:
@@ -457,7 +578,9 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert apps.load(Toy, options)[1].training is False
     with pytest.raises(ValueError, match="expected a checkpoint with seed = 4, got 0"):
-        files.read(path, {"seed": 4})
+        files.read(path, {"seed": 4}, ())
+    with pytest.raises(ValueError, match="expected a checkpoint that says its scores, threads; it does not"):
+        files.read(path, {"seed": 0}, ("seed", "scores", "threads"))
     path.write_bytes(b"no")
     with pytest.raises(ValueError, match="expected a sound safetensors file"):
         apps.load(Toy, options)

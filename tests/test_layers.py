@@ -20,7 +20,7 @@ FLOORS = """
     2    _dispatch
     1    _native _torch _linear_torch _evidence_native _evidence_torch reference _boxes _higher
     0    _arguments _problem _linear_problem _dense _stored masks scores positions features facts _measuring
-    0    _listeners
+    0    _listeners _terminal
     -1   _core
 """
 FLOOR = {name: float(line.split()[0]) for line in FLOORS.strip().splitlines() for name in line.split()[1:]}

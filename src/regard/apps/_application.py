@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ class Application(ABC):
     name: ClassVar[str]
     more: ClassVar[tuple[str, ...]] = ()  # the names in `scores` of which more is better
     less: ClassVar[tuple[str, ...]] = ()  # and those of which less is
+    peers: ClassVar[tuple[str, ...]] = ()  # of `baselines` those that stand beside it, not to be beaten
     request: ClassVar[str]  # what `use` takes, for the help
     seeds: ClassVar[int] = 1  # how many a full run averages over
 
@@ -63,7 +65,7 @@ class Application(ABC):
 
     @abstractmethod
     def scores(self, model: nn.Module) -> Scores:
-        """The `measures` on held-out data."""
+        """The measures, `more` and `less`, on held-out data."""
 
     @abstractmethod
     def baselines(self) -> dict[str, Scores]:
@@ -73,9 +75,22 @@ class Application(ABC):
     def draw(self, model: nn.Module, path: Path) -> None:
         """A picture of what the model attends to, or of what it found."""
 
-    @abstractmethod
     def use(self, model: nn.Module, request: str) -> str:
         """An answer of the trained model to a request of the command line."""
+        if not request.strip():
+            raise ValueError(f"use: expected {self.request}, got nothing")
+        return self.answer(model, request)
+
+    @abstractmethod
+    def answer(self, model: nn.Module, request: str) -> str:
+        """To a request that says something."""
+
+    def number(self, request: str, among: Container[int]) -> int:
+        """The request as one of these numbers."""
+        if request.isascii() and request.isdecimal() and int(request) in among:
+            return int(request)
+        here = f" (here {among[0]} to {among[-1]})" if isinstance(among, range) else ""
+        raise ValueError(f"use: expected {self.request}{here}, got {request!r}")
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         """What a full run must reach, and whether it has: better than every baseline in every measure."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,19 +20,29 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
+def prepare(folder: Path) -> None:
+    """Raise OSError now if nothing can be written there, not after minutes of training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder):
+        pass
+
+
 def write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """The whole file or none of it: an interruption leaves what was there before."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     alone = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
-    save_file(alone, new, {"format": "pt", KEY: json.dumps(about)})
+    try:
+        save_file(alone, new, {"format": "pt", KEY: json.dumps(about)})
+    except SafetensorError as error:
+        raise OSError(f"{path}: could not be written: {error}") from None
     os.replace(new, path)
 
 
-def read(path: Path, expected: dict[str, object]) -> Checkpoint:
-    """What `write` wrote, if its description has these values."""
+def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Checkpoint:
+    """What `write` wrote, if its description has these values, and something for each name in `wanted`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -44,6 +56,8 @@ def read(path: Path, expected: dict[str, object]) -> Checkpoint:
     for key, value in expected.items():
         if about.get(key) != value:
             raise ValueError(f"{path}: expected a checkpoint with {key} = {value!r}, got {about.get(key)!r}")
+    if missing := [key for key in wanted if key not in about]:
+        raise ValueError(f"{path}: expected a checkpoint that says its {', '.join(missing)}; it does not")
     return Checkpoint(tensors, about)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ..models._packages import directory
 
 MAX_BYTES = 256 << 20
+FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # what `make data` brings
 
 
 def package_file(module: str, package: str, *parts: str) -> Path:
@@ -19,13 +21,15 @@ def package_file(module: str, package: str, *parts: str) -> Path:
     return bounded(path)
 
 
-def first_of(places: Sequence[Path], what: str, command: str) -> Path:
-    """The first of these places that is there: for data from Debian or npm."""
-    for place in places:
+def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
+    """The first of these places that is there: for data that is not in an installed package."""
+    for place in map(Path, places):
         if place.exists():
             return place
     tried = ", ".join(map(str, places))
-    raise FileNotFoundError(f"{what}: expected in one of {tried}; this brings it: {command}")
+    raise FileNotFoundError(
+        f"{what}: expected in one of {tried}; this brings it: {command}. REGARD_DATA may name another folder"
+    )
 
 
 def bounded(path: Path) -> Path:

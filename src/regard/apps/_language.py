@@ -116,9 +116,7 @@ class LanguageApp(Application):
         bits = NGrams(trained, vocabulary, ORDER).bits(tested)[1:]
         return {"bits per byte": float(bits.sum()) / count_bytes(self.tested)}
 
-    def use(self, model: nn.Module, request: str) -> str:
-        if not request.strip():
-            raise ValueError(f"use: expected {self.request}, got nothing")
+    def answer(self, model: nn.Module, request: str) -> str:
         prompt = [0, *self.tokenizer.encode(request).ids]
         began = time.perf_counter()
         written: list[int] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,17 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
     best = np.lexsort((-chance, owner))
     first = np.unique(owner[best], return_index=True)[1]
     found = {sources[owner[i]]: targets[known[i] % len(targets)] for i in best[first]}
-    return {source: target for source, target in found.items() if source != NOTHING}
+    written = _written(target for _, target in pairs)
+    return {source: written.get(word, word) for source, word in found.items() if source != NOTHING}
+
+
+def _written(texts: Iterable[str]) -> dict[str, str]:
+    """How words are mostly written inside of sentences: names have a capital."""
+    forms: dict[str, Counter[str]] = {}
+    for text in texts:
+        for form in WORD.findall(text)[1:]:
+            forms.setdefault(form.lower(), Counter())[form] += 1
+    return {word: counted.most_common(1)[0][0] for word, counted in forms.items()}
 
 
 def _numbered(pairs: Pairs) -> tuple[list[str], list[str], list[tuple[list[int], list[int]]]]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from .._arguments import count
 
+MANY = 2**31  # a seed times the longest run stays below 2^63
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,9 +23,18 @@ class Options:
     out: Path = Path("build/apps")
 
     def __post_init__(self) -> None:
-        count("seed", self.seed)
+        if count("seed", self.seed) >= MANY:
+            raise ValueError(f"seed: expected less than {MANY}, got {self.seed}")
         if self.seeds is not None:
             count("seeds", self.seeds, 1)
+
+    def place(self, name: str, ending: str) -> Path:
+        """Of a file. Trials, and runs by PyTorch, do not replace what a full run left."""
+        kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
+        return self.out / f"{name}{kind}{ending}"
+
+    def checkpoint(self, name: str, seed: int | None = None) -> Path:
+        return self.place(name, f"-{self.seed if seed is None else seed}.safetensors")
 
 
 def arguments(description: str | None) -> Options:
@@ -35,4 +46,7 @@ def arguments(description: str | None) -> Options:
     parser.add_argument("--seed", type=int, default=Options.seed)
     parser.add_argument("--seeds", type=int, default=Options.seeds, help="how many, from --seed on")
     parser.add_argument("--out", type=Path, default=Options.out, help="for checkpoints and pictures")
-    return Options(**vars(parser.parse_args()))
+    try:
+        return Options(**vars(parser.parse_args()))
+    except ValueError as error:
+        parser.error(str(error))

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._application import Application, Scores
+from .._terminal import tables
+from ._application import Application
 from ._options import Options
-from ._run import Report, averaged, load, run
+from ._run import OWN, Report, load, run
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-OWN = "Regard"
 
 
 def table(kind: type[Application], report: Report) -> Table:
@@ -25,8 +24,9 @@ def table(kind: type[Application], report: Report) -> Table:
     measures = kind.more + kind.less
     made = Table("", *measures, title=kind.name)
     own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
-    for name, found in (*report.baselines.items(), (own, report.own)):
-        made.add_row(name, *(_cell([scores[m] for scores in found]) for m in measures))
+    for name, found in report.scores.items():
+        shown = own if name == OWN else name
+        made.add_row(shown, *(_cell([scores[m] for scores in found]) for m in measures))
     return made
 
 
@@ -37,28 +37,24 @@ def _cell(values: list[float]) -> str:
 
 def write(kind: type[Application], report: Report, options: Options) -> None:
     """The numbers as JSON, for the gallery."""
-    found = {**report.baselines, OWN: report.own}
     numbers = {
         "measures": kind.more + kind.less,
         "more is better": kind.more,
-        "seeds": len(report.own),
-        "scores": {name: [averaged(scores), *_range(scores)] for name, scores in found.items()},
+        "peers": kind.peers,
+        "scores": report.scores,
         "reached": report.reached,
+        "alone": report.alone,
         "quick": options.quick,
         "attention": options.attention,
-        "seconds": report.seconds,
-        "threads": report.threads,
+        "seconds": [outcome.seconds for outcome in report.outcomes],
+        "whole": [outcome.whole for outcome in report.outcomes],
+        "threads": [outcome.threads for outcome in report.outcomes],
         "step": report.step,
         "step threads": torch.get_num_threads(),
         "ratio": report.ratio,
     }
-    path = options.out / f"{kind.name}.json"
+    path = options.place(kind.name, ".json")
     path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-
-
-def _range(scores: list[Scores]) -> list[Scores]:
-    """The least and the most over the seeds of each measure."""
-    return [{m: pick(own[m] for own in scores) for m in scores[0]} for pick in (min, max)]
 
 
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:
@@ -67,17 +63,21 @@ def command(kind: type[Application], options: Options, request: str | None = Non
 
     show = Console(highlight=False, markup=False, soft_wrap=True).print
     if request is not None:
+        for name, given in (("resume", options.resume), ("seeds", options.seeds is not None)):
+            if given:
+                raise ValueError(f"{name}: expected nothing beside use, which trains nothing")
         app, model = load(kind, options)
         with torch.no_grad():
             show(app.use(model, request))
         return 0
     report = run(kind, options)
     write(kind, report, options)
-    Console().print(table(kind, report))
+    tables().print(table(kind, report))
     for goal, reached in report.goals.items():
         show(f"{'yes' if reached else 'NO '}  {goal}")
+    whole, trained = (mean(getattr(one, part) for one in report.outcomes) for part in ("whole", "seconds"))
+    show(f"each seed took {whole:.0f} s, of which training {trained:.0f} s")
     now = threads(torch.get_num_threads())
-    show(f"trained in {report.seconds:.0f} s with {threads(report.threads)}")
     show(f"a training step takes {1000 * report.step:.0f} ms with {now}, and with PyTorch's attention")
     show(f"{report.ratio:.2f} times as long as with Regard's")
     show(f"picture {report.picture}, checkpoint {report.checkpoint}")

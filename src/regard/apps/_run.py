@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -17,19 +18,28 @@ from ._application import Application, Scores
 from ._options import Options
 from ._training import Told, about, step_times, train
 
+OWN = "Regard"  # the model's name among the baselines
 TIMING = 10.0  # seconds for the speed ratio
+
+
+class Outcome(NamedTuple):
+    """Of one seed."""
+
+    scores: Scores
+    baselines: dict[str, Scores]
+    seconds: float  # of training
+    whole: float  # seconds of loading, training, scoring and the baselines
+    threads: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run found. Scores are lists, one for each seed."""
+    """What a run found."""
 
     attention: str
-    own: list[Scores]
-    baselines: dict[str, list[Scores]]
-    goals: dict[str, bool]
-    seconds: float  # of training, all seeds
-    threads: int  # in training
+    outcomes: list[Outcome]  # of each seed
+    goals: dict[str, bool]  # whether the means over the seeds reach them
+    alone: int  # seeds whose own numbers reach all goals
     step: float  # seconds of a training step, now
     ratio: float  # time of a step with PyTorch's attention / with Regard's
     checkpoint: Path
@@ -39,56 +49,64 @@ class Report:
     def reached(self) -> bool:
         return all(self.goals.values())
 
+    @property
+    def scores(self) -> dict[str, list[Scores]]:
+        return _scores(self.outcomes)
 
-class Outcome(NamedTuple):
-    """Of one seed."""
 
-    scores: Scores
-    baselines: dict[str, Scores]
-    seconds: float
-    threads: int
+def _scores(found: list[Outcome]) -> dict[str, list[Scores]]:
+    """Of each baseline, and last of the model, as OWN; one for each seed."""
+    each = [outcome.baselines | {OWN: outcome.scores} for outcome in found]
+    return {name: [one[name] for one in each] for name in each[0]}
 
 
 def run(kind: type[Application], options: Options) -> Report:
     """Train on every seed and compare. The model of the first seed is drawn and timed."""
+    files.prepare(options.out)
     count = options.seeds or (1 if options.quick else kind.seeds)
-    seeds = range(options.seed, options.seed + count)
-    found = [_one(kind(quick=options.quick, seed=seed), options) for seed in seeds]
-    own = [outcome.scores for outcome in found]
-    baselines = {name: [outcome.baselines[name] for outcome in found] for name in found[0].baselines}
+    found = [_one(kind, seed, options) for seed in range(options.seed, options.seed + count)]
     app, model = load(kind, options)
-    picture = options.out / f"{kind.name}.png"
+    picture = options.place(kind.name, ".png")
     app.draw(model, picture)
     times = step_times(app, model, 0.0 if options.quick else TIMING)
     return Report(
         options.attention,
-        own,
-        baselines,
-        app.goals(averaged(own), {name: averaged(scores) for name, scores in baselines.items()}),
-        sum(outcome.seconds for outcome in found),
-        max(outcome.threads for outcome in found),
+        found,
+        _goals(app, found),
+        sum(all(_goals(app, [outcome]).values()) for outcome in found),
         times["regard"],
         times["torch"] / times["regard"],
-        _checkpoint(kind, options),
+        options.checkpoint(kind.name),
         picture,
     )
 
 
-def _one(app: Application, options: Options) -> Outcome:
+def _goals(app: Application, found: list[Outcome]) -> dict[str, bool]:
+    """Of the means over these."""
+    means = {name: averaged(scores) for name, scores in _scores(found).items()}
+    return app.goals(means.pop(OWN), means)
+
+
+def _one(kind: type[Application], seed: int, options: Options) -> Outcome:
     """Trained, or found finished, and scored."""
-    path = _checkpoint(type(app), options, app.seed)
+    began = perf_counter()
+    app = kind(quick=options.quick, seed=seed)
+    path = options.checkpoint(kind.name, seed)
     unfinished, whose = path.with_suffix(".resume"), about(app, options.attention)
     if not options.resume:
-        path.unlink(missing_ok=True)
         unfinished.unlink(missing_ok=True)
-    if path.exists():
-        finished = files.read(path, whose).about
+    elif path.exists() and not unfinished.exists():
+        finished = files.read(path, whose, Outcome._fields).about
         return Outcome(*(finished[part] for part in Outcome._fields))
-    with _progress(f"{app.name}, seed {app.seed}", app.recipe.steps) as told:
+    loaded = perf_counter() - began
+    with _progress(f"{app.name}, seed {seed}", app.recipe.steps) as told:
         state = train(app, unfinished, options.attention, told)
+    began = perf_counter()
     with torch.no_grad():
         scores = app.scores(state.model)
-    found = Outcome(scores, app.baselines(), state.seconds, torch.get_num_threads())
+    baselines = app.baselines()
+    whole = loaded + state.seconds + perf_counter() - began
+    found = Outcome(scores, baselines, state.seconds, whole, torch.get_num_threads())
     files.write(path, state.model.state_dict(), whose | found._asdict())
     unfinished.unlink()
     return found
@@ -96,18 +114,16 @@ def _one(app: Application, options: Options) -> Outcome:
 
 def load(kind: type[Application], options: Options) -> tuple[Application, nn.Module]:
     """A model that `run` has trained, and the application it is for."""
-    path = _checkpoint(kind, options)
+    path = options.checkpoint(kind.name)
     if not path.exists():
-        raise ValueError(f"{path}: expected a checkpoint; train one with `regard run {kind.name}`")
-    tensors, found = files.read(path, {"application": kind.name})
-    app = kind(quick=bool(found["quick"]), seed=int(found["seed"]))
+        kept = " --quick" * options.quick + " --attention torch" * (options.attention == "torch")
+        raise ValueError(f"{path}: expected a checkpoint; train one with `regard run {kind.name}{kept}`")
+    whose = {"application": kind.name, "quick": options.quick, "seed": options.seed}
+    tensors = files.read(path, whose, ()).tensors
+    app = kind(quick=options.quick, seed=options.seed)
     model = app.model()
     files.restore(model, tensors)
     return app, model.eval()
-
-
-def _checkpoint(kind: type[Application], options: Options, seed: int | None = None) -> Path:
-    return options.out / f"{kind.name}-{options.seed if seed is None else seed}.safetensors"
 
 
 def averaged(found: list[Scores]) -> Scores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from .._measuring import best_times
 from . import _checkpoint as files
-from ._application import Application, Recipe
+from ._application import Application, Recipe, Scores
 from ._plain import plain
 
 ATTENTIONS = ("regard", "torch")
@@ -34,13 +34,18 @@ class State:
     kept: dict[str, Tensor] = field(default_factory=dict)  # the weights that were best in validation
 
 
-def fit(app: Application) -> nn.Module:
-    """A trained model and nothing else: for a baseline that learns as the application does."""
-    return train(app, None, "regard", lambda step, loss, best: None).model
+def rival_scores(rival: Application) -> Scores:
+    """Of a baseline that learns as the application does."""
+    model = train(rival, None, "regard", lambda step, loss, best: None).model
+    with torch.no_grad():
+        return rival.scores(model)
 
 
 def train(app: Application, path: Path | None, attention: str, told: Told) -> State:
-    """Train, and leave the best weights in the model. If the file `path` is there, go on from it."""
+    """Train, and leave the best weights in the model. If the file `path` is there, go on from it.
+
+    The file is written after each validation and stays until the caller has what it trained for.
+    """
     state, whose = begin(app, attention), about(app, attention)
     if path is not None and path.exists():
         _resume(state, path, whose)
@@ -120,8 +125,9 @@ def _validate(app: Application, state: State) -> None:
 
 
 def about(app: Application, attention: str) -> dict[str, object]:
-    """Whose checkpoint it is."""
-    return {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
+    """Whose checkpoint it is, and how it is trained."""
+    whose = {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
+    return whose | {"recipe": asdict(app.recipe)}
 
 
 def _save(state: State, path: Path, whose: dict[str, object]) -> None:
@@ -131,7 +137,7 @@ def _save(state: State, path: Path, whose: dict[str, object]) -> None:
 
 
 def _resume(state: State, path: Path, whose: dict[str, object]) -> None:
-    tensors, found = files.read(path, whose)
+    tensors, found = files.read(path, whose, ("step", "seconds", "best"))
     files.restore(state.model, files.part(tensors, "model."))
     files.restore_optimizer(state.optimizer, files.part(tensors, "optimizer."))
     state.kept = files.part(tensors, "best.")

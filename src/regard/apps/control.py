@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..models.policy import HistoryPolicy
 from ._application import Application, Recipe, Scores
+from ._options import MANY
 from ._pictures import BLUE, GREY, ORANGE, figure, save
-from ._training import fit
+from ._training import rival_scores
 
 SEEN = (0, 2)  # place and angle; 1 and 3 are their velocities
 UNITS = torch.tensor([1.0, 10.0])  # so that both are about 1
@@ -148,18 +149,14 @@ class App(Application):
 
     def baselines(self) -> dict[str, Scores]:
         rival = WithoutHistory(quick=self.quick, seed=self.seed)
-        model = fit(rival)
-        with torch.no_grad():
-            return {"the same policy without history": rival.scores(model)}
+        return {"the same policy without history": rival_scores(rival)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         solved = {f"a mean return of {SOLVED:g} or more": own["return"] >= SOLVED}
         return super().goals(own, baselines) | solved
 
-    def use(self, model: nn.Module, request: str) -> str:
-        if not request.isdecimal():
-            raise ValueError(f"use: expected {self.request}, got {request!r}")
-        played = play(model, 1, int(request))
+    def answer(self, model: nn.Module, request: str) -> str:
+        played = play(model, 1, self.number(request, range(MANY)))
         place, angle = (played.seen[0] / UNITS).abs().amax(0).tolist()
         how = "when the pole fell" if played.fell[0] else "and the pole still stands"
         return (

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..models.clip import CLIP, contrast
 from ..models.encoder import encode, minilm
-from ..models.vit import ViT
+from ..models.vit import ViT, convolved
 from ._application import Application, Recipe, Scores
-from ._data import bounded, first_of
+from ._data import FOLDER, bounded, first_of
 from ._pictures import figure, save
 from .text import padded
 
-PLACES = ("build/data/emoji-datasource-google", "node_modules/emoji-datasource-google")
-SIZE, PATCH, WIDTH, SENTENCE = 32, 4, 128, 384
+PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
+SIZE, PATCH, STATES, WIDTH, SENTENCE = 32, 4, 64, 128, 384
 BATCH, SHIFT = 128, 2  # pixels
 TESTED, VALIDATED = 0.2, 0.1  # of the families
 LIMIT = 64  # tokens of a name
@@ -56,7 +56,7 @@ class Emoji(NamedTuple):
 def emoji() -> tuple[Path, list[Emoji]]:
     """The folder of the images, and what they are."""
     command = "make data (or npm install emoji-datasource-google)"
-    folder = first_of([Path(place) for place in PLACES], "emoji", command)
+    folder = first_of(PLACES, "emoji", command)
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     found = []
     for one in listed:
@@ -135,7 +135,7 @@ class App(Application):
         return Recipe(steps=800, rate=1e-3, decay=0.1, warmup=40, every=50)
 
     def model(self) -> nn.Module:
-        image = ViT(SIZE, PATCH, WIDTH, channels=3, dropout=0.1)
+        image = ViT(SIZE, PATCH, WIDTH, channels=3, d_model=STATES, dropout=0.1, patches=convolved(3, STATES))
         return CLIP(image, nn.Linear(SENTENCE, WIDTH))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -173,13 +173,13 @@ class App(Application):
         many = {f"{TIMES_CHANCE} times chance or more": own["recall@5"] >= TIMES_CHANCE * chance}
         return many | super().goals(own, baselines)
 
-    def use(self, model: nn.Module, request: str) -> str:
+    def answer(self, model: nn.Module, request: str) -> str:
         """The emoji whose images, not names, are nearest to the words; those of the test were never seen."""
-        if not request.strip():
-            raise ValueError(f"use: expected {self.request}, got nothing")
+        if (tokens := len(encode(self._tokenizer, [request], len(request) + 2)[0])) > LIMIT:
+            raise ValueError(f"use: expected at most {LIMIT} tokens, got {tokens}")
         sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]
         lines = []
-        for title, part in (("never seen", self.tested), ("of all", _joined(self.tested, self.trained))):
+        for title, part in (("never seen", self.tested), ("seen", self.trained)):
             near = (model.of_images(part.plain) @ sentence.T)[:, 0]  # type: ignore[operator]
             best = near.topk(min(AMONG, len(near))).indices.tolist()
             shown = (f"{part.emoji[i].text} {part.emoji[i].name} ({near[i]:.2f})" for i in best)
@@ -212,12 +212,6 @@ def ranks(scores: Tensor) -> Tensor:
 def recall(scores: Tensor) -> float:
     """The share of images whose own text is among the first five; ties count against it."""
     return (ranks(scores) <= AMONG).double().mean().item()
-
-
-def _joined(a: Part, b: Part) -> Part:
-    first = torch.cat([a.first, a.first[-1] + b.first[1:]])
-    sentences = torch.cat([a.sentences, b.sentences])
-    return Part(a.emoji + b.emoji, torch.cat([a.images, b.images]), first, sentences)
 
 
 def _short(name: str, letters: int = 20) -> str:

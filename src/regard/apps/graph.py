@@ -19,7 +19,7 @@ from ..nn import Graph
 from ._application import Application, Recipe, Scores
 from ._data import package_file, parquet
 from ._pictures import COLOURS, GREY, figure, save
-from ._training import fit
+from ._training import rival_scores
 
 PACKAGE = ("graphdatascience", "graphdatascience", "resources", "cora")
 SUBJECTS = (
@@ -27,6 +27,7 @@ SUBJECTS = (
     "genetic algorithms", "case based",
 )  # fmt: skip
 LABELLED, VALIDATED, TESTED = 20, 500, 1000
+PEER = "GAT of PyTorch Geometric"
 
 
 class Cora(NamedTuple):
@@ -53,6 +54,7 @@ class App(Application):
     name = "graph"
     more = ("accuracy",)
     request = "the number of a paper, such as 31336"
+    peers = (PEER,)
     seeds = 10
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
@@ -96,14 +98,8 @@ class App(Application):
         return {"accuracy": (found == self.data.y[self.tested]).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        rivals = {"MLP without edges": WithoutEdges, "GAT of PyTorch Geometric": OfGeometric}
-        found = {}
-        for name, kind in rivals.items():
-            rival = kind(quick=self.quick, seed=self.seed)
-            model = fit(rival)
-            with torch.no_grad():
-                found[name] = rival.scores(model)
-        return found
+        rivals = {"MLP without edges": WithoutEdges, PEER: OfGeometric}
+        return {name: rival_scores(kind(quick=self.quick, seed=self.seed)) for name, kind in rivals.items()}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         mlp, peer = (scores["accuracy"] for scores in baselines.values())
@@ -112,8 +108,8 @@ class App(Application):
             "within 1 point of PyTorch Geometric's GAT": abs(own["accuracy"] - peer) <= 0.01,
         }
 
-    def use(self, model: nn.Module, request: str) -> str:
-        paper = self._place(request)
+    def answer(self, model: nn.Module, request: str) -> str:
+        paper = self.data.papers.index(self.number(request, self.data.papers))
         chances = model(self.data.x, self.data.graph)[paper].softmax(-1)
         lines = [f"paper {request}: {SUBJECTS[int(chances.argmax())]} with {chances.max():.0%}"]
         lines[0] += f"; in the data {self._subject(paper)}. It attends to"
@@ -124,11 +120,6 @@ class App(Application):
 
     def _subject(self, paper: int) -> str:
         return SUBJECTS[int(self.data.y[paper])]
-
-    def _place(self, request: str) -> int:
-        if not request.isdecimal() or int(request) not in self.data.papers:
-            raise ValueError(f"use: expected {self.request}, got {request!r}")
-        return self.data.papers.index(int(request))
 
     def _looked_at(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
         """The papers it attends to in the first layer, with their weight on average over the heads."""

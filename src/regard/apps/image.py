@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.vit import ViT
+from ..models.vit import ViT, convolved
 from ._application import Application, Recipe, Scores
-from ._data import bounded, first_of
+from ._data import FOLDER, bounded, first_of
 from ._pictures import figure, save
 
-PLACES = ("/usr/share/datasets/fashion-mnist", "build/data/usr/share/datasets/fashion-mnist")
+PLACES = ("/usr/share/datasets/fashion-mnist", FOLDER / "usr/share/datasets/fashion-mnist")
 KINDS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
@@ -39,7 +39,7 @@ class Images(NamedTuple):
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
     """The images of "train" or "t10k", in their order or one drawn from the seed: the first, or all."""
     command = "make data (or apt-get install dataset-fashion-mnist)"
-    folder = first_of([Path(place) for place in PLACES], "Fashion-MNIST", command)
+    folder = first_of(PLACES, "Fashion-MNIST", command)
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
     if len(x) != len(y):
@@ -89,7 +89,7 @@ class App(Application):
             d_model=WIDTH,
             layers=2,
             hidden=2 * WIDTH,
-            patches=patches(),
+            patches=nn.Sequential(nn.InstanceNorm2d(1), convolved(1, WIDTH)),  # without its brightness
             place_scale=0.3,
         )
 
@@ -121,10 +121,9 @@ class App(Application):
             for name, scores in baselines.items()
         }
 
-    def use(self, model: nn.Module, request: str) -> str:
-        if not request.isdecimal() or int(request) >= len(self.tested.y):
-            raise ValueError(f"use: expected {self.request}, up to {len(self.tested.y) - 1}, got {request!r}")
-        one = self.tested.part(int(request), int(request) + 1)
+    def answer(self, model: nn.Module, request: str) -> str:
+        at = self.number(request, range(len(self.tested.y)))
+        one = self.tested.part(at, at + 1)
         chances = model(one.x)[0].softmax(-1)
         looks = model.looks(one.x)[0]  # type: ignore[operator]
         row, column = divmod(int(looks.argmax()), looks.shape[1])
@@ -149,16 +148,6 @@ class App(Application):
             below.imshow(heat.numpy(), cmap="magma", alpha=0.6)
             above.set_title(KINDS[int(found[i])], fontsize=8)
         save(made, path)
-
-
-def patches() -> nn.Sequential:
-    """Two convolutions, each of which halves the image; its brightness and contrast are taken out before."""
-    return nn.Sequential(
-        nn.InstanceNorm2d(1),
-        nn.Conv2d(1, WIDTH // 2, 3, 2, 1),
-        nn.GELU(),
-        nn.Conv2d(WIDTH // 2, WIDTH, 3, 2, 1),
-    )
 
 
 def accuracy(model: nn.Module, images: Images) -> float:

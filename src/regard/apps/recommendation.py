@@ -21,8 +21,9 @@ from ._data import package_file, rows
 from ._pictures import BLUE, ORANGE, figure, save
 
 FOLDER = ("recbole", "recbole", "dataset_example", "ml-100k")
-LENGTH, BATCH = 50, 32
+LENGTH, BATCH = 100, 32
 TOP = 10
+FILMS, FADES = (1, 2, 3, 5, 10), (0.5, 0.7, 0.9)  # of the chain over several films: what is tried
 
 
 class Ratings(NamedTuple):
@@ -89,16 +90,25 @@ class App(Application):
         return ranks(lambda known: last_scores(model, known), self.histories, back)
 
     def baselines(self) -> dict[str, Scores]:
-        follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
-
-        def after_the_last(known: list[Tensor]) -> Tensor:
-            """Popularity decides among films that never came next."""
-            return follows[[int(seen[-1]) for seen in known]] + 1e-6 * popularity
-
+        """How many of the latest films the longer chain counts, and how it fades, is chosen in validation."""
+        tried = [(films, fade) for films in FILMS for fade in FADES]
+        best = max(tried, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
         return {
             "popularity": quality(self._popularity_ranks()),
-            "item-item Markov": quality(ranks(after_the_last, self.histories, 1)),
+            "item-item Markov": quality(self._markov_ranks(1)),
+            "Markov over the latest films": quality(self._markov_ranks(1, *best)),
         }
+
+    def _markov_ranks(self, back: int, films: int = 1, fade: float = 1.0) -> Tensor:
+        """By what came right after the latest films, each weighted by `fade` to the power of how long ago."""
+        follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
+
+        def after(seen: Tensor) -> Tensor:
+            """Popularity decides among films that never came next."""
+            latest = seen.flip(0)[:films]
+            return fade ** torch.arange(len(latest)) @ follows[latest] + 1e-6 * popularity
+
+        return ranks(lambda known: torch.stack([after(seen) for seen in known]), self.histories, back)
 
     def _popularity(self) -> Tensor:
         return torch.cat(self.trained).bincount(minlength=len(self.titles)).float()
@@ -107,19 +117,27 @@ class App(Application):
         popularity = self._popularity()
         return ranks(lambda known: popularity.expand(len(known), -1), self.histories, 1)
 
-    def use(self, model: nn.Module, request: str) -> str:
-        seen = torch.tensor([self._film(title) for title in request.split(";")])
+    def answer(self, model: nn.Module, request: str) -> str:
+        titles = request.split(";")
+        if len(titles) > LENGTH:
+            raise ValueError(f"use: expected at most {LENGTH} titles, got {len(titles)}")
+        seen = torch.tensor([self.film(title) for title in titles])
         scores = last_scores(model, [seen])[0].index_fill(0, seen, -torch.inf)
         chances = scores.softmax(-1)
         best = chances.topk(TOP).indices.tolist()
         return "\n".join(f"{chances[film]:6.1%}  {self.titles[film]}" for film in best)
 
-    def _film(self, title: str) -> int:
+    def film(self, title: str) -> int:
+        """The film of that title, with or without its year; else the only one whose title begins so."""
         wanted = title.strip().lower()
-        found = [i for i, known in enumerate(self.titles) if wanted and known.lower().startswith(wanted)]
-        if not found:
-            raise ValueError(f"use: expected {self.request}; no film begins with {title.strip()!r}")
-        return found[0]
+        known = [name.lower() for name in self.titles]
+        same = [i for i, name in enumerate(known) if wanted and wanted in (name, name.rpartition(" (")[0])]
+        found = same or [i for i, name in enumerate(known) if wanted and name.startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        several = ", ".join(self.titles[i] for i in found[:TOP])
+        what = f"several begin with {title.strip()!r}: {several}" if found else f"none is {title.strip()!r}"
+        raise ValueError(f"use: expected {self.request}; {what}")
 
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
@@ -146,10 +164,11 @@ def padded(histories: list[Tensor], length: int) -> Tensor:
 
 
 def seen_so_far(seen: Tensor, films: int) -> Tensor:
-    """(B, L, films) bool: which films are among the first ones of a row, up to each place."""
+    """(B, L, films) bool: which films are among the first ones of a row, up to each place; and padding."""
     B, L = seen.shape
     place = torch.arange(L)
     first = torch.full((B, films), L).scatter_reduce_(1, seen, place.expand(B, L), "amin")
+    first[:, PADDING] = 0
     return first[:, None] <= place[:, None]
 
 
@@ -157,9 +176,10 @@ def seen_so_far(seen: Tensor, films: int) -> Tensor:
 
 
 def last_scores(model: nn.Module, histories: list[Tensor]) -> Tensor:
-    """Scores of each film as the next one, (n, films + 1)."""
+    """Scores of each film as the next one, (n, films + 1); padding is never next."""
     parts = [padded(histories[i : i + 256], LENGTH) for i in range(0, len(histories), 256)]
-    return torch.cat([model.score(model.states(part)[:, -1]) for part in parts])  # type: ignore[operator]
+    found = torch.cat([model.score(model.states(part)[:, -1]) for part in parts])  # type: ignore[operator]
+    return found.index_fill(1, torch.tensor(PADDING), -torch.inf)
 
 
 def ranks(score: Callable[[list[Tensor]], Tensor], histories: list[Tensor], back: int) -> Tensor:

@@ -115,11 +115,11 @@ class App(Application):
         accuracy = float(best.score(counted.transform(self.tested.texts), self.tested.good))
         return {"TF-IDF and logistic regression": {"accuracy": accuracy}}
 
-    def use(self, model: nn.Module, request: str) -> str:
-        if not request.strip():
-            raise ValueError(f"use: expected {self.request}, got nothing")
+    def answer(self, model: nn.Module, request: str) -> str:
         chance = self._chances(model, [request])[0, 1]
-        return f"{'4 or 5 stars' if chance > 0.5 else '3 stars or fewer'}: {chance:.0%} for 4 or 5"
+        said = f"{'4 or 5 stars' if chance > 0.5 else '3 stars or fewer'}: {chance:.0%} for 4 or 5"
+        tokens = len(encode(self._tokenizer, [request], len(request) + 2)[0])
+        return said if tokens <= LIMIT else f"{said}, by the first {LIMIT} of {tokens} tokens"
 
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:

@@ -24,11 +24,11 @@ from ..models._tokenizers import by_word, trained
 from ..models.beam import Written
 from ..models.translator import END, START, Sentences, Translator, sentences
 from ._application import Application, Recipe, Scores
-from ._data import bounded, first_of
+from ._data import FOLDER, bounded, first_of
 from ._lexicon import lexicon, word_by_word
 from ._pictures import figure, save
 
-PLACES = ("build/data/nmt/data/fra-eng.zip",)
+PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
 WORDS = 8  # of an English sentence at most
 TESTED, VALIDATED = 2000, 500
 VOCABULARY, READ = 3000, 40_000  # tokens, and the pairs from which they are learned
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
 def tatoeba(lines: int | None = None) -> list[Pair]:
     """English and French, each pair once. The file is sorted by length: the first lines are short."""
-    place = first_of([Path(place) for place in PLACES], "Tatoeba English-French", "make data")
+    place = first_of(PLACES, "Tatoeba English-French")
     try:
         with ZipFile(bounded(place)) as archive, archive.open("fra.txt") as file:
             columns = (line.split("\t") for line in islice(TextIOWrapper(file, "utf-8"), lines))
@@ -166,9 +166,7 @@ class App(Application):
         known = lexicon(self.trained)
         return {LEXICON: quality([word_by_word(known, one.source) for one in self.tested], self.tested)}
 
-    def use(self, model: nn.Module, request: str) -> str:
-        if not request.strip():
-            raise ValueError(f"use: expected {self.request}, got nothing")
+    def answer(self, model: nn.Module, request: str) -> str:
         (written,) = self.translate(model, [request])
         about = f"log-probability {written.score:.2f}, {len(written.tokens) + 1} tokens with the end"
         return f"{self.text(written.tokens)}\n({about})"

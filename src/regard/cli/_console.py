@@ -7,16 +7,13 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 EXTRAS = {"transformers": "hf", "gguf": "hf", "tokenizers": "hf", "safetensors": "hf"}
 EXTRAS |= {"matplotlib": "plot", "rich": "cli", "starlette": "explore", "uvicorn": "explore"}
-EXTRAS |= dict.fromkeys(("pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL"), "apps")
+APPS = ("pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL", "sacrebleu")
+EXTRAS |= dict.fromkeys(APPS, "apps")
 
 
 @contextmanager
@@ -48,14 +45,6 @@ def quiet_offline() -> None:
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def tables() -> Console:
-    """A console for tables. What does not go to a terminal is not cut at 80 columns."""
-    from rich.console import Console
-
-    found = Console()
-    return found if found.is_terminal else Console(width=max(found.width, 120))
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._console import one_line_errors, tables
+from .._terminal import tables
+from ._console import one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table

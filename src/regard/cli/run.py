@@ -32,9 +32,11 @@ def run(
     with one_line_errors():
         from .. import apps
 
+        options = apps.Options(quick, attention.value, resume, seed, seeds, out)
         if name is None:
+            if options != apps.Options() or use is not None:
+                raise ValueError(f"name: expected one of {', '.join(apps.NAMES)} beside options, got none")
             for known, about in apps.NAMES.items():
                 typer.echo(f"{known:16} {about}")
             return
-        options = apps.Options(quick, attention.value, resume, seed, seeds, out)
         raise typer.Exit(apps.command(apps.find(name), options, use))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import EncoderBlock, Stack
 from ._images import check_images
-from ._looking import layer_weights
-
-STRIDE = 8  # pixels of a patch, in each direction
+from ._looking import layer_rows
 
 
 class Segmenter(nn.Module):
     """Images (B, 1, height, width) -> scores (B, classes, height, width).
 
-    Convolutions halve the image three times; its patches then attend to each other; convolutions double it
-    again, each time beside what was seen at that size on the way down.
+    Convolutions halve the image, once for each of `channels`; its patches, of `stride` pixels in each
+    direction, then attend to each other; convolutions double it again, each time beside what was seen at that
+    size on the way down.
     """
 
     def __init__(
@@ -26,26 +27,27 @@ class Segmenter(nn.Module):
         width: int,
         classes: int,
         *,
-        channels: tuple[int, int, int] = (8, 16, 32),
+        channels: tuple[int, ...] = (8, 16, 32),
         d_model: int = 64,
         heads: int = 4,
         layers: int = 3,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if height % STRIDE or width % STRIDE:
-            raise ValueError(f"height, width: expected multiples of {STRIDE}, got {height} and {width}")
-        self.shape, self.grid = (1, height, width), (height // STRIDE, width // STRIDE)
-        full, half, quarter = channels
-        self.down = nn.ModuleList(
-            nn.Conv2d(a, b, 3, s, 1) for a, b, s in ((1, full, 1), (full, half, 2), (half, quarter, 2))
-        )
-        self.patches = nn.Conv2d(quarter, d_model, 3, 2, 1)
+        self.stride = 2 ** len(channels)
+        if height % self.stride or width % self.stride:
+            raise ValueError(f"height, width: expected multiples of {self.stride}, got {height} and {width}")
+        self.shape, self.grid = (1, height, width), (height // self.stride, width // self.stride)
+        self.first = nn.Conv2d(1, channels[0], 3, 1, 1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in pairwise(channels))
+        self.patches = nn.Conv2d(channels[-1], d_model, 3, 2, 1)
         self.places = nn.Parameter(torch.randn(self.grid[0] * self.grid[1], d_model) * 0.02)
-        self.stack = Stack((EncoderBlock(d_model, heads) for _ in range(layers)), nn.LayerNorm(d_model))
-        ways = ((d_model, quarter), (quarter, half), (half, full))
+        blocks = (EncoderBlock(d_model, heads, dropout=dropout) for _ in range(layers))
+        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        ways = list(pairwise((d_model, *reversed(channels))))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ways)
         self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in ways)
-        self.head = nn.Conv2d(full, classes, 1)
+        self.head = nn.Conv2d(channels[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         seen, tokens = self._tokens(images)
@@ -58,14 +60,12 @@ class Segmenter(nn.Module):
     def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
         """What was seen at each size, and the patches (B, patches, d_model), row by row."""
         check_images(images, self.shape)
-        x, seen = images, []
+        seen = [F.gelu(self.first(images))]
         for down in self.down:
-            x = F.gelu(down(x))
-            seen.append(x)
-        return seen, self.patches(x).flatten(2).transpose(1, 2) + self.places
+            seen.append(F.gelu(down(seen[-1])))
+        return seen, self.patches(seen[-1]).flatten(2).transpose(1, 2) + self.places
 
     def looks(self, image: Tensor, row: int, column: int) -> Tensor:
         """Where a patch of an image (1, height, width) looks, mean of the heads: (layers, *grid)."""
-        place = row * self.grid[1] + column
-        layers = layer_weights(self.stack, self._tokens(image[None])[1])
-        return torch.stack([own[0, :, place].mean(0).unflatten(0, self.grid) for own in layers])
+        layers = layer_rows(self.stack, self._tokens(image[None])[1], row * self.grid[1] + column)
+        return torch.stack([own[0].mean(0).unflatten(0, self.grid) for own in layers])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..nn import EncoderBlock, Stack
 from ._images import check_images
-from ._looking import layer_weights
+from ._looking import layer_rows
 
 
 class ViT(nn.Module):
@@ -57,8 +57,14 @@ class ViT(nn.Module):
 
     def looks(self, images: Tensor) -> Tensor:
         """Where the first token looks in the last layer, mean of the heads: (B, side, side), of sum 1."""
-        last = layer_weights(self.stack, self.tokens(images))[-1]  # (B, H, L, L)
-        on_patches = last[:, :, 0, 1:].mean(1)
+        last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
+        on_patches = last[:, :, 1:].mean(1)
         shares = on_patches / on_patches.sum(-1, keepdim=True)
         found: Tensor = shares.unflatten(-1, (self.side, self.side))
         return found
+
+
+def convolved(channels: int, d_model: int) -> nn.Sequential:
+    """Patches of 4 x 4 by two convolutions, each of which halves the image."""
+    half = nn.Conv2d(channels, d_model // 2, 3, 2, 1)
+    return nn.Sequential(half, nn.GELU(), nn.Conv2d(d_model // 2, d_model, 3, 2, 1))
