@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_memory_is_that_of_the_edges() -> None:
 def test_wrong_edges(edges: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Graph(edges, 4)
+
+
+def test_edges_may_be_lists() -> None:
+    assert torch.equal(Graph([[0, 1], [1, 2]], 3).edges, Graph(torch.tensor([[0, 1], [1, 2]]), 3).edges)
+    with pytest.raises(TypeError, match="edges must be a tensor or a list, got str 'ab'"):
+        Graph("ab", 3)
+
+
+@pytest.mark.parametrize(("slope", "kind"), [("x", TypeError), (float("nan"), ValueError)])
+def test_wrong_slopes(slope: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="slope: expected a"):
+        GraphAttention(4, 2, slope=slope)
 
 
 def test_wrong_nodes() -> None:

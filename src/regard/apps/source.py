@@ -1,6 +1,6 @@
 """Python's standard library: what comes next in source code, by a decoder that completes functions.
 
-Data: the modules of the library that runs this, about 170 files and 5 MB; whole files are held out. Every
+Data: the modules of the library that runs this, some 160 files and 5 MB; whole files are held out. Every
 second layer looks only at the tokens nearby.
 """
 

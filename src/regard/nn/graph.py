@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import count, describe, holds_integers, probability
+from .._arguments import count, describe, holds_integers, number, probability, tensor_of
 from ._state import Whole
 
 
@@ -26,12 +27,12 @@ class Graph:
     """Edges (2, E), from row 0 to row 1, sorted once for all layers and steps.
 
     Args:
-        edges: int64, node numbers below `nodes`. An edge that is there twice counts twice.
+        edges: a tensor of integers, or lists, node numbers below `nodes`. An edge that is there twice counts twice.
         nodes: how many there are.
         self_loops: let every node attend to itself too, once; loops among `edges` are dropped.
     """
 
-    def __init__(self, edges: Tensor, nodes: int, *, self_loops: bool = True) -> None:
+    def __init__(self, edges: Any, nodes: int, *, self_loops: bool = True) -> None:
         self.nodes = count("nodes", nodes, 1)
         edges = _checked(edges, self.nodes)
         if self_loops:
@@ -59,7 +60,8 @@ class Graph:
         return f"Graph(nodes={self.nodes}, edges={self.edges.shape[1]})"
 
 
-def _checked(edges: Tensor, nodes: int) -> Tensor:
+def _checked(given: Any, nodes: int) -> Tensor:
+    edges = tensor_of("edges", given)
     if edges.dim() != 2 or len(edges) != 2 or not holds_integers(edges):
         raise ValueError(f"edges: expected integers (2, E), got {describe(edges)}")
     if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
@@ -155,7 +157,9 @@ class GraphAttention(Whole):
     ) -> None:
         super().__init__()
         self.d_in, self.d_head = count("d_in", d_in, 1), count("d_head", d_head, 1)
-        self.heads, self.mean, self.slope = count("heads", heads, 1), mean, slope
+        self.heads, self.mean, self.slope = count("heads", heads, 1), mean, number("slope", slope)
+        if not math.isfinite(self.slope):
+            raise ValueError(f"slope: expected a finite number, got {slope}")
         self.dropout = probability("dropout", dropout)
         self.project = nn.Linear(d_in, heads * d_head, bias=False)
         self.source, self.target = (nn.Parameter(torch.empty(heads, d_head)) for _ in range(2))
