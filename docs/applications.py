@@ -38,11 +38,11 @@ def rows(run: dict[str, Any]) -> str:
 
 
 def section(name: str, run: dict[str, Any]) -> str:
+    whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
     return (
         f"{rows(run)}\n\n"
         f"{len(run['whole'])} seeds, of which {run['alone']} reach the goals alone. "
-        f"A run takes {mean(run['whole']):.0f} s, of which training {mean(run['seconds']):.0f} s, "
-        f"with {threads(max(run['threads']))}. "
+        f"The quickest run took {whole:.0f} s, of which training {trained:.0f} s, with {threads(count)}. "
         f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
         f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"

@@ -506,6 +506,18 @@ def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured)
     assert apps.command(Worse, apps.Options(quick=True, out=tmp_path)) == 0
 
 
+def test_peers_need_not_be_beaten(tmp_path: Path, capsys: Captured) -> None:
+    class WithPeer(Toy):
+        peers = ("other",)
+
+        def baselines(self) -> dict[str, apps.Scores]:
+            return super().baselines() | {"other": {"accuracy": 0.9, "loss": 0.1}}
+
+    assert apps.command(WithPeer, apps.Options(out=tmp_path)) == 0
+    assert "other" in (said := capsys.readouterr().out)
+    assert "than other" not in said
+
+
 def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> None:
     """It leaves a checkpoint that loads as any other, but is not taken for one of Regard's to go on from."""
     assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0

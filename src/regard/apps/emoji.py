@@ -1,7 +1,7 @@
 """Emoji and their names: find the name of an image that was never seen, among the names of all such images.
 
 Data: 1,906 emoji with names from npm's package `emoji-datasource-google`, and variants of them in colour of
-skin. Words are understood by MiniLM, whose weights stay; the image encoder and both projections are trained.
+skin. Words are understood by MiniLM, whose weights stay; the image encoder is trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._pictures import figure, save
 from .text import padded
 
 PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
-SIZE, PATCH, STATES, WIDTH, SENTENCE = 32, 4, 64, 128, 384
+SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384
 BATCH, SHIFT = 128, 2  # pixels
 TESTED, VALIDATED = 0.2, 0.1  # of the families
 LIMIT = 64  # tokens of a name
@@ -132,11 +132,14 @@ class App(Application):
     def recipe(self) -> Recipe:
         if self.quick:
             return Recipe(steps=2, every=2)
-        return Recipe(steps=800, rate=1e-3, decay=0.1, warmup=40, every=50)
+        return Recipe(steps=1200, rate=1e-3, decay=0.1, warmup=40, every=60)
 
     def model(self) -> nn.Module:
-        image = ViT(SIZE, PATCH, WIDTH, channels=3, d_model=STATES, dropout=0.1, patches=convolved(3, STATES))
-        return CLIP(image, nn.Linear(SENTENCE, WIDTH))
+        """Images go where MiniLM has their names: a projection of names would have to be learned from few."""
+        image = ViT(
+            SIZE, PATCH, SENTENCE, channels=3, d_model=STATES, dropout=0.1, patches=convolved(3, STATES)
+        )
+        return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Different emoji, each in a random colour of skin, all shifted by some pixels; and their names."""

@@ -29,7 +29,7 @@ class App(LanguageApp):
     vocabulary = 1024
     length, sequences = 512, 4
     held_out = (3, 2)
-    steps = 3000
+    steps = 2500
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
 
     @classmethod

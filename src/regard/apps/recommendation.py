@@ -57,7 +57,7 @@ class App(Application):
 
     @property
     def recipe(self) -> Recipe:
-        steps, every = (3, 3) if self.quick else (800, 100)
+        steps, every = (3, 3) if self.quick else (1600, 100)
         return Recipe(steps, rate=4e-3, decay=0.01, warmup=100, every=every)
 
     def model(self) -> nn.Module:

@@ -70,6 +70,7 @@ def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
 class App(Application):
     name = "speech"
     less = ("digit errors",)
+    peers = (WARPING,)  # it keeps all recordings, of the same speakers
     request = "digits, such as 3141: recordings of the test are joined and read"
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
@@ -126,10 +127,6 @@ class App(Application):
         pairs = [(templates, penalty) for templates in tried for penalty in PENALTIES]
         best = min(pairs, key=lambda pair: _template_errors(self.validated_strings, *pair))
         return _template_errors(self.tested_strings, *best)
-
-    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """Time warping to all recordings of the same speakers is for comparison: it keeps them all."""
-        return super().goals(own, {HMM: baselines[HMM]})
 
     def answer(self, model: nn.Module, request: str) -> str:
         heard = self._string(request)

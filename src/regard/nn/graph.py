@@ -27,7 +27,7 @@ class Graph:
     """Edges (2, E), from row 0 to row 1, sorted once for all layers and steps.
 
     Args:
-        edges: a tensor of integers, or lists, node numbers below `nodes`. An edge that is there twice counts twice.
+        edges: a tensor of integers or lists, below `nodes`. An edge that is there twice counts twice.
         nodes: how many there are.
         self_loops: let every node attend to itself too, once; loops among `edges` are dropped.
     """
