@@ -80,6 +80,8 @@ def full_run(path: Path) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")
+    if run["ratio"] < 1:
+        raise SystemExit(f"{path.stem}: expected no step slower than PyTorch's, got {run['ratio']:.2f}")
     return run
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -52,7 +53,7 @@ BASELINES = {
     "translation": ("word by word (IBM model 1)",),
     "plays": ("5-grams of bytes", "5-grams of the same tokens"),
     "source": ("5-grams of bytes", "5-grams of the same tokens"),
-    "recommendation": ("popularity", "item-item Markov"),
+    "recommendation": ("popularity", "item-item Markov", "Markov over the latest films"),
     "forecast": ("the same as a week before", "linear (DLinear)"),
     "graph": ("MLP without edges", "GAT of PyTorch Geometric"),
     "control": ("the same policy without history",),
@@ -480,6 +481,8 @@ def test_the_gallery_is_written_from_runs(
     monkeypatch.setattr(applications, "HERE", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
     monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
+    times = {"regard": 0.5, "torch": 0.75}
+    monkeypatch.setattr("regard.apps._run.step_times", lambda *given: times)
     apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
     with pytest.raises(SystemExit, match="toy: expected a full run over 3 seeds"):
         applications.main(tmp_path)
@@ -492,8 +495,23 @@ def test_the_gallery_is_written_from_runs(
     assert (tmp_path / "images" / "app-toy.png").exists()
     assert "3 seeds, of which 3 reach the goals alone." in text
     lines = readme.read_text(encoding="utf-8").splitlines()
-    assert lines[1].startswith("| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | ")
+    assert lines[1] == "| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
     assert lines[2] == "| [other](x) | 2 |"
+    times["torch"] = 0.4
+    apps.command(Toy, apps.Options(seeds=3, out=tmp_path))
+    with pytest.raises(SystemExit, match=r"toy: expected no step slower than PyTorch's, got 0\.80"):
+        applications.main(tmp_path)
+
+
+def test_the_gallery_has_every_application() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "gallery.md").read_text(encoding="utf-8")
+    for name in apps.NAMES:
+        (section,) = re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page, re.S)
+        (seeds,) = re.findall(r"^(\d+) seeds", section, re.M)
+        (ratio,) = re.findall(r"and (\d\.\d\d) times as long with PyTorch's attention", section)
+        assert int(seeds) >= 3
+        assert float(ratio) >= 1
+        assert all(name in section for name in (*BASELINES[name], "Regard", f"images/app-{name}.png"))
 
 
 def test_a_full_run_that_misses_its_goal_fails(tmp_path: Path, capsys: Captured) -> None:
