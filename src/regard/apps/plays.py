@@ -27,9 +27,9 @@ class App(LanguageApp):
     name = "plays"
     request = "the beginning of a text, such as 'HAMLET. To be, or'"
     vocabulary = 1024
-    length, sequences = 512, 4
+    length, sequences = 512, 2
     held_out = (3, 2)
-    steps = 2500
+    steps = 4000
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
 
     @classmethod
