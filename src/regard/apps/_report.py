@@ -44,8 +44,6 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
         "scores": report.scores,
         "reached": report.reached,
         "alone": report.alone,
-        "quick": options.quick,
-        "attention": options.attention,
         "seconds": [outcome.seconds for outcome in report.outcomes],
         "whole": [outcome.whole for outcome in report.outcomes],
         "threads": [outcome.threads for outcome in report.outcomes],
