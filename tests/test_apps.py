@@ -254,6 +254,8 @@ def test_films_by_their_titles() -> None:
     assert found == ["Alien (1979)", "Star Wars (1977)", "Alien (1979)", "Fargo (1996)"]
     with pytest.raises(ValueError, match=r"several begin with 'alie': Aliens \(1986\), Alien \(1979\)"):
         app.film("alie")
+    twice = next(title for title in app.titles if app.titles.count(title) > 1)
+    assert app.titles[app.film(twice)] == twice
     with pytest.raises(ValueError, match="none is 'no such film'"):
         app.film("no such film")
     with pytest.raises(ValueError, match="use: expected at most 100 titles, got 101"):

@@ -133,7 +133,7 @@ class App(Application):
         known = [name.lower() for name in self.titles]
         same = [i for i, name in enumerate(known) if wanted and wanted in (name, name.rpartition(" (")[0])]
         found = same or [i for i, name in enumerate(known) if wanted and name.startswith(wanted)]
-        if len(found) == 1:
+        if len({known[i] for i in found}) == 1:  # some films are in the data twice
             return found[0]
         several = ", ".join(self.titles[i] for i in found[:TOP])
         what = f"several begin with {title.strip()!r}: {several}" if found else f"none is {title.strip()!r}"
