@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard._tools import measuring as _measuring
 from regard.nn import Graph, GraphAttention
-from regard_gallery.apps._plain import plain
+from regard_gallery.apps._frame.plain import plain
 from support import assert_close
 
 N, E, D = 23, 71, 11

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.policy import HistoryPolicy
-from .._application import Application, Recipe, Scores
-from .._options import MANY
-from .._pictures import BLUE, GREY, ORANGE, figure, save
-from .._training import rival_scores
+from .._frame.application import Application, Recipe, Scores
+from .._frame.options import MANY
+from .._frame.pictures import BLUE, GREY, ORANGE, figure, save
+from .._frame.training import rival_scores
+from .model import HistoryPolicy
 
 SEEN = (0, 2)  # place and angle; 1 and 3 are their velocities
 UNITS = torch.tensor([1.0, 10.0])  # so that both are about 1

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.clip import CLIP, contrast
-from ...models.encoder import encode, minilm
-from ...models.vit import ViT, convolved
-from .._application import Application, Recipe, Scores
-from .._data import FOLDER, bounded, first_of
-from .._pictures import figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import FOLDER, bounded, first_of
+from .._frame.pictures import figure, save
+from .._parts.encoder import encode, minilm
+from .._parts.vit import ViT, convolved
 from ..text import padded
+from .model import CLIP, contrast
 
 PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
 SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384

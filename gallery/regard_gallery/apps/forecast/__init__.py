@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.forecast import LinearForecaster, PatchForecaster
-from .._application import Application, Recipe, Scores
-from .._data import package_file
-from .._pictures import BLUE, GREY, INK, ORANGE, figure, save
-from .._training import rival_scores
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file
+from .._frame.pictures import BLUE, GREY, INK, ORANGE, figure, save
+from .._frame.training import rival_scores
+from .model import LinearForecaster, PatchForecaster
 
 START = datetime(2014, 1, 1)
 DAY, WEEK = 48, 336

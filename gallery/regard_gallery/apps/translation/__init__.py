@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models._tokenizers import by_word, trained
-from ...models.beam import Written
-from ...models.translator import END, START, Sentences, Translator, sentences
-from .._application import Application, Recipe, Scores
-from .._data import FOLDER, bounded, first_of
-from .._lexicon import lexicon, word_by_word
-from .._pictures import figure, save
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import FOLDER, bounded, first_of
+from .._frame.pictures import figure, save
+from .baseline import lexicon, word_by_word
+from .beam import Written
+from .model import END, START, Sentences, Translator, sentences
 
 PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
 WORDS = 8  # of an English sentence at most

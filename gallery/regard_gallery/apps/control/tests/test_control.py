@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("gymnasium")
 
 from regard_gallery.apps.control import DISCOUNT, SEEN, TRACE, UNITS, App, Played, advantages, observed, play
-from regard_gallery.models.policy import HistoryPolicy
+from regard_gallery.apps.control.model import HistoryPolicy
 
 
 def policy(history: int) -> HistoryPolicy:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regard_gallery.apps import image
-from regard_gallery.models.vit import ViT, convolved
+from regard_gallery.apps._parts.vit import ViT, convolved
 
 
 def vit() -> ViT:

@@ -23,7 +23,7 @@ from regard_gallery.apps.medical import (
     thresholds,
     volume,
 )
-from regard_gallery.models.segmenter import Segmenter
+from regard_gallery.apps.medical.model import Segmenter
 
 
 def nifti(path: Path, shape: tuple[int, int, int], kind: int = 2) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard_gallery.apps._templates import Templates, of_recordings, of_words
 from regard_gallery.apps.speech import Recordings, cut, distance, errors, strings
-from regard_gallery.models.recogniser import Recogniser, ctc, greedy
+from regard_gallery.apps.speech.baseline import Templates, of_recordings, of_words
+from regard_gallery.apps.speech.model import Recogniser, ctc, greedy
 
 
 def spelled(path: tuple[int, ...]) -> list[int]:

@@ -15,9 +15,9 @@ from torch.optim import AdamW
 
 from regard.cost import best_times
 
-from . import _checkpoint as files
-from ._application import Application, Recipe, Scores
-from ._plain import plain
+from . import checkpoint as files
+from .application import Application, Recipe, Scores
+from .plain import plain
 
 ATTENTIONS = ("regard", "torch")
 Told = Callable[[int, float, float], None]  # steps done, the last loss, the best validation

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.nn import EncoderBlock, Stack
 from regard.positions import Rotary
 
-from ._looking import layer_weights
+from .._parts.looking import layer_weights
 
 BLANK = 0
 

@@ -10,7 +10,7 @@ from regard.masks import Window
 from regard.nn import Cache, DecoderBlock, Stack
 from regard.positions import Rotary
 
-from ._looking import layer_weights
+from .._parts.looking import layer_weights
 
 
 class HistoryPolicy(nn.Module):

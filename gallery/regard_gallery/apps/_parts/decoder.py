@@ -11,7 +11,7 @@ from regard.masks import Causal, Window
 from regard.nn import Attention, Block, Cache, Stack, SwiGLU
 from regard.positions import Rotary
 
-from .generate import Sampling
+from ...models.generate import Sampling
 
 
 class Decoder(nn.Module):

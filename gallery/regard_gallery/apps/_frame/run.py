@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from . import _checkpoint as files
-from ._application import Application, Scores
-from ._options import Options
-from ._training import Told, about, step_times, train
+from . import checkpoint as files
+from .application import Application, Scores
+from .options import Options
+from .training import Told, about, step_times, train
 
 OWN = "Regard"  # the model's name among the baselines
 TIMING = 10.0  # seconds for the speed ratio

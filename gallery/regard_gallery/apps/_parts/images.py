@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks import describe
+from ..._checks import describe
 
 
 def check_images(images: Tensor, shape: tuple[int, int, int]) -> None:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models._tokenizers import trained as trained_tokenizer
-from ..models.decoder import Decoder, write
-from ..models.generate import Sampling
-from ._application import Application, Recipe, Scores
-from ._ngram import NGrams
-from ._pictures import BLUE, GREY, figure, save
+from ...models._tokenizers import trained as trained_tokenizer
+from ...models.generate import Sampling
+from .._frame.application import Application, Recipe, Scores
+from .._frame.pictures import BLUE, GREY, figure, save
+from .decoder import Decoder, write
+from .ngram import NGrams
 
 END = "<end>"  # of a document; token 0
 BYTES = 257  # and the end

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from regard.nn import EncoderBlock, Stack
 
-from ._images import check_images
-from ._looking import layer_rows
+from .._parts.images import check_images
+from .._parts.looking import layer_rows
 
 
 class Segmenter(nn.Module):

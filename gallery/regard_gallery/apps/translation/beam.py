@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import count
+from ..._checks import count
 
 Step = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,9 +10,9 @@ import torch
 
 from regard.cli.console import tables
 
-from ._application import Application
-from ._options import Options
-from ._run import OWN, Report, load, run
+from .application import Application
+from .options import Options
+from .run import OWN, Report, load, run
 
 if TYPE_CHECKING:
     from rich.table import Table

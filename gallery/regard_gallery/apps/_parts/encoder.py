@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from regard import packing
 from regard.nn import EncoderBlock, PostNorm, Stack
 
-from . import _packages
-from ._json import read_json
+from ...models import _packages
+from ...models._json import read_json
 
 SIZES = {  # in config.json -> in `Sizes`
     "vocab_size": "words",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models._packages import directory
+from ...models._packages import directory
 
 MAX_BYTES = 256 << 20
 FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # what `make data` brings

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from regard.nn import EncoderBlock, Stack
 
-from ._images import check_images
-from ._looking import layer_rows
+from .images import check_images
+from .looking import layer_rows
 
 
 class ViT(nn.Module):

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._checks import count
+from ..._checks import count
 
 MANY = 2**31  # a seed times the longest run stays below 2^63
 
