@@ -81,11 +81,12 @@ browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-lint: build  ## ruff, mypy --strict, clang-format
+lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
 	@$(BIN)/mypy --strict --no-error-summary
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+	@$(BIN)/python tools/figures.py
 	@echo "lint: clean"
 
 format: $(VENV)/.dev  ## rewrite Python and C++ in the house style
