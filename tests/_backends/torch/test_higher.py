@@ -397,7 +397,7 @@ def test_memory_is_linear() -> None:
         import torch
         from support.peak_memory import measure
         from regard import masks as M
-        from regard._higher import double_backward
+        from regard._backends.torch.higher import double_backward
         from regard._problem import make
 
         def run(x):
