@@ -2,10 +2,10 @@
 // share of dq. With w the unnormalised weight 2^(s - shift) and dout already divided by the row's sum:
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
 #pragma once
-#include "arena.inl.h"
-#include "exact_gradients.inl.h"
-#include "gemm.inl.h"
-#include "scores.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/exact_gradients.inl.h"
+#include "kernels/gemm.inl.h"
+#include "kernels/scores.inl.h"
 
 namespace {
 

@@ -2,10 +2,10 @@
 // group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
 // are enough rows to fill a panel, over rows.
 #pragma once
-#include "exact.inl.h"
-#include "gemm.inl.h"
-#include "rows.inl.h"
-#include "stored.inl.h"
+#include "kernels/exact.inl.h"
+#include "kernels/gemm.inl.h"
+#include "kernels/rows.inl.h"
+#include "kernels/stored.inl.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // New rows for a cache: copied, or as codes of 8 or 4 bits with their scales (see StoreKind).
 #pragma once
-#include "pack.inl.h"
+#include "kernels/pack.inl.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // Facts about the weights of some panels. The first walk over the keys is that of attention, with no values:
 // it leaves each row's shift and sum. The second computes the weights, block by block, and uses them.
 #pragma once
-#include "forward.inl.h"
-#include "largest.inl.h"
+#include "kernels/forward.inl.h"
+#include "kernels/largest.inl.h"
 
 namespace {
 

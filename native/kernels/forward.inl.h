@@ -1,9 +1,9 @@
 // A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
 // once.
 #pragma once
-#include "arena.inl.h"
-#include "exact.inl.h"
-#include "gemm.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/exact.inl.h"
+#include "kernels/gemm.inl.h"
 
 namespace {
 

@@ -3,22 +3,22 @@
 #include <stdint.h>
 
 #ifdef __AVX2__
-#include "../simd/avx2.h"
+#include "simd/avx2.h"
 #else
-#include "../simd/generic.h"
+#include "simd/generic.h"
 #endif
 
-#include "../kernels.h"
+#include "kernels/kernels.h"
 
 using namespace regard;
 
-#include "backward.inl.h"
-#include "decode.inl.h"
-#include "encode.inl.h"
-#include "evidence.inl.h"
-#include "forward.inl.h"
-#include "linear_gradients.inl.h"
-#include "probe.inl.h"
+#include "kernels/backward.inl.h"
+#include "kernels/decode.inl.h"
+#include "kernels/encode.inl.h"
+#include "kernels/evidence.inl.h"
+#include "kernels/forward.inl.h"
+#include "kernels/linear_gradients.inl.h"
+#include "kernels/probe.inl.h"
 
 #define REGARD_JOIN(a, b) a##b
 #define REGARD_TABLE(isa) REGARD_JOIN(regard_kernels_, isa)

@@ -2,10 +2,10 @@
 // tokens meet in pairs; before it there is the state. Matrices lie in slices of
 // P columns, filled up with zeros: slices[column / P][row][P].
 #pragma once
-#include "arena.inl.h"
-#include "gemm.inl.h"
-#include "math.inl.h"
-#include "pack.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/gemm.inl.h"
+#include "kernels/math.inl.h"
+#include "kernels/pack.inl.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // before the chunks of a segment are computed anew from the one that forward
 // kept.
 #pragma once
-#include "linear.inl.h"
+#include "kernels/linear.inl.h"
 
 namespace {
 

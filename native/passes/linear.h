@@ -1,7 +1,7 @@
 // Linear attention, cut into tasks and run.
 #pragma once
+#include "machine/work.h"
 #include "types.h"
-#include "work.h"
 
 namespace regard {
 

@@ -1,10 +1,10 @@
-#include "write.h"
+#include "passes/write.h"
 
 #include <algorithm>
 #include <atomic>
 
-#include "cpu.h"
-#include "parallel.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
 
 namespace regard {
 namespace {

@@ -1,12 +1,12 @@
-#include "forward.h"
+#include "passes/forward.h"
 
 #include <algorithm>
 #include <atomic>
 
-#include "cpu.h"
-#include "decode.h"
-#include "parallel.h"
-#include "spans.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
+#include "passes/decode.h"
 
 namespace regard {
 namespace {

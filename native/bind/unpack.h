@@ -4,8 +4,8 @@
 
 #include <vector>
 
+#include "passes/write.h"
 #include "types.h"
-#include "write.h"
 
 namespace regard {
 

@@ -1,4 +1,4 @@
-#include "spans.h"
+#include "mask/spans.h"
 
 #include <string.h>
 

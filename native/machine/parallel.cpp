@@ -1,4 +1,4 @@
-#include "parallel.h"
+#include "machine/parallel.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

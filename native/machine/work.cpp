@@ -1,4 +1,4 @@
-#include "work.h"
+#include "machine/work.h"
 
 #include <sched.h>
 #include <stdlib.h>

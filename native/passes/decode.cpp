@@ -1,11 +1,11 @@
-#include "decode.h"
+#include "passes/decode.h"
 
 #include <algorithm>
 #include <atomic>
 
-#include "cpu.h"
-#include "parallel.h"
-#include "spans.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
 
 namespace regard {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <new>
 
-#include "work.h"
+#include "machine/work.h"
 
 namespace nb = nanobind;
 

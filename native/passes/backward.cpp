@@ -1,4 +1,4 @@
-#include "backward.h"
+#include "passes/backward.h"
 
 #include <sched.h>
 #include <string.h>
@@ -9,9 +9,9 @@
 #include <new>
 #include <numeric>
 
-#include "cpu.h"
-#include "parallel.h"
-#include "spans.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
 
 namespace regard {
 namespace {

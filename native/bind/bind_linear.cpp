@@ -1,10 +1,10 @@
 // The door for linear attention: integers in. No arithmetic, no tensors.
 #include <nanobind/stl/vector.h>
 
-#include "bind.h"
-#include "kernels.h"
-#include "linear.h"
-#include "unpack.h"
+#include "bind/bind.h"
+#include "bind/unpack.h"
+#include "kernels/kernels.h"
+#include "passes/linear.h"
 
 namespace regard {
 namespace {

@@ -1,4 +1,4 @@
-#include "unpack.h"
+#include "bind/unpack.h"
 
 namespace regard {
 namespace {

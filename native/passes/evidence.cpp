@@ -1,12 +1,12 @@
-#include "evidence.h"
+#include "passes/evidence.h"
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 
-#include "cpu.h"
-#include "parallel.h"
-#include "spans.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
 
 namespace regard {
 namespace {

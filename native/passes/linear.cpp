@@ -1,11 +1,11 @@
-#include "linear.h"
+#include "passes/linear.h"
 
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
-#include "cpu.h"
-#include "parallel.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
 
 namespace regard {
 namespace {

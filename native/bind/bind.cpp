@@ -3,15 +3,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "backward.h"
-#include "bind.h"
-#include "cpu.h"
-#include "decode.h"
-#include "evidence.h"
-#include "forward.h"
-#include "parallel.h"
-#include "spans.h"
-#include "unpack.h"
+#include "bind/bind.h"
+#include "bind/unpack.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
+#include "passes/backward.h"
+#include "passes/decode.h"
+#include "passes/evidence.h"
+#include "passes/forward.h"
 
 using namespace regard;
 

@@ -2,9 +2,9 @@
 #pragma once
 #include <vector>
 
-#include "forward.h"
+#include "machine/work.h"
+#include "passes/forward.h"
 #include "types.h"
-#include "work.h"
 
 namespace regard {
 

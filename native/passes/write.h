@@ -2,8 +2,8 @@
 #pragma once
 #include <vector>
 
+#include "machine/work.h"
 #include "types.h"
-#include "work.h"
 
 namespace regard {
 

@@ -1,4 +1,4 @@
-#include "cpu.h"
+#include "machine/cpu.h"
 
 #include <atomic>
 
