@@ -321,9 +321,4 @@ struct Forward {
   }
 };
 
-template <class V, class S>
-void forward(const Task& task) {
-  Forward<V, S>(task).run();
-}
-
 }  // namespace

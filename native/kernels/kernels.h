@@ -8,6 +8,11 @@ namespace regard {
 constexpr int kTilePanels = 4;
 constexpr int64_t kBackwardBlock = 96;
 
+struct ForwardKernels {
+  int64_t (*scratch_bytes)(const Spec&, int panels, bool copy_k, bool copy_v);
+  void (*run)(const Task&);
+};
+
 struct BackwardKernels {
   int64_t (*scratch_bytes)(const Spec&, const Gradients&, int64_t keys, bool copy_k, bool copy_v);
   // delta of some rows of one head; returns their share of the sink's gradient.
@@ -45,24 +50,26 @@ struct EvidenceKernels {
 constexpr int64_t kLinearChunk = 32;
 constexpr int64_t kLinearSegment = 16;
 
+// Forward or backward.
 struct LinearKernels {
   int64_t (*scratch_bytes)(const LinearSpec&);
-  void (*forward)(const LinearTask&);
-  int64_t (*backward_scratch_bytes)(const LinearSpec&);
-  void (*backward)(const LinearTask&);
+  void (*run)(const LinearTask&);
+};
+
+struct WriteKernels {
+  void (*rows)(const NewRows&);
 };
 
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows in a panel
-  // Indexed by DType.
-  void (*forward[4])(const Task&);
-  int64_t (*scratch_bytes[4])(const Spec&, int panels, bool copy_k, bool copy_v);
-  DecodeKernels decode[4];
-  BackwardKernels backward[4];
-  void (*write_rows[4])(const NewRows&);
-  LinearKernels linear[4];
-  EvidenceKernels evidence[4];
+  // Arrays, indexed by DType.
+  const ForwardKernels* forward;
+  const DecodeKernels* decode;
+  const BackwardKernels* backward;
+  const WriteKernels* write;
+  const LinearKernels *linear, *linear_gradients;
+  const EvidenceKernels* evidence;
   // Machine probes: floating point operations done, or a checksum of bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

@@ -26,7 +26,9 @@ const Entry kEntries[] = {
     {&regard_kernels_avx2, has_avx2, true},
 #endif
     {&regard_kernels_generic, always, true},
+#ifdef REGARD_HAVE_WIDE
     {&regard_kernels_wide, always, false},
+#endif
 };
 
 const Kernels* best() {

@@ -47,7 +47,11 @@ struct Place {
 class Forward {
  public:
   Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
-      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels()), stopper_(interrupt) {
+      : spec_(spec),
+        call_(call),
+        spans_(code, spec, call),
+        kernels_(kernels().forward[spec.dtype]),
+        stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
     shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
     width_ = first_width();
@@ -57,9 +61,7 @@ class Forward {
   }
 
   int64_t tasks() const { return tiles_ * spec_.B * head_sets_; }
-  int64_t scratch_bytes() const {
-    return kernels_.scratch_bytes[spec_.dtype](spec_, most_panels(), copy_k_, copy_v_);
-  }
+  int64_t scratch_bytes() const { return kernels_.scratch_bytes(spec_, most_panels(), copy_k_, copy_v_); }
 
   int workers() const {
     const int64_t rows = spec_.Lq > panel_ / 4 ? ceil_div(spec_.Lq, panel_) * panel_ : 2 * spec_.Lq;
@@ -154,7 +156,7 @@ class Forward {
     t.scratch = w.scratch;
     t.stop = Stopper::ask;
     t.stop_context = &stopper_;
-    kernels_.forward[spec_.dtype](t);
+    kernels_.run(t);
   }
 
   // Position by position, with the heads inside. Runs are derived where this thread does not know them yet.
@@ -190,7 +192,7 @@ class Forward {
   const Spec& spec_;
   const Call& call_;
   Spans spans_;
-  const Kernels& kernels_;
+  const ForwardKernels& kernels_;
   int panel_;
   int64_t shared_, width_, heads_ = 1, head_sets_ = 0, span_ = 1, tiles_ = 0;
   bool copy_k_ = false, copy_v_ = false;

@@ -19,12 +19,12 @@ class Linear {
       : spec_(spec),
         call_(call),
         grads_(grads),
-        kernels_(kernels().linear[spec.dtype]),
+        kernels_((grads ? kernels().linear_gradients : kernels().linear)[spec.dtype]),
         stopper_(interrupt) {}
 
   Outcome run() {
     if (tasks() == 0) return Outcome::kDone;
-    const int64_t bytes = grads_ ? kernels_.backward_scratch_bytes(spec_) : kernels_.scratch_bytes(spec_);
+    const int64_t bytes = kernels_.scratch_bytes(spec_);
     scratch_.resize(workers());
     for (size_t i = 0; i < scratch_.size(); ++i)
       if (!(scratch_[i] = scratch(static_cast<int>(i), bytes))) return Outcome::kOutOfMemory;
@@ -56,7 +56,7 @@ class Linear {
     for (int64_t i; (i = l.next_.fetch_add(1)) < l.tasks() && !l.stopper_.stopped();) {
       const LinearTask task{&l.spec_,        &l.call_,           l.grads_,     i / l.spec_.Hkv,
                             i % l.spec_.Hkv, l.scratch_[worker], Stopper::ask, &l.stopper_};
-      (l.grads_ ? l.kernels_.backward : l.kernels_.forward)(task);
+      l.kernels_.run(task);
     }
   }
 

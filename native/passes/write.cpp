@@ -14,7 +14,7 @@ constexpr int64_t kInlineNumbers = 1 << 19;  // not worth a second thread
 class Writer {
  public:
   Writer(const Write& w, const std::vector<int64_t>& starts, const std::vector<int64_t>& counts)
-      : w_(w), starts_(starts), counts_(counts), kernel_(kernels().write_rows[w.dtype]) {}
+      : w_(w), starts_(starts), counts_(counts), kernel_(kernels().write[w.dtype].rows) {}
 
   Outcome run() {
     int64_t numbers = 0;

@@ -1,7 +1,6 @@
 // A chunk of keys in backward: tiles of queries pass by, each adds to the chunk's dk and dv and gets its
 // share of dq. With w the unnormalised weight 2^(s - shift) and dout already divided by the row's sum:
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
-#pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/exact_gradients.inl.h"
 #include "kernels/gemm.inl.h"
@@ -633,3 +632,5 @@ constexpr BackwardKernels backward_kernels() {
 }
 
 }  // namespace
+
+const BackwardKernels REGARD_TABLE(backward)[4] = REGARD_EACH_DTYPE(backward_kernels);

@@ -1,5 +1,4 @@
 // New rows for a cache: copied, or as codes of 8 or 4 bits with their scales (see StoreKind).
-#pragma once
 #include "kernels/pack.inl.h"
 
 namespace {
@@ -130,4 +129,11 @@ void write_rows(const NewRows& rows) {
                  static_cast<Half*>(rows.scales) + r * rows.scale_stride);
 }
 
+template <class V, class S>
+constexpr WriteKernels write_kernels() {
+  return {write_rows<S>};
+}
+
 }  // namespace
+
+const WriteKernels REGARD_TABLE(write)[4] = REGARD_EACH_DTYPE(write_kernels);

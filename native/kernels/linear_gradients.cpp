@@ -1,7 +1,6 @@
 // Linear attention, backward: chunks from the last to the first. The states
 // before the chunks of a segment are computed anew from the one that forward
 // kept.
-#pragma once
 #include "kernels/linear.inl.h"
 
 namespace {
@@ -319,27 +318,6 @@ struct LinearBackward : LinearChunk<V> {
   }
 };
 
-template <class V, class S, template <class> class Pass>
-void run_linear(const LinearTask& task) {
-  Arena arena{static_cast<char*>(task.scratch)};
-  Pass<V>(task, kTokenAccess<V, S>, arena).run();
-}
-
-template <class V, template <class> class Pass>
-int64_t linear_bytes(const LinearSpec& spec) {
-  const LinearCall call{};
-  const LinearGradients grads{};
-  const LinearTask task{&spec, &call, &grads, 0, 0, nullptr, nullptr, nullptr};
-  constexpr uintptr_t anywhere = 64;
-  Arena arena{reinterpret_cast<char*>(anywhere)};
-  const Pass<V> pass(task, {}, arena);
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - anywhere);
-}
-
-template <class V, class S>
-constexpr LinearKernels linear_kernels() {
-  return {linear_bytes<V, LinearForward>, run_linear<V, S, LinearForward>, linear_bytes<V, LinearBackward>,
-          run_linear<V, S, LinearBackward>};
-}
-
 }  // namespace
+
+const LinearKernels REGARD_TABLE(linear_gradients)[4] = REGARD_EACH_DTYPE(linear_kernels, LinearBackward);

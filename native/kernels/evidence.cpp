@@ -1,6 +1,5 @@
 // Facts about the weights of some panels. The first walk over the keys is that of attention, with no values:
 // it leaves each row's shift and sum. The second computes the weights, block by block, and uses them.
-#pragma once
 #include "kernels/forward.inl.h"
 #include "kernels/largest.inl.h"
 
@@ -401,3 +400,5 @@ constexpr EvidenceKernels evidence_kernels() {
 }
 
 }  // namespace
+
+const EvidenceKernels REGARD_TABLE(evidence)[4] = REGARD_EACH_DTYPE(evidence_kernels);

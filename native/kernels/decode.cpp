@@ -1,7 +1,6 @@
 // Few query rows against many keys. A piece of the keys of one head is read once for all query rows of its
 // group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
 // are enough rows to fill a panel, over rows.
-#pragma once
 #include "kernels/exact.inl.h"
 #include "kernels/gemm.inl.h"
 #include "kernels/rows.inl.h"
@@ -602,3 +601,5 @@ constexpr DecodeKernels decode_kernels() {
 }
 
 }  // namespace
+
+const DecodeKernels REGARD_TABLE(decode)[4] = REGARD_EACH_DTYPE(decode_kernels);
