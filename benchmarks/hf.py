@@ -27,7 +27,7 @@ from report import milliseconds
 from torch import Tensor
 
 import regard.hf
-from regard._measuring import freed_at_once
+from regard._tools.measuring import freed_at_once
 
 SIDES = ("sdpa", "regard")
 NOTHING = "nothing"  # the name of attention that does nothing
@@ -72,7 +72,7 @@ def show(table: Iterator[str]) -> None:
 
 
 def real_model() -> Any:
-    return importlib.import_module("regard.models.smollm").load(attention="regard").model
+    return importlib.import_module("regard_gallery.models.smollm").load(attention="regard").model
 
 
 def random_model(layers: int) -> Any:

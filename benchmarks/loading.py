@@ -16,7 +16,7 @@ import command
 import torch
 from measure import WrongResult
 
-from regard.models import _packages, minilm, smollm, whisper
+from regard_gallery.models import _packages, minilm, smollm, whisper
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from regard._measuring import available, extra, in_thread
+from regard._tools.measuring import available, extra, in_thread
 
 # Freed blocks go back to the system at once, else they would hide the next allocation.
 ALLOCATOR = {

@@ -13,9 +13,9 @@ from cases import CASES, Case, Inputs, causal, square
 from measure import best_times, check
 from peers import prepare
 
-from regard import _native
 from regard import masks as M
-from regard._problem import make
+from regard._backends.native import attention as _native
+from regard._call.problem import make
 from regard.masks import Mask
 
 LONG = square("causal-100000", "causal, one head, 100,000 tokens", 100_000, Hq=1, Hkv=1, mask=causal)

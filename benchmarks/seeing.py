@@ -17,7 +17,7 @@ import command
 import torch
 
 from regard import see
-from regard.models import minilm
+from regard_gallery.models import minilm
 
 TOKENS = 128
 WORDS = "the quick brown fox jumps over the lazy dog and the old cat sat on the mat while it rained "

@@ -24,8 +24,8 @@ from report import milliseconds
 from torch import Tensor
 
 import regard
-from regard import _measuring
 from regard import masks as M
+from regard._tools import measuring as _measuring
 from regard.nn import BigBirdAttention, LongformerAttention, block_table
 
 HEADS, D, NEIGHBOURS, GLOBALS, BLOCK, RANDOM = 8, 64, 256, 8, 64, 3

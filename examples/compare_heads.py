@@ -17,8 +17,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
-from regard.compare import NOTES, Side, Sizes, decoded, layer, parameters
 from regard.nn import Attention, LatentAttention
+from regard_gallery.compare import NOTES, Side, Sizes, decoded, layer, parameters
 
 KINDS = tuple(NOTES["memory"])
 

@@ -21,7 +21,7 @@ import regard
 from regard import explore, scores, see
 from regard import masks as M
 from regard.info import report as installation
-from regard.models import minilm
+from regard_gallery.models import minilm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

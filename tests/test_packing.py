@@ -5,20 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
-from regard import _packed, packing, scores
 from regard import masks as M
+from regard import packing, scores
+from regard._api import packed as _packed
+from support import ROOT, assert_close
 
 TRAINING = ["auto", "reference", "torch"]
 HQ, HKV, D, DV = 4, 2, 7, 5
@@ -702,7 +702,7 @@ def test_strided_nested_tensors_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.full), ["--backward"]], ids=str)
 def test_the_benchmark_runs(options: list[str]) -> None:
-    script = Path(__file__).parent.parent / "benchmarks" / "packed.py"
+    script = ROOT / "benchmarks" / "packed.py"
     tiny = ["--most", "32", "--seconds", "0", "--threads", "1", *options]
     done = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

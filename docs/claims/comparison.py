@@ -19,8 +19,8 @@ from typing import Any
 
 from finding import Finding, verdict
 
-from regard.compare import NOTES, Sizes, decoded, denied, layer, parameters, trained
 from regard.nn import Attention, LatentAttention
+from regard_gallery.compare import NOTES, Sizes, decoded, denied, layer, parameters, trained
 
 KINDS = tuple(NOTES["memory"])
 SIZES, SMALL = Sizes(512, layers=2), Sizes(64, layers=2)

@@ -11,7 +11,7 @@ from finding import Finding, verdict
 from formula import attend
 
 import regard
-from regard import _measuring
+from regard._tools import measuring as _measuring
 
 HEADS, D = 4, 64
 

@@ -12,7 +12,7 @@ import torch
 from finding import Finding, verdict
 from torch import Tensor
 
-from regard.models._packages import directory
+from regard_gallery.models._packages import directory
 
 LAYERS, HEADS, WIDTH = 6, 12, 384
 D = WIDTH // HEADS

@@ -1,24 +1,14 @@
 """Attention: every mechanism behind one call, exact, with no cliffs."""
 
 from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
-from ._attention import attention, weights
-from ._evidence import Evidence, evidence, rollout
-from ._linear import linear_attention
-from ._linear_problem import LinearState
-from ._merge import merge
-from ._meter import Comparison, compare_to_exact
-from ._plan import Plan, plan
-from .facts import (
-    BlockMass,
-    BlockMax,
-    ColumnMass,
-    DistanceHistogram,
-    Entropy,
-    MassOn,
-    RowMax,
-    Rows,
-    TopK,
-)
+from ._api.attention import attention, weights
+from ._api.evidence import Evidence, evidence, rollout
+from ._api.linear_attention import linear_attention
+from ._api.merge import merge
+from ._api.meter import Comparison, compare_to_exact
+from ._api.plan import Plan, plan
+from ._call.linear import LinearState
+from .facts import BlockMass, BlockMax, ColumnMass, DistanceHistogram, Entropy, MassOn, RowMax, Rows, TopK
 
 __all__ = [
     "BlockMass", "BlockMax", "ColumnMass", "Comparison", "DistanceHistogram", "Entropy", "Evidence",

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from . import _measuring
-from ._arguments import count
-from ._attention import attention
-from ._linear import linear_attention
+from ._api.attention import attention
+from ._api.linear_attention import linear_attention
+from ._tools import measuring as _measuring
+from ._tools.arguments import count
 from .masks import Causal, Window
 from .nn import (
     BigBirdAttention,

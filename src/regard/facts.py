@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import (
+from ._call.problem import Problem, Spec
+from ._tools.arguments import (
     brief,
     broadcasts,
     count,
@@ -24,7 +25,6 @@ from ._arguments import (
     snapshot,
     tensor_of,
 )
-from ._problem import Problem, Spec
 
 MAX_BLOCKS = 2**28
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._arguments import count, describe, number
+from ._tools.arguments import count, describe, number
 
 
 def orthogonal_gaussian(

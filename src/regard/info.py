@@ -11,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import _dispatch, _native
-from ._autograd import run
-from ._problem import make
+from ._autograd.attention import run
+from ._backends import dispatch as _dispatch
+from ._backends.native import attention as _native
+from ._call.problem import make
 
 TOLERANCE = 1e-6  # relative L2 in float32
 

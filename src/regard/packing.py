@@ -12,10 +12,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ._arguments import count, describe, holds_integers, tensor_of
-from ._attention import attention
-from ._packed import attend_packed
-from ._problem import Bias
+from ._api.attention import attention
+from ._api.packed import attend_packed
+from ._call.problem import Bias
+from ._tools.arguments import count, describe, holds_integers, tensor_of
 from .masks import And, Causal, Mask, Window, from_cu_seqlens
 
 __all__ = ["cu_seqlens", "lengths", "pack", "positions", "unpack", "varlen_attention"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._arguments import Offset, brief, count, describe, first_position, same
+from ._tools.arguments import Offset, brief, count, describe, first_position, same
 
 
 class Alibi:

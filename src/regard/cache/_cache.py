@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._arguments import as_int, count, describe, holds_integers, is_integer, tensor_of
-from .._decode import attend_stored
-from .._problem import DTYPES, Bias
-from .._stored import Stored
+from .._api.stored import attend_stored
+from .._call.problem import DTYPES, Bias
+from .._call.stored import Stored
+from .._tools.arguments import as_int, count, describe, holds_integers, is_integer, tensor_of
 from ..masks import Causal, Dense, Mask, Window
 
 Count = int | tuple[int, ...]  # one number for all samples, or one for each

@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .._arguments import count
-from .._decode import write_stored
-from .._problem import Bias
-from .._stored import Stored
+from .._api.stored import write_stored
+from .._call.problem import Bias
+from .._call.stored import Stored
+from .._tools.arguments import count
 from ..masks import Mask
 from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of, most
 from ._rows import Part, Rows, signature

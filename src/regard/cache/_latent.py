@@ -7,9 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .._arguments import count
-from .._problem import Bias
-from .._stored import Stored
+from .._call.problem import Bias
+from .._call.stored import Stored
+from .._tools.arguments import count
 from ..masks import Mask
 from ._cache import NOTHING, Asked, Chunk, Integers, Result, check_new, chunk_of
 from ._rows import Part, Rows

@@ -8,9 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .._arguments import count, describe
-from .._linear import FeatureMap, linear_attention
-from .._linear_problem import LinearState
+from .._api.linear_attention import FeatureMap, linear_attention
+from .._call.linear import LinearState
+from .._tools.arguments import count, describe
 from ._cache import (
     Count,
     Integers,

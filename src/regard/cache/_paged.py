@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .._arguments import count, describe
-from .._decode import write_stored
-from .._problem import Bias
-from .._stored import Stored
+from .._api.stored import write_stored
+from .._call.problem import Bias
+from .._call.stored import Stored
+from .._tools.arguments import count, describe
 from ..masks import Mask
 from ._cache import (
     NOTHING,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._arguments import describe
-from .._attention import attention
-from .._stored import decode, encode
+from .._api.attention import attention
+from .._call.stored import decode, encode
+from .._tools.arguments import describe
 
 KINDS = {8: "int8", 4: "int4"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._stored import GROUP, HALF, Stored
+from .._call.stored import GROUP, HALF, Stored
 from ._dense import KVCache
 from ._quantize import KINDS, check_bits
 from ._rows import Part

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._arguments import count, describe
-from .._decode import attend_stored, write_stored
-from .._stored import New, Stored
+from .._api.stored import attend_stored, write_stored
+from .._call.stored import New, Stored
+from .._tools.arguments import count, describe
 from ..masks import Mask
 from ._cache import (
     NOTHING,

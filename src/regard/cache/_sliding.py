@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import count, describe
-from .._merge import merge
-from .._stored import New, Stored
+from .._api.merge import merge
+from .._call.stored import New, Stored
+from .._tools.arguments import count, describe
 from ..masks import Causal, Dilated, Mask, Prefix, Window
 from ._cache import CAUSAL, Asked, Chunk, Count, Integers, Result, each, kept, look, minus, most, plus, shared
 from ._dense import KVCache

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._terminal import tables
-from ._console import one_line_errors
+from .console import one_line_errors, tables
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._terminal import tables
+from .console import tables
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ._console import amount, one_line_errors, quiet_offline
+from .console import amount, one_line_errors, quiet_offline
 
 WARNING = (
     "warning: {host} can be reached by others on the network; whoever has the link sees the page, and the "

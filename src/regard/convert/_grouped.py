@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count
+from .._tools.arguments import count
 from ..nn import Attention
 from ..positions import Rotary
 from ._pairs import Channels, channels

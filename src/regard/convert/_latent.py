@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count
+from .._tools.arguments import count
 from ..nn import Attention, LatentAttention
 from ..positions import Frequencies, Rotary
 from ._pairs import Channels, channels

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._attention import weights
+from .._api.attention import weights
 from ..nn import Attention, LatentAttention
 
 PLACES = (0.25, 0.5, 0.75)  # of the haystack

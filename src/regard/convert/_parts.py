@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import describe
+from .._tools.arguments import describe
 from ..nn import Attention
 
 

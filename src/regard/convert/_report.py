@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cost
-from .._attention import weights
+from .._api.attention import weights
 from ..nn import Attention, LatentAttention
 from ._needle import Needle, needles
 from ._origin import Origin, origin

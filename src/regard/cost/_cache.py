@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._arguments import count
+from .._tools.arguments import count
 from ..cache import SlidingCache
 from ..cache._rows import LEAST_ROWS
 from ._formats import Format, format_of

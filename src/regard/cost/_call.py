@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .. import _native
-from .._arguments import count
-from .._plan import COUNTED
-from .._problem import Problem, Spec, make
+from .._api.plan import COUNTED
+from .._backends.native import attention as _native
+from .._call.problem import Problem, Spec, make
+from .._tools.arguments import count
 from ..masks import Mask
 
 

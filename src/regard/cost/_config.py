@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._arguments import describe
+from .._tools.arguments import describe
 from ..masks import Causal
 from ._layers import Heads, Latent, Layer
 from ._model import Block, FeedForward, Model

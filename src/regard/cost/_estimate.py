@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import count
+from .._tools.arguments import count
 from ..masks import Mask
 from ._cache import What, allocated_bytes, cache_bytes, layers_of
 from ._call import Flops

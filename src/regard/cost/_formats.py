@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._arguments import describe
-from .._problem import DTYPES
+from .._call.problem import DTYPES
+from .._tools.arguments import describe
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import count, describe
+from .._tools.arguments import count, describe
 from ..masks import Mask, streaming
 from ..nn._sizes import sizes
 from ._call import Call

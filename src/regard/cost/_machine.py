@@ -12,9 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from .. import _native
-from .._attention import attention
-from .._measuring import best_times
+from .._api.attention import attention
+from .._backends.native import attention as _native
+from .._tools.measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
 LEAST_READ = 64 << 20  # or starting the threads would count

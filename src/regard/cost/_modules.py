@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .. import nn as own
-from .._arguments import describe
+from .._tools.arguments import describe
 from ..nn.linear import Decay
 from ._layers import Heads, Latent, Layer
 from ._sparse import BigBird, Linear, Linformer, Longformer, Performer

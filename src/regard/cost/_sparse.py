@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._linear_problem import SEGMENT
+from .._call.linear import SEGMENT
 from ..masks import Blocks, Dilated, Documents, Lengths, Mask, Window
 from ..nn import block_table
 from ..nn._sizes import sizes

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import see
-from .._arguments import describe
-from .._measuring import best_times
-from .._plan import plan
+from .._api.plan import plan
+from .._tools.arguments import describe
+from .._tools.measuring import best_times
+from ._read import Model, reader
 from ._trace import Trace, wanted
 from .explorer import Explorer
 
 SAMPLE = 256  # queries that are timed
 
 
-def text(*texts: str, model: str | Path | None = None) -> Explorer:
+def text(*texts: str, model: Model = None) -> Explorer:
     """What each head of a model makes of a text, or of two, to compare.
 
     Args:
         texts: one or more. With none, the page that `serve` shows waits for a text.
-        model: a directory of Transformers with safetensors, or a GGUF file; default MiniLM from its package.
-            Only data is read from it: no code of a model is run, no pickle is opened, nothing is downloaded.
+        model: a model of Transformers and its tokenizer, as a pair. With the gallery installed also a
+            directory of Transformers with safetensors, or a GGUF file, and MiniLM by default. Only data is
+            read from files: no code of a model is run, no pickle is opened, nothing is downloaded.
 
     Example:
         >>> explore.text("The cat sat on the mat").save("page.html")
     """
-    from ._read import reader
-
-    read = reader(None if model is None else Path(model))
+    read = reader(model)
     return Explorer(tuple(map(read, texts)), read)
 
 

@@ -1,23 +1,24 @@
-"""Texts as a model sees them. Models come from a package or a checked directory; nothing is downloaded."""
+"""Texts as a model sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from .. import see
-from ..models import language, minilm
-from ..models._pretrained import from_directory
 from ._trace import Trace, wanted
 
 MAX_TOKENS = 4096
+GROUP = "regard.explore"  # the entry point `load` of a distribution that reads model files
+Model = str | Path | tuple[Any, Any] | None
 
 
-def reader(path: Path | None = None) -> Callable[[str], Trace]:
-    """A function from a text to its trace: with MiniLM, a directory of Transformers, or a GGUF file."""
-    model, tokenizer, name = _loaded(path)
-    known = getattr(model.config, "max_position_embeddings", MAX_TOKENS)
+def reader(model: Model = None) -> Callable[[str], Trace]:
+    """Returns a function from a text to its trace. `model` is what `explore.text` takes."""
+    network, tokenizer, name = _loaded(model)
+    known = getattr(network.config, "max_position_embeddings", MAX_TOKENS)
     limit = min(MAX_TOKENS, known, tokenizer.model_max_length)
 
     def read(text: str) -> Trace:
@@ -27,25 +28,24 @@ def reader(path: Path | None = None) -> Callable[[str], Trace]:
         if not 0 < len(tokens) <= limit:
             raise ValueError(f"text: expected from 1 to {limit} tokens for {name}, got {len(tokens)}")
         keys = tokenizer.convert_ids_to_tokens(tokens)
-        seen = see.read(model, tokenizer, text, want=wanted(len(keys), len(keys), keys))
+        seen = see.read(network, tokenizer, text, want=wanted(len(keys), len(keys), keys))
         return Trace(text, *(pieces(tokenizer, text),) * 2, tuple(seen.layers), model=name)
 
     return read
 
 
-def _loaded(path: Path | None) -> tuple[Any, Any, str]:
-    if path is None:
-        found = minilm.load()
-        return found.model, found.tokenizer, "all-MiniLM-L6-v2"
-    if path.suffix == ".gguf":
-        loaded = language.load(path)
-        return loaded.model, loaded.tokenizer, path.stem
-    from transformers import AutoModel
-
-    model, tokenizer = from_directory(AutoModel, path, "regard")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"model: expected an encoder or a decoder alone, got {type(model).__name__}")
-    return model, tokenizer, path.resolve().name
+def _loaded(model: Model) -> tuple[Any, Any, str]:
+    """Returns the network, its tokenizer and its name."""
+    if isinstance(model, tuple):
+        network, tokenizer = model
+        return network, tokenizer, network.config.name_or_path or type(network).__name__
+    for point in entry_points(group=GROUP, name="load"):
+        found: tuple[Any, Any, str] = point.load()(None if model is None else Path(model))
+        return found
+    raise ModuleNotFoundError(
+        f"model: expected a model of Transformers and its tokenizer as a pair, got {model!r}; the default "
+        "model and model files come with the gallery: pip install regard-gallery"
+    )
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .._attention import attention
-from .._evidence import evidence
+from .._api.attention import attention
+from .._api.evidence import evidence
 from ..facts import (
     BlockMass,
     BlockMax,

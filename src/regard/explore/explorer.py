@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._arguments import count
+from .._tools.arguments import count
 from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
-from .._arguments import describe
-from .._attention import attention, weights
-from .._decode import attend_stored
+from .._api.attention import attention, weights
+from .._api.stored import attend_stored
+from .._tools.arguments import describe
 from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged
 from ._standin import Kept, MaskTensor

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._attention import attention
-from .._decode import attend_stored
-from .._stored import Stored
+from .._api.attention import attention
+from .._api.stored import attend_stored
+from .._call.stored import Stored
 from ..masks import Causal, Mask, Window, from_cu_seqlens
 from ..packing import varlen_attention
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as tree
 
-from .._stored import Stored
+from .._call.stored import Stored
+from .._tools.watching import no_torch_function
 from ..masks import Mask
 
 
 class StandIn(Tensor):
     """A tensor whose content is made when an operation asks for it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
         raise NotImplementedError

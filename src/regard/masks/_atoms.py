@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._arguments import (
+from .._tools.arguments import (
     bool_tensor,
     brief,
     broadcasts,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset, describe, holds_integers, readable, tensor_of
+from .._tools.arguments import Offset, describe, holds_integers, readable, tensor_of
 from ._atoms import Causal, Dense, Documents, Lengths, Prefix
 from ._mask import And, Mask, Not, Or
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset
+from .._tools.arguments import Offset
 from ._mask import Mask
 
 if TYPE_CHECKING:

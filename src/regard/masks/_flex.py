@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset, common_shape, describe
+from .._tools.arguments import Offset, common_shape, describe
 from ._atoms import Blocks, Dense
 from ._mask import Mask
 from ._program import UNLIMITED, Op, Program

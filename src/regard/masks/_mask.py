@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._arguments import Offset, brief, broadcasts, common_shape, count, first_position, readable, same
+from .._tools.arguments import Offset, brief, broadcasts, common_shape, count, first_position, readable, same
 from ._program import Op, Pool, Program, node
 
 if TYPE_CHECKING:

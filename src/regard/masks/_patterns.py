@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import count
+from .._tools.arguments import count
 from ._atoms import Causal, Dilated, Documents, Global, Prefix, RandomBlocks, Window
 from ._mask import Mask
 

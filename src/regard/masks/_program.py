@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from .._arguments import broadcasts, same
+from .._tools.arguments import broadcasts, same
 
 UNLIMITED = 2**62
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._arguments import describe, tensor_of
+from .._tools.arguments import describe, tensor_of
 from ._atoms import Causal, Documents, Window
 from ._patterns import prefix_lm
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import packing
-from .._arguments import describe
+from .._tools.arguments import describe
 from ..masks import Dense, Mask
 from ..positions import Positions
 

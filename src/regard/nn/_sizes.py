@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._arguments import count
+from .._tools.arguments import count
 
 
 class Sizes(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import describe, readable
+from .._tools.arguments import describe, readable
 from ..masks import Arguments, Causal, Mask, Not, Prefix, from_mha
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import readable
-from .._attention import attention
-from .._listeners import listeners
-from .._problem import Trio, is_watched
+from .._api.attention import attention
+from .._call.problem import Trio
+from .._tools.arguments import readable
+from .._tools.listeners import listeners
+from .._tools.watching import is_watched
 from ..masks import Arguments
 
 PIECE = 2**18  # scores that are worked on at a time: they stay in a core's cache

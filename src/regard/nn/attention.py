@@ -10,24 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import packing
-from .._arguments import count, describe, probability
-from .._attention import attention
-from .._problem import Trio, is_watched
+from .._api.attention import attention
+from .._call.problem import Trio
+from .._tools.arguments import count, describe, probability
+from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Alibi, Positions, Relative, Rotary, rotate
-from ._call import (
-    Cache,
-    Call,
-    Context,
-    Memory,
-    both,
-    check,
-    is_nested,
-    own_mask,
-    places_after,
-    places_in_row,
-)
+from ._call import Cache, Call, Context, Memory, both, check, is_nested, own_mask, places_after, places_in_row
 from ._nested import row
 from ._sizes import sizes
 from ._state import Whole
@@ -176,6 +166,16 @@ class Attention(Whole):
             device=weight.device,
         )  # fmt: skip
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Attends without projections: q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
+
+        Scale, softcap, sink and bias are those of the layer. A subclass may compute it in another way.
+        """
+        out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
+        return out
+
     def _attended(self, qkv: Trio, call: Call) -> Tensor:
         """(..., Hq, L, D) and so on -> (..., Hq, L, Dv)"""
         mask, options = both(self.mask, call.mask), self._options()
@@ -187,8 +187,7 @@ class Attention(Whole):
         if call.lengths is not None:
             mask = both(mask, Lengths(call.lengths))
         if call.cu_seqlens is None:
-            out: Tensor = attention(*qkv, mask=mask, dropout=dropout, **options)
-            return out
+            return self.attend(*qkv, mask=mask, dropout=dropout)
         q, k, v = (t.transpose(0, 1) for t in qkv)
         packed: Tensor = packing.varlen_attention(
             q, k, v, call.cu_seqlens, call.context_cu_seqlens, mask=mask, dropout=dropout, **options

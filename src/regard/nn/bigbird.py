@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import count, describe, is_integer
-from .._attention import attention
-from .._problem import Trio
+from .._api.attention import attention
+from .._call.problem import Trio
+from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ._call import both
 from ._projected import Projected, checked_lengths

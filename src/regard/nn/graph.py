@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import count, describe, holds_integers, number, probability, tensor_of
+from .._tools.arguments import count, describe, holds_integers, number, probability, tensor_of
 from ._state import Whole
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
-from .._arguments import count, describe, probability
-from .._attention import attention
-from .._problem import Trio
+from .._api.attention import attention
+from .._call.problem import Trio
+from .._tools.arguments import count, describe, probability
 from ..cache import LatentCache
 from ..masks import Causal, Lengths, Mask
 from ..positions import Positions, Rotary, YaRN, rotate

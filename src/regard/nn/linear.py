@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import count, describe
-from .._linear import FeatureMap, feature_map_of, linear_attention
+from .._api.linear_attention import FeatureMap, feature_map_of, linear_attention
+from .._tools.arguments import count, describe
 from ..cache import LinearCache
 from ._call import is_nested
 from ._sizes import sizes

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe
-from .._attention import attention
+from .._api.attention import attention
+from .._tools.arguments import count, describe
 from ..masks import Mask
 from ._call import Cache
 from ._projected import Projected, checked_lengths, real_tokens

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe, readable, tensor_of
-from .._attention import attention
-from .._merge import merge
-from .._problem import Trio
+from .._api.attention import attention
+from .._api.merge import merge
+from .._call.problem import Trio
+from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
 from ._call import both
 from ._projected import Projected, checked_lengths

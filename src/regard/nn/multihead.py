@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import packing
-from .._arguments import probability
-from .._attention import attention
-from .._problem import Trio
+from .._api.attention import attention
+from .._call.problem import Trio
+from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
 from ._call import is_nested
 from ._nested import Row, row

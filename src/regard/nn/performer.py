@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import count, describe, number
-from .._linear import linear_attention
+from .._api.linear_attention import linear_attention
+from .._tools.arguments import count, describe, number
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
 from ._projected import Projected, checked_lengths, real_tokens
 

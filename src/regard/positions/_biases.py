@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import scores
-from .._arguments import count
+from .._tools.arguments import count
 
 
 def alibi_slopes(heads: int) -> Tensor:

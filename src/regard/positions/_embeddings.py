@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._arguments import count, describe, readable
+from .._tools.arguments import count, describe, readable
 from ._frequencies import frequencies
 from ._places import Positions, places
 

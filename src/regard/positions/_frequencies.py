@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._arguments import count, number
+from .._tools.arguments import count, number
 
 
 class Scaling:

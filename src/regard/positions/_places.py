@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments import as_int, describe, holds_integers, is_integer
+from .._tools.arguments import as_int, describe, holds_integers, is_integer
 
 Positions = int | Tensor
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
-from .._arguments import broadcasts, describe
-from .._problem import is_watched
+from .._tools.arguments import broadcasts, describe
+from .._tools.watching import is_legacy_batchedtensor, is_watched
 from ._frequencies import Scaling, frequencies
 from ._places import Positions, places
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from .. import facts
-from .._arguments import describe
-from .._evidence import evidence, rollout
-from .._listeners import listening
+from .._api.evidence import evidence, rollout
+from .._tools.arguments import describe
+from .._tools.listeners import listening
 from ..convert import replaced_attention
 from ..masks import Documents
 from ..nn._call import both

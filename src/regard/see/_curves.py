@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Offset, count
+from .._tools.arguments import Offset, count
 from ..masks import Mask
 from . import _style, _tokens
 from ._capture import Capture

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from .. import facts
-from .._arguments import count
-from .._evidence import evidence
+from .._api.evidence import evidence
+from .._tools.arguments import count
 from . import _tokens
 
 if TYPE_CHECKING:

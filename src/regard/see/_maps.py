@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import facts
-from .._arguments import count
+from .._tools.arguments import count
 from . import _style
 from ._capture import Capture
 from ._layer import Head, Layer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import facts
-from .._attention import attention
+from .._api.attention import attention
 from ..masks import Causal, Documents, Mask, Window
 from ..nn._call import both
 from . import _tokens

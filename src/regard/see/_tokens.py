@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import describe
+from .._tools.arguments import describe
 
 MOST_LETTERS = 18
 # Byte-level BPE and SentencePiece write the space before a word so.

@@ -1,0 +1,1 @@
+"""What proves Regard: pretrained models, applications on real data, and a comparison of mechanisms."""

@@ -1,0 +1,23 @@
+"""Checks of arguments that models, applications and the comparison share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def describe(value: object) -> str:
+    """A value as messages show it: a tensor by dtype and shape, others by type and the start of their repr."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def count(name: str, value: Any, least: int = 0) -> int:
+    """Returns an integer from `least` on; refuses a bool, a float or a tensor."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {describe(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected an integer from {least} on, got {value}")
+    return value

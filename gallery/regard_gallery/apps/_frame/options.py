@@ -1,0 +1,52 @@
+"""What a run is told."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..._checks import count
+
+MANY = 2**31  # a seed times the longest run stays below 2^63
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run. `out` is where checkpoints and pictures go."""
+
+    quick: bool = False
+    attention: str = "regard"
+    resume: bool = False
+    seed: int = 0
+    seeds: int | None = None  # how many, from `seed` on; default the application's own number
+    out: Path = Path("build/apps")
+
+    def __post_init__(self) -> None:
+        if count("seed", self.seed) >= MANY:
+            raise ValueError(f"seed: expected less than {MANY}, got {self.seed}")
+        if self.seeds is not None:
+            count("seeds", self.seeds, 1)
+
+    def place(self, name: str, ending: str) -> Path:
+        """Of a file. Trials, and runs by PyTorch, do not replace what a full run left."""
+        kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
+        return self.out / f"{name}{kind}{ending}"
+
+    def checkpoint(self, name: str, seed: int | None = None) -> Path:
+        return self.place(name, f"-{self.seed if seed is None else seed}.safetensors")
+
+
+def arguments(description: str | None) -> Options:
+    """Those of a script's command line."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="less data, few steps: a trial")
+    parser.add_argument("--attention", choices=("regard", "torch"), default=Options.attention)
+    parser.add_argument("--resume", action="store_true", help="go on where a run was interrupted")
+    parser.add_argument("--seed", type=int, default=Options.seed)
+    parser.add_argument("--seeds", type=int, default=Options.seeds, help="how many, from --seed on")
+    parser.add_argument("--out", type=Path, default=Options.out, help="for checkpoints and pictures")
+    try:
+        return Options(**vars(parser.parse_args()))
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,80 @@
+"""The same model with PyTorch's own attention, for `--attention torch` and the speed ratio."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.masks import Causal, Mask
+from regard.nn import Attention, Graph, GraphAttention
+from regard.positions import Rotary
+
+
+class PlainAttention(Attention):
+    """The projections of `Attention` around one call of `scaled_dot_product_attention`."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if options.get("cu_seqlens") is not None:
+            raise ValueError("cu_seqlens: expected None with attention by PyTorch, got packed sequences")
+        return super().forward(x, *args, **options)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        bias = None if isinstance(self.position, Rotary) else self.position
+        for name, option in (("softcap", self.softcap), ("sink", self.sink), ("position", bias)):
+            if option is not None:
+                raise ValueError(f"{name}: expected None with attention by PyTorch, got {option!r}")
+        causal = mask == Causal() and q.shape[-2] == k.shape[-2]
+        keep = None if mask is None or causal else _dense(mask, q.shape[-2], k.shape[-2])
+        return F.scaled_dot_product_attention(
+            q, k, v, keep, dropout, causal, scale=self.scale, enable_gqa=self.heads != self.kv_heads,
+        )  # fmt: skip
+
+
+class PlainGraphAttention(GraphAttention):
+    """Each edge's value is fetched, weighted and added to its target: a tensor (E, H, d_head)."""
+
+    def _weights(self, h: Tensor, graph: Graph) -> Tensor:
+        source, target = graph.edges
+        a, b = ((h * part[:, None]).sum(-1).T for part in (self.source, self.target))  # (n, H)
+        scores = F.leaky_relu(a[source] + b[target], self.slope)
+        at = target[:, None].expand_as(scores)
+        largest = a.new_full(a.shape, -torch.inf).scatter_reduce(0, at, scores.detach(), "amax")
+        w = (scores - largest[target]).exp()
+        return (w / torch.zeros_like(a).index_add(0, target, w)[target]).T
+
+    def _gathered(self, w: Tensor, h: Tensor, graph: Graph) -> Tensor:
+        source, target = graph.edges
+        values = h.transpose(0, 1)
+        found = torch.zeros_like(values).index_add(0, target, w.T[:, :, None] * values[source])
+        return found.transpose(0, 1)
+
+
+KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: PlainAttention,
+    GraphAttention: PlainGraphAttention,
+}
+
+
+@lru_cache(maxsize=4)
+def _dense(mask: Mask, Lq: int, Lk: int) -> Tensor:
+    """All layers of a step ask for the same."""
+    return mask.to_dense(Lq, Lk)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model itself, each attention of Regard replaced by PyTorch's over the same parameters."""
+    found = [module for module in model.modules() if type(module) in KINDS]
+    if not found:
+        raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, found none")
+    for module in found:
+        module.__class__ = KINDS[type(module)]
+    for module in model.modules():
+        if hasattr(module, "packed"):  # SDPA needs the padding
+            module.packed = False  # type: ignore[assignment]
+    return model

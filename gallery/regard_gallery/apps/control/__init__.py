@@ -1,0 +1,190 @@
+"""CartPole without velocities: a pole is balanced by memory, as one look does not say which way it falls.
+
+The environment is gymnasium's CartPole-v1, an episode is at most 500 steps long, and of its four numbers the
+policy sees two: the place of the cart and the angle of the pole. It learns by acting (an advantage
+actor-critic).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._frame.application import Application, Recipe, Scores
+from .._frame.options import MANY
+from .._frame.pictures import BLUE, GREY, ORANGE, figure, save
+from .._frame.training import rival_scores
+from .model import HistoryPolicy
+
+SEEN = (0, 2)  # place and angle; 1 and 3 are their velocities
+UNITS = torch.tensor([1.0, 10.0])  # so that both are about 1
+ACTIONS = 2
+HISTORY = 7  # observations before the present one
+LIMIT, TRAINED_LIMIT = 500, 300  # steps of an episode, in the test and in training
+EPISODES, VALIDATED, TESTED, SOLVED = 24, 40, 20, 450.0
+DISCOUNT, TRACE = 0.99, 0.95
+ENTROPY = 0.001
+SPREAD = 0.1  # of the advantages; where all goes well they are noise, which is not made larger
+VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
+
+
+class Played(NamedTuple):
+    """Episodes that were acted out together, padded at the end."""
+
+    seen: Tensor  # (B, L, 2)
+    actions: Tensor  # (B, L)
+    values: Tensor  # (B, L + 1), as the policy saw them while it acted
+    alive: Tensor  # (B, L) bool
+    fell: Tensor  # (B,) bool, else the time was up
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.alive.sum(1)
+
+
+@torch.no_grad()
+def play(
+    model: nn.Module, episodes: int, seed: int, limit: int = LIMIT, generator: torch.Generator | None = None
+) -> Played:
+    """Act, each action drawn from the policy by `generator`, or without one the best."""
+    import gymnasium
+
+    world: Any = gymnasium.make_vec(
+        "CartPole-v1", episodes, vectorization_mode="vector_entry_point", max_episode_steps=limit
+    )
+    state = world.reset(seed=seed)[0]
+    caches = model.stack.new_caches(episodes, limit + 1)  # type: ignore[operator, union-attr]
+    alive, fell = torch.ones(episodes, dtype=torch.bool), torch.zeros(episodes, dtype=torch.bool)
+    steps: list[tuple[Tensor, ...]] = []
+    while alive.any():
+        seen = observed(state)
+        scores, value = model(seen[:, None], caches)
+        action = chosen(scores[:, 0], generator)
+        steps.append((seen, action, value[:, 0], alive))
+        state, _, terminated, truncated, _ = world.step(action.numpy())
+        fell = fell | (alive & torch.from_numpy(terminated))
+        alive = alive & ~torch.from_numpy(terminated | truncated)
+    seen, actions, values, lived = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+    last = model(observed(state)[:, None], caches)[1]
+    return Played(seen, actions, torch.cat([values, last], 1), lived, fell)
+
+
+def observed(state: Any) -> Tensor:
+    """(B, 2) of the environment's (B, 4)."""
+    return torch.from_numpy(state)[:, SEEN] * UNITS
+
+
+def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return scores.argmax(-1)
+    return scores.softmax(-1).multinomial(1, generator=generator)[:, 0]
+
+
+def advantages(played: Played) -> Tensor:
+    """(B, L): how much better it went than the values foresaw, weighted over all horizons (GAE).
+
+    A step is worth 1 - DISCOUNT, so that the value of balancing for ever is 1. Who fell gets nothing more;
+    where the time was up the value of the last state stands for what would have come.
+    """
+    B, L = played.alive.shape
+    ends = torch.zeros(B, L, dtype=torch.bool)
+    ends[torch.arange(B), played.lengths - 1] = True
+    goes_on = 1 - (ends & played.fell[:, None]).float()
+    found, following = torch.zeros(B, L), torch.zeros(B)
+    for t in reversed(range(L)):
+        gain = 1 - DISCOUNT + DISCOUNT * goes_on[:, t] * played.values[:, t + 1] - played.values[:, t]
+        following = gain + DISCOUNT * TRACE * (~ends[:, t]) * following
+        following = following * played.alive[:, t]
+        found[:, t] = following
+    return found
+
+
+class App(Application):
+    name = "control"
+    more = ("return",)
+    request = "a seed for the start of an episode, such as 7"
+    history = HISTORY
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        super().__init__(quick=quick, seed=seed)
+        self.limits = (20, 20) if quick else (TRAINED_LIMIT, LIMIT)
+
+    @property
+    def recipe(self) -> Recipe:
+        if self.quick:
+            return Recipe(steps=2, rate=3e-3, every=2)
+        return Recipe(steps=80, rate=1e-3, warmup=10, clip=0.5, every=5)
+
+    def model(self) -> nn.Module:
+        return HistoryPolicy(len(SEEN), ACTIONS, self.history)
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Played:
+        seed = int(torch.randint(VALIDATION_SEED, (1,), generator=generator))
+        return play(model, EPISODES, seed, self.limits[0], generator)
+
+    def loss(self, model: nn.Module, batch: Played) -> Tensor:
+        scores, values = (part[batch.alive] for part in model(batch.seen))
+        better = advantages(batch)[batch.alive]
+        returns = better + batch.values[:, :-1][batch.alive]
+        log_chances = scores.log_softmax(-1)
+        taken = log_chances.gather(-1, batch.actions[batch.alive][:, None])[:, 0]
+        normed = (better - better.mean()) / better.std().clamp(min=SPREAD)
+        entropy = -(log_chances.exp() * log_chances).sum(-1).mean()
+        gained: Tensor = (taken * normed).mean() + ENTROPY * entropy
+        return F.mse_loss(values, returns) - gained
+
+    def validation(self, model: nn.Module) -> float:
+        return self._mean_return(model, VALIDATED, VALIDATION_SEED)
+
+    def scores(self, model: nn.Module) -> Scores:
+        return {"return": self._mean_return(model, TESTED, TEST_SEED)}
+
+    def _mean_return(self, model: nn.Module, episodes: int, seed: int) -> float:
+        """The steps until the pole falls, in episodes in which the best action is taken."""
+        return play(model, episodes, seed + self.seed, self.limits[1]).lengths.double().mean().item()
+
+    def baselines(self) -> dict[str, Scores]:
+        rival = WithoutHistory(quick=self.quick, seed=self.seed)
+        return {"the same policy without history": rival_scores(rival)}
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        solved = {f"a mean return of {SOLVED:g} or more": own["return"] >= SOLVED}
+        return super().goals(own, baselines) | solved
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        played = play(model, 1, self.number(request, range(MANY)))
+        place, angle = (played.seen[0] / UNITS).abs().amax(0).tolist()
+        how = "when the pole fell" if played.fell[0] else "and the pole still stands"
+        return (
+            f"{int(played.lengths[0])} steps of {LIMIT}, {how}; the cart went up to {place:.2f} m "
+            f"from the middle, the pole leant up to {torch.tensor(angle).rad2deg():.1f} degrees"
+        )
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """An episode, and how much each layer's heads attend to each of the last observations."""
+        played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
+        made, (left, right) = figure(9, 3.6, ncols=2)
+        place, angle = (played.seen[0] / UNITS).T
+        left.plot(place.tolist(), color=BLUE, label="cart, metres from the middle")
+        left.plot((angle.rad2deg() / 12).tolist(), color=ORANGE, label="pole, share of 12 degrees")
+        left.axhline(0, color=GREY, linewidth=0.5)
+        left.set(xlabel="step", title="one episode")
+        left.legend(frameon=False, fontsize=8)
+        self._draw_reach(model, played.seen[0], right)
+        save(made, path)
+
+    def _draw_reach(self, model: nn.Module, seen: Tensor, axes: Any) -> None:
+        for layer, weights in enumerate(model.weights(seen)):  # type: ignore[operator]
+            full = weights[:, self.history :]  # queries that have a whole history behind them
+            back = [full.diagonal(self.history - ago, -2, -1).mean(-1) for ago in range(self.history + 1)]
+            axes.plot(torch.stack(back).tolist(), color=(BLUE, ORANGE)[layer % 2], linewidth=1)
+        axes.set(xlabel="steps ago", ylabel="mean weight", title="heads of layer 1 (blue), 2 (orange)")
+
+
+class WithoutHistory(App):
+    history = 0

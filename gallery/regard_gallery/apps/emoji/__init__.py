@@ -1,0 +1,221 @@
+"""Emoji and their names: find the name of an image that was never seen, among the names of all such images.
+
+Data: 1,906 emoji with names from npm's package `emoji-datasource-google`, and variants of them in colour of
+skin. Words are understood by MiniLM, whose weights stay; the image encoder is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import FOLDER, bounded, first_of
+from .._frame.pictures import figure, save
+from .._parts.encoder import encode, minilm
+from .._parts.vit import ViT, convolved
+from ..text import padded
+from .model import CLIP, contrast
+
+PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
+SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384
+BATCH, SHIFT = 128, 2  # pixels
+TESTED, VALIDATED = 0.2, 0.1  # of the families
+LIMIT = 64  # tokens of a name
+AMONG, TIMES_CHANCE = 5, 10
+# Code points that join, or that turn a person into another: man, woman, child, colour of skin, direction.
+BESIDE = frozenset(
+    (
+        "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
+        "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
+    )
+)  # fmt: skip
+
+
+class Emoji(NamedTuple):
+    unified: str  # code points in hex, "1F3C3-200D-2640"
+    name: str
+    files: tuple[str, ...]  # its image, then variants in colour of skin
+
+    @property
+    def text(self) -> str:
+        return "".join(chr(int(point, 16)) for point in self.unified.split("-"))
+
+    @property
+    def family(self) -> str:
+        """What a man, a woman and a person running have in common."""
+        points = [point for point in self.unified.split("-") if point not in BESIDE]
+        return "-".join(points) or "a person"
+
+
+def emoji() -> tuple[Path, list[Emoji]]:
+    """The folder of the images, and what they are."""
+    command = "make data (or npm install emoji-datasource-google)"
+    folder = first_of(PLACES, "emoji", command)
+    listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
+    found = []
+    for one in listed:
+        if one["category"] == "Component" or not one["has_img_google"]:
+            continue
+        skins = [skin["image"] for skin in one.get("skin_variations", {}).values() if skin["has_img_google"]]
+        found.append(Emoji(one["unified"], one["name"].lower(), (one["image"], *skins)))
+    return folder / "img" / "google" / "64", found
+
+
+def read_image(path: Path) -> Tensor:
+    """(3, SIZE, SIZE) on white, from -1 to 1."""
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(bounded(path)) as stored:
+        colours = stored.convert("RGBA")
+    white = Image.new("RGBA", colours.size, "white")
+    small = Image.alpha_composite(white, colours).convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX)
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+class Part(NamedTuple):
+    """Emoji with what the model is given of them."""
+
+    emoji: list[Emoji]
+    images: Tensor  # (n, 3, SIZE, SIZE), of all variants
+    first: Tensor  # (len(emoji) + 1,): where the images of each begin
+    sentences: Tensor  # (len(emoji), SENTENCE), the names as MiniLM understands them
+
+    @property
+    def plain(self) -> Tensor:
+        """The first image of each."""
+        return self.images[self.first[:-1]]
+
+
+class App(Application):
+    name = "emoji"
+    more = ("recall@5",)
+    request = 'words, such as "a fast car"'
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        super().__init__(quick=quick, seed=seed)
+        folder, found = emoji()
+        found = found[::20] if quick else found
+        self._encoder, self._tokenizer = minilm()
+        families = sorted({one.family for one in found})
+        order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
+        tested, validated = (round(share * len(families)) for share in (TESTED, TESTED + VALIDATED))
+        rank = {families[place]: i for i, place in enumerate(order)}
+        self.tested = self._part(folder, [one for one in found if rank[one.family] < tested], skins=False)
+        self.validated = self._part(
+            folder, [one for one in found if tested <= rank[one.family] < validated], skins=False
+        )
+        self.trained = self._part(folder, [one for one in found if rank[one.family] >= validated], skins=True)
+
+    def _part(self, folder: Path, chosen: list[Emoji], *, skins: bool) -> Part:
+        files = [one.files if skins else one.files[:1] for one in chosen]
+        images = torch.stack([read_image(folder / name) for own in files for name in own])
+        first = torch.tensor([0, *(len(own) for own in files)]).cumsum(0)
+        return Part(chosen, images, first, self.embed([one.name for one in chosen]))
+
+    @torch.no_grad()
+    def embed(self, texts: list[str]) -> Tensor:
+        """(len(texts), SENTENCE): the mean of MiniLM's states, scaled to length 1."""
+        found = []
+        for begin in range(0, len(texts), BATCH):
+            tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))
+            found.append(self._encoder.eval()(tokens, lengths).sum(1))  # zeros in the padding
+        return F.normalize(torch.cat(found), dim=-1)
+
+    @property
+    def recipe(self) -> Recipe:
+        if self.quick:
+            return Recipe(steps=2, every=2)
+        return Recipe(steps=1200, rate=1e-3, decay=0.1, warmup=40, every=60)
+
+    def model(self) -> nn.Module:
+        """Images go where MiniLM has their names: a projection of names would have to be learned from few."""
+        image = ViT(
+            SIZE, PATCH, SENTENCE, channels=3, d_model=STATES, dropout=0.1, patches=convolved(3, STATES)
+        )
+        return CLIP(image, nn.Identity())
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Different emoji, each in a random colour of skin, all shifted by some pixels; and their names."""
+        part = self.trained
+        chosen = torch.randperm(len(part.emoji), generator=generator)[:BATCH]
+        begin, end = part.first[chosen], part.first[chosen + 1]
+        variant = begin + (torch.rand(len(chosen), generator=generator) * (end - begin)).long()
+        shift = torch.randint(-SHIFT, SHIFT + 1, (2,), generator=generator).tolist()
+        return part.images[variant].roll(shift, (-2, -1)), part.sentences[chosen]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return contrast(model(*batch))
+
+    def validation(self, model: nn.Module) -> float:
+        """The mean of 1 / rank, which says more than recall on so few."""
+        found = model(self.validated.plain, self.validated.sentences)
+        return (1 / ranks(found)).mean().item()
+
+    def scores(self, model: nn.Module) -> Scores:
+        return {"recall@5": recall(model(self.tested.plain, self.tested.sentences))}
+
+    def baselines(self) -> dict[str, Scores]:
+        """The names nearest by MiniLM to that of the training image with the nearest pixels."""
+        part = self.trained
+        pixels = torch.cdist(self.tested.plain.flatten(1), part.images.flatten(1)).argmin(1)
+        owner = torch.searchsorted(part.first, pixels, right=True) - 1
+        by_pixels = part.sentences[owner] @ self.tested.sentences.T
+        chance = min(1.0, AMONG / len(self.tested.emoji))
+        found = {"chance": chance, "the name of the nearest image": recall(by_pixels)}
+        return {name: {"recall@5": value} for name, value in found.items()}
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        chance = baselines["chance"]["recall@5"]
+        many = {f"{TIMES_CHANCE} times chance or more": own["recall@5"] >= TIMES_CHANCE * chance}
+        return many | super().goals(own, baselines)
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        """The emoji whose images, not names, are nearest to the words; those of the test were never seen."""
+        if (tokens := len(encode(self._tokenizer, [request], len(request) + 2)[0])) > LIMIT:
+            raise ValueError(f"use: expected at most {LIMIT} tokens, got {tokens}")
+        sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]
+        lines = []
+        for title, part in (("never seen", self.tested), ("seen", self.trained)):
+            near = (model.of_images(part.plain) @ sentence.T)[:, 0]  # type: ignore[operator]
+            best = near.topk(min(AMONG, len(near))).indices.tolist()
+            shown = (f"{part.emoji[i].text} {part.emoji[i].name} ({near[i]:.2f})" for i in best)
+            lines.append(f"{title}: {', '.join(shown)}")
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """Images never seen, and the names found for them, the right one marked."""
+        scores = model(self.tested.plain, self.tested.sentences)
+        shown = torch.arange(0, len(scores), max(1, len(scores) // 8))[:8]
+        made, axes = figure(9, 2.6, nrows=2, ncols=8)
+        for (above, below), i in zip(axes.T, shown.tolist(), strict=False):
+            above.imshow((self.tested.plain[i].permute(1, 2, 0) + 1).numpy() / 2)
+            best = scores[i].topk(min(AMONG, len(scores))).indices.tolist()
+            for line, j in enumerate(best):
+                weight = "bold" if j == i else "normal"
+                name = self.tested.emoji[j].name
+                below.text(0, 0.9 - 0.2 * line, _short(name), fontsize=7, weight=weight)
+        for one in axes.flat:
+            one.axis("off")
+        save(made, path)
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """(n,): at which place, from 1 on, the own text stands for each image, for scores (n, n)."""
+    return (scores >= scores.diagonal()[:, None]).sum(1).double()
+
+
+def recall(scores: Tensor) -> float:
+    """The share of images whose own text is among the first five; ties count against it."""
+    return (ranks(scores) <= AMONG).double().mean().item()
+
+
+def _short(name: str, letters: int = 20) -> str:
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"

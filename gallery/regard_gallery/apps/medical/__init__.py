@@ -1,0 +1,215 @@
+"""Tissue of the brain: grey and white matter in slices of an MR image, by a U-Net with attention.
+
+Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`. It is one
+brain, the average of 152: training, validation and test are ranges of its axial slices with gaps between
+them, because neighbours are nearly the same. The brain stays the same, so nothing here speaks of other
+people, other scanners or illness.
+
+The template is lit evenly, and there brightness alone nearly says the tissue. Scanners light unevenly: so
+each slice is multiplied by a smooth random field and gets noise. The scores without both are given beside.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import bounded, package_file
+from .._frame.pictures import ORANGE, figure, save
+from .model import Segmenter
+
+FILE = ("nilearn", "nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
+TISSUES = ("other", "grey", "white")
+HEIGHT, WIDTH = 240, 208  # of a slice with its border
+TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, from the bottom
+BATCH, LEVELS = 4, 512  # levels of brightness, 255 of which are the template's
+UNEVEN, NOISE = 0.3, 0.03  # of the log of the light, at most; of the brightness
+BYTES = 2  # NIfTI's code of the only type that these files have
+
+
+class Slices(NamedTuple):
+    x: Tensor  # (n, 1, HEIGHT, WIDTH), from 0 to 1
+    y: Tensor  # (n, HEIGHT, WIDTH), places in TISSUES
+
+    def shaded(self, generator: torch.Generator) -> Slices:
+        """Under an uneven light, with noise."""
+        corners = UNEVEN * (2 * torch.rand(len(self.x), 1, 4, 4, generator=generator) - 1)
+        light = F.interpolate(corners, self.x.shape[-2:], mode="bilinear", align_corners=True).exp()
+        noise = NOISE * torch.randn(self.x.shape, generator=generator)
+        return self._replace(x=(self.x * light + noise).clamp_min(0))
+
+    def one(self, at: int) -> Slices:
+        return Slices(self.x[at : at + 1], self.y[at : at + 1])
+
+
+def brain() -> tuple[Tensor, Tensor, Tensor]:
+    """The T1 image and the maps of grey and of white matter, each (z, y, x) in bytes."""
+    kinds = ("t1", "gm", "wm")
+    t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in kinds)
+    if not t1.shape == grey.shape == white.shape:
+        raise ValueError(
+            f"nilearn: expected volumes of one shape, got {t1.shape}, {grey.shape}, {white.shape}"
+        )
+    return t1, grey, white
+
+
+def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
+    """These axial slices. A pixel belongs to the tissue that is the most probable."""
+    t1, grey, white = (whole[chosen.start : chosen.stop].int() for whole in volumes)
+    border = (0, WIDTH - t1.shape[2], 0, HEIGHT - t1.shape[1])
+    tissue = torch.stack([255 - grey - white, grey, white]).argmax(0)
+    return Slices(F.pad(t1 / 255, border)[:, None], F.pad(tissue, border))
+
+
+def volume(path: Path) -> Tensor:
+    """The bytes (z, y, x) of a NIfTI-1 file."""
+    stored = gzip.decompress(bounded(path).read_bytes())
+    if struct.unpack_from("<i", stored)[0] != 348 or stored[344:348] != b"n+1\0":
+        raise ValueError(f"{path}: expected a NIfTI-1 file, got one that begins with {stored[:4].hex()}")
+    rank, x, y, z = struct.unpack_from("<4h", stored, 40)
+    kind, begin = struct.unpack_from("<h", stored, 70)[0], int(struct.unpack_from("<f", stored, 108)[0])
+    if rank != 3 or kind != BYTES or len(stored) != begin + x * y * z:
+        raise ValueError(f"{path}: expected bytes in 3 dims, got {rank} dims {x, y, z} of type {kind}")
+    return torch.from_numpy(np.frombuffer(stored, np.uint8, offset=begin).reshape(z, y, x).copy())
+
+
+def dice(found: Tensor, truth: Tensor, tissue: int) -> float:
+    """2 |A and B| / (|A| + |B|) of the pixels that are said to be of a tissue and those that are."""
+    a, b = found == tissue, truth == tissue
+    return (2 * (a & b).sum() / (a.sum() + b.sum()).clamp_min(1)).item()
+
+
+class App(Application):
+    name = "medical"
+    more = ("Dice grey", "Dice white", "grey, even light", "white, even light")
+    request = f"the number of a slice, {TESTED.start} to {TESTED.stop - 1}"
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        super().__init__(quick=quick, seed=seed)
+        volumes = brain()
+        parts = (range(60, 64), range(94, 95), TESTED[:2]) if quick else (TRAINED, VALIDATED, TESTED)
+        self.trained, self.validated, self.even = (cut(volumes, chosen) for chosen in parts)
+        generator = torch.Generator().manual_seed(seed)
+        self.validated, self.tested = self.validated.shaded(generator), self.even.shaded(generator)
+
+    @property
+    def recipe(self) -> Recipe:
+        if self.quick:
+            return Recipe(steps=2, every=2)
+        return Recipe(steps=1000, rate=2e-3, decay=0.01, warmup=50, every=100)
+
+    def model(self) -> nn.Module:
+        return Segmenter(HEIGHT, WIDTH, len(TISSUES), dropout=0.1)
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
+        """Some slices, each perhaps mirrored, under a new light."""
+        count = 1 if self.quick else BATCH
+        chosen = torch.randint(len(self.trained.x), (count,), generator=generator)
+        x, y = self.trained.x[chosen], self.trained.y[chosen]
+        mirrored = torch.rand(count, generator=generator) < 0.5
+        x[mirrored], y[mirrored] = x[mirrored].flip(-1), y[mirrored].flip(-1)
+        return Slices(x, y).shaded(generator)
+
+    def loss(self, model: nn.Module, batch: Slices) -> Tensor:
+        return F.cross_entropy(model(batch.x), batch.y)
+
+    def validation(self, model: nn.Module) -> float:
+        return sum(dices(self._found(model, self.validated), self.validated)) / 2
+
+    def scores(self, model: nn.Module) -> Scores:
+        both = (self.tested, self.even)
+        return self._scores([dices(self._found(model, slices), slices) for slices in both])
+
+    def _scores(self, found: list[tuple[float, float]]) -> Scores:
+        return dict(zip(self.more, (value for pair in found for value in pair), strict=True))
+
+    def _found(self, model: nn.Module, slices: Slices) -> Tensor:
+        """(n, HEIGHT, WIDTH)"""
+        return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
+
+    def baselines(self) -> dict[str, Scores]:
+        """Dark, grey, white: the two brightnesses between them are the best for training in that light."""
+        shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
+        found = []
+        for trained, tested in ((shaded, self.tested), (self.trained, self.even)):
+            a, b = thresholds(trained)
+            found.append(dices((levels(tested) >= a).long() + (levels(tested) >= b), tested))
+        return {"two thresholds": self._scores(found)}
+
+    def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
+        """Of the uneven light: in even light thresholds are hard to beat."""
+        rival = baselines["two thresholds"]
+        return {
+            f"{measure} better than thresholds": own[measure] > rival[measure] for measure in self.more[:2]
+        }
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        given = TESTED[: len(self.tested.x)]
+        one = self.tested.one(self.number(request, given) - given.start)
+        found = self._found(model, one)
+        lines = [f"slice {request} of the average brain; a study of a method, not for diagnosis"]
+        for tissue, name in enumerate(TISSUES[1:], 1):
+            own, true = ((part == tissue).sum().item() / 100 for part in (found, one.y))
+            same = dice(found, one.y, tissue)
+            lines.append(f"  {name:5}  {own:6.1f} cm2, in the data {true:6.1f}; Dice {same:.3f}")
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """A slice of the test, its tissue, what was found, and where its greyest patch looks."""
+        one = self.tested.one(len(self.tested.x) // 2)
+        stride: int = model.stride  # type: ignore[assignment]
+        grey = F.avg_pool2d((one.y == 1).float(), stride)[0]
+        row, column = divmod(int(grey.argmax()), grey.shape[1])
+        looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
+        made, axes = figure(9, 2.9, ncols=4)
+        titles = ("T1", "tissue in the data", "found", "where the marked patch looks")
+        for panel, title in zip(axes, titles, strict=True):
+            panel.set_title(title, fontsize=9)
+            panel.axis("off")
+        axes[1].imshow(one.y[0].numpy(), cmap="gray", origin="lower")
+        axes[2].imshow(self._found(model, one)[0].numpy(), cmap="gray", origin="lower")
+        for panel in (axes[0], axes[3]):
+            panel.imshow(one.x[0, 0].numpy(), cmap="gray", origin="lower")
+        _overlay(axes[3], looks[-1], row, column, stride)
+        save(made, path)
+
+
+def _overlay(axes: Any, looks: Tensor, row: int, column: int, stride: int) -> None:
+    """The weights of a patch over the image, and the patch itself."""
+    whole = looks.repeat_interleave(stride, 0).repeat_interleave(stride, 1)
+    axes.imshow(whole.numpy(), cmap="magma", alpha=0.6, origin="lower")
+    axes.plot((column + 0.5) * stride, (row + 0.5) * stride, marker="s", color=ORANGE, fillstyle="none")
+
+
+def dices(found: Tensor, slices: Slices) -> tuple[float, float]:
+    """Of grey and of white matter."""
+    return dice(found, slices.y, TISSUES.index("grey")), dice(found, slices.y, TISSUES.index("white"))
+
+
+def levels(slices: Slices) -> Tensor:
+    """(n, HEIGHT, WIDTH): the brightness as a whole number."""
+    return (slices.x[:, 0] * 255).round().long().clamp_max(LEVELS - 1)
+
+
+def thresholds(slices: Slices) -> tuple[int, int]:
+    """The brightness from which a pixel is grey matter, and from which white: best for both Dice."""
+    bright, tissues = levels(slices), range(len(TISSUES))
+    counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
+    below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)
+    grey_all, white_all = below[1, -1], below[2, -1]
+    a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")
+    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels called grey
+    above = below[:, -1, None] - below  # (tissues, b): pixels called white
+    grey = 2 * between[1] / (between.sum(0) + grey_all).clamp_min(1)
+    white = 2 * above[2] / (above.sum(0) + white_all).clamp_min(1)
+    best = torch.where(a <= b, grey + white, 0).argmax()
+    return divmod(int(best), LEVELS + 1)

@@ -1,0 +1,212 @@
+"""English to French: an encoder-decoder on short sentences, written by beam search with a cache.
+
+Data: pairs of sentences of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the source
+package of `nmt` on PyPI. The English has at most WORDS words. Held out are English sentences with all
+their French ones; a pair of training has neither in common with them, whatever the case and the punctuation.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from io import TextIOWrapper
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...models._tokenizers import by_word, trained
+from .._frame.application import Application, Recipe, Scores
+from .._frame.data import FOLDER, bounded, first_of
+from .._frame.pictures import figure, save
+from .baseline import lexicon, word_by_word
+from .beam import Written
+from .model import END, START, Sentences, Translator, sentences
+
+PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
+WORDS = 8  # of an English sentence at most
+TESTED, VALIDATED = 2000, 500
+VOCABULARY, READ = 3000, 40_000  # tokens, and the pairs from which they are learned
+BATCH, SMOOTHING = 128, 0.1
+BEAMS, PENALTY = 4, 1.0
+LEXICON = "word by word (IBM model 1)"
+
+Pair = tuple[str, str]
+
+
+class Held(NamedTuple):
+    """A sentence that is not in training, and all its translations."""
+
+    source: str
+    references: list[str]
+
+
+class Batch(NamedTuple):
+    source: Sentences
+    target: Sentences  # begins with START
+    following: Tensor  # (total,): the token after each of the target
+
+
+def tatoeba(lines: int | None = None) -> list[Pair]:
+    """English and French, each pair once. The file is sorted by length: the first lines are short."""
+    place = first_of(PLACES, "Tatoeba English-French")
+    try:
+        with ZipFile(bounded(place)) as archive, archive.open("fra.txt") as file:
+            columns = (line.split("\t") for line in islice(TextIOWrapper(file, "utf-8"), lines))
+            found = dict.fromkeys((clean(english), clean(french)) for english, french, *_ in columns)
+    except (BadZipFile, KeyError, ValueError) as error:
+        raise ValueError(f"{place}: expected fra.txt with pairs: {error}; `make data` brings it") from None
+    return [pair for pair in found if len(pair[0].split()) <= WORDS]
+
+
+def clean(text: str) -> str:
+    """One form of letters, apostrophes and spaces; the French has three kinds of the last."""
+    return " ".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split())
+
+
+def bare(text: str) -> str:
+    """Letters and digits alone: what makes two sentences the same."""
+    return re.sub(r"\W+", "", text.casefold())
+
+
+def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list[Pair]]:
+    """So many English sentences, and the pairs that have no sentence in common with them."""
+    french: dict[str, list[str]] = defaultdict(list)
+    for source, target in pairs:
+        french[source].append(target)
+    found: dict[str, Held] = {}
+    english = list(french)
+    order = torch.randperm(len(english), generator=torch.Generator().manual_seed(seed)).tolist()
+    for source in (english[i] for i in order):
+        if len(found) < count:
+            found.setdefault(bare(source), Held(source, french[source]))
+    held = list(found.values())
+    closed = {bare(text) for one in held for text in (one.source, *one.references)}
+    return held, [pair for pair in pairs if closed.isdisjoint(map(bare, pair))]
+
+
+class App(Application):
+    name = "translation"
+    more = ("BLEU", "chrF")
+    request = "an English sentence in quotes"
+
+    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
+        super().__init__(quick=quick, seed=seed)
+        tested, validated, lines = (12, 8, 3000) if quick else (TESTED, VALIDATED, None)
+        held, self.trained = hold_out(tatoeba(lines), tested + validated, seed)
+        self.tested, self.validated = held[:tested], held[tested:]
+        self.tokenizer: Any = self._learned_tokens()
+
+    def _learned_tokens(self) -> Any:
+        order = torch.randperm(len(self.trained), generator=torch.Generator().manual_seed(self.seed))
+        texts = [text for i in order[:READ].tolist() for text in self.trained[i]]
+        return trained(texts, VOCABULARY, control=["<start>", "<end>"])
+
+    @property
+    def recipe(self) -> Recipe:
+        if self.quick:
+            return Recipe(steps=2, every=2)
+        return Recipe(steps=800, rate=4e-3, warmup=100, every=200)
+
+    def model(self) -> nn.Module:
+        return Translator(self.tokenizer.get_vocab_size())
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Batch:
+        chosen = torch.randint(len(self.trained), (8 if self.quick else BATCH,), generator=generator)
+        return self._batch([self.trained[i] for i in chosen.tolist()])
+
+    def _batch(self, pairs: list[Pair]) -> Batch:
+        source, target = (self._tokens(list(side)) for side in zip(*pairs, strict=True))
+        following = torch.tensor([token for own in target for token in (*own, END)])
+        return Batch(self._source(source), sentences([[START, *own] for own in target]), following)
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self.tokenizer.encode_batch(texts)]
+
+    @staticmethod
+    def _source(tokens: list[list[int]]) -> Sentences:
+        return sentences([[*own, END] for own in tokens])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        scores = model(batch.source, batch.target)
+        return F.cross_entropy(scores, batch.following, label_smoothing=SMOOTHING * model.training)
+
+    def validation(self, model: nn.Module) -> float:
+        """The log of the chance of a token, on average."""
+        pairs = [(one.source, reference) for one in self.validated for reference in one.references]
+        return -float(self.loss(model, self._batch(pairs)))
+
+    def scores(self, model: nn.Module) -> Scores:
+        found = self.translate(model, [one.source for one in self.tested])
+        return quality([self.text(written.tokens) for written in found], self.tested)
+
+    def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
+        """Each in French. Sentences of about the same length go together."""
+        tokens = self._tokens([clean(text) for text in texts])
+        order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
+        found: dict[int, Written] = {}
+        for begin in range(0, len(order), BATCH):
+            some = order[begin : begin + BATCH]
+            longest = 2 * len(tokens[some[-1]]) + 8
+            source = self._source([tokens[i] for i in some])
+            written = model.translate(source, width=BEAMS, longest=longest, penalty=PENALTY)  # type: ignore[operator]
+            found |= zip(some, written, strict=True)
+        return [found[i] for i in range(len(texts))]
+
+    def text(self, tokens: list[int]) -> str:
+        decoded: str = self.tokenizer.decode(tokens)
+        return decoded.strip()
+
+    def baselines(self) -> dict[str, Scores]:
+        known = lexicon(self.trained)
+        return {LEXICON: quality([word_by_word(known, one.source) for one in self.tested], self.tested)}
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        (written,) = self.translate(model, [request])
+        about = f"log-probability {written.score:.2f}, {len(written.tokens) + 1} tokens with the end"
+        return f"{self.text(written.tokens)}\n({about})"
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """Two sentences of the test: which English words the model reads for each French one."""
+        shown = sorted((one.source for one in self.tested[:50]), key=lambda text: -len(text.split()))[:2]
+        made, axes = figure(10, 4.6, ncols=2)
+        for axis, source, written in zip(axes, shown, self.translate(model, shown), strict=True):
+            weights, english, french = self.alignment(model, source, written.tokens)
+            axis.imshow(weights.numpy(), cmap="magma", vmin=0, aspect="auto")
+            axis.set_xticks(range(len(english)), english, rotation=45, ha="right")
+            axis.set_yticks(range(len(french)), french)
+            axis.set(xlabel="read", ylabel="written")
+        save(made, path)
+
+    def alignment(
+        self, model: nn.Module, source: str, target: list[int]
+    ) -> tuple[Tensor, list[str], list[str]]:
+        """Cross-attention by words, (French, English), the mean of all heads; and the words of both."""
+        from regard.see import capture
+
+        (read,) = self._tokens([source])
+        with capture(model, keep="qk") as seen:
+            model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
+        layers = [layer.rows(list(range(len(target) + 1))) for layer in seen if "cross" in layer.name]
+        weights = torch.cat(layers, 1)[0].mean(0)  # the row that reads a token writes the next one
+        english, french = ([*by_word(self.tokenizer, own), [END]] for own in (read, target))
+        by_source = torch.stack([part.sum(1) for part in weights.split([*map(len, english)], 1)], 1)
+        by_both = torch.stack([part.mean(0) for part in by_source.split([*map(len, french)])])
+        return by_both, self._labels(english), self._labels(french)
+
+    def _labels(self, groups: list[list[int]]) -> list[str]:
+        return [*map(self.text, groups[:-1]), "(end)"]
+
+
+def quality(found: list[str], held: list[Held]) -> Scores:
+    """Beside all references of each sentence, of which there are different numbers."""
+    from sacrebleu import corpus_bleu, corpus_chrf
+
+    references = list(zip_longest(*(one.references for one in held)))
+    return {"BLEU": corpus_bleu(found, references).score, "chrF": corpus_chrf(found, references).score}

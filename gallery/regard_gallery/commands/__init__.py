@@ -1,0 +1,1 @@
+"""Subcommands that the `regard` command finds through entry points."""

@@ -1,0 +1,36 @@
+"""What `regard generate` and `regard chat` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from regard.cli.console import amount, quiet_offline, show
+
+if TYPE_CHECKING:
+    from ..models.generate import Session
+
+
+def new_session(model: Path | None, attention: str, cache: str) -> Session:
+    quiet_offline()
+    from ..models import caches, language
+    from ..models.generate import Session
+
+    loaded = language.load(model, attention=attention)
+    return Session(loaded, caches.maker(loaded.model, cache))
+
+
+def stream(pieces: Iterable[str], session: Session, cache: str) -> None:
+    """The text as it comes, then what it took, which is no part of the output."""
+    for piece in pieces:
+        show(piece)
+    show("\n")
+    took = session.report
+    typer.echo(
+        f"{took.written} tokens, {took.speed:.1f} a second; {took.read} tokens read in {took.reading:.2f} s; "
+        f"cache {amount(took.cache_bytes)} ({cache})",
+        err=True,
+    )

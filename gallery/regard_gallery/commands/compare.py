@@ -1,0 +1,109 @@
+"""`regard compare`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.cli.console import one_line_errors, tables
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..compare import Effort, Measured, Sizes
+
+
+def compare(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About two minutes: a smaller model, fewer steps.")
+    ] = False,
+    width: Annotated[int | None, typer.Option(min=1, help="d_model of all models.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of training, for each kind and seed.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=2, help="Trainings of each kind.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Read before decoding.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: PyTorch's number.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write all numbers into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them into this file.")] = None,
+) -> None:
+    """MHA, GQA, MQA, MLA, a window and linear attention at equal width, trained and timed here."""
+    with one_line_errors():
+        import torch
+
+        from ..compare import FULL, QUICK
+
+        _check(json, plot)
+        sizes, effort = QUICK if quick else FULL
+        sizes = sizes if width is None else replace(sizes, width=width)
+        given = {"steps": steps, "seeds": seeds, "tokens": tokens}
+        effort = replace(effort, **{name: n for name, n in given.items() if n is not None})
+        if threads is not None:
+            torch.set_num_threads(threads)
+        console = tables()
+        found = _measured(sizes, effort, console)
+        console.print(_table(found), _beside_the_notes(found), sep="\n")
+        if json is not None:
+            json.write_text(found.to_json(), encoding="utf-8")
+        if plot is not None:
+            found.plot(str(plot))
+
+
+def _check(json: Path | None, plot: Path | None) -> None:
+    """Before the work, not after it."""
+    for name, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{name}: expected a file in a directory that exists, got {path}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("--plot: expected matplotlib, which is not installed", name="matplotlib")
+
+
+def _measured(sizes: Sizes, effort: Effort, console: Console) -> Measured:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from ..compare import measure
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=effort.ticks)
+        return measure(sizes, effort, progress=lambda what: bar.update(task, description=what, advance=1))
+
+
+def _table(found: Measured) -> Table:
+    from rich.box import MARKDOWN
+    from rich.table import Table
+
+    caption = (
+        "parameters of attention in a layer, and of the model; cache: bytes / token; "
+        "prefill, decode: tokens / s; loss: held out, nats / byte, by seeds"
+    )
+    table = Table("kind", title=found.setting, box=MARKDOWN, caption=caption)
+    for name in ("layer", "model", "cache", "prefill", "decode", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(
+            row.kind, f"{row.attention_parameters:,}", f"{row.model_parameters:,}", f"{row.token_bytes:,.0f}",
+            f"{row.prefill:,.0f}", f"{row.decode:,.0f}", f"{row.loss:.3f} ± {row.spread:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def _beside_the_notes(found: Measured) -> Table:
+    """Their words, and what was measured beside MHA."""
+    from rich.box import MARKDOWN
+    from rich.table import Table
+
+    from ..compare import NOTES
+
+    table = Table("kind", title="The notes, and what was measured: times MHA's, or nats", box=MARKDOWN)
+    for name in NOTES:
+        table.add_column(name)
+    for kind in NOTES["quality"]:
+        shares = {name: found.values(name)[kind] / found.values(name)["MHA"] for name in NOTES}
+        cells = (f"{NOTES[name][kind]}: {share:.2f}" for name, share in shares.items() if name != "quality")
+        table.add_row(kind, *cells, f"{NOTES['quality'][kind]}: {found[kind].loss:.3f}")
+    table.add_row("not found", *("; ".join(pairs) or "-" for pairs in found.denied().values()))
+    return table

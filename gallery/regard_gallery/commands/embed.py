@@ -1,0 +1,38 @@
+"""`regard embed`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from regard.cli.console import one_line_errors, quiet_offline
+
+from ._options import Attention, AttentionOption, EncoderOption
+
+
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; else lines of the input.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a .npy file instead of JSON lines.")] = None,
+    model: EncoderOption = None,
+    attention: AttentionOption = Attention.regard,
+) -> None:
+    """The vector of each text, of length 1: near vectors mean near things."""
+    with one_line_errors():
+        wanted = texts or [line.rstrip("\n") for line in sys.stdin]
+        quiet_offline()
+        import numpy as np
+
+        from ..models import minilm
+
+        vectors = minilm.load(model, attention=attention.value).embed(wanted)
+        if out is not None:
+            with open(out, "wb") as file:
+                np.save(file, vectors.numpy(), allow_pickle=False)
+            typer.echo(f"{len(wanted)} vectors of {vectors.shape[1]} numbers in {out}", err=True)
+            return
+        for vector in vectors.tolist():
+            typer.echo(json.dumps(vector))

@@ -1,0 +1,72 @@
+"""`regard search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.cli.console import one_line_errors, printable, quiet_offline
+
+from ._options import Attention, AttentionOption, EncoderOption
+
+if TYPE_CHECKING:
+    from ..models.search import Hit
+
+MAX_BYTES = 64 << 20
+SHOWN_LINES = 3
+WIDTH = 100
+
+
+def search(
+    files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8.")],
+    question: Annotated[str, typer.Option("--question", "-q", help="What to look for.")],
+    top: Annotated[int, typer.Option(help="How many passages to show.")] = 5,
+    size: Annotated[int, typer.Option(help="The most tokens in a passage.")] = 128,
+    model: EncoderOption = None,
+    attention: AttentionOption = Attention.regard,
+) -> None:
+    """Find the passages of text files that are nearest in meaning to a question."""
+    with one_line_errors():
+        texts = {str(file): _read(file) for file in files}
+        quiet_offline()
+        from ..models import minilm
+        from ..models.search import passages, rank
+
+        embedder = minilm.load(model, attention=attention.value)
+        found = [part for source, text in texts.items() for part in passages(embedder, source, text, size)]
+        if not found:
+            raise ValueError("files: expected some text, got none")
+        with _progress(len(found)) as done:
+            vectors = embedder.embed([passage.text for passage in found], done=done)
+        for hit in rank(embedder.embed([question])[0], vectors, found, top):
+            _show(hit)
+
+
+def _read(file: Path) -> str:
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file}: expected at most {MAX_BYTES} bytes, got {file.stat().st_size}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8: {error}") from None
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, which goes when it is full."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"{total} passages", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _show(hit: Hit) -> None:
+    typer.echo(printable(f"{hit.score:.3f}  {hit.passage.source}:{hit.passage.line}"))
+    for line in hit.passage.text.splitlines()[:SHOWN_LINES]:
+        typer.echo(printable(f"       {line[:WIDTH]}"))

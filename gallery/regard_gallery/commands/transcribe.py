@@ -1,0 +1,46 @@
+"""`regard transcribe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from regard.cli.console import one_line_errors, printable, quiet_offline
+
+from ._options import Attention, AttentionOption
+
+
+def transcribe(
+    file: Annotated[Path, typer.Argument(help="A wav file in PCM.")],
+    words: Annotated[bool, typer.Option("--words", help="Show when each word was said.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw which moment each word was read from.")] = None,
+    beams: Annotated[int, typer.Option(help="How many texts are followed at a time.", min=1)] = 5,
+    model: Annotated[
+        Path | None, typer.Option(help="An English Whisper in CTranslate2's format; default tiny.en.")
+    ] = None,
+    attention: AttentionOption = Attention.regard,
+) -> None:
+    """Write down English speech with Whisper, and which moment each word was read from."""
+    with one_line_errors():
+        quiet_offline()
+        from ..models import transcribe as speech
+        from ..models import whisper
+        from ..models._picture import draw
+        from ..models._wav import read_wav
+
+        samples = read_wav(file, speech.RATE)
+        loaded = whisper.load(model, attention=attention.value)
+        segments = speech.transcribe(loaded, samples, beams=beams)
+        for segment in segments:
+            typer.echo(printable(f"[{segment.start:7.2f} {segment.end:7.2f}] {segment.text.strip()}"))
+        if not words and picture is None:
+            return
+        aligned = [speech.align(loaded, samples, segment) for segment in segments]
+        if words:
+            for word in (word for part in aligned for word in part.words):
+                typer.echo(printable(f"{word.start:8.2f} {word.end:8.2f}  {word.text}"))
+        if picture is not None:
+            draw(aligned, picture)
+            typer.echo(f"{picture}: {sum(len(part.words) for part in aligned)} words", err=True)

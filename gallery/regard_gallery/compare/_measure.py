@@ -1,0 +1,200 @@
+"""What each kind of attention costs and how well it learns, at equal width."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, stdev
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._checks import count
+from ._models import KINDS, Sizes, layer, parameters
+from ._notes import NOTES, denied
+from ._speed import Side, decoded
+from ._training import trained
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CLEAR = 0.05  # less than this share of MHA's speed is no difference
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to train and to measure."""
+
+    steps: int = 400  # of training
+    seeds: int = 3
+    length: int = 256  # bytes of a line
+    batch: int = 4  # lines of a step
+    tokens: int = 4096  # read before decoding
+    rounds: int = 5  # of reading and writing
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            count(name, size, 2 if name == "seeds" else 1)
+
+    @property
+    def ticks(self) -> int:
+        """How often `measure` tells what it does."""
+        return len(KINDS) * (1 + self.rounds + self.seeds * self.steps)
+
+
+FULL = Sizes(), Effort()
+QUICK = Sizes(128, layers=2), Effort(80, length=128, batch=8, tokens=2048, rounds=3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one kind."""
+
+    kind: str
+    attention_parameters: int  # of one layer
+    model_parameters: int
+    cache_bytes: int  # of all layers, for the tokens that are read
+    token_bytes: float  # of that for each of them
+    prefill: float  # tokens in a second
+    decode: float
+    losses: tuple[float, ...]  # nats for each byte, by seed
+
+    @property
+    def loss(self) -> float:
+        return mean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds."""
+        return stdev(self.losses)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row for each kind, and how it was found."""
+
+    sizes: Sizes
+    effort: Effort
+    threads: int
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, kind: str) -> Row:
+        return {row.kind: row for row in self.rows}[kind]
+
+    @property
+    def setting(self) -> str:
+        s, e = self.sizes, self.effort
+        return (
+            f"width {s.width}, {s.heads} heads, {s.layers} layers, window {s.window}; "
+            f"{e.steps} steps of {e.batch} x {e.length} bytes, {e.seeds} seeds; "
+            f"{e.tokens:,} tokens read; float32, threads: {self.threads}"
+        )
+
+    def values(self, column: str) -> dict[str, float]:
+        """A column of the notes in numbers, for the kinds that they speak of."""
+        taken: dict[str, Callable[[Row], float]] = {
+            "parameters": lambda row: row.attention_parameters,
+            "memory": lambda row: row.token_bytes,
+            "inference": lambda row: row.decode,
+            "quality": lambda row: -row.loss,
+        }
+        return {kind: taken[column](self[kind]) for kind in NOTES[column]}
+
+    def denied(self) -> dict[str, list[str]]:
+        """By column of the notes, their orders that were not found."""
+        compared = [self[kind] for kind in NOTES["quality"]]
+        margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}
+        return {
+            column: denied(words, self.values(column), margins.get(column, 0.0))
+            for column, words in NOTES.items()
+        }
+
+    def to_json(self) -> str:
+        found = asdict(self) | {"notes": NOTES, "not as in the notes": self.denied()}
+        about = {"torch": torch.__version__, "python": platform.python_version()}
+        return json.dumps(found | about, indent=2)
+
+    def plot(self, path: str | None = None) -> Figure:
+        """Five panels of bars, one for each column (needs the extra `plot`)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 3.4), layout="constrained")
+        rows = self.rows
+        panels = {
+            "parameters of a layer": [row.attention_parameters for row in rows],
+            "cache bytes for a token": [row.token_bytes for row in rows],
+            "prefill, tokens / s": [row.prefill for row in rows],
+            "decode, tokens / s": [row.decode for row in rows],
+        }
+        *bars, last = figure.subplots(1, 5)
+        names = [row.kind for row in rows]
+        for axes, (title, values) in zip(bars, panels.items(), strict=True):
+            axes.barh(names, values, color=COLOURS[: len(rows)])
+            axes.set_title(title, fontsize=10)
+        _draw_losses(last, rows)
+        for axes in figure.axes:
+            axes.invert_yaxis()
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.ticklabel_format(axis="x", scilimits=(-2, 4))
+        figure.suptitle(self.setting, fontsize=9)
+        if path is not None:
+            figure.savefig(path, dpi=110, metadata={"Software": None})
+        return figure
+
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
+    """Means with their spread, and a dot for each seed; bars would have to begin at zero."""
+    for row, colour in zip(rows, COLOURS, strict=False):
+        axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)
+        axes.plot(row.losses, [row.kind] * len(row.losses), "o", color="black", markersize=2.5)
+    axes.set_title("held-out loss, nats / byte", fontsize=10)
+
+
+def measure(
+    sizes: Sizes,
+    effort: Effort,
+    *,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Measured:
+    """Train and time models that differ in their attention alone.
+
+    Speeds come first, of models that are not trained: time does not depend on weights.
+
+    Args:
+        progress: told what comes next, `effort.ticks` times.
+    """
+    sides = decoded(
+        KINDS,
+        sizes,
+        tokens=effort.tokens,
+        rounds=effort.rounds,
+        progress=lambda kind: progress(f"speed, {kind}"),
+    )
+    rows = tuple(_row(side, sizes, effort, progress) for side in sides)
+    return Measured(sizes, effort, torch.get_num_threads(), rows)
+
+
+def _row(side: Side, sizes: Sizes, effort: Effort, progress: Callable[[str], None]) -> Row:
+    def loss(seed: int) -> float:
+        return trained(
+            side.kind, sizes, seed, effort.steps, length=effort.length, batch=effort.batch,
+            progress=lambda: progress(f"training, {side.kind}, seed {seed}"),
+        )  # fmt: skip
+
+    kept = side.model.cache_bytes(effort.tokens)
+    return Row(
+        side.kind,
+        parameters(layer(side.kind, sizes)),
+        parameters(side.model),
+        kept,
+        kept / effort.tokens,
+        1 / side.to_read,
+        1 / side.to_write,
+        tuple(loss(seed) for seed in range(effort.seeds)),
+    )

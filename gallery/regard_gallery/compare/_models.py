@@ -1,0 +1,86 @@
+"""A language model of bytes with one kind of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard.cache import SlidingCache
+from regard.masks import Causal, Window
+from regard.nn import Attention, Block, LatentAttention, LinearAttention, Stack, SwiGLU
+from regard.positions import Rotary
+
+from .._checks import count
+
+KV_HEADS = {"MHA": None, "GQA-4": 4, "MQA": 1, "window": None}
+KINDS = ("MHA", "GQA-4", "MQA", "MLA", "window", "linear")
+Layer = Attention | LatentAttention | LinearAttention
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model. All kinds have them alike; `window` counts the token itself."""
+
+    width: int = 256
+    heads: int = 8
+    layers: int = 4
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            count(name, size, 1)
+        if self.heads % 4:
+            raise ValueError(f"heads: expected a multiple of the 4 key heads of GQA-4, got {self.heads}")
+        if self.width % (4 * self.heads):  # rotary keys of MLA have D / 2 channels, in pairs
+            raise ValueError(
+                f"width: expected a multiple of 4 for each of {self.heads} heads, got {self.width}"
+            )
+
+
+class ByteModel(nn.Module):
+    """Bytes (B, L) -> scores of each next byte (B, L, 256)."""
+
+    def __init__(self, kind: str, sizes: Sizes) -> None:
+        super().__init__()
+        self.kind, self.sizes = kind, sizes
+        self.byte = nn.Embedding(256, sizes.width)
+        blocks = [Block(layer(kind, sizes), SwiGLU(sizes.width)) for _ in range(sizes.layers)]
+        self.stack = Stack(blocks, nn.LayerNorm(sizes.width))
+        self.score = nn.Linear(sizes.width, 256)
+
+    def forward(self, tokens: Tensor, caches: list[Any] | None = None) -> Tensor:
+        scores: Tensor = self.score(self.stack(self.byte(tokens), caches=caches))
+        return scores
+
+    def new_caches(self, capacity: int) -> list[Any]:
+        """Empty ones of one sample. A window needs no more than its tokens."""
+        if self.kind != "window":
+            return self.stack.new_caches(1, capacity)
+        heads, D = self.sizes.heads, self.sizes.width // self.sizes.heads
+        return [SlidingCache(1, heads, D, window=self.sizes.window) for _ in range(self.sizes.layers)]
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Of caches of one sample that hold so many."""
+        return sum(cache.nbytes for cache in self.new_caches(tokens))
+
+
+def layer(kind: str, sizes: Sizes) -> Layer:
+    """MLA has DeepSeek's proportions: rank 4 D, rotary keys of D / 2."""
+    width, heads = sizes.width, sizes.heads
+    D = width // heads
+    if kind == "linear":
+        return LinearAttention(width, heads)
+    if kind == "MLA":
+        return LatentAttention(
+            width, heads, rank=4 * D, nope_dim=D, rope_dim=D // 2, mask=Causal(), bias=False
+        )
+    if kind not in KV_HEADS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    mask = Window(sizes.window - 1) if kind == "window" else Causal()
+    return Attention(width, heads, kv_heads=KV_HEADS[kind], position=Rotary(D), mask=mask, bias=False)
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

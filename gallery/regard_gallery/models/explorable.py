@@ -1,0 +1,25 @@
+"""Models for the explorer: MiniLM from its package, a directory of Transformers, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import language, minilm
+from ._pretrained import from_directory
+
+
+def load(path: Path | None) -> tuple[Any, Any, str]:
+    """Returns the model, its tokenizer and its name. Nothing is downloaded, no code of a model is run."""
+    if path is None:
+        found = minilm.load()
+        return found.model, found.tokenizer, "all-MiniLM-L6-v2"
+    if path.suffix == ".gguf":
+        loaded = language.load(path)
+        return loaded.model, loaded.tokenizer, path.stem
+    from transformers import AutoModel
+
+    model, tokenizer = from_directory(AutoModel, path, "regard")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: expected an encoder or a decoder alone, got {type(model).__name__}")
+    return model, tokenizer, path.resolve().name

@@ -1,0 +1,197 @@
+"""The verb: facts about the weights without the n x n matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd.attention import canonical
+from .._autograd.ops import problem_of
+from .._backends import reference
+from .._backends.dispatch import check_name, preference, reasons
+from .._backends.native import evidence as _evidence_native
+from .._backends.torch import evidence as _evidence_torch
+from .._call.problem import Bias, Problem, learned, make
+from .._tools.arguments import as_int, describe, is_integer
+from .._tools.watching import PLAIN, is_followed
+from ..facts import ColumnMass, Fact, MassOn, Parts
+from ..masks import Mask
+
+
+class Evidence(tuple[Any, ...]):
+    """The results of `evidence`, one for each fact in `want`."""
+
+    want: tuple[Fact, ...]
+
+    def __new__(cls, want: Sequence[Fact], results: Sequence[Any]) -> Evidence:
+        self = super().__new__(cls, results)
+        self.want = tuple(want)
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.want, tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Evidence({', '.join(map(repr, self.want))})"
+
+
+def evidence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *want: Fact,
+    mask: Mask | Tensor | None = None,
+    offset: int | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    impl: str = "auto",
+) -> Evidence:
+    """Exact facts about the weights of attention, at O(n) memory.
+
+    The weights are those of `attention` with the same arguments: p = softmax(cap(scale * q.k) + bias), where
+    the mask allows. They are computed tile by tile, used for every fact, and forgotten. There is no dropout:
+    facts are about what the model attends to, not about one draw. Facts carry no gradient.
+
+    Args:
+        q: queries (..., Hq, Lq, D), or (Hq, Lq, D), or (Lq, D).
+        k: keys (..., Hkv, Lk, D).
+        v: values (..., Hkv, Lk, Dv), or None: only their shape is looked at.
+        want: facts of `regard.facts`: `Rows`, `TopK`, `ColumnMass`, `Entropy`, `RowMax`,
+            `DistanceHistogram`, `MassOn`, `BlockMass`, `BlockMax`.
+        mask, offset, bias, scale, softcap, sink: as for `attention`.
+        impl: "auto", "native", "torch" or "reference". A backend asked for by name never falls back.
+
+    Returns:
+        A tuple with the result of each fact, in the order of `want`. (..., Hq) stands for q's outer dims,
+        nothing for (Lq, D). float32 (float64 for float64), keys and distances int64. A query that may attend
+        to nothing has weights 0, entropy 0 and keys -1.
+
+    Example:
+        >>> found = regard.evidence(q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
+        >>> found[0].keys.shape, found[1].nats.shape
+    """
+    options = {"mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink}
+    found: Evidence = _find(q, k, v, want, options, impl)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _find(
+    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: dict[str, Any], impl: str
+) -> Evidence:
+    _check_want(want)
+    with torch.no_grad():
+        problem = make(q, k, _no_values(k, v), **options)
+        _check_plain(problem)
+        for fact in want:
+            fact.check(problem.spec)
+        parts = _run(problem, want, _choose(problem, impl))
+    outer = problem.spec.out_shape[:-2]
+    return Evidence(want, [fact.result(x, outer) for fact, x in zip(want, parts, strict=True)])
+
+
+def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:
+    """One row of attention rollout, (..., L): how token `row` goes back through the layers to the input.
+
+    Attention rollout multiplies the layers' matrices (A + I) / 2, A being the mean over heads and I the
+    residual connection, rows scaled to sum to 1. One row of it is a vector times a matrix for each layer,
+    computed in tiles: O(L) memory.
+
+    Args:
+        layers: first layer first, each (q, k) or (q, k, options): queries (..., Hq, L, D) and keys
+            (..., Hkv, L, D) of self-attention, and a dict of further arguments of `evidence`, as its mask.
+        row: the token, -1 for the last.
+        impl: as for `evidence`.
+    """
+    if not isinstance(layers, Sequence) or not layers:
+        raise ValueError(f"layers: expected at least one (q, k) or (q, k, options), got {describe(layers)}")
+    steps = [_layer(n, layer) for n, layer in enumerate(layers)]
+    L = steps[0][0].shape[-2]
+    for n, (q, *_) in enumerate(steps):
+        if q.shape[-2] != L:
+            raise ValueError(f"layers[{n}]: expected L = {L} tokens as in layers[0], got {q.shape[-2]}")
+    if not is_integer(row):
+        raise TypeError(f"row: expected an int, got {describe(row)}")
+    if not -L <= as_int(row) < L:
+        raise ValueError(f"row: expected a token below L = {L}, got {row}")
+    vector = torch.zeros(L, dtype=torch.float64)
+    vector[as_int(row)] = 1
+    for q, k, options in reversed(steps):
+        vector = _step_back(vector.to(q.device), q, k, {"impl": impl, **options})
+    return vector.to(torch.float64 if steps[0][0].dtype is torch.float64 else torch.float32)
+
+
+def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    if not isinstance(layer, Sequence) or len(layer) not in (2, 3):
+        raise TypeError(f"layers[{n}]: expected (q, k) or (q, k, options), got {describe(layer)}")
+    q, k, options = (*layer, {})[:3]
+    if not isinstance(options, dict):
+        raise TypeError(f"layers[{n}]: expected options as a dict, got {describe(options)}")
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.ndim, k.ndim) > 1
+    if not tensors or q.shape[-2] != k.shape[-2]:
+        told = f"{describe(q)} and {describe(k)}"
+        raise ValueError(f"layers[{n}]: expected q and k of as many tokens, as in self-attention, got {told}")
+    return q, k, options
+
+
+def _step_back(vector: Tensor, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    """vector (..., L) times (A + I) / 2, rows scaled to sum to 1. Rows of A sum to 1, to less with a sink."""
+    everything = torch.ones(k.shape[-2], dtype=torch.bool)
+    (given,) = evidence(q, k, None, MassOn(everything), **options)
+    share = vector / (1 + _mean_over_heads(q, given))
+    (passed,) = evidence(q, k, None, ColumnMass(share), **options)
+    return share + _mean_over_heads(q, passed)
+
+
+def _mean_over_heads(q: Tensor, x: Tensor) -> Tensor:
+    """(..., Hq, L) -> (..., L) in float64; there are no heads in (L, D)."""
+    return x.double() if q.ndim == 2 else x.mean(-2, dtype=torch.float64)
+
+
+def _check_want(want: tuple[Fact, ...]) -> None:
+    if not want:
+        raise ValueError("want: expected at least one fact, as regard.Entropy(), got none")
+    for fact in want:
+        if type(fact) not in _evidence_torch.COLLECTORS:
+            hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
+            raise TypeError(f"want: expected facts, as regard.Entropy(), got {describe(fact)}{hint}")
+
+
+def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
+    """Values of no width, which no kernel has to read."""
+    like = k if v is None else v
+    return like[..., :0] if isinstance(like, Tensor) and like.ndim and not like.is_nested else like
+
+
+def _check_plain(problem: Problem) -> None:
+    plain = all(x is None or type(x) in PLAIN for x in (learned(problem.bias), problem.sink))
+    if is_followed(problem.q, problem.k, problem.v) or not plain or problem.q.is_meta:
+        raise NotImplementedError(
+            "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
+            "call it outside of vmap and of modes"
+        )
+
+
+def _choose(problem: Problem, impl: str) -> str:
+    name = impl
+    if impl == "auto":
+        name = preference(problem)[0]
+    check_name(name, "impl", "auto")
+    against = reasons(problem, name) if name == "native" else ()
+    if against:
+        told = ", ".join(against)
+        raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}; possible here: impl='torch'")
+    return name
+
+
+def _run(problem: Problem, want: Sequence[Fact], name: str) -> list[Parts]:
+    if name == "native":
+        return _evidence_native.evidence(problem, want)
+    if name == "reference":
+        return reference.evidence(problem, want)
+    return _evidence_torch.evidence(problem_of(canonical(problem)), want)

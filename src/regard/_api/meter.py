@@ -1,0 +1,232 @@
+"""The meter: how far an approximation is from exact attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._tools.arguments import describe
+from ..masks import Causal, Lengths, Mask
+from .attention import attention
+
+Attend = Callable[..., Any]
+LINEAR, PROBABILITY = 1e-3, 1e-4  # what rounding may do, besides that of the results' dtype
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """What `compare_to_exact` found. It prints as a small table."""
+
+    error: float  # |out - exact| / |exact|, over all numbers of the result
+    kl: float | None  # nats, the mean over rows of KL(approximate weights || exact weights)
+    top1: float | None  # the share of rows whose largest weight is at the same key
+    rows: int  # query rows compared, over samples and heads
+
+    def __repr__(self) -> str:
+        undefined = "not defined"
+        lines = {
+            "relative output error": f"{self.error:.3g}",
+            "KL of the weights": undefined if self.kl is None else f"{self.kl:.3g} nats",
+            "top-1 agreement": undefined if self.top1 is None else f"{self.top1:.1%}",
+            "query rows": f"{self.rows:,}",
+        }
+        return "\n".join(f"{name:<22}  {text}" for name, text in lines.items())
+
+
+def compare_to_exact(
+    approximation: nn.Module | Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = None,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+    weights: bool = True,
+    **options: Any,
+) -> Comparison:
+    """Compare an attention with softmax attention over all keys, on the same q, k and v.
+
+    The weights of an approximation are found through its results: with unit vectors for values, the result
+    is the weights. So KL and top-1 agreement are defined for everything that is linear in v, and KL where the
+    weights are probabilities. KL(approximate || exact) is finite where a pattern leaves keys out: if exact
+    attention gives the pattern's keys the mass p, it is -log p.
+
+    Args:
+        approximation: a function (q, k, v, **options) -> out, or a module with such a method `attend`, as
+            those of `regard.nn` have it: its attention apart from its projections. A module is compared in
+            evaluation mode.
+        q: (B, H, Lq, D).
+        k: (B, Hkv, Lk, D), Hkv a divisor of H.
+        v: (B, Hkv, Lk, Dv).
+        causal: whether exact attention is. Default: the module's `causal`, or False.
+        lengths: (B,): the first n tokens are real. Passed on to the approximation, if given; rows of padding
+            are not compared.
+        scale: of exact attention. Default 1 / sqrt(D).
+        weights: whether to look at the weights, for which the approximation is called Lk / Dv times.
+        options: passed on to the approximation.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64)
+        >>> regard.compare_to_exact(regard.nn.PerformerAttention(512, 8, features=256), q, k, v)
+    """
+    _check(approximation, q, k, v, lengths)
+    given = options if lengths is None else options | {"lengths": lengths}
+    exact = _Exact(q, k, v, _is_causal(approximation, causal), lengths, scale)
+    with torch.no_grad(), _evaluating(approximation) as attend:
+        out = attend(q, k, v, **given)
+        _check_out(out, exact.out)
+        found = _Weights(exact) if weights else None
+        if found is not None:
+            for first in range(0, k.shape[2], v.shape[3]):
+                found.add(first, attend(q, k, _units(v, first), **given))
+    error = exact.relative(out, exact.out)
+    if found is None or not exact.relative(found.rebuilt, out) < LINEAR + exact.rounding:
+        return Comparison(error, None, None, exact.rows)
+    return Comparison(error, found.kl(), found.top1(), exact.rows)
+
+
+class _Exact:
+    """Exact attention: its result, and its weights for some keys at a time."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, scale: float | None
+    ) -> None:
+        groups = q.shape[1] // k.shape[1]
+        self.q, self.k, self.v = q, *(x.repeat_interleave(groups, 1) for x in (k, v))
+        self.scale = q.shape[3] ** -0.5 if scale is None else scale
+        self.hidden = _hidden(causal, lengths)
+        with torch.no_grad():
+            self.out, self.lse = attention(q, k, v, mask=self.hidden, scale=self.scale, return_lse=True)
+        self.causal, self.lengths = causal, None if lengths is None else lengths.to(q.device)
+        self.real = self._real_rows()
+        self.rows = int(self.real.sum())
+        # Of a 16-bit result; single precision is in the limits.
+        self.rounding = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
+
+    def _real_rows(self) -> Tensor:
+        """bool (B, H, Lq)"""
+        B, H, Lq = self.q.shape[:3]
+        if self.lengths is None:
+            return torch.ones(B, H, Lq, dtype=torch.bool, device=self.q.device)
+        return (self._range(0, Lq) < self.lengths[:, None])[:, None].expand(B, H, Lq)
+
+    def _range(self, first: int, end: int) -> Tensor:
+        return torch.arange(first, end, device=self.q.device)
+
+    def log_weights(self, keys: slice) -> Tensor:
+        """(B, H, Lq, n), -inf for hidden keys."""
+        q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
+        s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
+        places = self._range(keys.start, keys.stop)
+        if self.causal:
+            last = self._range(self.k.shape[2] - self.q.shape[2], self.k.shape[2])
+            s = s.masked_fill(places > last[:, None], -torch.inf)
+        if self.lengths is not None:
+            s = s.masked_fill((places >= self.lengths[:, None])[:, None, None], -torch.inf)
+        return s
+
+    def relative(self, found: Tensor, expected: Tensor) -> float:
+        """The difference in the rows that count, relative in L2."""
+        difference, norm = (x.double()[self.real].norm() for x in (found - expected, expected))
+        return float(difference / norm)
+
+
+class _Weights:
+    """Sums over the keys that came so far, for every query row."""
+
+    def __init__(self, exact: _Exact) -> None:
+        self.exact = exact
+        shape = exact.q.shape[:3]
+        self.rebuilt = torch.zeros_like(exact.out, dtype=exact.lse.dtype)
+        self.divergence, self.total, self.lowest = self.rebuilt.new_zeros(3, *shape)
+        # The largest weight so far and its key: approximate, exact.
+        self.best = self.rebuilt.new_full((2, *shape), -torch.inf)
+        self.at = torch.zeros_like(self.best, dtype=torch.int64)
+
+    def add(self, first: int, found: Tensor) -> None:
+        """`found` (B, H, Lq, Dv): the weights of the keys from `first` on."""
+        n = min(found.shape[3], self.exact.k.shape[2] - first)
+        keys, w = slice(first, first + n), found[..., :n].to(self.rebuilt.dtype)
+        log_p = self.exact.log_weights(keys)
+        self.rebuilt += w @ self.exact.v[:, :, keys].to(w.dtype)
+        self.total += w.sum(-1)
+        self.lowest = torch.minimum(self.lowest, w.amin(-1))
+        self.divergence += torch.where(w > 0, w * (w.clamp(min=1e-38).log() - log_p), 0).sum(-1)
+        for side, values in enumerate((w, log_p)):
+            largest, where = values.max(-1)
+            larger = largest > self.best[side]
+            self.best[side][larger] = largest[larger]
+            self.at[side][larger] = where[larger] + first
+
+    def kl(self) -> float | None:
+        """None where some row is no probability distribution."""
+        real = self.exact.real
+        most = PROBABILITY + self.exact.rounding
+        sound = (self.lowest > -most) & ((self.total - 1).abs() < most)
+        return max(0.0, float(self.divergence[real].mean())) if bool(sound[real].all()) else None
+
+    def top1(self) -> float:
+        return float((self.at[0] == self.at[1])[self.exact.real].float().mean())
+
+
+def _hidden(causal: bool, lengths: Tensor | None) -> Mask | None:
+    mask = Causal() if causal else None
+    if lengths is None:
+        return mask
+    return Lengths(lengths) if mask is None else mask & Lengths(lengths)
+
+
+def _units(v: Tensor, first: int) -> Tensor:
+    """Values like v whose row first + i is the unit vector i: the result is the weights of those keys."""
+    units = torch.zeros_like(v)
+    n = min(v.shape[3], v.shape[2] - first)
+    units[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)
+    return units
+
+
+@contextmanager
+def _evaluating(approximation: nn.Module | Attend) -> Iterator[Attend]:
+    if not isinstance(approximation, nn.Module):
+        yield approximation
+        return
+    attend = getattr(approximation, "attend", None)
+    if not callable(attend):
+        name = type(approximation).__name__
+        raise TypeError(f"approximation: expected a function or a module with `attend(q, k, v)`, got {name}")
+    modes = {module: module.training for module in approximation.modules()}
+    approximation.eval()
+    try:
+        yield attend
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+# Arguments
+
+
+def _is_causal(approximation: object, causal: bool | None) -> bool:
+    return bool(getattr(approximation, "causal", False)) if causal is None else causal
+
+
+def _check(approximation: object, q: Tensor, k: Tensor, v: Tensor, lengths: object) -> None:
+    if not callable(approximation):
+        raise TypeError(f"approximation: expected a function or a module, got {describe(approximation)}")
+    if not (lengths is None or isinstance(lengths, Tensor)):
+        raise TypeError(f"lengths: expected an integer tensor (B,), got {describe(lengths)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise ValueError(f"{name}: expected (B, H, L, D), got {describe(x)}")
+
+
+def _check_out(out: object, exact: Tensor) -> None:
+    if not isinstance(out, Tensor) or out.shape != exact.shape:
+        raise ValueError(
+            f"approximation: expected a result of shape {tuple(exact.shape)}, got {describe(out)}"
+        )

@@ -1,0 +1,244 @@
+"""Attention inside each of several sequences: packed end to end in one row, or as a jagged nested tensor.
+
+A row of tokens holds N sequences; its borders (N + 1,) are 0, n1, n1 + n2, ..., total. Positions begin anew
+in every sequence: its first query stands at its own offset among its own keys.
+
+Both functions take the function that attends, `attention`, which stands above them and calls one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._call.problem import Trio
+from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
+from ..masks import Documents, Mask, Op, from_cu_seqlens
+from ..scores import Alibi, RelativeBias
+
+Attention = Callable[..., Any]
+Options = dict[str, Any]  # the keyword arguments of `attention`
+Result = tuple[Tensor, Tensor | None]  # out (Hq, total_q, Dv), and the LSE (Hq, total_q) or None
+
+RELATIVE = {Op.WINDOW, Op.DILATED}  # speak of distances, which are the same in the row as in a sequence
+ABSOLUTE = {Op.PREFIX, Op.GLOBAL, Op.RANDOM}  # count from the first key of a sequence
+COMBINED = {Op.PERHEAD, Op.AND, Op.OR, Op.NOT}
+MAX_PLANS = 16
+
+
+def attend_packed(
+    attention: Attention, qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options
+) -> Result:
+    """q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
+
+    One call over the whole row does it if the mask speaks of distances alone and every sequence has its
+    queries at the same shift against its keys, as in self-attention. Otherwise the sequences come one by one.
+    A padded batch, or the queries spread out over the keys' row, would be one call again, but they pay in
+    time and memory for places that hold no token.
+    """
+    by_distance = isinstance(options["bias"], Alibi | RelativeBias)
+    if not readable(borders_q):
+        row = _unread_row(qkv, borders_q, borders_k, options, by_distance)
+        return _attend(attention, qkv, options | {"mask": row, "offset": 0})
+    plan = _plan(
+        _numbers("cu_seqlens_q", borders_q), _numbers("cu_seqlens_k", borders_k), options["mask"],
+        _offset(options["offset"]), by_distance, qkv[0].device,
+    )  # fmt: skip
+    for name, x, sizes in zip("qkv", qkv, (plan.sizes_q, plan.sizes_k, plan.sizes_k), strict=True):
+        if x.shape[1] != sum(sizes):
+            raise ValueError(f"{name}: expected {sum(sizes)} tokens, where cu_seqlens end, got {x.shape[1]}")
+    if plan.row is None:
+        return _one_by_one(attention, qkv, plan, options)
+    return _attend(attention, qkv, options | {"mask": plan.row, "offset": plan.shift})
+
+
+def attend_jagged(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (N, Hq, jq, D), k (N, Hkv, jk, D), v (N, Hkv, jk, Dv) -> out (N, Hq, jq, Dv), LSE (N, Hq, jq)."""
+    rows_q, borders_q = _row("q", q, len(q))
+    rows_k, borders_k = _row("k", k, len(q))
+    rows_v, borders_v = _row("v", v, len(q))
+    if borders_v is not borders_k and not torch.equal(borders_v, borders_k):
+        lengths = f"{borders_k.diff().tolist()}, got {borders_v.diff().tolist()}"
+        raise ValueError(f"v: expected sequences as long as those of k, {lengths}")
+    if isinstance(options["bias"], Tensor):
+        raise TypeError(
+            "bias: expected scores.Alibi or scores.RelativeBias with nested tensors, got a tensor; "
+            "packing.varlen_attention takes one over the packed row, (Hq, total_q, total_k)"
+        )
+    out, lse = attend_packed(attention, (rows_q, rows_k, rows_v), borders_q, borders_k, options)
+    out = torch.nested.nested_tensor_from_jagged(out, borders_q, jagged_dim=2)
+    if lse is None:
+        return out
+    return out, torch.nested.nested_tensor_from_jagged(lse, borders_q, jagged_dim=2)
+
+
+def _row(name: str, x: Any, N: int) -> tuple[Tensor, Tensor]:
+    """The tokens (H, total, D) of a jagged tensor, and their borders."""
+    if not isinstance(x, Tensor) or x.layout is not torch.jagged:
+        came = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, as q is, got {came}")
+    nested: Any = x
+    if x.ndim != 4 or nested._ragged_idx != 2:
+        raise ValueError(
+            f"{name}: expected (N, H, j, D) with ragged j, as from (N, j, H * D) by "
+            f".unflatten(-1, (H, D)).transpose(1, 2), got {tuple(x.shape)}"
+        )
+    if nested.lengths() is not None:
+        raise ValueError(f"{name}: expected no holes between the sequences; .contiguous() closes them")
+    if len(x) != N:
+        raise ValueError(f"{name}: expected {N} sequences as in q, got {len(x)}")
+    return nested.values(), nested.offsets()
+
+
+def _attend(attention: Attention, qkv: Trio, options: Options) -> Result:
+    found: Any = attention(*qkv, **options)
+    return found if options["return_lse"] else (found, None)
+
+
+# What is to be done
+
+
+class Plan(NamedTuple):
+    sizes_q: list[int]  # tokens of each sequence
+    sizes_k: list[int]
+    offsets: list[int]  # where its first query stands among its keys
+    row: Mask | None  # for one call over the row; None: one by one
+    shift: int  # the offset of that call
+
+
+def _numbers(name: str, borders: Tensor) -> tuple[int, ...]:
+    if borders.ndim != 1 or not holds_integers(borders):
+        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(borders)}")
+    return tuple(borders.tolist())
+
+
+def _offset(offset: Any) -> int | tuple[int, ...] | None:
+    if isinstance(offset, Tensor) and offset.ndim == 1 and holds_integers(offset):
+        return tuple(offset.tolist())
+    if offset is not None and not is_integer(offset):
+        raise TypeError(f"offset: expected an int, or integers of shape (N,), got {describe(offset)}")
+    return None if offset is None else operator.index(offset)
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _plan(
+    borders_q: tuple[int, ...],
+    borders_k: tuple[int, ...],
+    mask: Mask | None,
+    offset: int | tuple[int, ...] | None,
+    by_distance: bool,
+    device: torch.device,
+) -> Plan:
+    """Remembered, because the layers of a model ask the same. `by_distance`: the bias goes by positions."""
+    with torch.inference_mode(False):  # or its tensors could not take part in training later
+        borders = (torch.tensor(numbers, device=device) for numbers in (borders_q, borders_k))
+        documents = from_cu_seqlens(*borders)
+    sizes_q, sizes_k = ([b - a for a, b in pairwise(borders)] for borders in (borders_q, borders_k))
+    offsets = _offsets(offset, sizes_q, sizes_k)
+    found = _atoms(mask)
+    shifts = {o + k - q for o, q, k in zip(offsets, borders_q, borders_k, strict=False)}
+    if not found and not by_distance:
+        shifts = {0}  # nothing speaks of positions
+    if found & ABSOLUTE or len(shifts) > 1:
+        return Plan(sizes_q, sizes_k, offsets, None, 0)
+    return Plan(sizes_q, sizes_k, offsets, documents if mask is None else documents & mask, shifts.pop())
+
+
+def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: list[int]) -> list[int]:
+    if offset is None:
+        return [k - q for q, k in zip(sizes_q, sizes_k, strict=True)]
+    if isinstance(offset, int):
+        return [offset] * len(sizes_q)
+    if len(offset) != len(sizes_q):
+        raise ValueError(f"offset: expected shape (N,) = ({len(sizes_q)},), got ({len(offset)},)")
+    return list(offset)
+
+
+def _unread_row(qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options, by_distance: bool) -> Mask:
+    """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
+    mask, found = options["mask"], _atoms(options["mask"])
+    alike = borders_k is borders_q and options["offset"] is None
+    if found & ABSOLUTE or not (alike or (not found and not by_distance)):
+        raise NotImplementedError(
+            "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
+            "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
+        )
+    q_ids = _ids(borders_q, qkv[0].shape[1])
+    documents = Documents(q_ids, q_ids if borders_k is borders_q else _ids(borders_k, qkv[1].shape[1]))
+    return documents if mask is None else documents & mask
+
+
+def _ids(borders: Tensor, total: int) -> Tensor:
+    """(total,): which sequence each token belongs to."""
+    return torch.repeat_interleave(
+        torch.arange(len(borders) - 1, device=borders.device), borders.diff(), output_size=total
+    )
+
+
+def _atoms(mask: Any) -> set[Op]:
+    """The kinds of atoms in a mask. All of them can be applied to every sequence."""
+    if mask is None:
+        return set()
+    found = set(_walk(mask.lower().code)) if isinstance(mask, Mask) else {Op.DENSE}
+    if not found <= RELATIVE | ABSOLUTE:
+        raise TypeError(
+            "mask: expected one that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
+            f"Global, RandomBlocks, PerHead, combined with &, |, ~), got {describe(mask)}; over one packed "
+            "row: attention(..., mask=masks.from_cu_seqlens(borders) & mask)"
+        )
+    return found
+
+
+def _walk(code: Sequence[int]) -> Iterator[Op]:
+    while code:
+        op, length = Op(code[0]), code[1]
+        yield from _walk(code[2:length]) if op in COMBINED else (op,)
+        code = code[length:]
+
+
+# One after the other
+
+
+def _one_by_one(attention: Attention, qkv: Trio, plan: Plan, options: Options) -> Result:
+    (q, k, v), sizes_q, sizes_k = qkv, plan.sizes_q, plan.sizes_k
+    # The gradient of a split is one concatenation; that of N slices would be N padded sums.
+    qs, ks, vs = q.split(sizes_q, 1), k.split(sizes_k, 1), v.split(sizes_k, 1)
+    own = {
+        "offset": plan.offsets,
+        "bias": _blocks(options["bias"], (len(q), q.shape[1], k.shape[1]), sizes_q, sizes_k),
+        "seed": _seeds(options["seed"], len(sizes_q)),
+    }
+    found = [
+        _attend(attention, (qs[s], ks[s], vs[s]), options | {name: values[s] for name, values in own.items()})
+        for s in range(len(sizes_q))
+    ]
+    # Joined as (total, H, D): the order in memory that packed tokens mostly have.
+    out = torch.cat([x.transpose(0, 1) for x, _ in found]).transpose(0, 1)
+    lses = [lse for _, lse in found if lse is not None]
+    return out, torch.cat(lses, 1) if lses else None
+
+
+def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k: list[int]) -> list[Any]:
+    """The bias of each sequence; of a tensor over (Hq, total_q, total_k) the block on the diagonal."""
+    if not isinstance(bias, Tensor):
+        return [bias] * len(sizes_q)
+    if not broadcasts(tuple(bias.shape), target):
+        raise ValueError(f"bias: expected a shape broadcastable to {target}, got {tuple(bias.shape)}")
+    bias = torch.atleast_2d(bias)
+    columns = bias.split(sizes_k, -1) if bias.shape[-1] > 1 else [bias] * len(sizes_k)
+    return [x.split(sizes_q, -2)[s] if x.shape[-2] > 1 else x for s, x in enumerate(columns)]
+
+
+def _seeds(seed: int | Tensor | None, count: int) -> list[Any]:
+    """One for each sequence, so that they do not share a dropout pattern."""
+    if seed is None or isinstance(seed, bool):  # `make` says what it thinks of a bool
+        return [seed] * count
+    return [(operator.index(seed) + s) % 2**64 for s in range(count)]

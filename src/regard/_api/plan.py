@@ -1,0 +1,160 @@
+"""What a call would do, without doing it: which backend and why, arithmetic, traffic, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._backends import dispatch as _dispatch
+from .._backends.native import attention as _native
+from .._backends.torch import attention as _torch
+from .._call.layout import dense_mask
+from .._call.problem import Bias, Problem, Spec, learned, make
+from ..masks import Mask
+
+COUNTED = 2**26  # without the native core, masks of up to this many pairs are counted from their dense form
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction for one call. A pair is one query and one key of one head of one sample."""
+
+    impl: str
+    kernel: str  # instruction set of the native core, "sdpa" or "flex" of torch, "float64" of the reference
+    against: Mapping[str, tuple[str, ...]]  # reasons against each of the other backends; () = it could run
+    fraction: float  # visible pairs in the full rectangle
+    flops: int  # of the visible pairs: 2 * pairs * (D + Dv)
+    flops_executed: int
+    bytes_read: int  # every input once
+    bytes_written: int  # out and LSE
+    peak_extra_bytes: int  # out, LSE and scratch
+    tasks: int
+    cut: str  # what tasks have their own part of: "queries", or "keys" where query rows are few (decoding)
+
+    @property
+    def isa(self) -> str | None:
+        return self.kernel if self.impl == "native" else None
+
+    def __str__(self) -> str:
+        rows = [
+            ("runs on", f"{self.impl} ({self.kernel})"),
+            *((f"not {name}", ", ".join(why) or "possible") for name, why in self.against.items()),
+            ("visible pairs", f"{self.fraction:.1%} of the rectangle"),
+            ("useful work", f"{_unit(self.flops, 1000)}FLOP"),
+            ("executed work", f"{_unit(self.flops_executed, 1000)}FLOP"),
+            ("traffic", f"{_unit(self.bytes_read, 1024)}B read, {_unit(self.bytes_written, 1024)}B written"),
+            ("extra memory", f"{_unit(self.peak_extra_bytes, 1024)}B at most"),
+            ("tasks", f"{self.tasks}, cut along the {self.cut}"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    offset: int | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Plan:
+    """What `attention` with these arguments would run, why not something else, and what it would cost.
+
+    Nothing is computed. Meta tensors are planned for the torch backend, without counting the mask.
+
+    Example:
+        >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
+    """
+    problem = make(
+        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
+        dropout=dropout, seed=0 if seed is None else seed, return_lse=return_lse,
+    )  # fmt: skip
+    name = _dispatch.choose(problem, impl)
+    against = {other: _dispatch.reasons(problem, other) for other in _dispatch.BACKENDS if other != name}
+    pairs, touched, scratch, tasks = _work(problem, name)
+    spec = problem.spec
+    written = _bytes_written(spec)
+    return Plan(
+        impl=name,
+        kernel=_kernel(problem, name),
+        against=against,
+        fraction=pairs / max(_rectangle(spec), 1),
+        flops=2 * pairs * (spec.D + spec.Dv),
+        flops_executed=2 * touched * (spec.D + spec.Dv),
+        bytes_read=_bytes_read(problem),
+        bytes_written=written,
+        peak_extra_bytes=written + scratch,
+        tasks=tasks,
+        cut="keys" if name == "native" and _native.decodes(problem) else "queries",
+    )
+
+
+def _kernel(problem: Problem, name: str) -> str:
+    if name == "native":
+        return str(_native.info()["isa"])
+    return _torch.kernel(problem) if name == "torch" else "float64"
+
+
+def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
+    """Visible pairs, pairs computed, scratch bytes, tasks."""
+    full = _rectangle(problem.spec)
+    if name == "native":
+        cost = _native.cost(problem)
+        return cost.pairs, cost.touched, cost.scratch_bytes, cost.tasks
+    return _visible_pairs(problem), full, _dense_scratch(problem, name), 1
+
+
+def _rectangle(spec: Spec) -> int:
+    return spec.B * spec.Hq * spec.Lq * spec.Lk
+
+
+def _visible_pairs(problem: Problem) -> int:
+    """From the dense mask where that is small; else every pair counts as visible."""
+    spec = problem.spec
+    if problem.mask is None or problem.q.is_meta or _rectangle(spec) > COUNTED:
+        return _rectangle(spec)
+    keep = dense_mask(problem)
+    assert keep is not None
+    return int(keep.expand(spec.B, spec.Hq, -1, -1).sum())
+
+
+def _dense_scratch(problem: Problem, name: str) -> int:
+    """Bytes of the n x n tensors, counted roughly: scores, weights and what lies between."""
+    spec, full = problem.spec, _rectangle(problem.spec)
+    if name == "reference":
+        return 5 * 8 * full
+    size = spec.dtype.itemsize
+    if _torch.kernel(problem) == "flex":
+        return 3 * size * full if spec.device.type == "cpu" else 0
+    return full * (size if spec.bias != "none" else 1) if _torch.needs_dense_mask(problem) else 0
+
+
+def _bytes_read(problem: Problem) -> int:
+    p = problem
+    tensors = (p.q, p.k, p.v, learned(p.bias), p.sink, p.offset, *p.tensors)
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _bytes_written(spec: Spec) -> int:
+    rows = spec.B * spec.Hq * spec.Lq
+    return rows * (spec.Dv * spec.dtype.itemsize + spec.lse_dtype.itemsize * spec.return_lse)
+
+
+def _unit(amount: float, base: int) -> str:
+    """1234567 -> "1.23 M"; powers of 1024 are written Ki, Mi."""
+    names = ("", "K", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+    for name in names:
+        if amount < base or name == names[-1]:
+            break
+        amount /= base
+    return f"{amount:.3g} {name}"

@@ -1,0 +1,176 @@
+"""Keys and values as a cache keeps them: attention over them, and writing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._backends.dispatch import choose
+from .._backends.native import attention as _native
+from .._call.problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, learned, make
+from .._call.stored import New, Stored
+from .._tools.listeners import listeners
+from .._tools.watching import in_autocast, is_watched
+from ..masks import Mask
+from .attention import attention
+
+_ready: dict[tuple[Any, ...], _native.StoredCall] = {}
+
+
+def attend_stored(
+    q: Tensor,
+    stored: Stored,
+    *,
+    mask: Mask | None = None,
+    offset: int | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    new: New | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D).
+
+    With few query rows the native kernel reads the store itself. Then a repeated call skips the checks,
+    though the length, the offset and the data may have changed. A token `new`, checked by the caller, is
+    written first: it is the last of the stored ones.
+    """
+    key = None
+    if not listeners:  # they hear of calls of `attention`
+        key = _key(q, stored, mask, offset, bias, scale, softcap, sink, return_lse, impl)
+    ready = _ready.get(key) if key is not None else None
+    if ready is not None:
+        out, lse = _again(ready, q, stored, offset, sink, new)
+        return out if lse is None else (out, lse)
+    if new is not None:
+        B = new[0].shape[0]
+        write_stored(stored, (stored.length - 1,) * B, (1,) * B, *new)
+    options: dict[str, Any] = {
+        "mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    problem = None if listeners else _problem(q, stored, options)
+    ready = _prepare(problem, stored, impl) if problem is not None else None
+    if problem is None or ready is None:
+        k, v = stored.dense(q.dtype)
+        if any_needs_grad(q, sink, learned(bias)):
+            k, v = k.clone(), v.clone()  # backward reads them, and tokens may be written over them until then
+        found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options, impl=impl)
+        return found
+    if key is not None:
+        if len(_ready) >= MAX_SPECS:
+            _ready.clear()
+        _ready[key] = ready
+    extras, tensors, alive = _native.extras_of(problem)
+    out, lse = _native.forward_stored(ready, problem.q, stored, problem.spec.offset or 0, extras, tensors)
+    del alive
+    return out if lse is None else (out, lse)
+
+
+def write_stored(
+    stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None
+) -> None:
+    """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
+    k = k if k.ndim == 4 else k.unsqueeze(1)
+    (_native.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
+
+
+def _is_plain(k: Tensor, v: Tensor) -> bool:
+    """Whether the core may read these tensors where they lie, and nobody watches."""
+    if _native.reason_unavailable() is not None or k.device.type != "cpu":
+        return False
+    return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
+
+
+def _key(
+    q: Tensor,
+    stored: Stored,
+    mask: Mask | None,
+    offset: int | Tensor | None,
+    bias: Bias | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Any, ...] | None:
+    """What calls that differ in length, offset and data have in common; None: check this one."""
+    k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
+    if bias is not None or q.is_neg() or in_autocast() or is_watched(q, k, v):
+        return None
+    if any_needs_grad(q, k, v, sink) or not _is_simple(offset):
+        return None
+    if not (q.is_cpu and k.is_cpu and (sink is None or sink.is_cpu)):
+        return None
+    code = None
+    if mask is not None:
+        program = mask.lower() if isinstance(mask, Mask) else None
+        if program is None or program.tensors:
+            return None
+        code = program.code
+    return (
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+        None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride(),
+        None if table is None else table.shape, page, kind, D, Dv, code,
+        None if sink is None else (sink.shape, sink.dtype), type(offset), scale, softcap, return_lse, impl,
+    )  # fmt: skip
+
+
+def _is_simple(offset: object) -> bool:
+    return offset is None or type(offset) is Tensor or (type(offset) is int and abs(offset) <= MAX_OFFSET)
+
+
+def _again(
+    ready: _native.StoredCall,
+    q: Tensor,
+    stored: Stored,
+    offset: int | Tensor | None,
+    sink: Tensor | None,
+    new: New | None,
+) -> tuple[Tensor, Tensor | None]:
+    """A call that differs from a checked one in length, offset and data."""
+    extras, spec = _native.PLAIN, ready.spec
+    if sink is not None or type(offset) is Tensor:
+        extras = extras.copy()
+    if sink is not None:
+        sink = sink.detach().to(spec.lse_dtype).contiguous()
+        extras[4] = sink.data_ptr()
+    if type(offset) is Tensor:
+        offset = _checked_offsets(offset, spec.B)
+        extras[5] = offset.data_ptr()
+    start = offset if type(offset) is int else stored.length - spec.Lq
+    if new is not None and any(x is not None and x.is_neg() for x in new):
+        new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
+    return _native.forward_stored(ready, q, stored, start, extras, [], new)
+
+
+def _checked_offsets(offset: Tensor, B: int) -> Tensor:
+    offset = offset.to(torch.int64).contiguous()
+    if tuple(offset.shape) != (B,) or max(map(abs, offset.tolist()), default=0) > MAX_OFFSET:
+        raise ValueError(f"offset: expected ({B},) positions between -2**48 and 2**48, got {offset}")
+    return offset
+
+
+def _problem(q: Tensor, stored: Stored, options: dict[str, Any]) -> Problem | None:
+    """The problem with stand-ins for k and v, of their shapes; None if only tensors will do."""
+    k, v, table = stored.k, stored.v, stored.table
+    if not isinstance(q, Tensor) or q.ndim != 4 or in_autocast():
+        return None
+    dtype = k.dtype if stored.kind == "float" else q.dtype
+    one = torch.empty((), dtype=dtype, device=k.device)
+    sizes = (k.shape[0] if table is None else table.shape[0], k.shape[1], stored.length)
+    problem = make(q, one.expand(*sizes, stored.D), one.expand(*sizes, stored.Dv), **options)
+    return None if problem.watched or problem.needs_grad or any_needs_grad(k, v) else problem
+
+
+def _prepare(problem: Problem, stored: Stored, impl: str) -> _native.StoredCall | None:
+    """None: by another backend, or too many rows for the kernel that reads stores."""
+    spec = problem.spec
+    if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):
+        return None
+    return _native.prepare_stored(spec, problem.q, stored)

@@ -1,0 +1,1 @@
+"""How a call is differentiated and registered: autograd functions, operators, batching rules."""

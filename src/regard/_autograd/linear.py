@@ -1,0 +1,69 @@
+"""Run linear attention: natively with its gradient, or by a backend made of differentiable operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._backends import reference
+from .._backends.native import attention as _native
+from .._backends.native.attention import LinearKept
+from .._backends.torch import linear as _linear_torch
+from .._call.linear import Linear, Result
+from .._call.problem import any_needs_grad
+
+Maybe = Tensor | None
+INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a Linear
+
+
+def run(p: Linear, name: str) -> Result:
+    if name == "reference":
+        return reference.linear(p)
+    if name == "torch":
+        return _linear_torch.linear(p)
+    if any_needs_grad(*p[:INPUTS]):
+        return Result(*_attend(*p[:INPUTS], p))
+    return _native.linear(p)
+
+
+class LinearAttention(Function):
+    """(out, S, z or None) of a Linear. Arguments: its inputs, and itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
+        *inputs, p = args
+        result, kept = _native.linear_saving(p)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, p.lengths, *kept)
+        ctx.numbers = p[INPUTS + 1 :]
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Maybe, dS: Maybe, dz: Maybe) -> tuple[Maybe, ...]:
+        saved = ctx.saved_tensors  # once: under a checkpoint each look computes forward again
+        p = Linear(*saved[: INPUTS + 1], *ctx.numbers)
+        if dout is None:
+            dout = p.q.new_zeros(()).expand(*p.q.shape[:3], p.v.shape[3])
+        if torch.is_grad_enabled():
+            return *_through_torch(p, ctx.needs_input_grad[:INPUTS], dout, dS, dz), None
+        kept = LinearKept(*saved[INPUTS + 1 :])
+        return *_native.linear_backward(p, kept, dout, dS, dz), None
+
+
+def _through_torch(
+    p: Linear, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
+) -> tuple[Maybe, ...]:
+    """The gradients as functions that can be differentiated again."""
+    pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
+    given = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
+    inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]
+    outputs, dys = zip(*given, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, dys, create_graph=True, allow_unused=True))
+    return tuple(next(found) if w else None for w in wanted)
+
+
+# What Function.apply comes down to outside of transforms, which take the torch backend.
+_attend: Any = super(Function, LinearAttention).apply

@@ -1,0 +1,291 @@
+"""The operators in `torch.ops.regard`: how compilers, exporters and modes see the native kernels.
+
+Each has a schema, a CPU kernel and a shape function, the two passes also a count of FLOPs. `_vmap.py` gives
+them batching rules, `_autograd.py` derivatives. A `Call` is what crosses a schema: tensors in canonical form
+and numbers, no Python object. A schema cannot say that a result is missing: where a kernel returns None, its
+operator returns an empty tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._backends.native import attention as _native
+from .._backends.torch import higher as _higher
+from .._call.problem import Problem, Spec, Strides, ordered_like
+from .._tools.arguments import broadcasts
+from .._tools.watching import PLAIN
+
+Maybe = Tensor | None
+Results = tuple[Maybe, ...]
+MAX_SPECS = 4096
+
+
+class Call(NamedTuple):
+    """A call in canonical form, in the order of the schemas. The first six may have gradients."""
+
+    q: Tensor  # (B, Hq, Lq, D)
+    k: Tensor  # (B, Hkv, Lk, D)
+    v: Tensor  # (B, Hkv, Lk, Dv)
+    bias: Maybe  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
+    by_head: Maybe  # (Hq,) ALiBi's slopes, (Hq, 2 * far + 1) the relative bias by distance
+    sink: Maybe  # (Hq,)
+    tensors: Sequence[Tensor]  # the mask program's, (1 or B, ...)
+    offsets: Maybe  # (B,) int64
+    seed: Maybe  # () int64, with dropout
+    code: Sequence[int]  # the mask program
+    offset: int  # where there are no offsets
+    scale: float
+    softcap: float | None
+    dropout: float
+    saving: bool  # forward returns what backward needs, which takes longer where there are few rows
+
+    @property
+    def inputs(self) -> Results:
+        return self.q, self.k, self.v, self.bias, self.by_head, self.sink
+
+
+INPUTS = 6
+KEPT = 3  # out, stats and rest: what backward needs of forward
+FIELDS = len(Call._fields)
+
+
+class Backward(NamedTuple):
+    """The further arguments of the backward pass."""
+
+    out: Tensor  # (B, Hq, Lq, Dv)
+    stats: Tensor  # (2, B, Hq, Lq)
+    rest: Maybe  # like out, for 16-bit dtypes
+    dout: Tensor  # (B, Hq, Lq, Dv)
+    dlse: Maybe  # (B, Hq, Lq)
+    wanted: Sequence[bool]  # for each of the six inputs
+
+
+def backward_arguments(args: Sequence[Any]) -> tuple[Call, Backward]:
+    return Call(*args[:FIELDS]), Backward(*args[FIELDS:])
+
+
+# The kernels
+
+
+def forward(*args: Any) -> Results:
+    """A Call -> out, LSE, stats, rest."""
+    call = Call(*args)
+    problem = problem_of(call)
+    return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
+
+
+def backward(*args: Any) -> Results:
+    """A Call, Backward -> the gradients that are wanted."""
+    call, (out, stats, rest, dout, dlse, wanted) = backward_arguments(args)
+    problem = problem_of(call)
+    out, rest = _laid_out(out, problem.spec), _laid_out(rest, problem.spec)
+    return _native.backward(problem, out, stats.contiguous(), rest, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
+
+
+def _laid_out(out: Any, spec: Spec) -> Any:
+    """As forward has left it: a hook or a transform may have moved it."""
+    if out is None or out.stride() == spec.out_stride:
+        return out
+    return out.new_empty_strided(out.shape, spec.out_stride).copy_(out)
+
+
+def jvp(*args: Any) -> Results:
+    """A Call, six tangents -> the tangents of out and LSE."""
+    return _contiguous(_higher.jvp(problem_of(Call(*args[:FIELDS])), args[FIELDS:]))
+
+
+def double_backward(*args: Any) -> Results:
+    """A Call, dout, dlse, six tangents -> the gradients by the six inputs, dout and dlse."""
+    dout, dlse, *tangents = args[FIELDS:]
+    return _contiguous(_higher.double_backward(problem_of(Call(*args[:FIELDS])), dout, dlse, tangents))
+
+
+def _contiguous(results: Results) -> Results:
+    return tuple(None if x is None else x.contiguous() for x in results)
+
+
+_specs: dict[tuple[Any, ...], Spec] = {}
+
+
+def problem_of(call: Call) -> Problem:
+    """The canonical Problem. There is nothing left to check."""
+    q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype),
+        None if by_head is None else by_head.ndim, sink is None, not tensors, tuple(code),
+        None if offsets is not None else offset, *numbers,
+    )  # fmt: skip
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= MAX_SPECS:
+            _specs.clear()
+        spec = _specs[key] = _spec(call)
+    number = int(seed) if seed is not None else 0
+    return Problem(spec, q, k, v, None, tuple(tensors), offsets, bias, by_head, sink, number, False)
+
+
+def _spec(call: Call) -> Spec:
+    q, k, v, bias, by_head, sink, tensors, offsets, _, code, offset, scale, softcap, dropout, _ = call
+    B, Hq, Lq, D = q.shape
+    Hkv, Lk, Dv = v.shape[1:]
+    kind = "none" if bias is None else "tensor"
+    if by_head is not None:
+        kind = "alibi" if by_head.ndim == 1 else "relative"
+    return Spec(
+        dtype=q.dtype, device=q.device, batch=(B,), rank=4, B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
+        q_stride=_four(q), k_stride=_four(k), v_stride=_four(v), code=tuple(code),
+        offset=offset if offsets is None else None, bias=kind,
+        bias_dtype=None if bias is None else bias.dtype, bias_stride=_broadcast_stride(bias),
+        scale=scale, softcap=softcap, sink=sink is not None, dropout=dropout, return_lse=True, copied=(),
+        out_shape=(B, Hq, Lq, Dv), out_stride=ordered_like(q.stride(), (B, Hq, Lq, Dv)), is_direct=True,
+        is_plain=kind == "none" and sink is None and offsets is None and not tensors and not dropout,
+    )  # fmt: skip
+
+
+def _four(x: Tensor) -> Strides:
+    b, h, l, d = x.stride()
+    return b, h, l, d
+
+
+def _broadcast_stride(bias: Maybe) -> Strides:
+    if bias is None:
+        return 0, 0, 0, 0
+    b, h, q, k = (s if n != 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+    return b, h, q, k
+
+
+# Shapes
+
+
+def _forward_shapes(*args: Any) -> Results:
+    call, (out, lse) = Call(*args), _jvp_shapes(*args)
+    out = out.new_empty_strided(out.shape, ordered_like(call.q.stride(), out.shape))
+    if not call.saving:
+        return out, lse, None, None
+    rest = torch.empty_like(out) if out.dtype.itemsize == 2 else None
+    return out, lse, lse.new_empty((2, *lse.shape)), rest
+
+
+def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
+    q, v = args[0], args[2]
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _backward_shapes(*args: Any) -> Results:
+    """Gradients of k and v lie in memory as k and v do."""
+    call, more = backward_arguments(args)
+    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call.inputs, more.wanted, strict=True))
+    dk, dv = (None if x is None else torch.empty_like(x) for x in kv)
+    dq, *others = (None if x is None else x.new_empty(x.shape) for x in (q, bias, by_head, sink))
+    return dq, dk, dv, *others
+
+
+def _double_backward_shapes(*args: Any) -> Results:
+    given = (*args[:INPUTS], *args[FIELDS : FIELDS + 2])
+    return tuple(None if x is None else x.new_empty(x.shape) for x in given)
+
+
+# The operators
+
+CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? by_head, Tensor? sink, Tensor[] tensors, "
+    "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, "
+    "float scale, float? softcap, float dropout, bool saving"
+)
+SAVED = "Tensor out, Tensor stats, Tensor? rest"
+DY = "Tensor dout, Tensor? dlse"
+NAMES = Call._fields[:INPUTS]
+TANGENTS = ", ".join(f"Tensor? t{name}" for name in NAMES)
+GRADIENTS = ", ".join(f"Tensor d{name}" for name in NAMES)
+
+library = torch.library.Library("regard", "DEF")
+
+
+def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., Results]) -> Any:
+    def cpu(*args: Any) -> tuple[Tensor, ...]:
+        _check(Call(*args[:FIELDS]))
+        return filled(*kernel(*args))
+
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        return filled(*shapes(*args))
+
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"regard::{name}", fake, lib=library)
+    return getattr(torch.ops.regard, name).default
+
+
+def filled(*results: Maybe) -> tuple[Tensor, ...]:
+    """Empty tensors in the place of None."""
+    return tuple(torch.empty(0) if x is None else x for x in results)
+
+
+def _check(call: Call) -> None:
+    """Anybody can call an operator, and the kernels trust what they are given."""
+    q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
+    B, Hq, Lq, D = q.shape
+    Hkv, Lk = v.shape[1:3]
+    fits = k.shape == (B, Hkv, Lk, D) and v.shape[0] == B and (Hq == Hkv or (Hkv > 0 and Hq % Hkv == 0))
+    fits = fits and q.dtype is k.dtype is v.dtype and all(x.shape[0] in (1, B) for x in tensors)
+    fits = fits and (bias is None or (bias.ndim == 4 and broadcasts(bias.shape, (B, Hq, Lq, Lk))))
+    fits = fits and all(x is None or x.shape[0] == Hq for x in (by_head, sink))
+    if not fits or (offsets is not None and offsets.shape != (B,)):
+        shapes = [tuple(x.shape) for x in (*call.inputs, offsets, *tensors) if x is not None]
+        raise ValueError(
+            f"torch.ops.regard: tensors do not fit together, shapes {shapes}; call regard.attention"
+        )
+
+
+attention_forward = _define(
+    f"attention_forward({CALL}) -> (Tensor out, Tensor lse, Tensor stats, Tensor rest)",
+    forward,
+    _forward_shapes,
+)
+attention_backward = _define(
+    f"attention_backward({CALL}, {SAVED}, {DY}, bool[] wanted) -> ({GRADIENTS})",
+    backward,
+    _backward_shapes,
+)
+attention_jvp = _define(f"attention_jvp({CALL}, {TANGENTS}) -> (Tensor tout, Tensor tlse)", jvp, _jvp_shapes)
+attention_double_backward = _define(
+    f"attention_double_backward({CALL}, {DY}, {TANGENTS}) -> ({GRADIENTS}, Tensor ddout, Tensor ddlse)",
+    double_backward,
+    _double_backward_shapes,
+)
+
+
+# FLOPs of the pairs that the mask leaves, as `plan` counts them
+
+
+@register_flop_formula(torch.ops.regard.attention_forward, get_raw=True)
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    call = Call(*args)
+    return 2 * _pairs(call) * (call.q.shape[3] + call.v.shape[3])
+
+
+@register_flop_formula(torch.ops.regard.attention_backward, get_raw=True)
+def _backward_flops(*args: Any, out_val: Any = None) -> int:
+    """The scores again, then the products that the wanted gradients need; five in all."""
+    call, more = backward_arguments(args)
+    D, Dv = call.q.shape[3], call.v.shape[3]
+    q, k, v, *others = more.wanted
+    of_scores = q or k or any(others)
+    return 2 * _pairs(call) * (D * (1 + q + k) + Dv * (v + of_scores))
+
+
+def _pairs(call: Call) -> int:
+    """Visible pairs; all pairs where the mask cannot be read."""
+    (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
+    known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)
+    if not known or not all(type(n) is int for n in (B, Hq, Lq, Lk, call.offset)):
+        return B * Hq * Lq * Lk
+    return _native.cost(problem_of(call)).pairs

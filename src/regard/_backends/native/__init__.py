@@ -1,0 +1,1 @@
+"""The native backend: allocates results and calls the compiled core."""

@@ -1,0 +1,138 @@
+"""Facts about the weights by the compiled core: room for the results, and their addresses as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import facts as F
+from ..._call.problem import Problem, Spec
+from . import attention as _native
+
+# The core's Facts, in its order.
+FIELDS = (
+    "k", "top_weights", "top_keys", "nats", "choices", "column_mass", "row_weights", "row_weights_batch",
+    "histogram", "distance_low", "distances", "sets", "chosen", "mass_on", "block", "block_mass", "block_max",
+    "n_rows", "rows", "row_values",
+)  # fmt: skip
+
+
+class Room(NamedTuple):
+    """What facts of one kind add to a call."""
+
+    fields: dict[str, Any]  # numbers, or tensors for their addresses
+    parts: Callable[[Any], F.Parts]  # of one of the facts, when the core has written
+
+
+def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
+    """The parts of each fact, (B, Hq, ...); integers as they are, others in the dtype of the LSE."""
+    found: dict[F.Fact, list[Tensor]] = {}
+    for together in _calls(want):
+        rooms = [(kind, maker(problem, kind)) for maker, kind in together.items()]
+        fields = {name: x for _, room in rooms for name, x in room.fields.items()}
+        _native.look(problem, [_number(fields.get(name)) for name in FIELDS])
+        for kind, room in rooms:
+            found |= {fact: [_rounded(problem.spec, x) for x in room.parts(fact)] for fact in kind}
+    return [found[fact] for fact in want]
+
+
+def _number(x: int | Tensor | None) -> int:
+    return x.data_ptr() if isinstance(x, Tensor) else x or 0
+
+
+def _rounded(spec: Spec, x: Tensor) -> Tensor:
+    return x.to(spec.lse_dtype) if x.is_floating_point() else x
+
+
+def _calls(want: Sequence[F.Fact]) -> list[dict[Maker, list[Any]]]:
+    """Facts by kind, as few times as possible: a call has room for one column mass and one size of blocks."""
+    calls: list[dict[Maker, list[Any]]] = []
+    for fact in dict.fromkeys(want):
+        maker = MAKERS[type(fact)]
+        call = next((c for c in calls if not any(_clash(fact, other) for other in c.get(maker, ()))), None)
+        if call is None:
+            calls.append(call := {})
+        call.setdefault(maker, []).append(fact)
+    return calls
+
+
+def _clash(a: F.Fact, b: F.Fact) -> bool:
+    if isinstance(a, F.BlockMass) and isinstance(b, F.BlockMass):
+        return a.block != b.block
+    return isinstance(a, F.ColumnMass)
+
+
+def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.zeros((spec.B, spec.Hq, *inner), dtype=dtype or spec.lse_dtype)
+
+
+def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Room:
+    spec, k = problem.spec, max(fact.k if isinstance(fact, F.TopK) else 1 for fact in facts)
+    weights, keys = _zeros(spec, spec.Lq, k), _zeros(spec, spec.Lq, k, dtype=torch.int64)
+    fields = {"k": k, "top_weights": weights, "top_keys": keys}
+
+    def parts(fact: F.TopK | F.RowMax) -> F.Parts:
+        if isinstance(fact, F.RowMax):
+            return weights[..., 0], keys[..., 0]
+        return weights[..., : fact.k], keys[..., : fact.k]
+
+    return Room(fields, parts)
+
+
+def _entropy(problem: Problem, facts: list[F.Entropy]) -> Room:
+    spec = problem.spec
+    nats, choices = _zeros(spec, spec.Lq), _zeros(spec, spec.Lq, dtype=torch.int64)
+    return Room({"nats": nats, "choices": choices}, lambda fact: (nats, choices))
+
+
+def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
+    spec, (fact,) = problem.spec, facts
+    mass, weights = _zeros(spec, spec.Lk, dtype=torch.float64), fact.by_sample(problem.spec)
+    stride = spec.Lq if weights is not None and len(weights) > 1 else 0
+    fields = {"column_mass": mass, "row_weights": weights, "row_weights_batch": stride}
+    return Room(fields, lambda fact: (mass,))
+
+
+def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Room:
+    distances = F.distances_of(problem)
+    mass, count = _zeros(problem.spec, len(distances), dtype=torch.float64), len(distances)
+    low = int(distances[0]) if count else 0
+    fields = {"histogram": mass, "distance_low": low, "distances": count}
+    return Room(fields, lambda fact: (mass, distances))
+
+
+def _sets(problem: Problem, facts: list[F.MassOn]) -> Room:
+    spec = problem.spec
+    chosen = torch.stack([fact.by_sample(spec).expand(spec.B, spec.Lk) for fact in facts])
+    mass = torch.zeros((len(facts), spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
+    fields = {"sets": len(facts), "chosen": chosen, "mass_on": mass}
+    return Room(fields, lambda fact: (mass[facts.index(fact)],))
+
+
+def _blocks(problem: Problem, facts: list[F.BlockMass]) -> Room:
+    spec, block, kinds = problem.spec, facts[0].block, [type(fact) for fact in facts]
+    shape = [-(-n // block) for n in (spec.Lq, spec.Lk)]
+    mass = _zeros(spec, *shape, dtype=torch.float64) if F.BlockMass in kinds else None
+    most = _zeros(spec, *shape) if F.BlockMax in kinds else None
+    fields = {"block": block, "block_mass": mass, "block_max": most}
+    return Room(
+        fields, lambda fact: [x for x in (most if isinstance(fact, F.BlockMax) else mass,) if x is not None]
+    )
+
+
+def _rows(problem: Problem, facts: list[F.Rows]) -> Room:
+    spec = problem.spec
+    places = sorted({i for fact in facts for i in fact.places(spec.Lq)})
+    values = _zeros(spec, len(places), spec.Lk)
+    fields = {"n_rows": len(places), "rows": torch.tensor(places, dtype=torch.int64), "row_values": values}
+    return Room(fields, lambda fact: (values[:, :, [places.index(i) for i in fact.places(spec.Lq)]],))
+
+
+Maker = Callable[[Problem, list[Any]], Room]
+MAKERS: dict[type[F.Fact], Maker] = {
+    F.Rows: _rows, F.TopK: _top, F.RowMax: _top, F.Entropy: _entropy, F.ColumnMass: _columns,
+    F.DistanceHistogram: _distances, F.MassOn: _sets, F.BlockMass: _blocks, F.BlockMax: _blocks,
+}  # fmt: skip

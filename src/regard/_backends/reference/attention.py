@@ -1,0 +1,109 @@
+"""softmax(cap(scale * q.k) + bias | mask, sink) -> dropout -> times v, with every option, in float64.
+
+Shapes: q (B, Hq, Lq, D), k (B, Hq, Lk, D), v (B, Hq, Lk, Dv), everything about pairs (B, Hq, Lq, Lk).
+Gradients come from autograd: float64 inside, the inputs' own dtypes outside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._call.dropout import kept
+from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
+from ..._call.problem import Problem
+
+INF = float("inf")
+
+
+def reasons(problem: Problem) -> tuple[str, ...]:
+    """Why the reference cannot run this: never, where tensors have values."""
+    return ("meta tensors have no values",) if problem.q.is_meta else ()
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """out (..., Hq, Lq, Dv) in q's dtype, and the LSE (..., Hq, Lq) when asked for."""
+    spec = problem.spec
+    visible, probabilities, lse = _softmax(problem)
+    v = _per_query_head(problem, problem.v)
+    out = _weighted_values(visible, _dropped(problem, probabilities), v)
+    return as_given(spec, out), lse.to(spec.lse_dtype).reshape(spec.lse_shape) if spec.return_lse else None
+
+
+def weights(problem: Problem) -> Tensor:
+    """(..., Hq, Lq, Lk) in q's dtype: what multiplies v, dropout included."""
+    _, probabilities, _ = _softmax(problem)
+    return _dropped(problem, probabilities).to(problem.spec.dtype).reshape(problem.spec.weights_shape)
+
+
+def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Which pairs are visible, their probabilities, and the LSE (B, Hq, Lq)."""
+    visible, s = _scores(problem)
+    s = torch.cat([torch.where(visible, s, -INF), _sink(problem)], -1)
+    top = s.detach().amax(-1, keepdim=True)
+    top = torch.where(top == -INF, 0.0, top)  # a row that sees nothing
+    e = torch.exp(s - top)
+    total = e.sum(-1, keepdim=True)
+    nothing = total == 0
+    safe = torch.where(nothing, 1.0, total)
+    lse = torch.where(nothing, -INF, top + torch.log(safe))
+    return visible, (e / safe)[..., :-1], lse[..., 0]
+
+
+def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Which pairs are visible, and the scores: scale -> softcap -> bias."""
+    spec = problem.spec
+    q, k = _per_query_head(problem, problem.q), _per_query_head(problem, problem.k)
+    visible = torch.ones(spec.B, spec.Hq, spec.Lq, spec.Lk, dtype=torch.bool, device=spec.device)
+    mask, bias = dense_mask(problem), dense_bias(problem, torch.float64)
+    if mask is not None:
+        visible = visible & mask
+    if bias is not None:
+        visible = visible & (bias != -INF)
+    s = spec.scale * _inner_products(visible, q, k)
+    if spec.softcap is not None:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    return visible, s if bias is None else s + bias
+
+
+def _sink(problem: Problem) -> Tensor:
+    """One more column of logits, (B, Hq, Lq, 1); -inf when there is no sink."""
+    spec = problem.spec
+    if problem.sink is None:
+        return torch.full((spec.B, spec.Hq, spec.Lq, 1), -INF, dtype=torch.float64, device=spec.device)
+    return problem.sink.double().view(1, spec.Hq, 1, 1).expand(spec.B, -1, spec.Lq, -1)
+
+
+def _dropped(problem: Problem, probabilities: Tensor) -> Tensor:
+    spec = problem.spec
+    if not spec.dropout:
+        return probabilities
+    pattern = kept(int(problem.seed), spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
+    return torch.where(pattern, probabilities / max(1 - spec.dropout, 1e-300), 0.0)
+
+
+def _per_query_head(problem: Problem, x: Tensor) -> Tensor:
+    """(B, Hq, L, D) in float64: each key and value head serves Hq / Hkv query heads."""
+    x, Hq = heads_4d(problem.spec, x).double(), problem.spec.Hq
+    return x if x.shape[1] == Hq else x.repeat_interleave(Hq // x.shape[1], 1)
+
+
+# A pair that is not visible must contribute nothing, forward and backward, even where k or v is NaN. 0 * NaN
+# is NaN, so such pairs are selected away before multiplying; for finite numbers a matrix product is the same.
+
+
+def _inner_products(visible: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if _finite(q) and _finite(k):
+        return q @ k.mT
+    pair = visible[..., None]
+    return (torch.where(pair, q[..., :, None, :], 0.0) * torch.where(pair, k[..., None, :, :], 0.0)).sum(-1)
+
+
+def _weighted_values(visible: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    if _finite(v) and _finite(w):
+        return w @ v
+    return (w[..., None] * torch.where(visible[..., None], v[..., None, :, :], 0.0)).sum(-2)
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())

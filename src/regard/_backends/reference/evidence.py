@@ -1,0 +1,82 @@
+"""Facts about the weights, from the whole matrix in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import facts as F
+from ..._call.problem import Problem
+from .attention import INF, _sink, _softmax
+
+
+class Matrix(NamedTuple):
+    problem: Problem
+    visible: Tensor  # (B, Hq, Lq, Lk)
+    p: Tensor  # (B, Hq, Lq, Lk) weights, 0 where hidden
+    p_sink: Tensor  # (B, Hq, Lq)
+
+
+def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
+    """The parts of each fact, (B, Hq, ...); integers as they are, others in the dtype of the LSE."""
+    visible, p, lse = _softmax(problem)
+    p = torch.where(visible, p, 0.0)
+    p_sink = torch.where(lse == -INF, 0.0, torch.exp(_sink(problem)[..., 0] - lse))
+    matrix = Matrix(problem, visible, p, p_sink)
+    return [[_rounded(problem, x) for x in FACTS[type(fact)](matrix, fact)] for fact in want]
+
+
+def _rounded(problem: Problem, x: Tensor) -> Tensor:
+    return x.to(problem.spec.lse_dtype) if x.is_floating_point() else x
+
+
+def _rows(m: Matrix, fact: F.Rows) -> F.Parts:
+    return (m.p[:, :, fact.places(m.problem.spec.Lq)],)
+
+
+def _row_max(m: Matrix, fact: F.RowMax) -> F.Parts:
+    return [x[..., 0] for x in F.largest(m.p, m.visible, 1)]
+
+
+def _column_mass(m: Matrix, fact: F.ColumnMass) -> F.Parts:
+    by_row = fact.by_sample(m.problem.spec)
+    if by_row is None:
+        return (m.p.sum(2),)
+    # A query that counts nothing says nothing, whatever its weights are.
+    by_row = by_row.double()[:, None, :, None]
+    return (torch.where(by_row == 0, 0.0, m.p * by_row).sum(2),)
+
+
+def _entropy(m: Matrix, fact: F.Entropy) -> F.Parts:
+    nats = torch.special.entr(m.p).sum(-1) + torch.special.entr(m.p_sink)
+    return nats, m.visible.sum(-1) + int(m.problem.sink is not None)
+
+
+def _distance_histogram(m: Matrix, fact: F.DistanceHistogram) -> F.Parts:
+    spec, distances = m.problem.spec, F.distances_of(m.problem)
+    mass = m.p.new_zeros(spec.B, spec.Hq, len(distances))
+    if not len(distances):
+        return mass, distances
+    first = m.problem.offset if m.problem.offset is not None else torch.tensor([spec.offset])
+    i, j = (torch.arange(n, device=spec.device) for n in (spec.Lq, spec.Lk))
+    at = first.to(spec.device)[:, None, None] + i[:, None] - j - distances[0]  # (1 or B, Lq, Lk)
+    return mass.scatter_add(2, at[:, None].expand_as(m.p).flatten(2), m.p.flatten(2)), distances
+
+
+def _mass_on(m: Matrix, fact: F.MassOn) -> F.Parts:
+    chosen = fact.by_sample(m.problem.spec)[:, None, None]
+    return (torch.where(chosen, m.p, 0.0).sum(-1),)
+
+
+def _blocks(m: Matrix, fact: F.BlockMass) -> F.Parts:
+    return (fact.coarser(m.p, fact.block),)
+
+
+FACTS: dict[type[F.Fact], Callable[[Matrix, Any], F.Parts]] = {
+    F.Rows: _rows, F.TopK: lambda m, fact: F.largest(m.p, m.visible, fact.k), F.RowMax: _row_max,
+    F.ColumnMass: _column_mass, F.Entropy: _entropy, F.DistanceHistogram: _distance_histogram,
+    F.MassOn: _mass_on, F.BlockMass: _blocks, F.BlockMax: _blocks,
+}  # fmt: skip

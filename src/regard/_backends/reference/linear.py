@@ -1,0 +1,76 @@
+"""Linear attention, token by token, in float64.
+
+S <- a S;  u = v, or with the delta rule beta (v - S^T k);  S <- S + k u^T;  o = scale q^T S
+z <- a z + k;                                               o / (scale q . z), where normalised
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._call.linear import Linear, Result
+
+
+def linear(p: Linear) -> Result:
+    """Shapes: q, k (B, H, L, D), v (B, H, L, Dv), S (B, H, D, Dv), z (B, H, D), every head its own."""
+    group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
+    q, k, v, S, z = _start(p, group)
+    tokens = range(k.shape[2])
+    if p.causal:
+        rows = []
+        for t in tokens:
+            S, z = _step(p, t, k, v, S, z, group)
+            rows.append(_look(p, q[:, :, t, None], S, z))
+        out = torch.cat([*rows, v.new_empty(*q.shape[:2], 0, v.shape[3])], 2)
+        out = torch.where(_real(p, q.shape[2])[:, None, :, None], out, 0.0)
+    else:
+        for t in tokens:
+            S, z = _step(p, t, k, v, S, z, group)
+        out = _look(p, q, S, z)
+    S, z = S[:, ::group], z[:, ::group]
+    return Result(out.to(p.q.dtype), S.to(p.dtype), z.to(p.dtype) if p.normalize else None)
+
+
+def _start(p: Linear, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = p.q.double(), _per_head(p.k, group), _per_head(p.v, group)
+    B, H, _, D = q.shape
+    S = _per_head(p.S, group) if p.S is not None else q.new_zeros(B, H, D, v.shape[3])
+    z = _per_head(p.z, group) if p.z is not None else q.new_zeros(B, H, D)
+    return q, k, v, S, z
+
+
+def _step(p: Linear, t: int, k: Tensor, v: Tensor, S: Tensor, z: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The state after token t; as it was, for samples that have ended."""
+    key, u = k[:, :, t], v[:, :, t]
+    before_S, before_z = S, z
+    if p.log_decay is not None:
+        a = _per_head(p.log_decay, group)[:, :, t].exp()
+        S, z = a[..., None, None] * S, a[..., None] * z
+    if p.beta is not None:
+        u = _per_head(p.beta, group)[:, :, t, None] * (u - (S * key[..., None]).sum(-2))
+    S, z = S + key[..., None] * u[..., None, :], z + key
+    going = _real(p, k.shape[2])[:, t, None]
+    return torch.where(going[..., None, None], S, before_S), torch.where(going[..., None], z, before_z)
+
+
+def _look(p: Linear, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
+    """q (B, H, n, D) -> (B, H, n, Dv); a row whose weights sum to 0 gives zeros."""
+    out = p.scale * (q @ S)
+    if not p.normalize:
+        return out
+    total = p.scale * (q * z[:, :, None]).sum(-1, keepdim=True)
+    nothing = total == 0
+    return torch.where(nothing, 0.0, out / torch.where(nothing, 1.0, total))
+
+
+def _real(p: Linear, L: int) -> Tensor:
+    """(B, L): whether there is such a token."""
+    places = torch.arange(L, device=p.q.device)
+    ends = places.new_full((p.q.shape[0],), L) if p.lengths is None else p.lengths
+    return places < ends[:, None]
+
+
+def _per_head(x: Tensor, group: int) -> Tensor:
+    """(B, Hkv, ...) -> (B, Hq, ...) in float64"""
+    return x.double().repeat_interleave(group, 1)

@@ -1,0 +1,1 @@
+"""The PyTorch backend: the same mathematics in PyTorch operations, for any device."""

@@ -1,0 +1,141 @@
+"""Linear attention in chunks, in plain torch: for GPU tensors, compilers, transforms and second derivatives.
+
+Within a chunk, with b the running sum of log_decay and G_ij = exp(b_i - b_j) for j <= i, else 0:
+U = V, or with the delta rule (I + beta (G K K^T, below the diagonal)) U = beta (V - exp(b) K S)
+O = exp(b) Q S + (G Q K^T) U,  and then  S <- exp(b_end) S + (exp(b_end - b) K)^T U
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._call.linear import Linear, Result
+
+CHUNK = 64
+
+
+def linear(p: Linear) -> Result:
+    p = _without_padding(p)
+    B, Hkv, _, D = p.k.shape
+    S = p.S if p.S is not None else p.k.new_zeros(B, Hkv, D, p.v.shape[3], dtype=p.dtype)
+    z = p.z if p.z is not None else p.k.new_zeros(B, Hkv, D, dtype=p.dtype)
+    out, S, z = _causal(p, S, z) if p.causal else _full(p, S, z)
+    return Result(out.to(p.q.dtype), S, z if p.normalize else None)
+
+
+def _without_padding(p: Linear) -> Linear:
+    """Tokens beyond the lengths leave the state alone: no key, no value, no gate."""
+    if p.lengths is None:
+        return p
+    real = (torch.arange(p.k.shape[2], device=p.k.device) < p.lengths[:, None])[:, None]  # (B, 1, L)
+    k, v = torch.where(real[..., None], p.k, 0), torch.where(real[..., None], p.v, 0)
+    q = torch.where(real[..., None], p.q, 0) if p.causal else p.q
+    decay = None if p.log_decay is None else torch.where(real, p.log_decay, 0)
+    return p._replace(
+        q=q, k=k, v=v, log_decay=decay, beta=None if p.beta is None else torch.where(real, p.beta, 0)
+    )
+
+
+def _full(p: Linear, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = p.k.to(p.dtype), p.v.to(p.dtype)
+    S, z = S + k.mT @ v, z + k.sum(2)
+    q = _grouped(p.q, k.shape[1]).to(p.dtype) * p.scale
+    out, total = q @ S[:, :, None], q @ z[:, :, None, :, None]
+    return _divided(out, total, p.normalize).flatten(1, 2), S, z
+
+
+class _Chunks(NamedTuple):
+    """All chunks of a call, (B, Hkv, n, C, ...) in the compute dtype."""
+
+    q: Tensor  # (B, Hkv, group, n, C, D), scaled
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None  # (B, Hkv, n, C, 1)
+    pairs: Tensor  # (B, Hkv, n, C, C): G; without decay (C, C)
+    since: Tensor | None  # (B, Hkv, n, C, 1): exp(b); None: 1
+    until: Tensor | None  # (B, Hkv, n, C, 1): exp(b_end - b)
+
+
+def _causal(p: Linear, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    L, C = p.k.shape[2], min(CHUNK, max(p.k.shape[2], 1))
+    chunks = _cut(p, C)
+    scores = (chunks.q @ chunks.k.mT[:, :, None]) * _between_heads(chunks.pairs)
+    inverse = _inverse(chunks)
+    rows, totals = [], []
+    for i in range(math.ceil(L / C)):
+        k, u = chunks.k[:, :, i], chunks.v[:, :, i]
+        q = chunks.q[:, :, :, i]
+        since, end = _at(chunks.since, i), 1.0 if chunks.since is None else chunks.since[:, :, i, -1:]
+        if chunks.beta is not None and inverse is not None:
+            u = inverse[:, :, i] @ (chunks.beta[:, :, i] * (u - since * (k @ S)))
+        from_state = since if isinstance(since, float) else since[:, :, None]
+        rows.append(from_state * (q @ S[:, :, None]) + scores[:, :, :, i] @ u[:, :, None])
+        if p.normalize:
+            total = from_state * (q @ z[:, :, None, :, None])
+            totals.append(total + scores[:, :, :, i].sum(-1, keepdim=True))
+        late = k * _at(chunks.until, i)
+        S, z = end * S + late.mT @ u, (end if isinstance(end, float) else end[..., 0]) * z + late.sum(2)
+    if not rows:
+        return p.q.new_zeros(*p.q.shape[:3], p.v.shape[3], dtype=p.dtype), S, z
+    out = torch.stack(rows, 3)
+    out = _divided(out, torch.stack(totals, 3) if totals else out, p.normalize)
+    return out.flatten(3, 4)[:, :, :, :L].flatten(1, 2), S, z
+
+
+def _cut(p: Linear, C: int) -> _Chunks:
+    """Every sequence filled up to whole chunks with tokens that change nothing."""
+    L = p.k.shape[2]
+    more = -L % C
+
+    def cut(x: Tensor) -> Tensor:
+        filled = F.pad(x.to(p.dtype), (0, 0, 0, more))
+        return filled.reshape(*x.shape[:-2], (L + more) // C, C, x.shape[-1])
+
+    lower = torch.ones(C, C, dtype=torch.bool, device=p.k.device).tril()
+    q = cut(_grouped(p.q, p.k.shape[1]) * p.scale)
+    beta = None if p.beta is None else cut(p.beta[..., None])
+    if p.log_decay is None:
+        return _Chunks(q, cut(p.k), cut(p.v), beta, lower.to(p.dtype), None, None)
+    b = cut(p.log_decay[..., None]).cumsum(-2)
+    pairs = torch.where(lower, b - b.mT, -math.inf).exp()
+    return _Chunks(q, cut(p.k), cut(p.v), beta, pairs, b.exp(), (b[..., -1:, :] - b).exp())
+
+
+def _inverse(chunks: _Chunks) -> Tensor | None:
+    """(I + beta (G K K^T, below the diagonal))^-1, (B, Hkv, n, C, C)"""
+    if chunks.beta is None:
+        return None
+    k = chunks.k
+    below = (chunks.beta * (k @ k.mT) * chunks.pairs).tril(-1)
+    eye = torch.eye(below.shape[-1], dtype=below.dtype, device=below.device)
+    inverse: Tensor = torch.linalg.solve_triangular(
+        eye + below, eye.expand_as(below), upper=False, unitriangular=True
+    )
+    return inverse
+
+
+def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
+    """A row whose weights sum to 0 gives zeros."""
+    if not normalize:
+        return out
+    nothing = total == 0
+    return torch.where(nothing, 0.0, out / torch.where(nothing, 1.0, total))
+
+
+def _grouped(q: Tensor, Hkv: int) -> Tensor:
+    """(B, Hq, L, D) -> (B, Hkv, group, L, D)"""
+    B, Hq, L, D = q.shape
+    return q.reshape(B, Hkv, Hq // max(Hkv, 1), L, D)
+
+
+def _between_heads(pairs: Tensor) -> Tensor:
+    return pairs if pairs.ndim == 2 else pairs[:, :, None]
+
+
+def _at(x: Tensor | None, i: int) -> Tensor | float:
+    return 1.0 if x is None else x[:, :, i]

@@ -1,0 +1,174 @@
+"""What is asked of linear attention: every check of a call, once, and its canonical form."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._tools.arguments import broadcasts, describe, holds_integers, readable
+from .layout import heads_4d
+from .problem import Problem, Spec, Strides, make
+
+SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
+
+
+class LinearState(NamedTuple):
+    """All that linear attention remembers of the tokens so far; its size does not depend on their number.
+
+    In float32, in float64 for float64 inputs.
+    """
+
+    S: Tensor  # (..., Hkv, D, Dv): the decayed sum of k v^T
+    z: Tensor | None = None  # (..., Hkv, D): the decayed sum of k, where the result is normalised
+
+
+class Options(NamedTuple):
+    """The keyword arguments of `linear_attention` that are not in a Problem."""
+
+    causal: bool
+    normalize: bool
+    log_decay: Tensor | float | None
+    beta: Tensor | float | None
+    lengths: Tensor | None
+    state: LinearState | None
+
+
+class Linear(NamedTuple):
+    """A checked call in four dims. "Compute dtype" is float64 for float64 and float32 for all others."""
+
+    q: Tensor  # (B, Hq, Lq, D)
+    k: Tensor  # (B, Hkv, Lk, D)
+    v: Tensor  # (B, Hkv, Lk, Dv)
+    log_decay: Tensor | None  # (B, Hkv, L) in the compute dtype
+    beta: Tensor | None  # (B, Hkv, L) in the compute dtype
+    S: Tensor | None  # (B, Hkv, D, Dv) in the compute dtype; None: zeros
+    z: Tensor | None  # (B, Hkv, D) in the compute dtype
+    lengths: Tensor | None  # (B,) int64
+    scale: float
+    normalize: bool
+    causal: bool
+    out_stride: Strides  # of the result, dense, ordered like q's
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype is torch.float64 else torch.float32
+
+
+class Result(NamedTuple):
+    """What a backend returns."""
+
+    out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
+    S: Tensor  # (B, Hkv, D, Dv) in the compute dtype
+    z: Tensor | None  # (B, Hkv, D) in the compute dtype, where the result is normalised
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) -> tuple[Problem, Linear]:
+    """The checked call: sizes and the caller's layout, and the canonical form."""
+    problem = make(q, k, v, scale=scale)
+    spec = problem.spec
+    _check_flags(spec, given)
+    S, z = _flat_state(spec, given)
+    return problem, Linear(
+        heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
+        _per_token("log_decay", given.log_decay, spec), _per_token("beta", given.beta, spec),
+        S, z, _flat_lengths(spec, given.lengths), spec.scale, given.normalize, given.causal, spec.out_stride,
+    )  # fmt: skip
+
+
+def _check_flags(spec: Spec, given: Options) -> None:
+    for name, flag in (("causal", given.causal), ("normalize", given.normalize)):
+        if type(flag) is not bool:
+            raise TypeError(f"{name}: expected a bool, got {describe(flag)}")
+    if given.causal and spec.Lq != spec.Lk:
+        raise ValueError(
+            f"k: expected Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens, got "
+            f"{spec.Lk}; earlier tokens come by state="
+        )
+    if not given.causal:
+        for name, gate in (("log_decay", given.log_decay), ("beta", given.beta)):
+            if gate is not None:
+                raise ValueError(f"{name}: expected None with causal=False, got {describe(gate)}")
+    if given.beta is not None and given.normalize:
+        raise ValueError("normalize: expected False with beta, whose weights are not positive, got True")
+
+
+def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | None:
+    """A gate, one for all, one for each head or one for each token, as (B, Hkv, L)."""
+    if gate is None:
+        return None
+    heads = () if spec.rank == 2 else (spec.Hkv,)
+    shape = (*spec.batch, *heads, spec.Lk)
+    if not isinstance(gate, Tensor):
+        if isinstance(gate, bool) or not isinstance(gate, int | float):
+            raise TypeError(f"{name}: expected a number or a tensor, got {describe(gate)}")
+        gate = torch.tensor(float(gate), device=spec.device, dtype=spec.lse_dtype)
+    _check_gate(name, gate, shape, spec)
+    gate = gate.to(spec.lse_dtype)
+    if gate.ndim == 1 and spec.rank > 2:
+        gate = gate[:, None]
+    return gate.expand(shape).reshape(spec.B, spec.Hkv, spec.Lk)
+
+
+def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> None:
+    if gate.dtype not in (spec.dtype, torch.float32):
+        known = " or ".join(dict.fromkeys(map(str, (spec.dtype, torch.float32))))
+        raise TypeError(f"{name}: expected dtype {known}, got {gate.dtype}")
+    if gate.device != spec.device:
+        raise ValueError(f"{name}: expected q's device {spec.device}, got {gate.device}")
+    by_head = spec.rank > 2 and gate.ndim == 1
+    if not (gate.shape[0] in (1, spec.Hkv) if by_head else broadcasts(gate.shape, shape)):
+        one = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "
+        grouped = (
+            "; for a gate of each query head give k and v Hq heads by expand" if spec.Hq != spec.Hkv else ""
+        )
+        raise ValueError(
+            f"{name}: expected {one}a shape broadcastable to (..., Hkv, L) = {shape}, got "
+            f"{tuple(gate.shape)}{grouped}"
+        )
+
+
+def _flat_state(spec: Spec, given: Options) -> tuple[Tensor | None, Tensor | None]:
+    """S (B, Hkv, D, Dv) and z (B, Hkv, D)."""
+    state = given.state
+    if state is None:
+        return None, None
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state: expected a LinearState, got {describe(state)}")
+    S, z = state
+    if (z is not None) != given.normalize:
+        raise ValueError(
+            f"state: expected z {'for' if given.normalize else 'to be None without'} normalize=True"
+        )
+    outer = state_dims(spec)
+    flat = _flat_part(spec, "S", S, (*outer, spec.D, spec.Dv))
+    return flat, None if z is None else _flat_part(spec, "z", z, (*outer, spec.D))
+
+
+def state_dims(spec: Spec) -> tuple[int, ...]:
+    """(*batch, Hkv), () for the textbook form."""
+    return () if spec.rank == 2 else (*spec.batch, spec.Hkv)
+
+
+def _flat_part(spec: Spec, name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(x, Tensor) or x.dtype is not spec.lse_dtype or tuple(x.shape) != shape:
+        raise ValueError(f"state.{name}: expected {spec.lse_dtype} {shape}, got {describe(x)}")
+    if x.device != spec.device:
+        raise ValueError(f"state.{name}: expected q's device {spec.device}, got {x.device}")
+    return x if spec.rank == 4 else x.reshape(spec.B, spec.Hkv, *shape[len(state_dims(spec)) :])
+
+
+def _flat_lengths(spec: Spec, lengths: Tensor | None) -> Tensor | None:
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor) or not holds_integers(lengths):
+        raise TypeError(f"lengths: expected an integer tensor (B,), got {describe(lengths)}")
+    if tuple(lengths.shape) not in (spec.batch, (spec.B,)) or spec.rank < 4:
+        raise ValueError(f"lengths: expected shape {spec.batch}, the samples, got {tuple(lengths.shape)}")
+    lengths = lengths.reshape(spec.B).to(spec.device, torch.int64)
+    if readable(lengths) and lengths.is_cpu and spec.B:
+        low, high = (int(x) for x in torch.aminmax(lengths))
+        if low < 0 or high > spec.Lk:
+            raise ValueError(f"lengths: expected from 0 to L = {spec.Lk}, got values from {low} to {high}")
+    return lengths

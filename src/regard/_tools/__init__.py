@@ -1,0 +1,1 @@
+"""Time and memory of calls, and listeners of calls."""

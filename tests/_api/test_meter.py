@@ -1,0 +1,251 @@
+"""The meter and the crossover: what they say is what the definitions give."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard.crossover import Crossover, Point, measure
+from regard.nn import (
+    LinformerAttention,
+    LinformerProjection,
+    LongformerAttention,
+    PerformerAttention,
+)
+from support import HAVE_CORE
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+B, H, L, D = 2, 4, 53, 8
+
+
+def qkv(heads: int = H, Lk: int = L) -> list[Tensor]:
+    return [torch.randn(B, n, length, D) for n, length in ((H, L), (heads, Lk), (heads, Lk))]
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, w: Tensor, mask: M.Mask | None = None) -> tuple[float, ...]:
+    """Error, KL and top-1 agreement of weights w (B, H, Lq, Lk), in float64 with n x n matrices."""
+    p, w = regard.weights(q, k, v, mask=mask).double(), w.double()
+    error = float((w @ v.double() - p @ v.double()).norm() / (p @ v.double()).norm())
+    terms = torch.where(w > 0, w * (w.log() - p.log()), 0.0)
+    return error, float(terms.sum(-1).mean()), float((w.argmax(-1) == p.argmax(-1)).double().mean())
+
+
+def test_exact_attention_has_no_error() -> None:
+    found = regard.compare_to_exact(regard.attention, *qkv())
+    assert found.error < 1e-6
+    assert found.kl is not None
+    assert found.kl < 1e-6
+    assert found.top1 == 1.0
+    assert found.rows == B * H * L
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in qkv())
+    found = regard.compare_to_exact(regard.attention, q, k, v)
+    assert found.error == 0
+    assert found.kl is not None
+    assert found.kl < 1e-4
+    assert found.top1 is not None
+    assert found.top1 > 0.95  # two keys may round to the same weight
+
+
+def test_it_is_the_definition() -> None:
+    """D does not divide L: the last keys are fewer than the others."""
+    q, k, v = qkv()
+    w = torch.randn(B, H, L, L).softmax(-1)
+    found = regard.compare_to_exact(lambda q, k, v: w @ v, q, k, v)
+    error, kl, top1 = definition(q, k, v, w)
+    assert found.error == pytest.approx(error, rel=1e-5)
+    assert found.kl == pytest.approx(kl, rel=1e-5)
+    assert found.top1 == pytest.approx(top1)
+
+
+def test_kl_of_a_pattern_is_the_mass_it_misses() -> None:
+    q, k, v = qkv()
+    module = LongformerAttention(H * D, H, window=5)
+    found = regard.compare_to_exact(module, q, k, v, global_tokens=[0, 9])
+    seen = M.longformer(5, [0, 9]).to_dense(L, L)
+    mass = (regard.weights(q, k, v) * seen).sum(-1)
+    assert found.kl == pytest.approx(float(-mass.log().mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("Lk", [L, L + 20])
+def test_causal(Lk: int) -> None:
+    q, k, v = qkv(Lk=Lk)
+    w = regard.weights(q, k, v, mask=M.Window(3))
+    found = regard.compare_to_exact(
+        lambda q, k, v: regard.attention(q, k, v, mask=M.Window(3)), q, k, v, causal=True
+    )
+    error, kl, top1 = definition(q, k, v, w, M.Causal())
+    assert found.error == pytest.approx(error, rel=1e-4)
+    assert found.kl == pytest.approx(kl, rel=1e-4)
+    assert found.top1 == pytest.approx(top1)
+
+
+def test_weight_on_a_hidden_key_is_infinitely_far() -> None:
+    found = regard.compare_to_exact(regard.attention, *qkv(), causal=True)
+    assert found.kl == math.inf
+
+
+def test_a_module_says_whether_it_is_causal() -> None:
+    q, k, v = qkv()
+    tensors = q / 2, k / 2, v
+    module = PerformerAttention(H * D, H, features=2000, causal=True, seed=0)
+    found = regard.compare_to_exact(module, *tensors, weights=False)
+    assert found.error < 0.25
+    assert regard.compare_to_exact(module, *tensors, causal=False, weights=False).error > 2 * found.error
+    assert found.kl is None
+    assert found.top1 is None
+
+
+def test_grouped_heads() -> None:
+    found = regard.compare_to_exact(regard.attention, *qkv(heads=2))
+    assert found.error < 1e-6
+    assert found.top1 == 1.0
+
+
+def test_padding_does_not_count() -> None:
+    q, k, v = qkv()
+    lengths = torch.tensor([L, 20])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        out = regard.attention(q, k, v, mask=M.Lengths(lengths))
+        return out + (torch.arange(L) >= lengths[:, None])[:, None, :, None]
+
+    found = regard.compare_to_exact(attend, q, k, v, lengths=lengths)
+    assert found.error < 1e-6
+    assert found.rows == H * (L + 20)
+    assert found.top1 == 1.0
+
+
+def test_what_is_not_linear_in_v_has_no_weights() -> None:
+    found = regard.compare_to_exact(lambda q, k, v: F.normalize(regard.attention(q, k, v), dim=-1), *qkv())
+    assert (found.kl, found.top1) == (None, None)
+    assert found.error > 0.1
+
+
+def test_weights_that_are_no_probabilities_have_no_kl() -> None:
+    module = LinformerAttention(H * D, H, LinformerProjection(L, 7))
+    found = regard.compare_to_exact(module, *qkv())
+    assert found.kl is None
+    assert found.top1 is not None
+
+
+def test_a_module_is_compared_in_evaluation_and_stays_as_it_was() -> None:
+    module = LongformerAttention(H * D, H, window=L, dropout=0.5)
+    module.out.eval()
+    assert regard.compare_to_exact(module, *qkv()).error < 1e-6
+    assert module.training
+    assert not module.out.training
+
+
+def test_it_prints_as_a_table() -> None:
+    text = repr(regard.Comparison(0.0123456, 0.5, 0.875, 1234))
+    assert text.splitlines() == [
+        "relative output error   0.0123",
+        "KL of the weights       0.5 nats",
+        "top-1 agreement         87.5%",
+        "query rows              1,234",
+    ]
+    assert "not defined" in repr(regard.Comparison(1.0, None, None, 1))
+
+
+def test_wrong_arguments() -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match=r"a module with `attend\(q, k, v\)`, got Linear"):
+        regard.compare_to_exact(torch.nn.Linear(D, D), q, k, v)
+    with pytest.raises(
+        ValueError, match=r"k: expected \(B, H, L, D\), got float32 tensor of shape \(53, 8\)"
+    ):
+        regard.compare_to_exact(regard.attention, q, k[0, 0], v)
+    with pytest.raises(ValueError, match="approximation: expected a result of shape"):
+        regard.compare_to_exact(lambda q, k, v: v[..., :3], q, k, v)
+    with pytest.raises(TypeError, match="approximation: expected a function or a module, got int 3"):
+        regard.compare_to_exact(3, q, k, v)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lengths: expected an integer tensor \(B,\), got list \[5\]"):
+        regard.compare_to_exact(regard.attention, q, k, v, lengths=[5])  # type: ignore[arg-type]
+
+
+# The crossover
+
+
+def table(**curves: list[float]) -> Crossover:
+    lengths = [256, 512, 1024, 2048]
+    return Crossover(
+        tuple(
+            Point(name, work, n, time, None if name == "unknown" else int(1e6 * time))
+            for name, times in curves.items()
+            for work in ("forward", "training")
+            for n, time in zip(lengths, times, strict=True)
+        )
+    )
+
+
+def test_the_first_length_is_followed_by_wins_alone() -> None:
+    found = table(
+        exact=[1, 2, 4, 8], late=[2, 2, 2, 2], never=[2, 4, 8, 16], always=[0.1] * 4, odd=[0.1, 3, 1, 1]
+    )
+    assert [found.first(name, "forward", "time") for name in found.mechanisms] == [1024, None, 256, 1024]
+    assert found.verdict("late", "forward", "time") == "from 1,024 on (4 x)"
+    assert found.verdict("never", "training", "memory") == "never up to 2,048 (0.5 x)"
+    close = table(exact=[1, 1, 1, 1], close=[0.95] * 4)
+    assert close.first("close", "forward", "time") is None
+
+
+def test_memory_may_be_unknown() -> None:
+    points = table(exact=[1, 1, 1, 1], other=[1, 1, 1, 1]).points
+    found = Crossover(tuple(point._replace(memory=None) for point in points))
+    assert found.verdict("other", "forward", "memory") == "not measured"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_measuring(causal: bool) -> None:
+    told: list[str] = []
+    found = measure([16], causal=causal, heads=1, dim=4, seconds=0, progress=told.append)
+    names = ["window", "performer", "linear"]
+    assert found.mechanisms == (names if causal else [*names, "longformer", "bigbird", "linformer"])
+    assert found.lengths == [16]
+    assert "time, forward, 16 tokens" in told
+    assert all(point.time > 0 for point in found.points)
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curves.png"
+    figure = table(exact=[1, 2, 4, 8], late=[2, 2, 2, 2]).plot(str(path))
+    assert [axes.get_title() for axes in figure.axes] == [
+        "time, forward", "memory, forward", "time, training", "memory, training",
+    ]  # fmt: skip
+    assert path.stat().st_size > 1000
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from regard.cli._app import app
+
+    monkeypatch.setattr("regard.cli.crossover.find_spec", lambda name: None)
+    result: Any = testing.CliRunner().invoke(app, ["crossover", "--plot", "x.png"])
+    assert result.exit_code == 2
+    assert "regard[plot]" in result.output
+
+
+def test_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    testing = pytest.importorskip("typer.testing")
+    from regard.cli._app import app
+
+    path = tmp_path / "curves.png"
+    result: Any = testing.CliRunner().invoke(app, ["crossover", "--quick", "--causal", "--plot", str(path)])
+    assert result.exit_code == 0, result.output
+    for word in ("window", "performer", "linear", "time, forward"):
+        assert word in result.output
+    assert path.exists()

@@ -1,0 +1,312 @@
+"""Few query rows against many keys, dense and stored, against the float64 reference."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard._api import stored as _decode
+from regard._api.stored import attend_stored
+from regard._backends.native import attention as _native
+from regard._call.stored import Stored
+from regard.scores import Alibi, RelativeBias
+from support import HAVE_CORE, rel_l2
+from support.forward import DTYPES, Call, Sampler, faults
+from support.stored import KINDS, store
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+ROWS, SHARED = (1, 1, 2, 3, 5, 16), (1, 2, 4, 8, 32)
+KEYS = (1, 3, 17, 63, 65, 97, 129, 513, 1025, 4097)
+SIZES = (*range(1, 131, 2), 8, 64, 96, 128, 576)
+
+
+class FewRows(Sampler):
+    """Calls whose shapes the decode kernel takes."""
+
+    def sizes(self, work: float) -> None:
+        while True:
+            self.batch = self.choice(((1,), (2,), (3,), ()))
+            self.Hkv, group = self.choice((1, 2, 3)), self.choice(SHARED)
+            self.Hq = self.Hkv * group
+            self.Lq, self.Lk = self.choice(ROWS), self.choice(KEYS)
+            self.D = self.choice(SIZES)
+            self.Dv = self.D if self.chance(0.5) else self.choice(SIZES)
+            few = self.Lq * group <= 64
+            if few and self.Hq * self.Lq * self.Lk * (self.D + self.Dv) * 3 <= work:
+                return
+
+
+def grid(seeds: range, work: float) -> str:
+    calls = ((seed, FewRows(seed, work, _native.isas()).call()) for seed in seeds)
+    return "\n".join(f"seed {n}: {'; '.join(f)} in {c}" for n, c in calls if (f := faults(c)))
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_grid(first: int, poison: None) -> None:
+    report = grid(range(first, first + 40), 4e6)
+    assert not report, report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(240, 3240, 100))
+def test_large_grid(first: int, poison: None) -> None:
+    report = grid(range(first, first + 100), 6e7)
+    assert not report, report
+
+
+def tensors(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """sizes: B, Hq, Hkv, Lq, Lk, D, Dv."""
+    B, Hq, Hkv, Lq, Lk, D, Dv = sizes
+    q, k, v = torch.randn(B, Hq, Lq, D), torch.randn(B, Hkv, Lk, D), torch.randn(B, Hkv, Lk, Dv)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def native(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return regard.attention(q, k, v, impl="native", **options)
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "causal": {"mask": M.Causal()},
+    "window with sinks": {"mask": M.streaming(40, 3)},
+    "dilated": {"mask": M.Dilated(3)},
+    "random": {"mask": M.RandomBlocks(3, 16, seed=1)},
+    "by head": {"mask": M.PerHead([M.Causal(), M.Window(50), M.Prefix(7), M.Dilated(2)])},
+    "lengths": {"mask": M.Lengths([1100, 700])},
+    "offsets": {"mask": M.Causal(), "offset": torch.tensor([1099, 513])},
+    "alibi": {"bias": Alibi.standard(4), "mask": M.Causal()},
+    "relative": {"bias": RelativeBias(torch.randn(32, 4))},
+    "softcap and sink": {"softcap": 3.0, "sink": torch.randn(4)},
+    "dropout": {"dropout": 0.3, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("Lq", [1, 5, 7])  # lanes along D, and rows in panels, the last not full
+def test_threads_and_batches_do_not_change_a_bit(isa: str, name: str, Lq: int) -> None:
+    q, k, v = tensors(2, 4, 2, Lq, 1100, 24, 16)
+    options = OPTIONS[name]
+    assert not faults(Call(q, k, v, options, isa))
+    torch.set_num_threads(1)
+    one = native(q, k, v, **options)
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        assert torch.equal(native(q, k, v, **options), one)
+    if name in ("lengths", "offsets", "dropout"):
+        return
+    assert torch.equal(native(q[1:], k[1:], v[1:], **options), one[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_keys(isa: str, dtype: torch.dtype) -> None:
+    q, k, v = tensors(2, 8, 2, 1, 600, 40, 24, dtype=dtype)
+    want = native(q, k, v)
+    for moved in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
+        assert torch.equal(native(q, moved(k), moved(v)), want)
+
+
+def test_what_is_hidden_may_be_nan(isa: str) -> None:
+    q, k, v = tensors(2, 8, 2, 3, 1100, 16, 16)
+    mask = M.Lengths([1000, 530]) & M.Causal()
+    options: dict[str, Any] = {"mask": mask, "offset": torch.tensor([997, 527])}
+    want = native(q, k, v, **options)
+    for x in (k, v):
+        x[0, :, 1000:] = float("nan")
+        x[1, :, 530:] = float("inf")
+    assert torch.equal(native(q, k, v, **options), want)
+    v[0, 0, 995] = float("nan")  # all rows of the first group of heads see it
+    out = native(q, k, v, **options)
+    assert out[0, :4].isnan().all()
+    assert torch.equal(out[0, 4:], want[0, 4:])
+    assert torch.equal(out[1], want[1])
+
+
+def test_scores_beyond_float32(isa: str) -> None:
+    q, k, v = tensors(1, 4, 2, 1, 700, 8, 8)
+    call = Call(q * 1e25, k * 1e25, v, {}, isa)
+    assert rel_l2(call.run()[0], call.expected()[0]) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_error_beside_the_fused_kernel(isa: str, rows: int) -> None:
+    q, k, v = tensors(8, 32, 32 // rows, 1, 600, 64, 64)
+    assert not faults(Call(q, k, v, {}, isa))
+
+
+# Stored keys
+
+
+STORED_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mask": M.Causal()},
+    {"mask": M.streaming(20, 3), "sink": torch.randn(8)},
+    {"mask": M.Causal(), "offset": torch.tensor([90, 40]), "softcap": 3.0},
+    {"bias": Alibi.standard(8), "mask": M.Lengths([97, 33])},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison: None) -> None:
+    for Lq, D, Dv in ((1, 40, 40), (3, 128, 64), (17, 33, 130)):
+        q, k, v = tensors(2, 8, 2, Lq, 97, D, Dv, dtype=dtype)
+        stored = store(k, v, kind, page)
+        dense = stored.dense(torch.float32 if kind != "float" else dtype)
+        for options in STORED_OPTIONS:
+            for _ in range(2):  # checked, and again
+                out, lse = attend_stored(q, stored, **options, return_lse=True, impl="native")
+                exact = Call(q.float(), *(x.float() for x in dense), options, isa)
+                want, want_lse = exact.expected()
+                limit = 2e-6 + 1.01 * rel_l2(want.to(dtype), want)
+                assert rel_l2(out, want) <= limit, (Lq, D, options)
+                torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_the_same_to_the_bit(isa: str, dtype: torch.dtype) -> None:
+    q, k, v = tensors(2, 8, 2, 1, 1100, 64, 64, dtype=dtype)
+    want = native(q, k, v)
+    for page in (0, 16, 128, 1024):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(attend_stored(q, store(k, v, "float", page), impl="native"), want)
+
+
+def test_growing_without_new_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
+    stored = store(k, v, "float", 0)
+    attend_stored(q, stored._replace(length=1), impl="native")
+    monkeypatch.setattr(_decode, "make", None)
+    for length in range(1, 71):
+        want = native(q, k[:, :, :length], v[:, :, :length])
+        assert torch.equal(attend_stored(q, stored._replace(length=length), impl="native"), want)
+
+
+def test_offsets_of_every_kind_again() -> None:
+    q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
+    stored = store(k, v, "float", 0)
+    for offset in (None, 3, 50, np.int64(7), torch.tensor([5, 60]), torch.tensor([9, 2], dtype=torch.int32)):
+        want = native(q, k, v, mask=M.Causal(), offset=offset)
+        for _ in range(2):
+            assert torch.equal(attend_stored(q, stored, mask=M.Causal(), offset=offset), want)
+    for wrong in (2**49, torch.tensor([2**49, 0]), torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match="offset"):
+            attend_stored(q, stored, mask=M.Causal(), offset=wrong)
+
+
+def test_faults_of_a_store(isa: str) -> None:
+    q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
+    stored = store(k, v, "float", 16)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"stored\.length: expected 0 to 112"):
+            attend_stored(q, stored._replace(length=113), impl="native")
+        assert stored.table is not None
+        table = stored.table.clone()
+        table[1, 2] = 13
+        with pytest.raises(ValueError, match=r"stored\.table: expected page numbers from 0 to 12"):
+            attend_stored(q, stored._replace(table=table), impl="native")
+        attend_stored(q, stored, impl="native")
+    with pytest.raises(ValueError, match=r"stored\.page: expected a power of two"):
+        attend_stored(q, stored._replace(page=24), impl="native")
+    with pytest.raises(ValueError, match=r"stored\.kind"):
+        attend_stored(q, stored._replace(kind="int2"), impl="native")
+    with pytest.raises(ValueError, match=r"stored\.k_scale: expected float16"):
+        attend_stored(q, store(k, v, "int8", 0)._replace(k_scale=None), impl="native")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
+    """What the core writes is what `Stored.write` says, to the bit; all other rows stay."""
+    starts, counts = [3, 14], [9, 20]
+    for D, Dv, size in ((1, 33, 1.0), (40, 64, 1e-7), (97, 32, 1e4)):
+        _, k, v = tensors(2, 2, 2, 1, 40, D, Dv)
+        _, new_k, new_v = tensors(2, 2, 2, 1, 21, D, Dv)
+        new_k[0, 0, 3], new_v[0, 1, 2] = 0.25, 0
+        new_k[1, 1, 5, 0], new_v[0, 0, 7, 1], new_v[0, 0, 8, 2] = torch.nan, torch.inf, -torch.inf
+        new_k, new_v = (new_k * size).to(dtype), (new_v * size).to(dtype).mT.contiguous().mT
+        stored = store(k.to(dtype), v.to(dtype), kind, page)
+        twin = Stored(*(x.clone() if isinstance(x, Tensor) else x for x in stored))
+        stored.write(starts, counts, new_k, new_v)
+        _native.write(twin, starts, counts, new_k, new_v)
+        both = (
+            (stored.k, twin.k),
+            (stored.v, twin.v),
+            *zip(stored.dense(dtype), twin.dense(dtype), strict=True),
+        )
+        for x, y in both:
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_writing_is_the_same_for_any_number_of_threads() -> None:
+    _, k, v = tensors(1, 8, 8, 1, 2000, 64, 64)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        stored = store(torch.zeros_like(k), torch.zeros_like(v), "int8", 0)
+        _native.write(stored, [0], [2000], k, v)
+        found.append(stored)
+    for other in found[1:]:
+        assert torch.equal(found[0].k, other.k)
+        assert torch.equal(found[0].v_scale, other.v_scale)
+
+
+def test_a_wrong_page_is_not_written_to() -> None:
+    _, k, v = tensors(1, 2, 2, 1, 40, 16, 16)
+    stored = store(k, v, "float", 16)
+    assert stored.table is not None
+    stored.table[0, 1] = 99
+    with pytest.raises(IndexError, match="page"):
+        _native.write(stored, [10], [20], k, v)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "torch"])
+def test_other_ways_to_the_same_result(impl: str) -> None:
+    q, k, v = tensors(2, 8, 2, 1, 97, 64, 64)
+    for kind in KINDS:
+        stored = store(k, v, kind, 16)
+        want = attend_stored(q, stored, mask=M.Window(50), impl="native")
+        assert isinstance(want, Tensor)
+        found = attend_stored(q, stored, mask=M.Window(50), impl=impl)
+        assert rel_l2(found, want) < 2e-6
+        grad_q = q.clone().requires_grad_()
+        attend_stored(grad_q, stored, mask=M.Window(50)).sum().backward()
+        assert grad_q.grad is not None
+
+
+def test_why_groups_of_32() -> None:
+    """Relative errors on N(0, 1): one scale for a row of 128, and one for 32 channels."""
+    x = torch.randn(4096, 128)
+    row = x.abs().amax(-1, keepdim=True)
+    int8_row = rel_l2((x / row * 127).round() * row / 127, x)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    int4_row = rel_l2(((x - low) / (high - low) * 15).round() * (high - low) / 15 + low, x)
+    found = {}
+    for kind in ("int8", "int4"):
+        stored = store(x[None, None], x[None, None], kind, 0)
+        found[kind] = rel_l2(stored.dense(torch.float32)[0][0, 0], x)
+    assert found["int8"] < 0.0056 < 0.0062 < int8_row < 0.0067
+    assert found["int4"] < 0.081 < 0.096 < int4_row < 0.103
+
+
+def test_overhead_of_a_repeated_call() -> None:
+    """From the verb to the kernel and back, with a new length each time: some microseconds."""
+    q, k, v = tensors(1, 1, 1, 1, 8, 8, 8)
+    stores = [store(k, v, "float", 0)._replace(length=n) for n in range(1, 9)]
+    best = float("inf")
+    for _ in range(300):
+        begin = time.perf_counter()
+        for stored in stores:
+            attend_stored(q, stored)
+        best = min(best, (time.perf_counter() - begin) / len(stores))
+    assert best < 40e-6, f"{best * 1e6:.1f} us"

@@ -1,0 +1,287 @@
+"""The benchmarks run on tiny shapes, show what they should, and refuse a wrong result."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from support import HAVE_CORE, ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+MODULES = (
+    "cases",
+    "command",
+    "cost",
+    "evidence",
+    "hf",
+    "hunt",
+    "latent",
+    "linear",
+    "measure",
+    "memory",
+    "modules",
+    "packed",
+    "peers",
+    "report",
+    "run",
+    "scaling",
+    "sparse",
+)
+
+pytest.importorskip("rich")
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The modules of benchmarks/, by name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        found = {name: importlib.import_module(name) for name in MODULES}
+        yield argparse.Namespace(**found)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def options() -> argparse.Namespace:
+    return argparse.Namespace(quick=True, only=[], threads=1, seconds=0.0, shrink=32)
+
+
+def rows_of(bench: Any, name: str, options: argparse.Namespace, L: int = 32) -> list[Any]:
+    (case,) = (c for c in bench.cases.CASES if c.name == name)
+    with torch.no_grad():
+        rows: list[Any] = bench.run.measure_case(case.shrunk(L), options)
+    return rows
+
+
+def test_every_case_is_right_and_timed(bench: Any, options: argparse.Namespace) -> None:
+    for case in bench.cases.CASES:
+        for row in rows_of(bench, case.name, options):
+            assert not row.fault
+            assert row.ours > 0
+            assert row.theirs > 0
+            assert row.speed > 0
+
+
+def test_names_are_different(bench: Any) -> None:
+    names = [case.name for case in bench.cases.CASES]
+    assert len(set(names)) == len(names)
+    assert set(bench.report.HEADLINES) <= set(names)
+
+
+@pytest.mark.parametrize("damage", [1e-3, float("nan")])
+def test_a_wrong_result_is_refused(
+    bench: Any, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, damage: float
+) -> None:
+    right = bench.peers.regard.attention
+
+    def wrong(*args: Any, impl: str = "auto", **kwargs: Any) -> Any:
+        out = right(*args, impl=impl, **kwargs)
+        if impl == "auto":
+            out[0, -1, -1, -1] += damage
+        return out
+
+    monkeypatch.setattr(bench.peers.regard, "attention", wrong)
+    (row,) = rows_of(bench, "causal-512-64", options)
+    assert "against float64" in row.fault
+    assert "refused" in bench.report.markdown_rows([row])
+    assert " ms" not in bench.report.markdown_rows([row])
+
+
+def test_a_wrong_peer_is_refused(
+    bench: Any, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.peers.SIDES, "sdpa", lambda case, inputs: lambda: torch.zeros_like(inputs.q))
+    (row,) = rows_of(bench, "dense-512-64", options)
+    assert row.fault.startswith("sdpa")
+
+
+def test_the_path_of_sdpa_is_told(bench: Any, options: argparse.Namespace) -> None:
+    (dense,), (other,) = (rows_of(bench, n, options) for n in ("dense-512-64", "value-size-1024"))
+    assert "math path" not in dense.note
+    assert "math path" in other.note
+
+
+def test_the_machine(bench: Any) -> None:
+    found = bench.measure.machine(1, repeats=1)
+    assert found.fma[0] > 1e8
+    assert found.read[0] > 1e8
+    assert bench.measure.looked_again(found).fma[0] >= found.fma[0]
+    assert {"date", "CPU", "torch", "regard"} <= found.facts.keys()
+    assert 0 <= bench.measure.Load().others() <= 1
+
+
+def test_memory_counts_what_is_allocated(bench: Any) -> None:
+    if not bench.memory.available():
+        pytest.skip("this system does not reset the high-water mark")
+    size = 64 * 2**20
+    found = bench.memory.extra(lambda: torch.ones(size, dtype=torch.uint8))
+    assert size <= found < 1.5 * size
+
+
+def test_a_page_keeps_what_stands_around_the_markers(bench: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"a\n{bench.report.BEGIN}\nold\n{bench.report.END}\nb\n", encoding="utf-8")
+    bench.report.insert(page, "new")
+    assert page.read_text(encoding="utf-8") == f"a\n{bench.report.BEGIN}\nnew\n{bench.report.END}\nb\n"
+    page.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected the lines"):
+        bench.report.insert(page, "new")
+
+
+def test_the_readme_has_the_markers(bench: Any) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count(bench.report.BEGIN) == text.count(bench.report.END) == 1
+
+
+def test_the_page_and_the_chart(bench: Any, options: argparse.Namespace, tmp_path: Path) -> None:
+    rows = rows_of(bench, "dense-512-64", options) + rows_of(bench, "dropout-1024", options)
+    page = bench.report.results_page(rows, [bench.scaling.Fact("c", "m")], "where")
+    assert page.count("\n| d") == 2
+    bench.report.chart(rows, tmp_path / "chart.png", "where")
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+
+
+def test_the_files_are_written(
+    bench: Any, options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{bench.report.BEGIN}{bench.report.END}", encoding="utf-8")
+    monkeypatch.setattr(bench.run, "HERE", tmp_path)
+    monkeypatch.setattr(bench.run, "README", readme)
+    here = bench.measure.Machine(bench.measure.facts(1), 1, (1e9, 1e9), (1e9, 1e9))
+    bench.run.write(rows_of(bench, "dense-2048-64", options), [], here, "where")
+    assert "| dense |" in readme.read_text(encoding="utf-8")
+    assert "| dense |" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert (tmp_path / "results.png").exists()
+
+
+def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
+    import random
+
+    cases = list(bench.hunt.random_cases(random.Random(0), 20))
+    assert len(cases) == 20
+    assert len({c.name for c in cases}) > 3
+
+
+def test_linear_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--threads", "1", "--seconds", "0", "--tokens", "40", "70", "--training", "40"]
+    assert bench.linear.main(tiny) == 0
+    printed = capsys.readouterr().out
+    assert "| 70 |" in printed
+    assert "| gated delta |" in printed
+    assert "| 70 tokens |" in printed
+
+
+def test_models_of_transformers_are_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--random 1 --seconds 0 --prompt 20 --padded 10 --context 40 --request 20 --new 3 --threads 1"
+    assert bench.hf.main(tiny.split()) == 0
+    out = capsys.readouterr().out
+    assert "| 20 tokens |" in out
+    assert "| regard | ours, int8 |" in out
+    assert "| nothing | none |" in out
+    assert "| 20 tokens each |" in out
+
+
+def test_predictions_are_compared(
+    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = bench.cost.cost.Machine(threads=1, fma=1e6, read=((1, 1e6),), call=1e-6)
+    monkeypatch.setattr(bench.cost.cost, "measure_machine", lambda threads: slow)
+    tiny, few = ["--threads", "1", "--seconds", "0"], ["--only", "causal-512-64", "--only", "train-bias"]
+    assert bench.cost.main([*tiny, *few, "--shrink", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "| causal-512-64 |" in printed
+    assert "0 of 3 within 25%\n- causal-512-64" in printed
+    assert bench.cost.main([*tiny, "--only", "tiny-calls"]) == 1
+
+
+def test_facts_are_measured(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.evidence.main(["--threads", "1", "--seconds", "0", "--tokens", "64", "--tokens", "100"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["tokens", "64", "100"]
+    right = bench.evidence.Row(tokens=1, attention=1.0, evidence=2.1, extra=199, inputs=100, row=1e-3)
+    assert right.holds
+    assert not right._replace(evidence=2.3).holds
+    assert not right._replace(extra=201).holds
+
+
+def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tiny = ["--threads", "1", "--seconds", "0.001", "--tokens", "16", "--chunks", "1", "64"]
+    assert bench.latent.main(tiny) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    chosen = {line[1].strip(): line[4].strip() for line in lines[3:]}
+    assert chosen == {"1": "absorbed", "64": "expanded"}
+
+
+def test_sparse_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tiny = [
+        "--threads",
+        "1",
+        "--seconds",
+        "0",
+        "--longformer",
+        "1024",
+        "--bigbird",
+        "896",
+        "--memory",
+        "1024",
+    ]
+    assert bench.sparse.main(tiny) == 0
+    lines = [
+        line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")
+    ]
+    assert [lines.count(name) for name in ("Longformer", "BigBird", "1024")] == [2, 2, 1]
+
+
+def test_the_slope_of_memory(bench: Any) -> None:
+    assert bench.sparse.slope({1: 10, 2: 20, 4: 40}) == pytest.approx(1)
+    assert bench.sparse.slope({1: 10, 2: 40, 4: 160}) == pytest.approx(2)
+
+
+@pytest.mark.full
+def test_longformers_memory_is_linear(bench: Any) -> None:
+    if not bench.memory.available():
+        pytest.skip("the system does not tell the peak memory")
+    lines = list(bench.sparse.memory([4096, 8192, 16384, 32768]))
+    assert 0.9 < float(lines[-1].split()[-1].rstrip(".")) < 1.1
+
+
+@pytest.mark.parametrize("script", ["run.py", "hunt.py", "modules.py"])
+def test_the_commands_run(script: str) -> None:
+    tiny = {
+        "run.py": ["--shrink", "32", "--seconds", "0.001", "--only", "causal-512", "--markdown"],
+        "hunt.py": ["--count", "2", "--seconds", "0.001"],
+        "modules.py": ["--length", "16", "--seconds", "0.001"],
+    }
+    command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", *tiny[script]]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "80"}
+    )
+    assert done.returncode == 0, done.stderr
+    told = {
+        "run.py": "| causal |",
+        "hunt.py": "PyTorch was faster in",
+        "modules.py": "| training, dropout 0.1 |",
+    }
+    assert told[script] in done.stdout
+
+
+def test_modules_stay_apart(bench: Any) -> None:
+    assert isinstance(bench.run, ModuleType)
+    with pytest.raises(ValueError, match="--only"):
+        bench.cases.chosen(["no such case"])

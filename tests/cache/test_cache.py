@@ -1,0 +1,786 @@
+"""Caches: step by step equals all at once; a failed call changes nothing; memory is what is said."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+from regard import cache as C
+from regard import masks as M
+from regard import scores
+from support import assert_close, rel_l2
+from support.cache import (
+    EXACT,
+    KINDS,
+    PAGE,
+    SINKS,
+    WINDOW,
+    Cache,
+    D,
+    Dv,
+    H,
+    Hkv,
+    append,
+    attend,
+    expected,
+    kept,
+    new,
+    tokens,
+)
+
+LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+every_cache = pytest.mark.parametrize("kind", KINDS)
+
+
+def run(cache: Cache, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], **options: Any) -> Tensor:
+    """All tokens in chunks of these sizes, over and over."""
+    outs, begin, N = [], 0, q.shape[2]
+    while begin < N:
+        end = min(begin + sizes[len(outs) % len(sizes)], N)
+        outs.append(attend(cache, *(x[:, :, begin:end] for x in (q, k, v)), **options))
+        begin = end
+    return torch.cat(outs, 2)
+
+
+def step_by_step(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for i in range(q.shape[2]):
+        attend(cache, *(x[:, :, i : i + 1] for x in (q, k, v)))
+
+
+def content(cache: Cache) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in cache.state_dict().items()}
+
+
+def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        assert torch.equal(x, after[name]), name
+
+
+# Step by step
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed", "sliding", "streaming", "int8", "int4"])
+def test_extend_is_append_and_shows_what_queries_see(kind: str) -> None:
+    """A token like the one before skips the checks; another one does not."""
+    one, other = new(kind), new(kind)
+    _, k, v = tokens(kind, 2, 90)
+    for i, j in [(0, 5), *((i, i + 1) for i in range(5, 80)), (80, 83), (83, 84), (84, 85)]:
+        rows = one.rows_with(j - i)
+        stored = one.extend(k[:, :, i:j], v[:, :, i:j])
+        append(other, k[:, :, i:j], v[:, :, i:j])
+        assert stored.length == rows
+        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], kept(kind, k[:, :, i:j]))
+        assert_same(content(one), content(other))
+    with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
+        one.extend(k[:, :, 85:86], v[:, :, 85:86].double())
+    with pytest.raises(RuntimeError, match="k requires grad"):
+        one.extend(k[:, :, 85:86].requires_grad_(), v[:, :, 85:86])
+    assert len(one) == 85
+
+
+@every_cache
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("sizes", [[1], [3], [17], [1, 17, 3]], ids=str)
+def test_step_by_step_equals_all_at_once(kind: str, dtype: torch.dtype, sizes: list[int]) -> None:
+    q, k, v = tokens(kind, 2, 53, dtype)
+    cache = new(kind, 2, dtype)
+    out = run(cache, q, k, v, sizes)
+    assert out.dtype is dtype
+    assert rel_l2(out, expected(kind, q, k, v)) < LIMITS[dtype]
+    assert len(cache) == 53
+    assert cache.lengths.tolist() == [53, 53]
+
+
+@every_cache
+def test_samples_of_different_length(kind: str) -> None:
+    """Chunks with padding: each sample is what it would be alone, and padding gives zeros."""
+    counts = [[5, 0, 17], [1, 1, 1], [0, 9, 3], [1, 1, 1], [17, 2, 30], [1, 1, 1]]
+    B, total = 3, [sum(column) for column in zip(*counts, strict=True)]
+    q, k, v = tokens(kind, B, max(total))
+    cache, at = new(kind, B), [0] * B
+    outs: list[list[Tensor]] = [[] for _ in range(B)]
+    for step in counts:
+        L = max(step)
+        rows = [[min(at[b] + i, max(total) - 1) for i in range(L)] for b in range(B)]
+        chunk = [torch.stack([x[b, :, rows[b]] for b in range(B)]) for x in (q, k, v)]
+        lengths = None if min(step) == L else step
+        out, lse = attend(cache, *chunk, lengths=lengths, return_lse=True)
+        for b, m in enumerate(step):
+            outs[b].append(out[b, :, :m])
+            assert not out[b, :, m:].any()
+            assert (lse[b, :, m:] == -torch.inf).all()
+            at[b] += m
+    assert cache.lengths.tolist() == total
+    for b, n in enumerate(total):
+        alone = expected(kind, *(x[b : b + 1, :, :n] for x in (q, k, v)))
+        assert rel_l2(torch.cat(outs[b], 1)[None], alone) < LIMITS[torch.float32]
+
+
+def relative() -> scores.RelativeBias:
+    return scores.RelativeBias(torch.randn(8, H), bidirectional=False, max_distance=20)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "alibi": lambda: {"bias": scores.Alibi.standard(H)},
+    "relative": lambda: {"bias": relative()},
+    "softcap and sink": lambda: {"softcap": 3.0, "sink": torch.randn(H)},
+    "alibi and sink": lambda: {"bias": scores.Alibi.standard(H), "sink": torch.randn(H)},
+    "dilated": lambda: {"mask": M.Dilated(2)},
+    "default scale": lambda: {"scale": None},
+}
+
+
+@every_cache
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(kind: str, name: str) -> None:
+    if kind == "latent" and name == "default scale":
+        pytest.skip("a latent has no default scale")
+    options = OPTIONS[name]()
+    q, k, v = tokens(kind, 2, 53)
+    out = run(new(kind), q, k, v, [1, 3, 17], **options)
+    wide = {key: x for key, x in options.items() if key != "bias"}
+    if "bias" in options:
+        wide["bias"] = options["bias"].dense(53, 53).double()
+    if "sink" in options:
+        wide["sink"] = options["sink"].double()
+    assert rel_l2(out, expected(kind, q, k, v, **wide)) < LIMITS[torch.float32]
+
+
+@every_cache
+def test_window_counts_the_query_itself(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 40)
+    out = run(new(kind), q, k, v, [1, 17], window=5)
+    assert rel_l2(out, expected(kind, q, k, v, mask=M.Window(4))) < LIMITS[torch.float32]
+
+
+@every_cache
+def test_biases_at_different_lengths(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 41)
+    cache, bias = new(kind), relative()
+    append(cache, *(x[:, :, :31] for x in (k, v)), lengths=[31, 4])
+    pieces = [torch.stack([x[0, :, 31:36], x[1, :, 4:9]]) for x in (q, k, v)]
+    out = attend(cache, *pieces, bias=bias)
+    for b, n in ((0, 36), (1, 9)):
+        own = (x[b : b + 1, :, :n] for x in (q, k, v))
+        alone = expected(kind, *own, bias=bias.dense(n, n).double())
+        assert rel_l2(out[b : b + 1], alone[:, :, n - 5 :]) < LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["growing", "paged", "int8", "latent"])
+def test_tensors_for_mask_and_bias(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 20)
+    keep, bias = torch.rand(2, H, 3, 20) < 0.7, torch.randn(H, 3, 20)
+    cache = new(kind)
+    append(cache, k[:, :, :17], v[:, :, :17])
+    out = attend(cache, *(x[:, :, 17:] for x in (q, k, v)), mask=keep, bias=bias)
+    wanted = expected(kind, q[:, :, 17:], k, v, mask=M.Dense(keep), bias=bias.double())
+    assert rel_l2(out, wanted) < LIMITS[torch.float32]
+
+
+@every_cache
+def test_lse(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 30)
+    cache = new(kind)
+    append(cache, k[:, :, :29], v[:, :, :29])
+    _, lse = attend(cache, *(x[:, :, 29:] for x in (q, k, v)), return_lse=True)
+    _, wanted = expected(kind, q, k, v, return_lse=True)
+    assert_close(lse, wanted[:, :, 29:])
+
+
+@every_cache
+def test_fewer_queries_than_tokens(kind: str) -> None:
+    """The queries are the last tokens: of a prompt often only the last one is asked for."""
+    q, k, v = tokens(kind, 2, 23)
+    cache = new(kind)
+    wanted = expected(kind, q, k, v)[:, :, -1:]
+    assert rel_l2(attend(cache, q[:, :, -1:], k, v), wanted) < LIMITS[torch.float32]
+    scale = {"scale": 0.3}
+    assert rel_l2(cache.attend(q[:, :, -1:], **scale), wanted) < LIMITS[torch.float32]
+    assert len(cache) == 23
+
+
+def test_more_queries_than_a_window_holds() -> None:
+    q, k, v = tokens("sliding", 2, 60)
+    cache = new("sliding")
+    append(cache, k, v)
+    with pytest.raises(ValueError, match="q: expected fewer queries than Lq = 5: what the first"):
+        cache.attend(q[:, :, -5:])
+
+
+def test_positions() -> None:
+    cache = new("growing")
+    append(cache, *tokens("growing", 2, 5)[1:], lengths=[5, 2])
+    assert cache.positions(3).tolist() == [[5, 6, 7], [2, 3, 4]]
+
+
+@every_cache
+def test_checks_are_not_skipped_by_a_step_that_looks_like_the_last(kind: str) -> None:
+    """Steps that repeat take a shorter way; it must see what has changed."""
+    q, k, v = tokens(kind, 2, 1)
+    cache = new(kind)
+    for _ in range(2):
+        attend(cache, q, k, v)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        attend(cache, q, k.clone().requires_grad_(), v)
+    with pytest.raises(TypeError, match="expected a tensor of"):
+        attend(cache, q, k.double(), v)
+    with pytest.raises(ValueError, match="softcap"):
+        attend(cache, q, k, v, softcap=-1.0)
+    with pytest.raises(ValueError, match="device"):
+        attend(cache, q.to("meta"), k, v)
+    attend(cache, q, k, v, sink=torch.zeros(H))
+    with pytest.raises(ValueError, match="sink: expected q's device cpu, got meta"):
+        attend(cache, q, k, v, sink=torch.zeros(H, device="meta"))
+    assert len(cache) == 3
+    if kind != "paged":
+        cache.reorder([1])
+        with pytest.raises(ValueError, match="expected shape"):
+            attend(cache, q, k, v)
+        attend(cache, q[1:], k[1:], v[1:])
+        assert len(cache) == 4
+
+
+# Memory
+
+
+BYTES = {
+    "growing": lambda rows: 2 * Hkv * rows * (D + Dv) * 4,
+    "fixed": lambda rows: 2 * Hkv * rows * (D + Dv) * 4,
+    "sliding": lambda rows: 2 * Hkv * (WINDOW + 2 + 16) * (D + Dv) * 4,
+    "streaming": lambda rows: 2 * Hkv * (SINKS + WINDOW + 2 + 16) * (D + Dv) * 4,
+    "paged": lambda rows: 2 * Hkv * rows * (D + Dv) * 4,
+    "int8": lambda rows: 2 * Hkv * rows * (2 + 1) * 34,
+    "int4": lambda rows: 2 * Hkv * rows * (2 + 1) * 20,
+    "latent": lambda rows: 2 * rows * D * 4,
+}
+
+
+@every_cache
+def test_nbytes(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 70)
+    cache = new(kind)
+    run(cache, q, k, v, [3])
+    assert cache.nbytes == BYTES[kind](128 if kind == "growing" else 96)
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operators write to tensors that are there, or copy to new ones."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if any(part in name for part in ("copy", "clone", "cat", "index", "stack", "fill", "gather")):
+            self.count += args[0].numel() if isinstance(args[0], Tensor) else sum(x.numel() for x in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "latent"])
+def test_no_old_key_is_copied(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 512)
+    cache = new(kind, capacity=512)
+    where = [part.data_ptr() for part in cache._parts]
+    with Written() as written:
+        step_by_step(cache, q, k, v)
+    assert [part.data_ptr() for part in cache._parts] == where
+    assert written.count == k.numel() + (0 if kind == "latent" else v.numel())
+
+
+def test_growing_copies_each_key_less_than_twice() -> None:
+    _, k, v = tokens("growing", 2, 512)
+    cache = new("growing")
+    with Written() as written:
+        for i in range(512):
+            cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    assert written.count < 2 * (k.numel() + v.numel())
+
+
+def test_sliding_memory_is_bounded_and_copies_are_few() -> None:
+    q, k, v = tokens("streaming", 1, 600)
+    cache = C.SlidingCache(1, Hkv, D, Dv, window=32, sinks=4)
+    assert cache.spare == 16
+    before = cache.nbytes
+    with Written() as written:
+        step_by_step(cache, q, k, v)
+    assert cache.nbytes == before
+    assert written.count < (1 + (4 + 32 + 16) / 16) * (k.numel() + v.numel())
+
+
+@pytest.mark.parametrize("kind", ["growing", "sliding", "streaming", "int4", "latent"])
+def test_no_other_storage_is_kept_alive(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 80)
+    cache = new(kind)
+    attend(cache, *(x[:, :, :1] for x in (q, k, v)))
+    first = weakref.ref(cache._parts[0])
+    twin = cache.fork()
+    cache.reorder([1, 0])
+    assert first() is None
+    second = weakref.ref(cache._parts[0])
+    append(cache, k[:, :, 1:], v[:, :, 1:])
+    assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
+    assert len(twin) == 1
+
+
+def test_a_latent_has_no_default_scale() -> None:
+    cache: Any = new("latent")
+    with pytest.raises(TypeError, match="scale: expected a number"):
+        cache.attend(torch.randn(2, H, 1, D), torch.randn(2, 1, D), scale=None)
+    assert len(cache) == 0
+
+
+def test_values_of_a_latent_lie_in_the_keys() -> None:
+    cache = new("latent")
+    append(cache, *tokens("latent", 2, 5)[1:])
+    stored = cache._stored(cache._parts, 5)
+    assert stored.k.data_ptr() == stored.v.data_ptr()
+    k, v = stored.dense(torch.float32)
+    assert torch.equal(k[..., :Dv], v)
+
+
+# Quantisation
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.01), (4, 0.12)])
+def test_quantization_error(bits: int, limit: float) -> None:
+    q, k, v = torch.randn(1, 8, 4, 128), torch.randn(1, 2, 1024, 128), torch.randn(1, 2, 1024, 128)
+    found = C.quantization_error(k, v, q, bits=bits)
+    assert found.out is not None
+    assert limit / 3 < found.out < limit
+    assert 0 < found.k < limit
+    assert 0 < found.v < limit
+    assert C.quantization_error(k, v, bits=bits) == found._replace(out=None)
+
+
+def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
+    q, zeros = torch.randn(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
+    assert C.quantization_error(zeros, zeros, q) == (8, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="mask: expected no options of attention without q"):
+        C.quantization_error(zeros, zeros, mask=M.Causal())
+    with pytest.raises(TypeError, match="v: expected a tensor of floating point, got int64"):
+        C.quantization_error(zeros, zeros.long())
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
+@pytest.mark.parametrize("channels", [32, 37, 5, 1])
+def test_codes_are_near(kind: str, levels: int, channels: int) -> None:
+    """Half a step in each group; a little more with 4 bits, where least squares moves the ends inwards."""
+    x = torch.randn(4, 3, 50, channels) * torch.logspace(-2, 2, 50)[:, None] + 3
+    y = kept(kind, x)
+    for group in range(0, channels, 32):
+        part = x[..., group : group + 32]
+        if kind == "int8":
+            step = 2 * part.abs().amax(-1) / levels
+        else:
+            step = (part.amax(-1) - part.amin(-1)) / levels
+        error = (y[..., group : group + 32] - part).abs().amax(-1)
+        assert (error <= 1.01 * step + 2e-3 * part.abs().amax(-1)).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_codes_of_odd_numbers(kind: str) -> None:
+    same = kept(kind, torch.full((2, 40), 2.5))
+    assert_close(same, torch.full((2, 40), 2.5), rtol=1e-3)
+    assert not kept(kind, torch.zeros(2, 40)).any()
+    for bad in (torch.nan, torch.inf, 1e9):
+        x = torch.ones(1, 64)
+        x[0, 3] = bad
+        y = kept(kind, x)
+        assert y[0, :32].isnan().any(), "what cannot be kept must show"
+        assert y[0, 32:].isfinite().all()
+
+
+# What can go wrong
+
+
+def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[Cache], Any]]]:
+    q, k, v = tokens(kind, 2, 3)
+    k_name = "latent" if kind == "latent" else "k"
+    return {
+        "dtype": (TypeError, f"{k_name}: expected a tensor of", lambda c: attend(c, q, k.double(), v)),
+        "q dtype": (TypeError, "q: expected a tensor of torch.float32", lambda c: attend(c, q.half(), k, v)),
+        "D": (ValueError, f"{k_name}: expected shape", lambda c: attend(c, q, k[..., 1:], v)),
+        "B": (ValueError, f"{k_name}: expected shape", lambda c: attend(c, q, k[:1], v[:1])),
+        "q B": (ValueError, "q: expected", lambda c: attend(c, q[:1], k, v)),
+        "rank": (ValueError, f"{k_name}: expected shape", lambda c: attend(c, q, k[0], v)),
+        "lengths": (ValueError, "lengths: expected from 0 to", lambda c: attend(c, q, k, v, lengths=[4, 0])),
+        "lengths B": (ValueError, "lengths: expected integers", lambda c: attend(c, q, k, v, lengths=[1])),
+        "Lq": (ValueError, "q: expected a query", lambda c: attend(c, q[:, :, :2], k, v, lengths=[1, 2])),
+        "impl": (ValueError, "impl: expected", lambda c: attend(c, q, k, v, impl="best")),
+        "softcap": (ValueError, "softcap", lambda c: attend(c, q, k, v, softcap=-1.0)),
+        "heads": (ValueError, "heads", lambda c: attend(c, q[:, :5], k, v)),
+        "window": (ValueError, "window", lambda c: attend(c, q, k, v, window=0)),
+        "mask": (TypeError, "mask", lambda c: attend(c, q, k, v, mask=torch.ones(3, 3))),
+        "half of it": (ValueError, "k, v: expected both|lengths: expected none", _half),
+        "crop": (ValueError, "n: expected at most", lambda c: c.crop(10**6)),
+        "crop more": (ValueError, "n: expected at most", lambda c: c.crop(-40)),
+        "reorder": (ValueError, "index: expected", lambda c: c.reorder([0, 7])),
+        "state": (ValueError, "state: expected the tensors", lambda c: c.load_state_dict({})),
+        "state shape": (ValueError, "(state|lengths): expected", lambda c: c.load_state_dict(_odd(c))),
+    }  # fmt: skip
+
+
+def _half(cache: Cache) -> None:
+    if isinstance(cache, C.LatentCache):
+        cache.attend(torch.zeros(2, H, 1, D), scale=1.0, lengths=[1, 1])
+    cache.attend(torch.zeros(2, H, 1, D), torch.zeros(2, Hkv, 1, D))
+
+
+def _odd(cache: Cache) -> dict[str, Tensor]:
+    state = content(cache)
+    name = next(iter(state))
+    return state | {name: state[name][..., 1:]}
+
+
+@every_cache
+@pytest.mark.parametrize("call", failing_calls("fixed"))
+def test_a_failed_call_changes_nothing(kind: str, call: str) -> None:
+    if kind == "latent" and call == "heads":
+        pytest.skip("one key head serves any number of query heads")
+    error, message, fail = failing_calls(kind)[call]
+    cache = new(kind)
+    append(cache, *tokens(kind, 2, 20)[1:], lengths=[20, 9])
+    before, memory, shown = content(cache), cache.nbytes, repr(cache)
+    with pytest.raises(error, match=message):
+        fail(cache)
+    assert_same(before, content(cache))
+    assert (cache.nbytes, repr(cache)) == (memory, shown)
+
+
+@every_cache
+def test_whatever_attention_raises_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every length around the edges where rows grow, move or get a new page."""
+    import regard.cache._cache as core
+
+    def fail(*args: Any, **options: Any) -> Tensor:
+        raise MemoryError("no room")
+
+    cache = new(kind)
+    q, k, v = tokens(kind, 2, 70)
+    for n in range(0, 70, 7):
+        piece = [x[:, :, n : n + 7] for x in (q, k, v)]
+        before, memory, shown = content(cache), cache.nbytes, repr(cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "attend_stored", fail)
+            with pytest.raises(MemoryError):
+                attend(cache, *piece)
+        assert_same(before, content(cache))
+        assert (cache.nbytes, repr(cache)) == (memory, shown)
+        out = attend(cache, *piece)
+        assert rel_l2(out, expected(kind, *(x[:, :, : n + 7] for x in (q, k, v)))[:, :, n:]) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["fixed", "int8", "latent", "paged"])
+def test_full(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 33)
+    cache = new(kind, capacity=32)
+    append(cache, k[:, :, :30], v[:, :, :30])
+    before = content(cache)
+    full = {
+        "paged": "PagedCache is full: 2 pages of 16 tokens needed, 0 of 4 are free",
+        "latent": "LatentCache is full: 33 tokens needed, capacity 32, of which 2 are free",
+    }
+    wanted = full.get(kind, "Cache is full: 33 tokens needed, capacity 32, of which 2 are free")
+    with pytest.raises(ValueError, match=wanted):
+        attend(cache, *(x[:, :, 30:] for x in (q, k, v)))
+    assert_same(before, content(cache))
+    attend(cache, *(x[:, :, 30:32] for x in (q, k, v)))
+    assert len(cache) == 32
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: C.KVCache(0, 1, 4), ValueError, "B must be an integer from 1"),
+        (lambda: C.KVCache(1, 1, 4, capacity=0), ValueError, "capacity must be"),
+        (lambda: C.KVCache(1, 1, 4, dtype=torch.int8), TypeError, "dtype: expected float64"),
+        (lambda: C.SlidingCache(1, 1, 4, window=0), ValueError, "window must be"),
+        (lambda: C.SlidingCache(1, 1, 4, window=4, sinks=-1), ValueError, "sinks must be"),
+        (lambda: C.QuantizedCache(1, 1, 4, bits=5), ValueError, "bits: expected 8 or 4, got int 5"),
+        (lambda: C.PagedCache(4, 1, 4, page=24), ValueError, "page: expected a power of two"),
+        (lambda: C.PagedCache(4, 1, 4, page=8), ValueError, "page must be"),
+        (lambda: C.LatentCache(1, 0, 4), ValueError, "rank must be"),
+        (
+            lambda: C.quantization_error(torch.ones(2, 3), torch.ones(2, 3), bits=2),
+            ValueError,
+            "bits: expected",
+        ),
+    ],
+)
+def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask": M.Prefix(2)}, {"mask": M.Dense(torch.ones(1, 1, dtype=torch.bool))}]
+)
+def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="mask: expected one of distances alone"):
+        attend(new("sliding"), *tokens("sliding", 2, 1), **options)
+    with pytest.raises(TypeError, match=r"bias: expected scores\.Alibi"):
+        attend(new("sliding"), *tokens("sliding", 2, 1), bias=torch.zeros(1, 1))
+
+
+@every_cache
+def test_gradients_are_never_dropped_in_silence(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 3)
+    cache = new(kind)
+    with pytest.raises(RuntimeError, match="requires grad, but a cache keeps no gradient"):
+        attend(cache, q, k.clone().requires_grad_(), v)
+    assert len(cache) == 0
+    with torch.no_grad():
+        attend(cache, q, k.clone().requires_grad_(), v)
+    with torch.inference_mode():
+        attend(cache, *tokens(kind, 2, 1))
+    attend(cache, *tokens(kind, 2, 1))
+    assert len(cache) == 5
+
+
+@every_cache
+def test_queries_may_learn_whatever_is_written_later(kind: str) -> None:
+    q, k, v = tokens(kind, 2, 6)
+    slopes = torch.rand(H)
+    found = []
+    for later in (False, True):
+        cache, leaves = new(kind), [x.clone().requires_grad_() for x in (q, slopes)]
+        out = attend(cache, leaves[0], k, v, bias=scores.Alibi(leaves[1]))
+        if later:
+            cache.crop(4)
+            attend(cache, q[:, :, :3], 10 * k[:, :, :3], 10 * v[:, :, :3])
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_cache
+def test_made_in_inference_mode(kind: str) -> None:
+    with torch.inference_mode():
+        cache = new(kind)
+        attend(cache, *tokens(kind, 2, 70))
+    attend(cache, *tokens(kind, 2, 1))
+    cache.reorder([1, 0])
+    attend(cache, *tokens(kind, 2, 1))
+    assert len(cache) == 72
+
+
+# Whole caches
+
+
+@pytest.mark.parametrize("kind", ["growing", "sliding", "int4", "latent"])
+def test_reorder_may_change_the_number_of_samples(kind: str) -> None:
+    q, k, v = tokens(kind, 3, 40)
+    cache = new(kind, 1)
+    append(cache, k[:1, :, :30], v[:1, :, :30])
+    cache.reorder([0, 0, 0])
+    assert cache.B == 3
+    for x in (q, k, v):
+        x[:, :, :30] = x[:1, :, :30].clone()
+    v = k[..., :Dv] if kind == "latent" else v
+    out = run(cache, *(x[:, :, 30:] for x in (q, k, v)), sizes=[1])
+    assert rel_l2(out, expected(kind, q, k, v)[:, :, 30:]) < LIMITS[torch.float32]
+
+
+@every_cache
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_its_own_way(kind: str, copied: Callable[[Cache], Cache]) -> None:
+    q, k, v = tokens(kind, 2, 12)
+    cache = new(kind)
+    run(cache, *(x[:, :, :8] for x in (q, k, v)), sizes=[3])
+    twin = copied(cache)
+    before = content(cache)
+    out = run(twin, *(x[:, :, 8:] for x in (q, k, v)), sizes=[1])
+    assert rel_l2(out, expected(kind, q, k, v)[:, :, 8:]) < LIMITS[torch.float32]
+    assert_same(before, content(cache))
+
+
+@every_cache
+def test_states_are_tensors_and_go_through_safetensors(kind: str, tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    cache, again = new(kind), new(kind)
+    append(cache, *tokens(kind, 2, 30)[1:], lengths=[30, 11])
+    safetensors.save_file(cache.state_dict(), tmp_path / "cache")
+    again.load_state_dict(safetensors.load_file(tmp_path / "cache"))
+    assert_same(content(cache), content(again))
+    piece = tokens(kind, 2, 2)
+    assert torch.equal(attend(cache, *piece), attend(again, *piece))
+
+
+@every_cache
+def test_a_state_is_a_snapshot(kind: str) -> None:
+    cache = new(kind)
+    append(cache, *tokens(kind, 2, 9)[1:])
+    state = cache.state_dict()
+    before = {name: x.clone() for name, x in state.items()}
+    cache.crop(3)
+    append(cache, *tokens(kind, 2, 9)[1:])
+    assert_same(before, state)
+
+
+def test_rollback_is_always_possible() -> None:
+    q, k, v = tokens("streaming", 2, 100)
+    cache = new("streaming")
+    for n in range(0, 100, 2):
+        append(cache, k[:, :, n : n + 2], v[:, :, n : n + 2])
+        cache.crop(-2)
+        out = attend(cache, *(x[:, :, n : n + 2] for x in (q, k, v)))
+        wanted = expected("streaming", *(x[:, :, : n + 2] for x in (q, k, v)))[:, :, n:]
+        assert rel_l2(out, wanted) < LIMITS[torch.float32]
+    with pytest.raises(ValueError, match="n: expected to drop at most 2 of 100 tokens"):
+        cache.crop(40)
+    cache.crop(SINKS)
+    out = run(cache, *(x[:, :, SINKS:] for x in (q, k, v)), sizes=[5])
+    assert rel_l2(out, expected("streaming", q, k, v)[:, :, SINKS:]) < LIMITS[torch.float32]
+
+
+def test_reprs_say_what_is_there() -> None:
+    cache = new("fixed")
+    append(cache, *tokens("fixed", 2, 5)[1:], lengths=[5, 2])
+    assert repr(cache) == (
+        "KVCache(B=2, Hkv=3, D=37, Dv=11, torch.float32: length [5, 2], 96 rows, 110,592 bytes)"
+    )
+    assert "grows" in repr(new("growing"))
+    assert "window=7, sinks=3" in repr(new("streaming"))
+    assert "bits=4" in repr(new("int4"))
+    assert "rank=11, rope=26" in repr(new("latent"))
+    assert "2 sequences of length 0, 12 of 12 pages free" in repr(new("paged"))
+
+
+# Pages
+
+
+def test_equal_beginnings_are_stored_once() -> None:
+    q, k, v = tokens("paged", 1, 60)
+    cache = new("paged", 1, capacity=160)
+    append(cache, k[:, :, :40], v[:, :, :40])
+    assert cache.free_pages == 10 - 3
+    twin = cache.add(like=0)
+    short = cache.add(like=0, tokens=35)
+    assert cache.free_pages == 10 - 3
+    assert cache.lengths.tolist() == [40, 40, 35]
+    out = cache.attend(q[:, :, 40:41], k[:, :, 40:41], v[:, :, 40:41], ids=[twin], scale=0.3)
+    assert cache.free_pages == 10 - 4, "the page that was not full is copied, the others stay shared"
+    assert rel_l2(out, expected("paged", *(x[:, :, :41] for x in (q, k, v)))[:, :, 40:]) < 2e-6
+    other = [torch.randn_like(x[:, :, :25]) for x in (q, k, v)]
+    out = attend(cache, *other, ids=[short])
+    whole = [torch.cat([x[:, :, :35], y], 2) for x, y in zip((q, k, v), other, strict=True)]
+    assert rel_l2(out, expected("paged", *whole)[:, :, 35:]) < 2e-6
+    out = attend(cache, *(x[:, :, 40:] for x in (q, k, v)), ids=[0])
+    assert rel_l2(out, expected("paged", q, k, v)[:, :, 40:]) < 2e-6
+    for name in (0, twin, short):
+        cache.free(name)
+    assert cache.free_pages == 10
+    assert cache.ids == ()
+
+
+def test_many_sequences_in_one_call_in_any_order() -> None:
+    cache = C.PagedCache(40, Hkv, D, Dv)
+    lengths = [33, 1, 16, 15, 17]
+    q, k, v = tokens("paged", 5, 40)
+    for b, n in enumerate(lengths):
+        cache.append(k[b : b + 1, :, :n], v[b : b + 1, :, :n], ids=[cache.add()])
+    order = [3, 0, 4, 2]
+    piece = [torch.stack([x[b, :, lengths[b] : lengths[b] + 2] for b in order]) for x in (q, k, v)]
+    out = attend(cache, *piece, ids=order)
+    for row, b in enumerate(order):
+        n = lengths[b] + 2
+        alone = expected("paged", *(x[b : b + 1, :, :n] for x in (q, k, v)))
+        assert rel_l2(out[row : row + 1], alone[:, :, -2:]) < 2e-6
+    assert cache.lengths.tolist() == [35, 1, 18, 17, 19]
+
+
+def test_beams_share_pages() -> None:
+    cache = new("paged", 3, capacity=64)
+    append(cache, *tokens("paged", 3, 32)[1:])
+    before = cache.free_pages
+    cache.reorder([1, 1, 1])
+    assert cache.free_pages == before + 4
+
+
+def test_a_forgotten_fork_gives_its_pages_back() -> None:
+    cache = new("paged", 1, capacity=160)
+    append(cache, *tokens("paged", 1, 20)[1:])
+    fork = cache.fork()
+    fork.append(*tokens("paged", 1, 20)[1:])
+    assert cache.free_pages == 10 - 4
+    del fork
+    gc.collect()
+    assert cache.free_pages == 10 - 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.free(9), r"ids: expected different sequences, at least one, out of \[0, 1\], got \[9\]"),
+        (lambda c: c.crop(0, ids=[0, 0]), r"got \[0, 0\]"),
+        (lambda c: c.crop(0, ids=[]), r"got \[\]"),
+        (lambda c: c.add(like=0, tokens=99), "tokens: expected at most the 20"),
+        (lambda c: c.add(tokens=3), "tokens: expected none without like"),
+        (lambda c: c.reorder([0]), "index: expected integers"),
+        (
+            lambda c: c.load_state_dict(c.state_dict() | {"table": torch.zeros(2, 1, dtype=torch.int32)}),
+            "table",
+        ),
+        (lambda c: c.load_state_dict(c.state_dict() | {"ids": torch.tensor([1, 1])}), "different ids"),
+    ],
+)
+def test_wrong_sequences(call: Callable[[Cache], Any], message: str) -> None:
+    cache = new("paged")
+    append(cache, *tokens("paged", 2, 20)[1:])
+    before = content(cache)
+    with pytest.raises(ValueError, match=message):
+        call(cache)
+    assert_same(before, content(cache))
+
+
+def test_a_state_that_does_not_fit() -> None:
+    large, small = new("paged", 2, capacity=64), new("paged", 2, capacity=32)
+    append(large, *tokens("paged", 2, 40)[1:])
+    append(small, *tokens("paged", 2, 30)[1:])
+    before = content(small)
+    with pytest.raises(ValueError, match="PagedCache is too small: 6 pages needed, 4 of 4 free"):
+        small.load_state_dict(large.state_dict())
+    assert_same(before, content(small))
+    assert PAGE == 16
+
+
+def test_every_kind_is_tested() -> None:
+    assert {type(new(kind)).__name__ for kind in KINDS} == {
+        "KVCache", "SlidingCache", "PagedCache", "QuantizedCache", "LatentCache"
+    }  # fmt: skip
+    assert set(EXACT) | {"int8", "int4"} == set(KINDS)
+    elsewhere = {"LinearCache"}  # it keeps no keys: test_linear_modules.py
+    assert {name for name in dir(regard.cache) if name.endswith("Cache")} - elsewhere == {
+        type(new(kind)).__name__ for kind in KINDS
+    }
+
+
+def test_start_is_the_place_that_all_samples_share() -> None:
+    cache, k = C.KVCache(2, 1, 4), torch.randn(2, 1, 3, 4)
+    assert cache.start == 0
+    cache.append(k, k)
+    assert cache.start == 3
+    cache.append(k, k, lengths=[1, 3])
+    assert cache.start is None
+    cache.crop([3, 3])
+    assert cache.start == 3
+
+
+@pytest.mark.parametrize("kind", ["fixed", "int8", "latent"])
+def test_the_first_token_is_checked_like_any_other(kind: str) -> None:
+    cache = new(kind)
+    name = "latent" if kind == "latent" else "k"
+    wrong = ("x",) if kind == "latent" else ("x", "y")
+    with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
+        cache.attend(torch.randn(cache.B, 2, 1, cache.D), *wrong, scale=1.0)
+    assert len(cache) == 0

@@ -1,0 +1,757 @@
+"""Conversion: swapped, grouped and latent attention; the report; files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard import convert
+from regard import masks as M
+from regard.cache import KVCache
+from regard.convert._report import compare
+from regard.nn import Attention, Block, FeedForward, LatentAttention, Stack
+from regard.positions import Alibi, Linear, Rotary, YaRN
+from support import rel_l2
+
+POSITIONS: dict[str, Any] = {
+    "none": lambda: None,
+    "halves": lambda: Rotary(8),
+    "part, interleaved": lambda: Rotary(4, layout="interleaved"),
+    "YaRN": lambda: Rotary(8, scaling=YaRN(4.0, 16)),
+}
+
+
+def attention(kv_heads: int = 6, rule: str = "none", **options: Any) -> Attention:
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": 8, "value_dim": 10}
+    return Attention(48, 6, position=POSITIONS[rule](), mask=M.Causal(), **sizes, **options).eval()
+
+
+def tokens(B: int = 8, L: int = 33) -> Tensor:
+    """Tokens whose directions are of different sizes, as those of models are."""
+    basis, _ = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(7)))
+    return torch.randn(B, L, 48) * torch.linspace(0.05, 2, 48) @ basis
+
+
+# Swapping
+
+
+class Encoder(nn.Module):
+    """Two layers and one attention that stands at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.shared = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.again = self.shared
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.layers(x, src_key_padding_mask=padding)
+        for attend in (self.shared, self.again):
+            x = x + attend(x, x, x, key_padding_mask=padding)[0]
+        return x
+
+
+NAMES = ("layers.layers.0.self_attn", "layers.layers.1.self_attn", "shared")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_replace_and_restore(training: bool, padded: bool) -> None:
+    model, x = Encoder().train(training), torch.randn(3, 7, 16)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for attend in (m for m in model.modules() if isinstance(m, nn.MultiheadAttention)):
+        attend.dropout = 0.0
+    padding = torch.arange(7) >= torch.tensor([7, 4, 5])[:, None] if padded else None
+    real = slice(None) if padding is None else ~padding
+    parameters, state = list(model.parameters()), set(model.state_dict())
+    expected = model(x, padding)[real]
+    assert convert.replace_attention(model) == NAMES
+    assert all(type(model.get_submodule(name)) is regard.nn.MultiheadAttention for name in NAMES)
+    assert model.again is model.shared
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert set(model.state_dict()) == state
+    assert rel_l2(model(x, padding)[real], expected) < 1e-6
+    assert convert.replace_attention(model) == ()
+    assert convert.restore_attention(model) == NAMES
+    assert all(type(model.get_submodule(name)) is nn.MultiheadAttention for name in NAMES)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(x, padding)[real], expected)
+
+
+def test_hooks_and_optimizers_survive() -> None:
+    model = nn.MultiheadAttention(8, 2)
+    called = []
+    model.register_forward_hook(lambda *_: called.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert convert.replace_attention(model) == ("",)
+    x = torch.randn(3, 1, 8)
+    model(x, x, x)[0].square().sum().backward()
+    before = model.in_proj_weight.detach().clone()
+    optimizer.step()
+    assert called == [1]
+    assert not torch.equal(model.in_proj_weight, before)
+
+
+def test_a_subclass_is_refused_before_anything_changes() -> None:
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), Own(8, 2))
+    with pytest.raises(TypeError, match="its subclass Own at '1'"):
+        convert.replace_attention(model)
+    assert type(model[0]) is nn.MultiheadAttention
+
+
+# Verifying
+
+
+def test_verify_leaves_parts_in_their_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    convert.verify(model, torch.randn(5, 4))
+    assert [part.training for part in model.modules()] == [True, True, False]
+
+
+def test_verify() -> None:
+    model = Encoder()
+    convert.replace_attention(model)
+    found = convert.verify(model, torch.randn(2, 9, 16))
+    assert 0 < found.output < 1e-5
+    assert 0 < found.gradient < 1e-5
+    assert found.output < 4 * found.plain_output
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert "from float64" in str(found)
+
+
+def test_verify_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Encoder(), torch.randn(2, 9, 16)
+    convert.replace_attention(model)
+    right = regard.nn.multihead.attention
+    monkeypatch.setattr(regard.nn.multihead, "attention", lambda *a, **o: right(*a, **o) * 1.01)
+    found = convert.verify(model, {"x": x})
+    assert found.output > 1e-4 > found.plain_output
+    assert found.gradient > 1e-4 > found.plain_gradient
+    assert convert.verify(model, (x, None)).output == found.output
+
+
+# Grouped heads
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "aligned"])
+@pytest.mark.parametrize("rule", POSITIONS)
+def test_as_many_heads_change_nothing(rule: str, method: str) -> None:
+    module, x = attention(rule=rule), tokens()
+    after, report = convert.to_grouped(module, 6, method, calibration=x)
+    assert report.exact < 1e-5
+    assert report.verdict == "equivalent"
+    assert rel_l2(after(x), module(x)) < 1e-6
+
+
+def test_mean_is_the_mean_of_neighbours() -> None:
+    module = attention(bias=False)
+    after, _ = convert.to_grouped(module, 2)
+    k = module.qkv.weight[48:96].view(2, 3, 8, 48)
+    assert rel_l2(after.qkv.weight[48:64].view(2, 8, 48), k.mean(1)) < 1e-6
+    first, _ = convert.to_grouped(module, 2, "first")
+    assert torch.equal(first.qkv.weight[48:64].view(2, 8, 48), k[:, 0])
+    assert torch.equal(first.qkv.weight[:48], module.qkv.weight[:48])
+
+
+def disguised(module: Attention, kv_heads: int) -> Attention:
+    """Heads that are equal in groups, but out of order and each turned in a way that changes no score."""
+    from regard.convert._pairs import channels
+    from regard.convert._parts import Parts, parts_of, regrouped
+
+    parts, turning, n = parts_of(module), channels(module), module.kv_heads
+    shuffled = torch.randperm(n)
+    K, V, Q, O = (x.clone() for x in (parts.k, parts.v, parts.q, parts.out))
+    share = module.heads // n
+    for place, head in enumerate(shuffled.tolist()):
+        twin = shuffled[place % kv_heads]
+        G = torch.eye(8).double()
+        angle = torch.rand(len(turning.first)).double() * 6
+        G[turning.first, turning.first] = G[turning.second, turning.second] = angle.cos()
+        G[turning.second, turning.first] = angle.sin()
+        G[turning.first, turning.second] = -angle.sin()
+        m = len(turning.still)
+        G[turning.still[:, None], turning.still], _ = torch.linalg.qr(torch.randn(m, m).double())
+        Gv, _ = torch.linalg.qr(torch.randn(10, 10).double())
+        K[head], V[head] = G @ parts.k[twin], Gv @ parts.v[twin]
+        for h in range(share * head, share * head + share):
+            Q[h], O[h] = G @ parts.q[h], parts.out[h] @ Gv.T
+    return regrouped(module, Parts(Q, K, V, O))
+
+
+@pytest.mark.parametrize("rule", POSITIONS)
+def test_aligned_finds_heads_that_are_equal_but_turned(rule: str) -> None:
+    """Nothing is lost where nothing need be, whatever the order and the rotations; neighbours' means lose."""
+    module, x = disguised(attention(rule=rule), 2), tokens()
+    after, report = convert.to_grouped(module, 2, "aligned", calibration=x)
+    assert report.verdict == "equivalent"
+    assert rel_l2(after(x), module(x)) < 1e-5
+    assert report.held_out is not None
+    assert max(*report.held_out.heads, *report.held_out.weights) < 1e-5  # heads are compared with themselves
+    _, mean = convert.to_grouped(module, 2, calibration=x)
+    assert mean.held_out is not None
+    assert mean.held_out.output > 0.1
+    assert "needs training; do not deploy" in mean.verdict
+
+
+def test_aligned_loses_less_than_mean_and_mean_than_first() -> None:
+    module, x = attention(rule="halves"), tokens()
+    reports = [convert.to_grouped(module, 2, m, calibration=x)[1] for m in ("aligned", "mean", "first")]
+    errors = [report.held_out.output for report in reports if report.held_out]
+    assert errors == sorted(errors)
+    assert len(errors) == 3
+
+
+@pytest.mark.parametrize("make", [nn.MultiheadAttention, regard.nn.MultiheadAttention])
+@pytest.mark.parametrize("bias", [True, False])
+def test_multihead_becomes_grouped(make: Any, bias: bool) -> None:
+    module, x = make(48, 6, bias=bias, batch_first=True).eval(), tokens()
+    after, report = convert.to_grouped(module, 6, calibration=x)
+    assert report.exact < 1e-5
+    assert rel_l2(after(x), module(x, x, x, need_weights=False)[0]) < 1e-6
+    fewer, _ = convert.to_grouped(module, 3, calibration=x)
+    assert fewer.kv_heads == 3
+
+
+def test_what_else_a_module_has_stays() -> None:
+    module = attention(sink=True, gate=True, softcap=5.0, qk_norm=nn.RMSNorm)
+    nn.init.normal_(module.sink)
+    after, report = convert.to_grouped(module, 3, calibration=tokens())
+    assert report.exact < 1e-5
+    assert torch.equal(after.sink, module.sink)
+    assert after.softcap == 5.0
+    assert after.sink is not module.sink
+
+
+def test_without_tokens_there_is_no_verdict_for_use() -> None:
+    _, report = convert.to_grouped(attention(), 2)
+    assert report.verdict == "not measured: give calibration tokens; do not deploy"
+    assert report.exact < 1e-5
+    assert report.bytes_before == 3 * report.bytes_after
+
+
+# Latent
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("rule", POSITIONS)
+def test_full_rank_changes_nothing(rule: str, kv_heads: int) -> None:
+    module, x = attention(kv_heads, rule), tokens()
+    after, report = convert.to_latent(module, calibration=x)
+    assert report.exact < 1e-5
+    assert report.verdict == "equivalent"
+    with torch.no_grad():
+        for absorb in (True, False):
+            assert rel_l2(after(x, absorb=absorb), module(x)) < 1e-5
+
+
+def test_full_rank_of_many_heads() -> None:
+    """Eight key heads of ordinary size; the rank is that of the tokens then."""
+    module = Attention(256, 16, kv_heads=8, head_dim=32, position=Rotary(32), mask=M.Causal()).eval()
+    x = torch.randn(4, 64, 256)
+    _, report = convert.to_latent(module, calibration=x)
+    assert report.exact < 1e-5
+    assert report.title.endswith("latent of 256 + 256 (all: 256 + 256)")
+
+
+@pytest.mark.parametrize("rule", POSITIONS)
+def test_error_falls_as_the_rank_grows(rule: str) -> None:
+    module = attention(3, rule)
+    _, report = convert.to_latent(module, 20, calibration=tokens(16))
+    errors = [point.error for point in report.curve]
+    sizes = [point.nbytes for point in report.curve]
+    assert len(errors) >= 8
+    assert all(a > b for a, b in pairwise(errors))
+    assert all(a < b for a, b in pairwise(sizes))
+    assert errors[-1] < 1e-5
+
+
+def test_error_falls_as_more_channels_turn() -> None:
+    module, x = attention(3, "halves"), tokens(16)
+    errors = []
+    for dims in (0, 4, 12, 20, 24):
+        _, report = convert.to_latent(module, None, dims, calibration=x)
+        errors.append(report.steps[0][1])
+    assert all(a > b for a, b in pairwise(errors))
+    assert errors[-1] < 1e-5
+
+
+def test_heads_without_keys() -> None:
+    """Scores of zero at every step of the way."""
+    module = attention(3, "halves")
+    with torch.no_grad():
+        module.qkv.weight[48:72].zero_()
+        module.qkv.bias[48:72].zero_()
+    for rope_dims in (None, 4, 0):
+        _, report = convert.to_latent(module, rope_dims=rope_dims, calibration=tokens())
+        assert report.verdict == "equivalent"
+
+
+def test_low_rank_tokens_need_a_low_rank_alone() -> None:
+    """Tokens of 12 directions have keys and values of 12, found from calibration."""
+    module, x = attention(6, bias=False), tokens(8) @ torch.randn(48, 12) @ torch.randn(12, 48)
+    _, report = convert.to_latent(module, 12, calibration=x)
+    assert report.verdict == "equivalent"
+    _, less = convert.to_latent(module, 8, calibration=x)
+    assert less.held_out is not None
+    assert less.held_out.output > 1e-3
+
+
+@pytest.mark.parametrize("rule", POSITIONS)
+def test_reported_bytes_are_those_of_caches(rule: str) -> None:
+    module, x = attention(3, rule), tokens(4, 21)
+    dims = 0 if rule == "none" else 4
+    after, report = convert.to_latent(module, 20, dims, calibration=x, held_out=x[:2])
+    before = KVCache(2, 3, 8, 10, capacity=21)
+    latent = after.new_cache(2, capacity=21)
+    assert (report.bytes_before, report.bytes_after) == (before.nbytes, latent.nbytes)
+    assert report.tokens == 42
+    assert report.bytes_before == 42 * 3 * (8 + 10) * 4
+    assert report.bytes_after == 42 * (20 + dims) * 4
+    point = next(p for p in report.curve if p.size == 20)
+    assert point.nbytes == report.bytes_after
+    assert report.held_out is not None
+    assert point.error == report.held_out.output == report.steps[-1][1]
+
+
+def test_a_converted_module_decodes() -> None:
+    module, x = attention(3, "halves"), tokens(2, 13)
+    after, _ = convert.to_latent(module, 20, 8, calibration=x)
+    cache = after.new_cache(2)
+    with torch.no_grad():
+        steps = [after(part, cache=cache) for part in x.split((8, 1, 1, 3), 1)]
+        assert rel_l2(torch.cat(steps, 1), after(x)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """Rounding to 16 bits is an error of the result, not of the plumbing."""
+    module, x = attention(3, "halves").to(dtype), tokens()
+    after, report = convert.to_latent(module, calibration=x)
+    grouped, fewer = convert.to_grouped(module, 1, "aligned", calibration=x)
+    for made, found in ((after, report), (grouped, fewer)):
+        assert made.out.weight.dtype == dtype
+        assert found.exact < 1e-5
+    assert report.held_out is not None
+    assert report.held_out.output < {torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    assert report.bytes_before == report.tokens * 3 * 18 * dtype.itemsize
+
+
+# The report
+
+
+def test_errors_by_head_name_the_head() -> None:
+    """One head's queries are changed: it alone is named, its weights alone have moved."""
+    module, x = attention(3, "halves"), tokens()
+    changed = copy.deepcopy(module)
+    with torch.no_grad():
+        for part in (changed.qkv.weight, changed.qkv.bias):
+            part[32:40].mul_(2)  # the queries of head 4
+    errors = compare(module, changed, list(range(6)), x)
+    assert not any(errors.values)
+    for of_heads in (errors.heads, errors.weights, errors.scores, errors.kl):
+        assert [head for head, error in enumerate(of_heads) if error > 0] == [4]
+    assert errors.worst_head == 4
+    assert errors.scores[4] == pytest.approx(1, rel=1e-6)  # twice the scores
+    out, new = module(x), changed(x)
+    assert errors.output == pytest.approx(rel_l2(new, out), rel=1e-6)
+    assert errors.token == divmod(int((new - out).norm(dim=-1).argmax()), x.shape[1])
+
+
+def test_values_are_compared_after_the_last_projection() -> None:
+    """Turned values that the last projection turns back are no error; other values of one key head are."""
+    module, x = attention(3), tokens()
+    turned, scaled = copy.deepcopy(module), copy.deepcopy(module)
+    G, _ = torch.linalg.qr(torch.randn(10, 10))
+    first = 6 * 8 + 3 * 8  # the values of key head 0, which heads 0 and 1 read
+    with torch.no_grad():
+        for part in (turned.qkv.weight, turned.qkv.bias):
+            part[first : first + 10] = G @ part[first : first + 10]
+        turned.out.weight[:, :20] = (turned.out.weight[:, :20].unflatten(1, (2, 10)) @ G.T).flatten(1)
+        scaled.qkv.weight[first : first + 10] *= 1.5
+        scaled.qkv.bias[first : first + 10] *= 1.5
+    assert max(compare(module, turned, list(range(6)), x).values) < 1e-6
+    errors = compare(module, scaled, list(range(6)), x)
+    assert errors.values[:2] == pytest.approx((0.5, 0.5), rel=1e-5)
+    assert not any(errors.values[2:] + errors.scores + errors.kl)
+
+
+def test_scores_count_up_to_a_constant_of_a_row() -> None:
+    """A bias of the keys adds the same to all scores of a query."""
+    module, x = attention(6), tokens(2)
+    shifted = copy.deepcopy(module)
+    with torch.no_grad():
+        shifted.qkv.bias[48:96] += 3  # of all keys
+    errors = compare(module, shifted, list(range(6)), x)
+    assert max(errors.scores) < 1e-5
+    assert max(errors.kl) < 1e-9
+
+
+def test_kl_and_scores_are_those_of_the_weights() -> None:
+    module, x = attention(6), tokens(1)
+    after, report = convert.to_grouped(module, 2, calibration=tokens(4), held_out=x)
+    p, new = (
+        regard.weights(*(y.double() for y in m.arguments(x)[0]), mask=M.Causal())[0] for m in (module, after)
+    )
+    kl = (p * (p / new).where(p > 0, 1).log()).sum(-1).mean(-1)
+    assert report.held_out is not None
+    assert report.held_out.kl == pytest.approx(kl.tolist(), rel=1e-9)
+    q, k, _ = (y[0].double() for y in after.arguments(x)[0])
+    s = q @ k.repeat_interleave(3, 0).mT
+    q, k, _ = (y[0].double() for y in module.arguments(x)[0])
+    exact = q @ k.mT
+    below = torch.ones(33, 33).tril()
+
+    def centred(s: Tensor) -> Tensor:
+        return (s - (s * below).sum(-1, keepdim=True) / below.sum(-1, keepdim=True)) * below
+
+    error = (centred(s) - centred(exact)).flatten(1).norm(dim=1) / centred(exact).flatten(1).norm(dim=1)
+    assert report.held_out.scores == pytest.approx(error.tolist(), rel=1e-6)
+
+
+def test_the_spectrum_is_that_of_what_is_cut() -> None:
+    narrow = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # tokens of six directions, and a bias
+    _, report = convert.to_latent(attention(3), 8, calibration=narrow)
+    spectrum = report.spectrum
+    assert spectrum is not None
+    assert len(spectrum.heads) == 3
+    assert sum(spectrum.shares) == pytest.approx(1)
+    assert all(a >= b for a, b in pairwise(spectrum.shares))
+    assert all(sum(shares) == pytest.approx(1) for shares in spectrum.heads)
+    assert spectrum.kept() == pytest.approx(1, abs=1e-6)
+    assert spectrum.kept(3) < 0.99 < spectrum.kept(7)
+    assert spectrum.needed(1 - 1e-6) == 7
+    assert spectrum.needed(2.0) == len(spectrum.shares)
+    _, report = convert.to_latent(attention(3), 8, calibration=tokens())
+    assert report.spectrum is not None
+    assert 0.1 < report.spectrum.kept() < 0.95
+    assert min(report.spectrum.kept_by_head) < report.spectrum.kept() < max(report.spectrum.kept_by_head)
+
+
+def test_needles_are_found_until_rotation_is_left_out() -> None:
+    module, x = attention(3, "halves"), tokens(8, 16)
+    whole = convert.to_latent(module, calibration=x)[1].needles
+    assert [needle.length for needle in whole] == [16, 64]
+    assert all(needle.before == needle.after > 0.9 for needle in whole)
+    none = convert.to_latent(module, rope_dims=0, calibration=x)[1].needles
+    assert [needle.before for needle in none] == [needle.before for needle in whole]
+    assert none[1].after < none[1].before
+    assert convert.to_grouped(module, 1)[1].needles == ()
+
+
+def test_needles_follow_heads_that_changed_places() -> None:
+    module, x = attention(6, "none"), tokens(4, 16)
+    _, report = convert.to_grouped(module, 6, "aligned", calibration=x)
+    assert all(needle.before == needle.after > 0.9 for needle in report.needles)
+
+
+def test_a_step_of_decoding_and_where_absorbed_pays() -> None:
+    module = attention(6)
+    after, report = convert.to_latent(module, 16, calibration=tokens())
+    old, new = report.decode
+    projections = 2 * 48 * 6 * (8 + 8 + 10) + 2 * 48 * 60  # of queries, keys, values and the result
+    assert old.flops == projections + 2 * 6 * 34 * (8 + 10)
+    assert new.read_bytes < old.read_bytes
+    n = report.absorbed_from
+    assert n is not None
+    absorbed, expanded = after.operations(1, n)
+    assert absorbed < expanded
+    absorbed, expanded = after.operations(1, n - 1)
+    assert absorbed >= expanded
+
+
+def test_origin_names_source_tokens_and_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    module, x = attention(3, "halves"), tokens()
+    after, report = convert.to_latent(module, 12, 8, calibration=x)
+    assert report.origin.source == convert.digest(module.state_dict())
+    assert report.origin.calibration == convert.digest({"tokens": x[:6]})
+    assert report.origin.held_out == convert.digest({"tokens": x[6:]})
+    assert report.origin.tensors["q.weight"] == ("qkv.weight", "qkv.bias")
+    assert report.origin.tensors["out.weight"] == ("out.weight", "out.bias")
+    assert set(report.origin.tensors) == set(after.state_dict())
+    path = tmp_path / "attention.safetensors"
+    convert.save(after, path, report)
+    assert convert.origin(path) == report.origin
+    convert.save(after, path)
+    with pytest.raises(ValueError, match=r"path: expected a file of `save\(module, path, report\)`"):
+        convert.origin(path)
+    grouped = convert.to_grouped(nn.MultiheadAttention(48, 6), 2)[1].origin
+    assert (grouped.calibration, grouped.held_out) == (None, None)
+    assert grouped.tensors["qkv.weight"] == ("qkv.weight", "qkv.bias")
+
+
+def test_a_digest_sees_names_dtypes_shapes_and_numbers() -> None:
+    x = torch.arange(6.0)
+    states = [
+        {"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.double()}, {"a": x + 1}, {"a": x.bfloat16()},
+        {"a": x, "b": x},
+    ]  # fmt: skip
+    assert len({convert.digest(state) for state in states}) == len(states)
+    assert convert.digest({"b": x, "a": x}) == convert.digest({"a": x, "b": x})
+    assert convert.digest({"a": x.view(2, 3).T.contiguous().T}) == convert.digest({"a": x.view(2, 3)})
+
+
+def test_report_is_text_and_table() -> None:
+    rich = pytest.importorskip("rich.console")
+    module = attention(3, "halves")
+    _, report = convert.to_latent(module, 8, 4, calibration=tokens())
+    text = str(report)
+    for part in (
+        "3 key heads -> a latent of 8 + 4",
+        "nothing left out",
+        "bytes",
+        "held-out",
+        "by head",
+        "weights, KL in nats",
+        "energy kept by rank 8: ",
+        "needle in 132 tokens",
+        "a step of decoding",
+        f"sha256 {convert.digest(module.state_dict())}",
+        "verdict",
+    ):
+        assert part in text
+    console = rich.Console(width=100, record=True, file=io.StringIO())
+    console.print(report)
+    shown = " ".join(console.export_text().split())
+    for part in (
+        "do not deploy",
+        "weights moved",
+        "of scores",
+        "needle in 33 tokens",
+        f"{report.bytes_after:,}",
+        f"{report.exact:.1e}",
+    ):
+        assert part in shown
+
+
+def test_smallest_size_within_a_tolerance() -> None:
+    _, report = convert.to_latent(attention(3, "none"), 8, calibration=tokens(16), tolerance=0.3)
+    found = report.smallest()
+    assert found is not None
+    assert found.error <= 0.3
+    assert all(p.error > 0.3 for p in report.curve if p.nbytes < found.nbytes)
+    assert report.smallest(0.0) is None
+    after, again = convert.to_latent(attention(3, "none"), found.size, calibration=tokens(16), tolerance=1.0)
+    assert again.verdict == "usable without training at tolerance 1"
+    assert after.rank == found.size
+
+
+def test_a_broken_conversion_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.convert import _latent
+
+    right = _latent._turning
+    monkeypatch.setattr(_latent, "_turning", lambda *a: right(*a)._replace(key=right(*a).key * 1.01))
+    _, report = convert.to_latent(attention(3, "halves"), calibration=tokens())
+    assert report.verdict.startswith("broken: nothing was left out, and yet")
+
+
+# Models
+
+
+def model(d: int = 48) -> Stack:
+    shared = attention(3, "halves")
+    return Stack(
+        [Block(shared, FeedForward(d)), Block(attention(6), FeedForward(d)), Block(shared, FeedForward(d))]
+    )
+
+
+def test_all_layers_of_a_model() -> None:
+    before, x = model().eval(), tokens()
+    after, report = convert.convert_layers(
+        before, lambda m, seen, unseen: convert.to_latent(m, calibration=seen, held_out=unseen), x[:6], x[6:]
+    )
+    assert report.output < 1e-5
+    assert list(report.layers) == ["blocks.0.attention.sublayer", "blocks.1.attention.sublayer"]
+    kinds = [type(block.attention.sublayer) for block in after.blocks]
+    assert kinds == [LatentAttention] * 3
+    assert after.blocks[0].attention.sublayer is after.blocks[2].attention.sublayer
+    assert type(before.blocks[0].attention.sublayer) is Attention
+    assert "whole model: error" in str(report)
+    assert report.verdict == "equivalent"
+    assert report.skipped == ()
+    # A model is judged by its own error: small ones of layers add up.
+    assert "needs training; do not deploy" in dataclasses.replace(report, output=0.2).verdict
+    assert "needs training; do not deploy" in str(dataclasses.replace(report, output=0.2))
+    name, layer = next(iter(report.layers.items()))
+    broken = report.layers | {name: dataclasses.replace(layer, exact=0.1)}
+    assert "broken" in dataclasses.replace(report, layers=broken).verdict
+    with pytest.raises(ValueError, match=r"at least one regard.nn.Attention"):
+        convert.convert_layers(nn.Linear(3, 3), lambda *_: None, x, x)
+
+
+def test_layers_that_are_not_converted_are_named() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.torchs = attention(3), nn.MultiheadAttention(48, 6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.own(x)
+            out: Tensor = self.torchs(x, x, x)[0]
+            return out
+
+    x = tokens()
+    _, report = convert.convert_layers(
+        Both().eval(), lambda m, seen, unseen: convert.to_grouped(m, 1, calibration=seen), x, x
+    )
+    assert list(report.layers) == ["own"]
+    assert report.skipped == ("torchs",)
+    assert "not converted: torchs" in str(report)
+
+
+# Files
+
+
+MODULES: dict[str, Any] = {
+    "grouped": lambda: convert.to_grouped(attention(6, "YaRN", bias=False, out_bias=True), 2)[0],
+    "linear scaling": lambda: Attention(
+        16, 2, position=Rotary(8, scaling=Linear(2.0)), gate=True, sink=True
+    ).eval(),
+    "cross": lambda: Attention(48, 6, kv_model=48, softcap=3.0).eval(),
+    "latent": lambda: convert.to_latent(attention(3, "halves"), 12, 8, calibration=tokens())[0],
+    "DeepSeek": lambda: LatentAttention(
+        48, 3, rank=8, nope_dim=4, rope_dim=4, q_rank=12, dtype=torch.bfloat16
+    ).eval(),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_files_keep_all(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    module = MODULES[kind]()
+    convert.save(module, tmp_path / "attention.safetensors")
+    again = convert.load(tmp_path / "attention.safetensors")
+    x = torch.randn(2, 7, module.d_model, dtype=module.out.weight.dtype)
+    assert torch.equal(again(x), module(x))
+    assert repr(again) == repr(module)
+
+
+def test_files_with_other_names(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "attention.safetensors"
+    module = MODULES["grouped"]()
+    convert.save(module, path)
+    state = torch_files.load_file(path)
+    with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
+        about = file.metadata()
+    assert json.loads(about["regard"])["kv_heads"] == 2
+    state["other"] = state.pop("out.bias")
+    torch_files.save_file(state, path, about)
+    with pytest.raises(RuntimeError, match=r"nothing was loaded; expected also out.bias; got also other"):
+        convert.load(path)
+    torch_files.save_file(state, path)
+    with pytest.raises(ValueError, match=r"expected a file of regard.convert.save"):
+        convert.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": "window"}, "mask 'window' is not known"),
+        ({"kind": "Other"}, "Other"),
+        ({"other": 1}, "unexpected keyword argument 'other'"),
+        ({"heads": 7}, "expected a multiple of heads = 7|expected a divisor of heads = 7"),
+        ({"d_model": 2**40}, r"nothing was loaded; .*expected shape"),
+    ],
+)
+def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "attention.safetensors"
+    convert.save(MODULES["grouped"](), path)
+    with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["regard"])
+    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(about | change)})
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        convert.load(path)
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda m, x: convert.to_grouped(m, 4),
+            ValueError,
+            "kv_heads: expected a divisor of the 6 key heads, got 4",
+        ),
+        (lambda m, x: convert.to_grouped(m, 2, "best"), ValueError, "method: expected one of"),
+        (lambda m, x: convert.to_grouped(m, 2, "aligned"), ValueError, "calibration: expected tokens"),
+        (lambda m, x: convert.to_grouped(m, 2, calibration=x[0]), ValueError, "calibration: expected tokens"),
+        (lambda m, x: convert.to_grouped(m, 2, calibration=x[:1]), ValueError, "expected 2 samples or more"),
+        (lambda m, x: convert.to_grouped(nn.Linear(2, 2), 2), TypeError, "got Linear"),
+        (
+            lambda m, x: convert.to_grouped(Attention(8, 2, kv_model=4), 1),
+            ValueError,
+            "expected self-attention",
+        ),
+        (lambda m, x: convert.to_grouped(nn.MultiheadAttention(8, 2, kdim=4), 1), ValueError, "got kdim = 4"),
+        (
+            lambda m, x: convert.to_grouped(nn.MultiheadAttention(8, 2, add_zero_attn=True), 1),
+            ValueError,
+            "no extra keys",
+        ),
+        (
+            lambda m, x: convert.to_grouped(attention(sink=True), 2, "aligned", calibration=x),
+            ValueError,
+            "expected no sink",
+        ),
+        (lambda m, x: convert.to_latent(m, 50, calibration=x), ValueError, "rank: expected at most 49"),
+        (
+            lambda m, x: convert.to_latent(m, 9, 2, calibration=x),
+            ValueError,
+            "rope_dims: expected an even number up to 0",
+        ),
+        (
+            lambda m, x: convert.to_latent(attention(3, "halves"), 9, 3, calibration=x),
+            ValueError,
+            r"up to 24 = kv_heads x 8 turning channels, got 3",
+        ),
+        (
+            lambda m, x: convert.to_latent(Attention(48, 6, position=Alibi(6)), calibration=x),
+            ValueError,
+            "no position other than Rotary",
+        ),
+        (
+            lambda m, x: convert.to_latent(attention(softcap=3.0), calibration=x),
+            ValueError,
+            "expected no softcap",
+        ),
+        (lambda m, x: convert.save(nn.Linear(2, 2), "x"), TypeError, "got Linear"),
+        (
+            lambda m, x: convert.save(Attention(8, 2, mask=M.Window(3)), "x"),
+            ValueError,
+            r"expected mask None or Causal",
+        ),
+        (
+            lambda m, x: convert.save(Attention(8, 2, position=Alibi(2)), "x"),
+            ValueError,
+            "position None or Rotary",
+        ),
+        (lambda m, x: convert.verify(nn.Identity(), torch.ones(2, dtype=torch.int64)), TypeError, "got none"),
+    ],
+)
+def test_messages(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(attention(), tokens())

@@ -1,0 +1,302 @@
+"""Caches of Transformers with our attention, and our caches behind the interface of Transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import cache_utils
+
+from regard._call.stored import Stored
+from regard.hf import Cache
+from support import assert_close
+from support.hf import DECODERS, each, inputs, lively, made, padding, tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOM = 320
+
+
+class Rounded(cache_utils.QuantizedLayer):  # type: ignore[misc]
+    """The quantized layer of Transformers, with codes of its own that lose nothing."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(residual_length=8)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor.double()
+
+    def _dequantize(self, q_tensor: Tensor) -> Tensor:
+        return q_tensor.float()
+
+
+EXACT: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: hf.DynamicCache(),
+    "dynamic sliding": lambda config: hf.DynamicCache(config=config),
+    "static": lambda config: hf.StaticCache(config=config, max_cache_len=ROOM),
+    "quantized": lambda config: cache_utils.Cache(layer_class_to_replicate=Rounded),
+    "ours": lambda config: Cache(config),
+    "ours, with room": lambda config: Cache(config, capacity=ROOM),
+}
+OURS = {
+    "bfloat16": ({"dtype": torch.bfloat16}, 0.02),
+    "int8": ({"bits": 8}, 0.03),
+    "int4": ({"bits": 4}, 0.3),
+}
+
+
+def exact() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("make", EXACT.values(), ids=list(EXACT))
+
+
+@torch.no_grad()
+def by_chunks(model: Any, cache: Any, given: dict[str, Tensor], sizes: list[int]) -> Tensor:
+    """The logits (B, L, V) when tokens come in parts."""
+    found, start = [], 0
+    while start < given["input_ids"].shape[1]:
+        end = start + sizes[len(found) % len(sizes)]
+        part = {
+            "input_ids": given["input_ids"][:, start:end],
+            "attention_mask": given["attention_mask"][:, :end],
+        }
+        places = given["position_ids"][:, start:end]
+        found.append(model(**part, position_ids=places, past_key_values=cache).logits)
+        start = end
+    return torch.cat(found, 1)
+
+
+def sequence(L: int) -> dict[str, Tensor]:
+    keep = padding(2, L, "left")
+    places = (keep.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens(2, L), "attention_mask": keep, "position_ids": places}
+
+
+def check_steps(name: str, cache: Any, model: Any, L: int, sizes: list[int]) -> None:
+    given = sequence(L)
+    with torch.no_grad():
+        whole = model(**given, use_cache=False).logits
+    steps = by_chunks(model, cache, given, sizes)
+    real = given["attention_mask"].bool()
+    assert_close(steps[real], whole[real], rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+@exact()
+@each(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
+@pytest.mark.parametrize("sizes", [[3, 1, 1], [17, 1, 1, 1, 1, 1, 1], [1]], ids=str)
+def test_steps_are_the_whole(name: str, make: Callable[[Any], Any], sizes: list[int]) -> None:
+    """In chunks, past the edge of the window (7) and of the chunk (5)."""
+    model = lively(name, "regard")
+    check_steps(name, make(model.config), model, 28, sizes)
+
+
+@exact()
+@each(["gemma3", "llama", "gpt_oss"], set())
+def test_many_steps(name: str, make: Callable[[Any], Any]) -> None:
+    model = lively(name, "regard")
+    check_steps(name, make(model.config), model, 17 + 256, [17, *[1] * 256])
+
+
+def generated(model: Any, cache: Any, count: int = 64, **options: Any) -> Tensor:
+    """No token comes twice: else small models choose the same one again and again."""
+    torch.manual_seed(1)
+    given = {
+        **inputs("llama", "left"),
+        "max_new_tokens": count,
+        "do_sample": False,
+        "no_repeat_ngram_size": 1,
+    }
+    found: Tensor = model.generate(**given, past_key_values=cache, **options)
+    return found
+
+
+@each(DECODERS, {"gemma3"})
+def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> None:
+    model = lively(name, "eager")
+    expected = generated(model, None)
+    assert len(set(expected[0, 23:].tolist())) == 64
+    model.set_attn_implementation("regard")
+    for title, make in EXACT.items():
+        assert torch.equal(generated(model, make(model.config)), expected), title
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_our_cache_gives_plain_tensors_to_other_implementations(implementation: str) -> None:
+    model = lively("llama", implementation)
+    expected = generated(model, None, 12)
+    assert torch.equal(generated(model, Cache(model.config), 12), expected)
+
+
+def test_beams_and_several_answers() -> None:
+    model = lively("gemma3", "regard")
+    caches = (None, Cache(model.config))
+    found = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("options", "near"), OURS.values(), ids=list(OURS))
+def test_smaller_numbers(options: dict[str, Any], near: float) -> None:
+    model, given = lively("llama", "regard"), sequence(28)
+    cache, full = Cache(model.config, **options), Cache(model.config)
+    real = given["attention_mask"].bool()
+    steps, whole = (by_chunks(model, held, given, [20, 1])[real] for held in (cache, full))
+    assert 0 < float((steps - whole).norm() / whole.norm()) < near
+
+
+@pytest.mark.parametrize(("options", "share"), [({"dtype": torch.bfloat16}, 1 / 2), ({"bits": 8}, 34 / 128)])
+def test_smaller_numbers_take_less_memory(options: dict[str, Any], share: float) -> None:
+    config = hf.LlamaConfig(num_hidden_layers=1)
+    caches = [Cache(config, capacity=64), Cache(config, capacity=64, **options)]
+    for cache in caches:
+        cache.update(*torch.randn(2, 1, 3, 5, 64), 0)
+    assert caches[1].nbytes == share * caches[0].nbytes
+
+
+# How it keeps tokens
+
+
+def test_no_old_key_is_copied_and_none_is_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively("llama", "regard")
+    cache = Cache(model.config, capacity=64)
+    given = sequence(28)
+    by_chunks(model, cache, {key: x[:, :20] for key, x in given.items()}, [20])
+    where = [part.data_ptr() for layer in cache.layers for part in layer.held._parts]
+    monkeypatch.setattr(Stored, "dense", None)  # to call it would raise
+    rest = {"input_ids": tokens(2, 1), "past_key_values": cache}
+    with torch.no_grad():
+        model(**rest, attention_mask=given["attention_mask"][:, :21])
+    assert [part.data_ptr() for layer in cache.layers for part in layer.held._parts] == where
+    assert cache.get_seq_length() == 21
+
+
+def test_a_window_bounds_the_memory() -> None:
+    model = lively("gemma3", "regard")
+    cache = Cache(model.config)
+    by_chunks(model, cache, sequence(200), [1])
+    sliding, full = cache.layers
+    assert (cache.is_sliding, sliding.held._rows) == ([True, False], 7 + 16)
+    assert (sliding.get_max_length(), full.get_max_length()) == (7, -1)
+    assert sliding.get_mask_sizes(1)[1] > 150
+
+
+def test_taking_back_and_copies() -> None:
+    model, given = lively("gemma3", "regard"), sequence(28)
+    real = given["attention_mask"].bool()[:, 20:]
+    cache = Cache(model.config, rollback=4)
+    first = {key: x[:, :24] for key, x in given.items()}
+    by_chunks(model, cache, first, [20, 1])
+    cache.crop(-4)
+    cache.crop(0)
+    twin = copy.deepcopy(cache)
+    assert cache.get_seq_length() == 20
+
+    def rest(held: Any) -> Tensor:
+        found = []
+        for i in range(20, 28):
+            one = {key: given[key][:, i : i + 1] for key in ("input_ids", "position_ids")}
+            with torch.no_grad():
+                out = model(**one, attention_mask=given["attention_mask"][:, : i + 1], past_key_values=held)
+            found.append(out.logits)
+        return torch.cat(found, 1)[real]
+
+    with torch.no_grad():
+        whole = model(**given, use_cache=False).logits[:, 20:][real]
+    for held in (cache, twin):
+        assert_close(rest(held), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+    with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or a negative number, got 3"):
+        cache.crop(3)
+
+
+def test_selecting_and_repeating_samples() -> None:
+    model = made("llama", "regard")
+    cache = Cache(model.config)
+    with torch.no_grad():
+        model(input_ids=tokens(3, 5), past_key_values=cache)
+    keys = cache.layers[0].keys.clone()
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert torch.equal(cache.layers[0].keys.clone(), keys[[0, 2]])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].values.clone()[1], cache.layers[0].values.clone()[0])
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    assert torch.equal(cache.layers[0].keys.clone()[0], keys[2])
+    cache.reset()
+    assert (cache.get_seq_length(), cache.layers[0].get_mask_sizes(3)) == (0, (3, 0))
+
+
+def test_an_empty_cache_answers() -> None:
+    cache = Cache(made("gemma3", "eager").config, bits=8)
+    assert (cache.nbytes, cache.get_seq_length(), cache.get_mask_sizes(4, 0)) == (0, 0, (4, 0))
+    assert cache.layers[0].keys is None
+    assert cache.layers[0].values is None
+    assert "Layer(empty)" in repr(cache)
+    for call in (cache.reset, lambda: cache.crop(-1), lambda: cache.batch_repeat_interleave(2)):
+        call()
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+    assert "QuantizedCache" in repr(cache)
+
+
+def test_encoder_and_decoder() -> None:
+    model = lively("whisper", "regard")
+    given = {"input_features": torch.randn(2, 8, 100)}
+    ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
+    options = {**given, "max_new_tokens": 12, "do_sample": False}
+    expected, found = (model.generate(**options, past_key_values=cache) for cache in (None, ours))
+    assert torch.equal(found, expected)
+
+
+def test_layers_that_are_not_attention_raise() -> None:
+    config = hf.LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(
+        NotImplementedError, match="expected layers of attention alone, got 'linear_attention'"
+    ):
+        Cache(config)
+
+
+def test_weights_and_dropout_with_our_cache() -> None:
+    model, given = lively("gemma3", "regard"), sequence(28)
+    found = []
+    for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
+        first = {key: x[:, :20] for key, x in given.items()}
+        by_chunks(model, cache, first, [20])
+        one = {key: given[key][:, 20:21] for key in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            out = model(
+                **one,
+                attention_mask=given["attention_mask"][:, :21],
+                past_key_values=cache,
+                output_attentions=True,
+            )
+        found.append(out.attentions[1])
+    assert_close(found[1], found[0], rtol=0, atol=1e-6)
+    for layer in model.train().model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with torch.no_grad():
+        model(input_ids=tokens(2, 3), past_key_values=Cache(model.config))
+
+
+@pytest.mark.full
+def test_compiled_models() -> None:
+    model, given = lively("gemma3", "regard"), inputs("gemma3", "left")
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits[real]
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_close(compiled(**given, use_cache=False).logits[real], expected)
+    text = model.generate(**given, max_new_tokens=6, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    for cache in (hf.StaticCache(config=model.config, max_cache_len=40), Cache(model.config)):
+        found = model.generate(**given, max_new_tokens=6, do_sample=False, past_key_values=cache)
+        assert torch.equal(found, text)
+
+
+def test_training_with_our_cache_raises() -> None:
+    model = made("llama", "regard")
+    with pytest.raises(RuntimeError, match="a cache keeps no gradient"):
+        model(input_ids=tokens(1, 4), past_key_values=Cache(model.config))

@@ -1,0 +1,397 @@
+"""What masks mean, that their programs mean the same, and that they behave as values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from regard import masks as M
+from support import interpreter as program_interpreter
+from support.strategies import Case, mask_strategy
+
+ODD = (1, 3, 17, 63, 65)
+
+
+def examples() -> list[M.Mask]:
+    """One mask of every kind, for B = 2, H = 3, Lq = 5, Lk = 7."""
+    return [
+        M.Causal(),
+        M.Window(2, 1),
+        M.Window(None, None),
+        M.Lengths(4),
+        M.Lengths(torch.tensor([3, 7])),
+        M.Documents(torch.tensor([0, 0, 1, 1, 1, 2, 2])),
+        M.Documents(torch.tensor([[0, 0, 1, 1, 2]] * 2), torch.tensor([0, 0, 1, 1, 1, 2, 2])),
+        M.Prefix(3),
+        M.Global([0, 5]),
+        M.Global(torch.tensor([[0, -1], [3, 6]])),
+        M.RandomBlocks(2, 2, 7),
+        M.Dilated(3),
+        M.Dense(torch.rand(2, 1, 5, 7) > 0.5),
+        M.Blocks(torch.rand(3, 3, 4) > 0.5, 2),
+        M.PerHead([M.Causal(), M.Window(1), M.Prefix(2)]),
+        M.Causal() & M.Lengths(torch.tensor([3, 7])),
+        M.Window(1) | M.Global([0]),
+        ~M.Dilated(2),
+    ]
+
+
+EXAMPLES = examples()
+each_example = pytest.mark.parametrize("mask", EXAMPLES, ids=[repr(m) for m in EXAMPLES])
+
+
+@given(mask_strategy())
+def test_the_program_means_what_the_mask_means(case: Case) -> None:
+    program = case.mask.lower()
+    tensors = program.bind(case.batch)
+    assert all(len(t) in (1, case.B) and t.is_contiguous() for t in tensors)
+    read = program_interpreter.dense(
+        program.code, tensors, case.B, case.heads, case.Lq, case.Lk, case.offsets
+    )
+    assert torch.equal(read, case.dense())
+
+
+@given(mask_strategy())
+def test_a_generated_mask_passes_its_checks(case: Case) -> None:
+    case.mask.check(case.batch, case.heads, case.Lq, case.Lk, case.offset)
+
+
+@given(mask_strategy())
+def test_generated_masks_are_values(case: Case) -> None:
+    for twin in (pickle.loads(pickle.dumps(case.mask)), copy.deepcopy(case.mask), case.mask.to("cpu")):
+        assert twin == case.mask
+        assert hash(twin) == hash(case.mask)
+        assert twin.lower().code == case.mask.lower().code
+        assert repr(twin) == repr(case.mask)
+
+
+@pytest.mark.parametrize("L", ODD)
+def test_causal_is_lower_right_by_default(L: int) -> None:
+    assert torch.equal(M.Causal().to_dense(L, L), torch.ones(L, L).tril().bool())
+    assert torch.equal(M.Causal().to_dense(L, L + 4), torch.ones(L, L + 4).tril(4).bool())
+    assert torch.equal(M.Causal().to_dense(L, L + 4, offset=0), torch.ones(L, L + 4).tril().bool())
+
+
+@pytest.mark.parametrize("L", ODD)
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 1), (None, 3), (4, None), (100, 100)])
+def test_window(L: int, left: int | None, right: int | None) -> None:
+    ones = torch.ones(L, L, dtype=torch.bool)
+    expected = ones.triu(-L if left is None else -left).tril(L if right is None else right)
+    assert torch.equal(M.Window(left, right).to_dense(L, L), expected)
+
+
+def test_an_offset_for_each_sample() -> None:
+    mask, offsets = M.Causal(), torch.tensor([0, 2, 9])
+    dense = mask.to_dense(3, 5, offsets)
+    assert dense.shape == (3, 1, 3, 5)
+    for b, offset in enumerate(offsets.tolist()):
+        assert torch.equal(dense[b, 0], mask.to_dense(3, 5, offset))
+
+
+def test_documents_outside_their_tokens_see_nothing() -> None:
+    dense = M.Documents([0, 0, 1]).to_dense(6, 3, offset=-2)
+    assert dense.int().tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]
+
+
+def test_global_tokens_see_all_and_are_seen_by_all() -> None:
+    dense = M.Global([1]).to_dense(3, 3)
+    assert dense.int().tolist() == [[0, 1, 0], [1, 1, 1], [0, 1, 0]]
+    assert not M.Global([]).to_dense(3, 3).any()
+    assert not M.Global([-1]).to_dense(3, 3, offset=-1).any(), "padding is not position -1"
+
+
+def test_global_tokens_are_put_in_order() -> None:
+    assert M.Global([5, 0, 5, 3]).tokens.tolist() == [0, 3, 5]
+    assert M.Global(torch.tensor([[4, -1, 2], [1, 1, 1]])).tokens.tolist() == [[2, 4], [-1, 1]]
+    marks = torch.tensor([[True, False, True], [False, False, True]])
+    assert M.Global(marks) == M.Global(torch.tensor([[0, 2], [-1, 2]]))
+
+
+def test_random_blocks_draw_the_same_on_every_machine() -> None:
+    dense = M.RandomBlocks(2, 1, 1).to_dense(4, 9, offset=-1)
+    assert dense.sum(-1).tolist() == [2] * 4
+    chosen = [program_interpreter.drawn(1, row, 9, 2) for row in range(-1, 3)]
+    assert [set(line.nonzero().flatten().tolist()) for line in dense] == chosen
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [
+        (M.Causal(), (5, 7)),
+        (M.Lengths(3), (5, 7)),
+        (M.Prefix(3), (5, 7)),
+        (M.Lengths(torch.tensor([3, 4])), (2, 1, 5, 7)),
+        (M.Lengths(torch.tensor([[3, 4]])), (1, 2, 1, 5, 7)),
+        (M.PerHead([M.Causal()] * 3), (3, 5, 7)),
+        (M.PerHead([M.Causal(), M.Lengths([1, 2])]), (2, 2, 5, 7)),
+        (M.Dense(torch.ones(1, 7, dtype=torch.bool)), (5, 7)),
+        (M.Dense(torch.ones(2, 1, 1, 7, dtype=torch.bool)) & M.Causal(), (2, 1, 5, 7)),
+    ],
+)
+def test_dense_has_only_the_dims_that_vary(mask: M.Mask, shape: tuple[int, ...]) -> None:
+    assert mask.to_dense(5, 7).shape == shape
+
+
+@each_example
+def test_dense_can_be_empty(mask: M.Mask) -> None:
+    if mask._sizes() == (0, 0):
+        assert mask.to_dense(0, 0, 0).shape[-2:] == (0, 0)
+
+
+def test_dense_is_not_the_masks_own_tensor() -> None:
+    mask = M.Dense(torch.ones(2, 2, dtype=torch.bool))
+    mask.to_dense(2, 2)[:] = False
+    assert mask.to_dense(2, 2).all()
+
+
+def test_the_code_is_the_one_of_the_design() -> None:
+    big = 2**62
+    assert M.Causal().lower().code == (1, 4, big, 0)
+    assert M.Window(3, None).lower().code == (1, 4, 3, big)
+    assert M.Lengths(3).lower().code == (2, 3, 0)
+    assert M.Documents([1, 2], [1, 2, 3]).lower().code == (3, 4, 0, 1)
+    assert M.Documents([1, 2]).lower().code == (4, 3, 0)
+    assert M.Prefix(5).lower().code == (5, 3, 5)
+    assert M.Global([5]).lower().code == (6, 3, 0)
+    assert M.RandomBlocks(2, 16, 2**64 - 1).lower().code == (7, 5, 2, 16, -1)
+    assert M.Dilated(4).lower().code == (8, 3, 4)
+    assert M.Dense(torch.ones(2, 2).bool()).lower().code == (9, 3, 0)
+    assert M.Blocks(torch.ones(2, 2).bool(), 8).lower().code == (10, 4, 0, 8)
+    assert M.PerHead([M.Prefix(1), M.Prefix(2)]).lower().code == (11, 8, 5, 3, 1, 5, 3, 2)
+    assert (M.Dilated(2) | ~M.Prefix(1)).lower().code == (13, 10, 8, 3, 2, 14, 5, 5, 3, 1)
+
+
+def test_and_narrows_cheaply_first() -> None:
+    mask = M.Dilated(2) & M.Global([0]) & M.Lengths(3) & M.Causal()
+    nodes = list(program_interpreter.children(list(mask.lower().code[2:])))
+    assert [node[0] for node in nodes] == [M.Op.LENGTHS, M.Op.WINDOW, M.Op.GLOBAL, M.Op.DILATED]
+
+
+def test_programs_are_made_once_and_share_equal_tensors() -> None:
+    ids = torch.tensor([0, 0, 1])
+    mask = M.Documents(ids, ids) | (M.Documents(ids) & M.Lengths(3))
+    program = mask.lower()
+    assert program is mask.lower()
+    assert program.cores == (1, 0)
+    assert [tuple(t.shape) for t in program.tensors] == [(3,), ()]
+
+
+def test_tensors_are_bound_to_the_batch() -> None:
+    keep = torch.rand(3, 1, 4, 5) > 0.5
+    program = (M.Lengths(torch.tensor([[1], [2]])) & M.Dense(keep) & M.Global([0])).lower()
+    lengths, tokens, dense = program.bind((2, 3))
+    assert lengths.tolist() == [1, 1, 1, 2, 2, 2]
+    assert torch.equal(dense, torch.cat([keep, keep]))
+    assert tokens.tolist() == [[0]]
+    with pytest.raises(ValueError, match=r"batch dims \(2, 1\), which do not broadcast to \(2,\)"):
+        program.bind((2,))
+
+
+# Values
+
+
+@each_example
+def test_masks_are_frozen(mask: M.Mask) -> None:
+    with pytest.raises(AttributeError):
+        mask.left = 3  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        del mask.left  # type: ignore[attr-defined]
+
+
+def test_different_masks_differ() -> None:
+    for a, one in enumerate(EXAMPLES):
+        for b, other in enumerate(EXAMPLES):
+            assert (one == other) is (a == b)
+    assert len({*EXAMPLES, *examples()[:3]}) == len(EXAMPLES)
+
+
+def test_equality_looks_into_tensors() -> None:
+    assert M.Lengths([1, 2]) == M.Lengths(torch.tensor([1, 2], dtype=torch.int32))
+    assert M.Lengths([1, 2]) != M.Lengths([2, 1])
+    assert hash(M.Lengths([1, 2])) == hash(M.Lengths(torch.tensor([1, 2])))
+    assert M.Causal() != M.Window(None, 0)
+    assert M.Causal() != "Causal()"
+
+
+def test_masks_keep_their_own_copies() -> None:
+    n = torch.tensor([1, 2])
+    mask = M.Lengths(n)
+    n += 5
+    assert mask == M.Lengths([1, 2])
+
+
+def test_operators_flatten() -> None:
+    a, b, c = M.Causal(), M.Prefix(1), M.Dilated(2)
+    assert (a & b) & c == a & (b & c) == M.And(a, b, c)
+    assert (a | b) | c == M.Or(a, b, c)
+    assert ~~a == a
+    assert repr((a | b) & ~c) == "(Causal() | Prefix(1)) & ~Dilated(2)"
+    assert repr(~(a & b)) == "~(Causal() & Prefix(1))"
+
+
+def test_reprs_are_short() -> None:
+    assert repr(M.Global([3, 1])) == "Global([1, 3])"
+    assert repr(M.Lengths(4)) == "Lengths(4)"
+    assert repr(M.Dense(torch.ones(2, 3).bool())) == "Dense(<bool (2, 3)>)"
+    assert repr(M.Documents(torch.arange(100))) == "Documents(<int64 (100,)>)"
+    assert repr(M.PerHead([M.Causal(), M.Window(2)])) == "PerHead([Causal(), Window(2, 0)])"
+
+
+def test_masks_move_between_devices() -> None:
+    mask = M.Lengths([1, 2]) & M.PerHead([M.Causal(), M.Global([0])])
+    assert mask.device.type == "cpu"
+    assert all(t.device.type == "meta" for t in mask.to("meta").lower().tensors)
+    assert M.Causal().to("meta") == M.Causal()
+
+
+def test_masks_work_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        mask = M.Lengths(torch.tensor([3, 4])) & M.Global(torch.tensor([[0, 1], [2, 3]])) & M.Causal()
+        mask.check((2,), 4, 5, 7)
+        assert hash(mask) == hash(mask)
+        assert mask == mask
+        assert [tuple(t.shape) for t in mask.lower().bind((2,))] == [(2,), (2, 2)]
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: M.Window(-3), ValueError, r"Window\(left\) must be an integer from 0 .*, got -3"),
+        (lambda: M.Window(1, -1), ValueError, r"Window\(right\)"),
+        (lambda: M.Window(1.5), TypeError, r"Window\(left\) must be an int, got float 1.5"),
+        (lambda: M.Window(True), TypeError, r"Window\(left\) must be an int, got bool True"),
+        (lambda: M.Window(2**62), ValueError, r"Window\(left\)"),
+        (lambda: M.Prefix(-1), ValueError, r"Prefix\(n\)"),
+        (lambda: M.Prefix(torch.tensor(3)), TypeError, r"Prefix\(n\) must be an int, got int64 tensor"),
+        (lambda: M.Lengths(-1), ValueError, r"Lengths\(n\) must not be negative, got -1"),
+        (lambda: M.Lengths(torch.tensor([2, -4])), ValueError, r"Lengths\(n\).* got -4"),
+        (
+            lambda: M.Lengths(2.0),
+            TypeError,
+            r"Lengths\(n\) must be integers, got float32 tensor of shape \(\)",
+        ),
+        (lambda: M.Lengths(True), TypeError, r"Lengths\(n\) must be integers, got bool tensor of shape \(\)"),
+        (lambda: M.Lengths("many"), TypeError, r"Lengths\(n\) must be a tensor or a list, got str 'many'"),
+        (lambda: M.Documents(torch.rand(3)), TypeError, r"Documents\(q_ids\) must be integers, got float32"),
+        (lambda: M.Documents(3), ValueError, r"Documents\(q_ids\) must have at least 1 dimensions"),
+        (lambda: M.Documents([1], [0.5]), TypeError, r"Documents\(k_ids\)"),
+        (lambda: M.Global([-2]), ValueError, r"Global\(tokens\) must be positions >= 0, or -1 .*, got -2"),
+        (lambda: M.Global([0.5]), TypeError, r"Global\(tokens\)"),
+        (lambda: M.RandomBlocks(0, 4, 0), ValueError, r"RandomBlocks\(per_row\).* from 1 "),
+        (lambda: M.RandomBlocks(1, 0, 0), ValueError, r"RandomBlocks\(block\)"),
+        (lambda: M.RandomBlocks(1, 1, 2**64), ValueError, r"RandomBlocks\(seed\) must fit in 64 bits"),
+        (lambda: M.RandomBlocks(1, 1, 0.5), TypeError, r"RandomBlocks\(seed\) must be an int"),
+        (lambda: M.Dilated(0), ValueError, r"Dilated\(step\)"),
+        (lambda: M.Dense(torch.ones(2, 2, dtype=torch.int64)), TypeError, r"Dense\(keep\) must be a bool"),
+        (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
+        (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\) must have at least 2 dimensions"),
+        (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
+        (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),
+        (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\) must be a list.*, got Causal"),
+        (lambda: M.PerHead([M.Causal(), 3]), TypeError, r"masks\[1\] must be a mask, got int"),
+        (lambda: M.Causal() & torch.ones(2, 2).bool(), TypeError, r"wrap the bool tensor: masks.Dense"),
+        (lambda: torch.ones(2, 2).bool() | M.Causal(), TypeError, r"wrap the bool tensor: masks.Dense"),
+        (lambda: M.Causal() & 3, TypeError, r"unsupported operand"),
+        (lambda: M.Causal() and M.Causal(), TypeError, r"combine masks with &, \|, ~"),
+        (lambda: M.And(M.Causal()), ValueError, r"And combines at least two masks, got 1"),
+        (lambda: M.Or(M.Causal(), 1), TypeError, r"Or combines masks, got int"),
+        (lambda: M.Not(1), TypeError, r"Not inverts a mask, got int"),
+        (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq must be"),
+        (lambda: M.Causal().to_dense(2, 3, 0.5), TypeError, r"offset must be an int or a \(B,\) int tensor"),
+        (lambda: M.Causal().to_dense(2, 3, torch.rand(2)), TypeError, r"offset must be integers"),
+    ],
+)
+def test_wrong_arguments_raise_when_a_mask_is_made(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@each_example
+def test_masks_pass_their_checks(mask: M.Mask) -> None:
+    mask.check((2,), 3, 5, 7)
+    mask.check((4, 2), 3, 5, 7, torch.zeros(8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (M.Lengths([1, 2, 3]), r"Lengths\(n\): shape \(3,\) does not broadcast to the batch \(2,\)"),
+        (M.Lengths([1, 8]), r"Lengths\(\[1, 8\]\): a length of 8 is beyond the keys, Lk = 7"),
+        (~M.PerHead([M.Lengths(9)] * 3), r"a length of 9 is beyond the keys"),
+        (M.Documents([0] * 5), r"Documents\(q_ids\): shape \(5,\) is not \(..., Lk\) .* Lq = 5, Lk = 7"),
+        (M.Documents([0] * 5, [0] * 6), r"Documents\(k_ids\): shape \(6,\)"),
+        (M.Documents([[0] * 7] * 3), r"batch \(2,\)"),
+        (M.Global([[0]] * 3), r"Global\(tokens\): shape \(3, 1\) is not \(..., n\) for batch \(2,\)"),
+        (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): shape \(5, 6\) does not broadcast to .* 5, 7\)"),
+        (M.Dense(torch.ones(2, 5, 7).bool()), r"shape \(2, 5, 7\) .*the third dimension .* is the heads"),
+        (M.Dense(torch.ones(5, 1, 5, 7).bool()), r"batch \(2,\)"),
+        (M.Blocks(torch.ones(3, 3).bool(), 2), r"Blocks\(table, block=2\): shape \(3, 3\) .* 3, 4\)"),
+        (M.Blocks(torch.ones(1, 4).bool(), 2), r"Blocks\(table, block=2\): shape \(1, 4\)"),
+        (M.PerHead([M.Causal()] * 2), r"PerHead has 2 masks, but there are Hq = 3 query heads"),
+        (M.Causal() & ~M.PerHead([M.Causal()] * 4), r"PerHead has 4 masks"),
+    ],
+)
+def test_masks_that_do_not_apply(mask: M.Mask, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mask.check((2,), 3, 5, 7)
+
+
+def test_values_are_read_once() -> None:
+    mask = M.Lengths([3, 4]) & M.Causal()
+    mask.check_values((2,), 1, 4, 4)
+    mask.masks[0].n.fill_(99)
+    mask.check_values((2,), 1, 4, 4)
+    mask.check_shapes((2,), 1, 4, 4)
+
+
+def test_a_sequence_may_still_grow() -> None:
+    (M.Global([100]) | M.Prefix(50)).check((), 1, 2, 3)
+
+
+# Patterns
+
+
+def test_named_patterns() -> None:
+    assert M.sliding(4) == M.Window(3, 0)
+    assert M.streaming(4, 2) == (M.Window(3) | M.Prefix(2)) & M.Causal()
+    assert M.prefix_lm(3) == M.Causal() | M.Prefix(3)
+    assert M.longformer(2) == M.Window(2, 2)
+    dilated = M.longformer(2, [0], dilation=3, causal=True)
+    assert dilated == ((M.Window(6, 6) & M.Dilated(3)) | M.Global([0])) & M.Causal()
+    big = M.bigbird(4, window=3, random=1, global_blocks=1, seed=5)
+    assert big == M.Window(6, 6) | M.RandomBlocks(1, 4, 5) | M.Global([0, 1, 2, 3])
+    assert M.bigbird(4, random=0, global_blocks=0) == M.Window(6, 6)
+    with pytest.raises(ValueError, match=r"sliding\(window\)"):
+        M.sliding(0)
+    with pytest.raises(TypeError, match=r"bigbird\(random\)"):
+        M.bigbird(4, random=0.5)  # type: ignore[arg-type]
+
+
+def test_chunked_attends_inside_chunks() -> None:
+    L, size = 17, 5
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    assert torch.equal(M.chunked(size, L).to_dense(L, L), (j <= i) & (i // size == j // size))
+
+
+@pytest.mark.parametrize("L", ODD)
+def test_tutorial_helpers(L: int) -> None:
+    ones = torch.ones(L, L, dtype=torch.bool)
+    assert torch.equal(M.create_causal_mask(L), ones.tril())
+    assert torch.equal(M.create_window_mask(L, 2, 1), ones.tril(1).triu(-2))
+    assert torch.equal(M.create_prefix_mask(L, 2), ones.tril() | (torch.arange(L) < 2))
+    tokens = torch.randint(0, 3, (2, L))
+    assert torch.equal(M.create_padding_mask(tokens)[:, 0, 0], tokens != 0)
+    assert torch.equal(M.create_decoder_mask(tokens), (tokens != 0)[:, None, None] & ones.tril())
+    assert torch.equal(M.create_document_mask(tokens)[1, 0], tokens[1][:, None] == tokens[1])
+    with pytest.raises(ValueError, match=r"tokens must have shape \(B, L\)"):
+        M.create_padding_mask(tokens[0])
+    with pytest.raises(TypeError, match=r"must be a tensor or a list, got str 'a b'"):
+        M.create_decoder_mask("a b")  # type: ignore[arg-type]

@@ -1,0 +1,369 @@
+"""What must not go wrong around the kernels: memory, addresses, forks, signals, threads, instruction sets."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+import time
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard._backends.native import attention as _native
+from regard._call.problem import make
+from support import HAVE_CORE, assert_close, repeats
+from support.forward import Call, computed, sample
+from support.processes import FORK, far, python, script
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+
+def native(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return regard.attention(q, k, v, impl="native", **options)
+
+
+# Guard pages
+
+
+def run_guarded(first: int, count: int, isas: list[str]) -> None:
+    done = python("-m", "support.guard", str(first), str(count), *isas, timeout=280)
+    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+
+
+def test_no_byte_outside_a_tensor_is_touched() -> None:
+    run_guarded(0, 150, _native.isas())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(150, 2150, 200))
+def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
+    run_guarded(first, 200, _native.isas())
+
+
+def test_the_guard_pages_guard() -> None:
+    code = """
+        import ctypes, torch
+        from guard import Region
+        x = Region(1024, torch.float32, True).tensor
+        print(ctypes.c_float.from_address(x.data_ptr() + 4092).value)
+        print(ctypes.c_float.from_address(x.data_ptr() + 4096).value)
+    """
+    done = python("-c", textwrap.dedent(code))
+    assert done.returncode < 0
+    assert done.stdout == "0.0\n"
+
+
+# Addresses beyond 32 bits
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_strides_beyond_32_bits(isa: str, dim: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.randn(2, 2, 3, 2).to(dtype) for _ in range(3))
+        near = native(q, k, v, mask=M.Causal())
+        assert torch.equal(
+            native(far(q, dim).expand(q.shape), far(k, dim), far(v, dim), mask=M.Causal()), near
+        )
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_bias_and_mask_beyond_32_bits(isa: str, dim: int) -> None:
+    q, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8)
+    bias, keep = torch.randn(2, 2, 3, 4), torch.rand(2, 2, 3, 4) < 0.6
+    assert torch.equal(native(q, k, v, bias=far(bias, dim)), native(q, k, v, bias=bias))
+    problem = make(q, k, v, mask=keep)
+    moved = problem._replace(tensors=(far(problem.tensors[0], dim, 2**32 + 5),))
+    assert torch.equal(_native.forward(moved)[0], native(q, k, v, mask=keep))
+
+
+@pytest.mark.full
+def test_more_than_2_to_the_31_elements() -> None:
+    """Every key is the same one: the mean of V is V. Keys 2^31 / 64 on are the ones that matter."""
+    L = 2**25 + 3
+    q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64).expand(1, 1, L, 64)
+    v = torch.ones(1, 1, 1, 1).expand(1, 1, L, 1)
+    out, lse = regard.attention(q, k, v, impl="native", return_lse=True)
+    assert_close(out, torch.ones_like(out), rtol=1e-3)
+    tail = regard.attention(q, k, v, mask=M.Window(99, 0), impl="native")
+    assert_close(tail, torch.ones_like(tail))
+    score = (q[0, 0, 0] @ k[0, 0, 0]) / 8
+    assert_close(lse.flatten(), score[None] + torch.tensor(float(L)).log(), rtol=1e-4)
+
+
+# Forks
+
+
+@repeats(20, 100)
+def test_fork_after_threads(times: int) -> None:
+    script(
+        FORK
+        + f"""
+    assert all(child_agrees() for _ in range({times}))
+    assert result() == want
+    """
+    )
+
+
+@repeats(20, 100)
+def test_fork_during_a_call_of_another_thread(times: int) -> None:
+    script(
+        FORK
+        + f"""
+    stop, calls = threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            calls.append(result() == want)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    agreed = all(child_agrees() for _ in range({times}))
+    stop.set()
+    thread.join()
+    assert agreed and calls and all(calls)
+    """
+    )
+
+
+@repeats(12, 100)
+def test_data_loader_with_forked_workers(times: int) -> None:
+    script(
+        FORK
+        + f"""
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return {times}
+
+        def __getitem__(self, i):
+            return result() == want
+
+    loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork", timeout=30)
+    assert all(bool(x.all()) for x in loader)
+    assert result() == want
+    """
+    )
+
+
+# Signals
+
+INTERRUPT = """
+    import os, signal, threading, time
+    import torch, regard
+
+    torch.set_num_threads({threads})
+    q = torch.randn(1, 8, 60000, 64)
+    small = q[:, :, :50]
+    want = regard.attention(small, small, small, impl="native")
+    for trial in range({times}):
+        sent = []
+        def send():
+            sent.append(time.perf_counter())
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.3, send).start()
+        try:
+            regard.{call}
+            print("not interrupted")
+        except KeyboardInterrupt:
+            print(time.perf_counter() - sent[0])
+        assert torch.equal(regard.attention(small, small, small, impl="native"), want)
+"""
+
+
+@repeats(3, 50)
+@pytest.mark.parametrize(
+    ("threads", "call"),
+    [
+        (2, 'attention(q, q, q, impl="native")'),
+        (1, 'attention(q, q, q, impl="native", dropout=0.1, softcap=5.0)'),
+        (2, "evidence(q, q, None, regard.Entropy(), regard.ColumnMass())"),
+    ],
+)
+def test_ctrl_c(threads: int, call: str, times: int) -> None:
+    code = INTERRUPT.format(threads=threads, call=call, times=times)
+    delays = [float(line) for line in script(code, timeout=200).splitlines()]
+    assert len(delays) == times
+    assert max(delays) < 0.5, delays
+
+
+def test_the_usual_handler_stays() -> None:
+    """A Python handler runs during a call, and the call goes on."""
+    code = """
+        import signal, time, torch, regard
+        seen = []
+        signal.signal(signal.SIGALRM, lambda *_: seen.append(time.perf_counter()))
+        torch.set_num_threads(1)
+        q = torch.randn(1, 8, 4000, 64)
+        want = regard.attention(q, q, q, impl="native")
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        out = regard.attention(q, q, q, impl="native")
+        end = time.perf_counter()
+        assert seen and torch.equal(out, want)
+        assert seen[0] < end - 0.05, "the handler ran only after the call"
+    """
+    script(code)
+
+
+# Threads of Python
+
+
+@repeats(40, 200)
+def test_calls_from_many_threads(times: int) -> None:
+    """8 threads, all shapes and options, two threads of PyTorch: the bits of serial calls."""
+    torch.set_num_threads(2)
+    isa = _native.info()["isa"]
+    calls = [sample(seed, 3e6)._replace(isa=isa) for seed in range(300, 300 + times)]
+    want = [one(call) for call in calls]
+    wrong: list[int] = []
+
+    def work(start: int) -> None:
+        order = [(start * 5 + n) % len(calls) for n in range(len(calls))]
+        wrong.extend(n for n in order if not torch.equal(one(calls[n]), want[n]))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def one(call: Call) -> Tensor:
+    """Without choosing an instruction set, which is a setting of the process."""
+    return native(call.q, call.k, call.v, **call.options)
+
+
+def test_the_gil_is_free_during_a_call() -> None:
+    torch.set_num_threads(1)
+    q = torch.randn(1, 8, 1500, 64)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (native(q, q, q), done.set()))
+    thread.start()
+    counted = 0
+    while not done.is_set():
+        counted += 1
+        time.sleep(0.001)
+    thread.join()
+    assert counted > 3
+
+
+# Between instruction sets
+
+
+def disagreement(seed: int, work: float) -> str | None:
+    """Two instruction sets differ by the order of their sums, nothing more."""
+    call = sample(seed, work)
+    (first, first_lse), *others = [call._replace(isa=isa).run() for isa in _native.isas()]
+    dtype = call.q.dtype
+    limit = 2 * computed(dtype, first_lse) if dtype.itemsize >= 4 else None
+    for out, lse in others:
+        if not torch.equal(lse == -torch.inf, first_lse == -torch.inf) or out.isnan().any():
+            return f"seed {seed}: other rows are empty or NaN: {call}"
+        if limit is not None and apart(out, first, call.v) > limit:
+            return f"seed {seed}: {apart(out, first, call.v):.3g} apart: {call}"
+        if limit is None and not one_step_apart(out, first):
+            return f"seed {seed}: more than one step of {dtype} apart: {call}"
+    return None
+
+
+def apart(a: Tensor, b: Tensor, v: Tensor) -> float:
+    """rel_l2, but where the values happen to cancel, by a tenth of what a mean of Lk random ones would be."""
+    error, size = (torch.linalg.vector_norm(x).item() for x in (a.double() - b.double(), b.double()))
+    mean = v.double().square().mean().div(v.shape[-2]).sqrt().item()
+    return error / max(size, 0.1 * mean * b.numel() ** 0.5)
+
+
+def one_step_apart(a: Tensor, b: Tensor) -> bool:
+    """A stored result may fall on the other side of a tie; nothing else may differ."""
+    a64, b64 = a.double(), b.double()
+    room = torch.finfo(a.dtype).eps * a64.abs() + 4e-6 * a64.abs().amax()
+    return bool(((a64 - b64).abs() <= room).all())
+
+
+def test_instruction_sets_agree() -> None:
+    assert not [f for seed in range(10_000, 10_100) if (f := disagreement(seed, 3e6))]
+
+
+@pytest.mark.full
+def test_differential_fuzzing() -> None:
+    """New seeds for 60 seconds; a failure prints the seed that repeats it."""
+    seed, end = int(time.time()) % 2**31, time.monotonic() + 60
+    while time.monotonic() < end:
+        found = disagreement(seed, 1e7)
+        assert found is None, found
+        seed += 1
+
+
+# Memory
+
+
+def extra_memory(*names: str) -> dict[str, int]:
+    """Bytes that a call with each of the options adds to the peak."""
+    done = python("-m", "support.peak_memory", *names, timeout=280, MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: int(size) for name, size in (line.rsplit(" ", 1) for line in done.stdout.splitlines())}
+
+
+def check_memory(names: list[str]) -> None:
+    sizes = extra_memory("plain", *names)
+    limit = 2 * sizes.pop("plain")
+    assert not {name: size for name, size in sizes.items() if size > limit}, f"limit {limit}"
+
+
+OPTIONS = (
+    "causal",
+    "window",
+    "padding",
+    "packed",
+    "dense",
+    "longformer",
+    "bias",
+    "row_bias",
+    "alibi",
+    "relative",
+)
+OPTIONS += ("softcap", "sink", "dropout", "lse", "offsets", "bfloat16", "strided", "grouped")
+MASKS, BIASES = set(OPTIONS[:6]), set(OPTIONS[6:10])
+PAIRS = [(a, b) for a, b in combinations(OPTIONS, 2) if not ({a, b} <= MASKS or {a, b} <= BIASES)]
+
+
+def test_memory_of_a_few_options() -> None:
+    check_memory(["causal", "window", "bias", "alibi+dropout", "relative+longformer", "strided+bfloat16"])
+
+
+@pytest.mark.full
+def test_memory_of_every_option() -> None:
+    check_memory(list(OPTIONS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(6))
+def test_memory_of_every_pair_of_options(part: int) -> None:
+    check_memory([f"{a}+{b}" for a, b in PAIRS[part::6]])
+
+
+@pytest.mark.full
+def test_a_hundred_thousand_tokens() -> None:
+    assert extra_memory("long")["long"] < 300 * 2**20
+
+
+@repeats(5000, 10_000)
+def test_memory_does_not_grow(times: int) -> None:
+    code = f"""
+        import torch, regard
+        from support.peak_memory import resident
+        from regard import masks as M
+        q = torch.randn(1, 2, 64, 16)
+        def calls(n):
+            for i in range(n):
+                regard.attention(q, q, q, mask=M.Causal(), dropout=0.1, seed=i, impl="native")
+        calls(2000)
+        before = resident()
+        calls({times})
+        assert resident() - before < 2**20, resident() - before
+    """
+    script(code)

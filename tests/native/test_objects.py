@@ -1,0 +1,112 @@
+"""What the compiled files hold. A kernel object that exports more than its table could leak AVX2 code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import HAVE_CORE, ROOT
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+
+def kernel_objects() -> dict[str, Path]:
+    """The newest object of each instruction set: {"avx2": build/.../kernels_avx2.dir/.../isa.cpp.o}."""
+    found = sorted(
+        ROOT.glob("build/editable/**/kernels_*.dir/**/isa.cpp.o"), key=lambda path: path.stat().st_mtime
+    )
+    return {re.search(r"kernels_(\w+)\.dir", str(path)).group(1): path for path in found}
+
+
+OBJECTS = kernel_objects()
+BASELINE = sorted(OBJECTS.keys() & {"generic", "wide"})
+
+
+def run(*command: object) -> str:
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
+
+
+def symbols(path: Path, *options: str) -> dict[str, str]:
+    """{name: nm's letter} of the symbols that `nm options` prints."""
+    pairs = [line.split()[-2:] for line in run("nm", *options, path).splitlines()]
+    return {name: letter for letter, name in pairs}
+
+
+@pytest.fixture(scope="module")
+def core() -> Path:
+    spec = importlib.util.find_spec("regard._core")
+    assert spec is not None
+    return Path(str(spec.origin))
+
+
+def test_objects_were_found() -> None:
+    assert {"generic", "wide"} <= OBJECTS.keys(), "the core exists but its objects do not; run `make build`"
+
+
+@pytest.mark.parametrize("isa", sorted(OBJECTS))
+def test_one_symbol_is_exported(isa: str) -> None:
+    assert list(symbols(OBJECTS[isa], "-g", "--defined-only")) == [f"regard_kernels_{isa}"]
+
+
+@pytest.mark.parametrize("isa", sorted(OBJECTS))
+def test_nothing_is_weak(isa: str) -> None:
+    weak = [name for name, letter in symbols(OBJECTS[isa]).items() if letter in "wWvVu"]
+    assert not weak, "the linker could choose these for code that must run on any CPU"
+
+
+@pytest.mark.parametrize("isa", sorted(OBJECTS))
+def test_nothing_of_the_cpp_library_is_needed(isa: str) -> None:
+    assert not [name for name in symbols(OBJECTS[isa], "-u") if name.startswith("_Z")]
+
+
+@pytest.mark.parametrize("isa", sorted(OBJECTS))
+def test_nothing_runs_at_start_up(isa: str) -> None:
+    sections = run("objdump", "-h", OBJECTS[isa])
+    assert ".init_array" not in sections
+    assert ".ctors" not in sections
+
+
+@pytest.mark.parametrize("isa", BASELINE)
+def test_baseline_objects_hold_no_avx(isa: str) -> None:
+    assert not re.findall(r"%[yz]mm\d+|\tv\w+ ", run("objdump", "-d", "--no-show-raw-insn", OBJECTS[isa]))[:5]
+
+
+def test_the_core_links_no_torch_and_no_openmp(core: Path) -> None:
+    needed = re.findall(r"NEEDED\s+(\S+)", run("objdump", "-p", core))
+    assert needed
+    assert not [name for name in needed if re.search("torch|c10|omp|mkl", name)]
+
+
+def test_the_core_exports_only_its_module(core: Path) -> None:
+    assert list(symbols(core, "-D", "--defined-only", "-g")) == ["PyInit__core"]
+
+
+def test_loading_the_core_keeps_denormals(core: Path) -> None:
+    code = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("regard._core", {str(core)!r})
+importlib.util.module_from_spec(spec)
+assert float("5e-324") * 1.0 > 0.0, "denormals are flushed to zero"
+"""
+    run(sys.executable, "-c", code)
+
+
+def test_fast_math_start_up_is_not_linked(core: Path) -> None:
+    assert "ldmxcsr" not in run("objdump", "-d", "--no-show-raw-insn", core)
+
+
+def test_the_stub_names_what_the_core_has() -> None:
+    tree = ast.parse((ROOT / "src/regard/_core.pyi").read_text(encoding="utf-8"))
+    stub = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    stub |= {
+        n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    core = importlib.import_module("regard._core")
+    assert stub == {name for name in vars(core) if not name.startswith("__")}, "run `make stubs`"

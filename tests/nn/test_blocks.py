@@ -1,0 +1,227 @@
+"""Blocks and stacks beside PyTorch's with the same weights; decoding step by step; what is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard import masks as M
+from regard import packing
+from regard.nn import (
+    Attention,
+    Block,
+    CrossAttention,
+    DecoderBlock,
+    EncoderBlock,
+    EncoderDecoder,
+    FeedForward,
+    GatedFeedForward,
+    Memory,
+    PostNorm,
+    PreNorm,
+    Stack,
+    SwiGLU,
+)
+from regard.positions import Learned, Rotary
+from support import HAVE_CORE, assert_close, rel_l2
+from support.modules import ListCache, causal_mask, randomized
+
+pytestmark = [
+    pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
+D, HEADS = 24, 4
+
+
+def take_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
+    state = {"out.weight": theirs.out_proj.weight, "out.bias": theirs.out_proj.bias}
+    W, b = theirs.in_proj_weight, theirs.in_proj_bias
+    if ours.kv_model is None:
+        state |= {"qkv.weight": W, "qkv.bias": b}
+    else:
+        state |= {"q.weight": W[:D], "kv.weight": W[D:], "q.bias": b[:D], "kv.bias": b[D:]}
+    ours.load_state_dict(state)
+
+
+def take(ours: Any, theirs: Any) -> None:
+    """The weights of a layer of PyTorch."""
+    take_attention(ours.attention.sublayer, theirs.self_attn)
+    norms = [ours.attention.norm, ours.feed_forward.norm]
+    if ours.cross is not None:
+        take_attention(ours.cross.sublayer, theirs.multihead_attn)
+        norms.insert(1, ours.cross.norm)
+    for n, norm in enumerate(norms, 1):
+        norm.load_state_dict(getattr(theirs, f"norm{n}").state_dict())
+    ours.feed_forward.sublayer.up.load_state_dict(theirs.linear1.state_dict())
+    ours.feed_forward.sublayer.down.load_state_dict(theirs.linear2.state_dict())
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_block_is_pytorchs(norm_first: bool) -> None:
+    theirs = randomized(nn.TransformerEncoderLayer(
+        D, HEADS, 40, 0.0, F.gelu, batch_first=True, norm_first=norm_first))  # fmt: skip
+    ours = EncoderBlock(D, HEADS, hidden=40, residual=PreNorm if norm_first else PostNorm)
+    take(ours, theirs)
+    x = torch.randn(2, 7, D)
+    padding = torch.arange(7) >= torch.tensor([[7], [4]])
+    expected = theirs.double()(x.double(), src_key_padding_mask=padding)
+    assert rel_l2(ours(x, lengths=torch.tensor([7, 4])), expected) < 2e-6
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_decoder_block_is_pytorchs(norm_first: bool) -> None:
+    theirs = randomized(nn.TransformerDecoderLayer(
+        D, HEADS, 40, 0.0, F.gelu, batch_first=True, norm_first=norm_first))  # fmt: skip
+    ours = DecoderBlock(D, HEADS, kv_model=D, hidden=40, residual=PreNorm if norm_first else PostNorm)
+    take(ours, theirs)
+    x, memory = torch.randn(2, 7, D), torch.randn(2, 5, D)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    expected = theirs.double()(
+        x.double(), memory.double(), tgt_mask=causal_mask(7).double(), memory_key_padding_mask=padding
+    )
+    found = ours(x, memory, context_mask=M.Lengths(torch.tensor([5, 3])))
+    assert rel_l2(found, expected) < 2e-6
+
+
+def test_residuals_are_their_formulas() -> None:
+    x, layer = torch.randn(5, D), nn.Linear(D, D)
+    pre, post = PreNorm(D, layer, norm=nn.RMSNorm), PostNorm(D, layer)
+    assert_close(pre(x), x + layer(F.rms_norm(x, (D,), pre.norm.weight)))
+    assert_close(post(x), F.layer_norm(x + layer(x), (D,), post.norm.weight, post.norm.bias))
+    assert torch.equal(PreNorm(D, layer, dropout=1.0)(x), x)
+
+
+def test_feed_forward_layers_are_their_formulas() -> None:
+    x = torch.randn(5, D)
+    plain = FeedForward(D)
+    assert plain.up.out_features == 4 * D
+    assert_close(plain(x), plain.down(F.gelu(plain.up(x))))
+    gated = SwiGLU(D, 40)
+    gate, up = gated.gate_up.weight.chunk(2)
+    assert_close(gated(x), gated.down(F.silu(x @ gate.T) * (x @ up.T)))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (FeedForward(96, bias=False), SwiGLU(96))]
+    assert sizes[0] == sizes[1]
+    geglu = GatedFeedForward(D, activation=F.gelu)
+    gate, up = geglu.gate_up(x).chunk(2, -1)
+    assert_close(geglu(x), geglu.down(F.gelu(gate) * up))
+
+
+def decoder(layers: int = 2, **options: Any) -> Stack:
+    made = [DecoderBlock(D, HEADS, kv_heads=2, position=Rotary(6), **options) for _ in range(layers)]
+    return randomized(Stack(made, nn.LayerNorm(D)))  # type: ignore[no-any-return]
+
+
+def caches(stack: Stack) -> list[ListCache]:
+    return [ListCache(torch.zeros(2, dtype=torch.int64)) for _ in stack.blocks]
+
+
+def test_a_decoder_step_by_step() -> None:
+    model, x = decoder().eval(), torch.randn(2, 9, D)
+    own = caches(model)
+    with torch.no_grad():
+        steps = [model(part, caches=own) for part in x.split((4, 1, 1, 3), 1)]
+    assert_close(torch.cat(steps, 1), model(x))
+    assert len(own[0]) == 9
+
+
+def test_a_decoder_sees_no_future() -> None:
+    model, x = decoder(), torch.randn(2, 9, D)
+    other = x.clone()
+    other[:, 5:] = torch.randn(2, 4, D)
+    assert torch.equal(model(x)[:, :5], model(other)[:, :5])
+
+
+def test_packed_and_nested_stacks() -> None:
+    model, x, sizes = decoder(), torch.randn(3, 7, D), [5, 2, 7]
+    alone = torch.cat([model(x[s, :n]) for s, n in enumerate(sizes)])
+    packed = packing.pack(x, torch.tensor(sizes))
+    assert_close(model(packed, cu_seqlens=packing.cu_seqlens(sizes)), alone)
+    parts = torch.nested.nested_tensor([x[s, :n] for s, n in enumerate(sizes)], layout=torch.jagged)
+    assert_close(model(parts).values(), alone)
+
+
+def encoder_decoder() -> EncoderDecoder:
+    encoder = Stack([EncoderBlock(D, HEADS) for _ in range(2)], nn.LayerNorm(D))
+    return EncoderDecoder(encoder, decoder(kv_model=D)).eval()
+
+
+def test_translation_projects_the_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths = encoder_decoder(), torch.tensor([6, 3])
+    source, target = torch.randn(2, 6, D), torch.randn(2, 5, D)
+    real = M.Lengths(lengths)
+    with torch.no_grad():
+        expected = model(source, target, source_mask=real)
+        memory = model.decoder.remember(model.encoder(source, mask=real))
+        assert all(isinstance(m, Memory) for m in memory)
+        monkeypatch.setattr(Attention, "_keys", lambda *_: pytest.fail("the source was projected again"))
+        own = caches(model.decoder)
+        steps = [model.decoder(t, memory, caches=own, context_mask=real) for t in target.split(1, 1)]
+    assert_close(torch.cat(steps, 1), expected)
+
+
+def test_stacks_learn() -> None:
+    """Copying a sequence backwards, which needs attention."""
+    torch.manual_seed(0)
+    block = Block(Attention(D, HEADS), SwiGLU(D), residual=partial(PreNorm, norm=nn.RMSNorm))
+    model = nn.Sequential(nn.Embedding(5, D), Learned(6, D), Stack([block], nn.RMSNorm(D)), nn.Linear(D, 5))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(150):
+        text = torch.randint(5, (32, 6))
+        loss = F.cross_entropy(model(text).flatten(0, 1), text.flip(1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.5
+    assert sum(losses[-5:]) / 5 < 0.5
+
+
+def test_a_checkpoint_of_a_stack() -> None:
+    model, other = decoder(), decoder()
+    x = torch.randn(2, 5, D)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(other(x), model(x))
+    state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    del state["blocks.1.feed_forward.norm.bias"]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"nothing was loaded; expected also blocks.1.feed_forward.norm.bias"
+    ):
+        model.load_state_dict(state)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in before.items())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m(x, x), "context: expected None for this block, got Tensor"),
+        (lambda m, x: m(x, caches=[]), "caches: expected one for each of 2 blocks, got 0"),
+        (lambda m, x: m.remember(x), "context: this block has no cross-attention"),
+        (lambda m, x: DecoderBlock(D, HEADS, kv_model=D)(x), "context: expected a tensor or a Memory"),
+    ],
+)
+def test_wrong_stacks(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(decoder(), torch.randn(2, 5, D))
+
+
+def test_a_stack_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model, x = decoder(), torch.randn(2, 5, D)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_of_another_width() -> None:
+    block = Block(Attention(D, HEADS), FeedForward(D), cross=CrossAttention(D, HEADS, 10))
+    x, context = torch.randn(2, 5, D), torch.randn(2, 3, 10)
+    out: Tensor = block(x, context)
+    assert out.shape == x.shape
+    assert torch.equal(block(x, block.remember(context)), out)

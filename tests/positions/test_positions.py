@@ -1,0 +1,407 @@
+"""Positions: formulas, Hugging Face's numbers, gradients, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from regard import packing, positions, scores
+from regard.positions import (  # fmt: skip
+    NTK,
+    Frequencies,
+    Linear,
+    Llama3,
+    Rotary,
+    Scaling,
+    YaRN,
+    frequencies,
+    rotary_table,
+    rotate,
+)
+from support import ROOT, assert_close, rel_l2
+
+# PyTorch's own, while it compiles or transforms.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+LAYOUTS = ("half", "interleaved")
+
+
+# Added embeddings
+
+
+def test_sinusoidal_is_the_formula() -> None:
+    found = positions.sinusoidal(torch.arange(3, 14), 6)
+    for row, p in enumerate(range(3, 14)):
+        for i in range(3):
+            angle = p / 10000 ** (2 * i / 6)
+            assert found[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert found[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_sinusoidal_module_adds() -> None:
+    x = torch.randn(2, 5, 6)
+    module = positions.Sinusoidal(6)
+    assert_close(module(x, 7), x + positions.sinusoidal(torch.arange(7, 12), 6))
+    each = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 7, 6, 5]])
+    assert_close(module(x, each), x + positions.sinusoidal(each, 6))
+    assert module(x.bfloat16()).dtype is torch.bfloat16
+    assert not list(module.parameters())
+
+
+def test_learned_positions() -> None:
+    module = positions.Learned(13, 6)
+    x = torch.randn(2, 5, 6)
+    assert torch.equal(module(x, 3), x + module.weight[3:8])
+    each = torch.tensor([[0, 1, 2, 3, 4], [12, 8, 7, 6, 5]])
+    assert torch.equal(module(x, each), x + module.weight[each])
+    module(x, 3).sum().backward()
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad.sum(1) != 0, (torch.arange(13) >= 3) & (torch.arange(13) < 8))
+
+
+@pytest.mark.parametrize("module", [positions.Sinusoidal(6), positions.Learned(9, 6)])
+def test_tokens_of_another_width(module: Any) -> None:
+    for width in (1, 4):  # 1 would be broadcast
+        with pytest.raises(ValueError, match=r"x: expected \(..., L, d_model = 6\)"):
+            module(torch.randn(2, 3, width))
+
+
+def test_learned_positions_beyond_the_table() -> None:
+    module = positions.Learned(13, 6)
+    with pytest.raises(ValueError, match="positions: expected places from 0 to 12, got 9 to 13"):
+        module(torch.randn(5, 6), 9)
+    with pytest.raises(ValueError, match="got -1 to"):
+        module(torch.randn(5, 6), torch.arange(-1, 4))
+
+
+# Frequencies
+
+
+def hf_frequencies(dims: int, base: float, **rope: Any) -> tuple[Tensor, float]:
+    """`inv_freq` and the attention factor of a Llama with these parameters."""
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=4 * dims, num_attention_heads=4, head_dim=dims, max_position_embeddings=64,
+        rope_parameters={"rope_theta": base, **rope},
+    )  # fmt: skip
+    module: Any = LlamaRotaryEmbedding(config)
+    return module.inv_freq, module.attention_scaling
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALINGS: dict[str, tuple[Scaling | None, dict[str, Any]]] = {
+    "default": (None, {"rope_type": "default"}),
+    "linear": (Linear(3.0), {"rope_type": "linear", "factor": 3.0}),
+    "yarn": (YaRN(4.0, 64), YARN),
+    "yarn-betas": (
+        YaRN(4.0, 64, beta_fast=16, beta_slow=2, truncate=False),
+        YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+    ),
+    "yarn-mscale": (
+        YaRN(4.0, 64, mscale=0.7, mscale_all_dim=0.4),
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.4},
+    ),
+    "yarn-factor": (YaRN(4.0, 64, attention_factor=1.5), YARN | {"attention_factor": 1.5}),
+    "llama3": (
+        Llama3(8.0, 1.0, 4.0, 64),
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_hugging_face(name: str) -> None:
+    scaling, rope = SCALINGS[name]
+    for dims, base in ((16, 10000.0), (64, 500000.0)):
+        expected, factor = hf_frequencies(dims, base, **rope)
+        found, gain = frequencies(dims, base, scaling)
+        assert torch.equal(found, expected)
+        assert gain == pytest.approx(factor, rel=1e-12)
+
+
+def test_given_frequencies() -> None:
+    turns, gain = frequencies(16, 10000.0, YaRN(4.0, 64))
+    scaling = Frequencies(turns.tolist(), gain)
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(Rotary(16, scaling=scaling)(x, 3), Rotary(16, scaling=YaRN(4.0, 64))(x, 3))
+    assert scaling == Frequencies(tuple(turns.tolist()), gain)
+    assert hash(scaling) == hash(pickle.loads(pickle.dumps(scaling)))
+    assert "Frequencies(8 pairs" in repr(Rotary(16, scaling=scaling))
+    with pytest.raises(ValueError, match="dims: expected 2 for each of 8 frequencies, got 18"):
+        Rotary(18, scaling=scaling)
+    with pytest.raises(ValueError, match="values: expected finite frequencies"):
+        Frequencies((1.0, torch.inf))
+
+
+def test_growth_is_deepseeks() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+    for factor, mscale in ((4.0, 1.0), (40.0, 0.707), (1.0, 1.0)):
+        assert YaRN(factor, 64).growth(mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
+
+
+def test_dynamic_ntk_at_a_length() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.configuration_llama import LlamaConfig
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_parameters=rope
+    )
+    for length in (64, 65, 200):
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+        assert torch.equal(frequencies(16, 10000.0, NTK(2.0 * length / 64 - 1.0))[0], expected)
+
+
+def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
+    plain, _ = frequencies(32)
+    scaled, _ = frequencies(32, scaling=NTK(4.0))
+    assert scaled[0] == plain[0]
+    assert scaled[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: frequencies(7), "dims: expected an even number"),
+        (lambda: frequencies(8, 0.5), "base: expected a number above 1, got 0.5"),
+        (lambda: frequencies(8, "10000"), "base: expected a number, got str '10000'"),
+        (lambda: Linear("4"), "factor: expected a number, got str '4'"),
+        (
+            lambda: frequencies(8, scaling="yarn"),
+            "scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",
+        ),
+        (lambda: Linear(0.5), "factor: expected a number from 1 on, got 0.5"),
+        (lambda: frequencies(2, scaling=NTK(2.0)), "dims: expected at least 4"),
+        (lambda: Llama3(8.0, 4.0, 1.0), "low_freq_factor and high_freq_factor"),
+        (lambda: YaRN(4.0, 64, beta_slow=0.0), "beta_slow and beta_fast: expected 0 < slow <= fast"),
+        (lambda: Rotary(8, layout="pairs"), "layout: expected one of"),
+    ],
+)
+def test_wrong_frequencies(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+# Rotation
+
+
+def by_complex_numbers(x: Tensor, at: Tensor, dims: int, layout: str) -> Tensor:
+    """float64: pair (a, b) is the number a + ib, multiplied by e^(i angle)."""
+    out = x.double().clone()
+    a, b = (slice(0, dims // 2), slice(dims // 2, dims)) if layout == "half" else (
+        slice(0, dims, 2), slice(1, dims, 2))  # fmt: skip
+    angle = at.double()[..., None] * frequencies(dims)[0].double()
+    turned = torch.complex(out[..., a], out[..., b]) * torch.polar(torch.ones_like(angle), angle)
+    out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dims", [2, 8, 14])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rotation_is_a_complex_product(poison: None, layout: str, dims: int, dtype: torch.dtype) -> None:
+    rotary = Rotary(dims, layout=layout)
+    x = torch.randn(2, 11, 3, 14).to(dtype).transpose(1, 2)  # (B, H, L, D), strided
+    before = x.clone()
+    expected = by_complex_numbers(x, torch.arange(5, 16), dims, layout)
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    out = rotary(x, 5)
+    assert out.dtype is dtype
+    assert out.stride() == x.stride()
+    assert rel_l2(out, expected) < limit
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        assert rotary(x, 5, inplace=True) is x
+    assert rel_l2(x, expected) < limit
+
+
+def test_positions_in_every_form() -> None:
+    rotary, x = Rotary(8), torch.randn(2, 3, 5, 8)
+    out = rotary(x, 4)
+    assert torch.equal(rotary(x, torch.arange(4, 9)), out)
+    each = torch.stack((torch.arange(4, 9), torch.arange(90, 95)))
+    both = rotary(x, each)
+    assert torch.equal(both[0], out[0])
+    assert torch.equal(both[1], rotary(x[1], 90))
+    cu = packing.cu_seqlens([2, 3])
+    packed = rotary(x[0], packing.positions(cu))
+    assert torch.equal(packed[:, 2:], rotary(x[0, :, 2:], 0))
+    assert_close(rotary(x, -3), rotary(x, torch.arange(-3, 2)))
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    rotary = Rotary(16)
+    q, k = torch.randn(2, 1, 16).double()
+    near, far = (rotary(q[None], 3 + d) @ rotary(k[None], d).mT for d in (0, 1000))
+    assert_close(near, far, rtol=1e-6)
+
+
+def test_hugging_face_rotations() -> None:
+    from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as interleaved
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half
+
+    q, k = torch.randn(2, 2, 3, 7, 16)
+    cos, sin = rotary_table(torch.arange(7), frequencies(16)[0])
+    twice = [torch.cat((t, t), -1)[None] for t in (cos, sin)]
+    for x, expected in zip((q, k), half(q, k, *twice), strict=True):
+        assert rel_l2(rotate(x, cos, sin), expected) < 1e-6
+    expected = interleaved(q.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
+    assert rel_l2(rotate(q, cos, sin, layout="interleaved"), expected) < 1e-6
+
+
+def test_the_attention_factor_multiplies() -> None:
+    x, scaling = torch.randn(7, 8), YaRN(4.0, 64)
+    plain = Rotary(8, scaling=YaRN(4.0, 64, attention_factor=1.0))
+    assert_close(Rotary(8, scaling=scaling)(x), plain(x) * scaling.gain())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_derivatives_of_rotation(layout: str) -> None:
+    x = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=True)
+    rotary = Rotary(6, layout=layout)
+    assert gradcheck(lambda x: rotary(x, 3), x, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(lambda x: rotary(x, 3).square(), x)
+    dx = torch.func.grad(lambda x: rotary(x, 3).pow(3).sum())(x.detach())
+    (expected,) = torch.autograd.grad(rotary(x, 3).pow(3).sum(), x)
+    assert_close(dx, expected)
+    each = torch.func.vmap(lambda x: rotary(x, 3))(x.detach())
+    assert_close(each, rotary(x.detach(), 3))
+
+
+def test_rotation_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    rotary, x = Rotary(8), torch.randn(2, 3, 5, 12, requires_grad=True)
+    run = torch.compile(lambda x: rotary(x, 4), fullgraph=True, backend="aot_eager")
+    out = run(x)
+    assert_close(out, rotary(x, 4))
+    grads = [torch.autograd.grad(y.pow(3).sum(), x)[0] for y in (out, rotary(x, 4))]
+    assert_close(*grads)
+
+
+PEAK = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import memory
+from regard.positions import Rotary
+if not memory.available():
+    sys.exit()
+x = torch.ones(1, 16, 4096, 64, requires_grad=True)
+for layout in ("half", "interleaved"):
+    rotary, grad = Rotary(64, layout=layout), torch.ones(1, 16, 4096, 64)
+    out = rotary(x)
+    print(memory.extra(lambda: rotary(x)) / x.nbytes)
+    print(memory.extra(lambda: torch.autograd.grad(out, x, grad, retain_graph=True)) / x.nbytes)
+    print(memory.extra(lambda: rotary(grad, inplace=True)) / x.nbytes)
+"""
+
+
+def test_rotation_allocates_its_result_alone() -> None:
+    """Peaks in units of x: forward 1, backward 1, in place half."""
+    benchmarks = ROOT / "benchmarks"
+    # Freed blocks go back to the system at once, else they would hide the next allocation.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", PEAK, str(benchmarks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    peaks = [float(line) for line in done.stdout.split()]
+    if not peaks:
+        pytest.skip("this system does not reset the high-water mark")
+    for peak, expected in zip(peaks, (1.0, 1.0, 0.5) * 2, strict=True):
+        assert expected * 0.95 < peak < expected + 0.07
+
+
+def test_in_place_refuses_what_learns() -> None:
+    with pytest.raises(ValueError, match="inplace: expected a tensor that needs no gradient"):
+        Rotary(8)(torch.randn(5, 8, requires_grad=True), inplace=True)
+
+
+def test_a_table_made_in_inference_serves_training() -> None:
+    rotary, x = Rotary(8), torch.randn(5, 8)
+    with torch.inference_mode():
+        rotary(x)
+    y = x.clone().requires_grad_()
+    rotary(y).sum().backward()
+    assert y.grad is not None
+
+
+def test_the_table_grows_and_stays_the_same() -> None:
+    rotary, x = Rotary(8), torch.randn(40, 8)
+    short = rotary(x[:3])
+    assert torch.equal(rotary(x)[:3], short)
+    assert torch.equal(rotary(x[:3]), short)
+    assert torch.equal(rotary(x[7:9], 7), rotary(x)[7:9])
+
+
+def test_the_module_moves_without_losing_precision() -> None:
+    rotary = Rotary(8)
+    moved = copy.deepcopy(rotary).bfloat16().to("meta")
+    assert torch.equal(moved.inv_freq, rotary.inv_freq)
+    back = pickle.loads(pickle.dumps(rotary))
+    x = torch.randn(5, 8)
+    assert torch.equal(back(x, 3), rotary(x, 3))
+    with torch.device("meta"):
+        assert Rotary(8).inv_freq.device.type == "cpu"
+    assert "Rotary(8, base=10000, layout='half')" in repr(rotary)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (torch.arange(4), ValueError, "positions: expected an int or integers of shape"),
+        (torch.arange(5.0), ValueError, "positions: .*float32 tensor"),
+        (2.5, TypeError, "positions: expected an int or an integer tensor, got float 2.5"),
+        (
+            torch.zeros(2, 5, dtype=torch.long),
+            ValueError,
+            "positions: expected places for each of the samples",
+        ),
+    ],
+)
+def test_wrong_positions(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Rotary(8)(torch.randn(3, 5, 8), given)
+
+
+def test_tables_that_do_not_fit() -> None:
+    cos, sin = rotary_table(torch.arange(5), frequencies(8)[0])
+    with pytest.raises(ValueError, match="cos and sin: expected"):
+        rotate(torch.randn(5, 6), cos, sin)
+    with pytest.raises(ValueError, match="cos and sin: expected"):
+        rotate(torch.randn(4, 8), cos, sin)
+    with pytest.raises(ValueError, match="x: expected floats"):
+        rotate(torch.ones(5, 8, dtype=torch.long), cos, sin)
+
+
+# Biases
+
+
+def test_alibi() -> None:
+    module = positions.Alibi(6)
+    assert module() == scores.Alibi.standard(6)
+    assert torch.equal(positions.alibi_slopes(6), scores.Alibi.standard(6).slopes)
+    assert not module.state_dict()
+    learned = positions.Alibi(6, learned=True)
+    assert [name for name, _ in learned.named_parameters()] == ["slopes"]
+
+
+def test_relative() -> None:
+    module = positions.Relative(3, num_buckets=8, max_distance=20, bidirectional=False)
+    expected = scores.RelativeBias(module.table, bidirectional=False, max_distance=20)
+    assert module() == expected
+    assert module.table.shape == (8, 3)
+    with pytest.raises(ValueError, match="num_buckets must be an even number"):
+        positions.Relative(3, num_buckets=7)

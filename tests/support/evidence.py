@@ -1,0 +1,162 @@
+"""Facts asked of sampled calls, what they should be, and how far they may be from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import facts as F
+from regard import masks as M
+from regard._backends.native import attention as _native
+from regard.scores import Alibi, RelativeBias
+from support import rel_l2
+from support.forward import UNIT, Call, doubled, largest, sample
+
+LIMIT = {torch.float64: 1e-11}  # relative L2; all others 1e-5
+ATTENTION_ONLY = ("dropout", "seed", "return_lse")
+
+
+def every_fact(Lq: int, Lk: int, seed: int = 0) -> list[F.Fact]:
+    """Each kind, some of them twice, so that they must be told apart."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(Lk, generator=generator) < 0.3
+    return [
+        F.Rows([0, Lq // 2, -1]), F.TopK(8), F.ColumnMass(), F.Entropy(), F.RowMax(), F.DistanceHistogram(),
+        F.MassOn(chosen), F.BlockMass(5), F.BlockMax(5), F.MassOn([0, -1, Lk // 3]), F.TopK(2),
+        F.BlockMass(64), F.ColumnMass(torch.rand(Lq, generator=generator)), F.Rows([Lq // 3]),
+    ]  # fmt: skip
+
+
+def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
+    """One option of `attention`, by name."""
+    ids = torch.arange(Lk) * 5 // Lk
+    keep = torch.rand(Hq, Lq, Lk) < 0.4
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "none": dict,
+        "causal": lambda: {"mask": M.Causal()},
+        "causal at 0": lambda: {"mask": M.Causal(), "offset": 0},
+        "window": lambda: {"mask": M.Window(19, 7)},
+        "padding": lambda: {"mask": M.Lengths([Lk - 11 * (b + 1) for b in range(B)])},
+        "packed": lambda: {"mask": M.Documents(ids) & M.Causal()},
+        "dense": lambda: {"mask": M.Dense(keep)},
+        "dilated": lambda: {"mask": M.Dilated(3) & M.Causal()},
+        "dilated by head": lambda: {"mask": M.PerHead([M.Dilated(1 + h) for h in range(Hq)])},
+        "longformer": lambda: {"mask": M.longformer(9, [0, Lk // 2])},
+        "bigbird": lambda: {"mask": M.bigbird(16)},
+        "not": lambda: {"mask": ~M.Window(3, 3)},
+        "bias": lambda: {"bias": torch.randn(B, Hq, Lq, Lk)},
+        "excluding bias": lambda: {"bias": torch.randn(Hq, Lq, Lk).masked_fill(~keep, -float("inf"))},
+        "alibi": lambda: {"bias": Alibi.standard(Hq), "mask": M.Causal()},
+        "relative": lambda: {"bias": RelativeBias(torch.randn(32, Hq), max_distance=50)},
+        "softcap": lambda: {"softcap": 2.0},
+        "sink": lambda: {"sink": torch.randn(Hq), "mask": M.Causal()},
+        "scale": lambda: {"scale": 0.03},
+        "offset": lambda: {"offset": Lk // 3, "mask": M.Causal()},
+        "offsets": lambda: {"offset": torch.arange(B) * 17 - 5, "mask": M.Window(30, 2)},
+        "everything": lambda: {
+            "mask": M.Window(40) & M.Dilated(2), "bias": torch.randn(Hq, 1, Lk), "softcap": 3.0,
+            "sink": torch.randn(Hq), "scale": 0.2, "offset": Lk - 5,
+        },
+    }  # fmt: skip
+    return made[name]()
+
+
+OPTIONS = (
+    "none", "causal", "causal at 0", "window", "padding", "packed", "dense", "dilated", "dilated by head",
+    "longformer", "bigbird", "not", "bias", "excluding bias", "alibi", "relative", "softcap", "sink", "scale",
+    "offset", "offsets", "everything",
+)  # fmt: skip
+
+
+def without_dropout(call: Call) -> Call:
+    return call._replace(options={n: x for n, x in call.options.items() if n not in ATTENTION_ONLY})
+
+
+def run(call: Call, want: list[F.Fact], impl: str) -> regard.Evidence:
+    with _native.use_isa(call.isa):
+        return regard.evidence(call.q, call.k, call.v, *want, **call.options, impl=impl)
+
+
+def expected(call: Call, want: list[F.Fact]) -> regard.Evidence:
+    """The definition's answer to the same numbers, in float64."""
+    q, k, v = (x.double() for x in call[:3])
+    options = {n: doubled(x) for n, x in call.options.items()}
+    return regard.evidence(q, k, v, *want, **options, impl="reference")
+
+
+def numbers(result: Any) -> list[Tensor]:
+    """The tensors of a result, keys apart: two nearly equal weights may change places."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, F.Pyramid):
+        return result.levels
+    return [x for x in result if x.is_floating_point()]
+
+
+def faults(call: Call, want: list[F.Fact], impl: str) -> list[str]:
+    """What is wrong with the facts of a call; [] when all are right."""
+    found, right = run(call, want, impl), expected(call, want)
+    matrix, limit = matrix_of(call), allowed(call)
+    told = []
+    for fact, ours, theirs in zip(want, found, right, strict=True):
+        told += [f"{fact}: {fault}" for fault in number_faults(ours, theirs, limit)]
+        if isinstance(ours, F.TopK.Result | F.RowMax.Result):
+            told += [f"{fact}: {fault}" for fault in key_faults(ours, theirs, matrix, limit)]
+    return told
+
+
+def allowed(call: Call) -> float:
+    """A score of size |LSE| is itself rounded: with a far ALiBi that is most of the error."""
+    dtype, (_, lse) = call.q.dtype, call.expected()
+    return max(LIMIT.get(dtype, 1e-5), 8 * UNIT[dtype] * largest(lse))
+
+
+def matrix_of(call: Call) -> Tensor:
+    options = {n: doubled(x) for n, x in call.options.items()}
+    return regard.weights(*(x.double() for x in call[:3]), **options)
+
+
+def number_faults(ours: Any, theirs: Any, limit: float) -> list[str]:
+    found = []
+    for x, y in zip(numbers(ours), numbers(theirs), strict=True):
+        if x.shape != y.shape:
+            found.append(f"shape {tuple(x.shape)} for {tuple(y.shape)}")
+        elif x.isnan().any() or y.isnan().any():
+            found.append("NaN")
+        elif (error := rel_l2(x, y)) > limit:
+            found.append(f"error {error:.3g} above {limit:.3g}")
+    if isinstance(ours, F.DistanceHistogram.Result) and not torch.equal(ours.distances, theirs.distances):
+        found.append("other distances")
+    return found
+
+
+def key_faults(ours: Any, theirs: Any, matrix: Tensor, limit: float) -> list[str]:
+    """The keys must be there where they should, different ones, and have the weights that are told."""
+    keys, weights = ours.keys, ours.weights
+    if not torch.equal(keys == -1, theirs.keys == -1):
+        return ["other rows have no key"]
+    if keys.ndim < matrix.ndim:
+        keys, weights = keys[..., None], weights[..., None]
+    real = keys.sort(-1).values
+    if ((real[..., 1:] == real[..., :-1]) & (real[..., 1:] != -1)).any():
+        return ["a key twice"]
+    if (weights[..., 1:] > weights[..., :-1]).any():
+        return ["not sorted"]
+    if not matrix.shape[-1]:
+        return []
+    at = matrix.gather(-1, keys.clamp(min=0)).masked_fill(keys == -1, 0.0)
+    return [] if rel_l2(weights, at) <= limit else [f"keys of other weights, {rel_l2(weights, at):.3g}"]
+
+
+def failures(seeds: range, work: float, impl: str) -> str:
+    """A report of every sampled call with a wrong fact."""
+    report = []
+    for seed in seeds:
+        call = without_dropout(sample(seed, work))
+        found = faults(call, every_fact(call.q.shape[-2], call.k.shape[-2], seed), impl)
+        report += [f"seed {seed}: {'; '.join(found)} in {call}"] if found else []
+    return "\n".join(report)

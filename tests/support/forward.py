@@ -1,0 +1,290 @@
+"""Calls of `attention` made from a seed, what they should give, and how far they may be from it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import masks as M
+from regard._backends.native import attention as _native
+from regard._call.layout import dense_bias, dense_mask, heads_4d
+from regard._call.problem import make
+from regard.scores import Alibi, RelativeBias
+from support import rel_l2
+
+INF = float("inf")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LENGTHS = (
+    1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95, 96, 97, 113, 127, 128, 129, 191, 193,
+    255, 257, 511, 513, 1023,
+)  # fmt: skip
+WIDTHS = (1, 2, 3, 8, 13, 40, 64, 72, 80, 96, 111, 128, 192, 256, 576)
+GROUPS = (1, 2, 3, 4, 7, 8, 12, 32)
+SCORE_MASKS = ("none", "causal", "causal_at_0", "window", "padding", "packed", "bool", "sparse", "per_head")
+BIASES = ("none", "tensor", "excluding", "lowest", "alibi", "relative")
+
+# Relative L2 against float64, before the result is stored. With the average rounding of bfloat16 (1.7e-3) and
+# float16 (2.1e-4) this is tighter than 2.2e-3 and 2.7e-4.
+COMPUTED = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6, torch.float64: 1e-12}
+UNIT = {dtype: torch.finfo(torch.float32).eps / 2 for dtype in DTYPES} | {torch.float64: 2.0**-53}
+HUGE = 1e30  # beyond it only finfo.min is in the scores
+
+
+class Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    isa: str
+
+    def __repr__(self) -> str:
+        shapes = " ".join(f"{n}{tuple(x.shape)}" for n, x in zip("qkv", self[:3], strict=True))
+        return f"[{self.isa} {self.q.dtype} {shapes} {self.options}]"
+
+    def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        """The native kernels' out and LSE."""
+        with _native.use_isa(self.isa):
+            options = self.options | {"return_lse": True, "impl": "native"} | changes
+            return regard.attention(self.q, self.k, self.v, **options)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The reference's out and LSE from the same numbers, both in float64."""
+        q, k, v = (x.double() for x in self[:3])
+        options = {name: doubled(x) for name, x in self.options.items()}
+        return regard.attention(q, k, v, **options, return_lse=True, impl="reference")
+
+
+def doubled(x: Any) -> Any:
+    """An option in float64."""
+    if isinstance(x, Alibi):
+        return Alibi(x.slopes.double())
+    if isinstance(x, RelativeBias):
+        return RelativeBias(x.table.double(), bidirectional=x.bidirectional, max_distance=x.max_distance)
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def fused(call: Call) -> Tensor | None:
+    """The same call by PyTorch's fused CPU kernel, or None where it cannot do it."""
+    p = make(call.q, call.k, call.v, **call.options)
+    s = p.spec
+    if s.softcap is not None or s.sink or s.dropout or s.Dv != s.D or 0 in call.q.shape + call.k.shape:
+        return None
+    q, k, v = (heads_4d(s, x) for x in (p.q, p.k, p.v))
+    k, v = (x.repeat_interleave(s.Hq // s.Hkv, 1) for x in (k, v))
+    keep, extra = dense_mask(p), dense_bias(p, s.bias_dtype or s.lse_dtype)
+    if keep is not None:
+        extra = torch.where(keep, 0.0 if extra is None else extra, -INF)
+    if extra is not None:
+        extra = extra.to(s.dtype).expand(s.B, s.Hq, s.Lq, s.Lk)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, False, attn_mask=extra, scale=s.scale)[0].reshape(s.out_shape)
+
+
+def rounding(expected: Tensor, dtype: torch.dtype) -> float:
+    """The error that storing the exact result in `dtype` makes."""
+    return rel_l2(expected.to(dtype), expected)
+
+
+def faults(call: Call) -> list[str]:
+    """What is wrong with the native result of a call; [] when it keeps the promise."""
+    out, lse = call.run()
+    want, want_lse = call.expected()
+    found = [f"NaN in {n}" for n, x in (("out", out), ("LSE", lse), ("reference", want)) if x.isnan().any()]
+    if found:
+        return found
+    error, limit = rel_l2(out, want), allowed(call.q.dtype, want, want_lse)
+    found = [] if error <= limit else [f"error {error:.3g} above {limit:.3g}"]
+    found += lse_faults(lse, want_lse)
+    return found + (fused_faults(call, want, error) if comparable(call, want_lse) else [])
+
+
+def allowed(dtype: torch.dtype, want: Tensor, lse: Tensor) -> float:
+    return computed(dtype, lse) + 1.01 * rounding(want, dtype)
+
+
+def computed(dtype: torch.dtype, lse: Tensor) -> float:
+    """A score of size |LSE| is itself rounded: with a far ALiBi that is most of the error."""
+    return max(COMPUTED[dtype], UNIT[dtype] * largest(lse))
+
+
+def largest(lse: Tensor) -> float:
+    sizes = lse[lse.abs() < HUGE].abs()
+    return sizes.max().item() if sizes.numel() else 0.0
+
+
+def lse_faults(lse: Tensor, want: Tensor) -> list[str]:
+    """Infinities must agree; elsewhere the error is absolute, as of a logarithm, until the LSE is large."""
+    if not torch.equal(lse == -INF, want == -INF):
+        return ["other rows have LSE -inf"]
+    real = want != -INF
+    error = (lse.double() - want)[real] / want[real].abs().clamp(min=1)
+    if not error.numel():
+        return []
+    limit = COMPUTED[lse.dtype]
+    mean, worst = error.square().mean().sqrt().item(), error.abs().max().item()
+    return [] if mean <= limit and worst <= 6 * limit else [f"LSE error {mean:.3g}, at most {worst:.3g}"]
+
+
+def comparable(call: Call, lse: Tensor) -> bool:
+    """Enough rows for a ratio of two errors to mean something, and no scores so large that it is mostly the
+    luck of their own rounding (in powers of 2 here, of e there)."""
+    return call.q.dtype is not torch.float64 and lse.numel() >= 256 and largest(lse) < 16
+
+
+def fused_faults(call: Call, want: Tensor, error: float) -> list[str]:
+    """Worse than 1.5x PyTorch's fused kernel and one rounding?"""
+    theirs = fused(call)
+    if theirs is None or theirs.isnan().any():
+        return []
+    limit = 1.5 * rel_l2(theirs, want) + torch.finfo(call.q.dtype).eps / 2
+    return [] if error <= limit else [f"error {error:.3g} above {limit:.3g}, 1.5x the fused kernel's"]
+
+
+def failures(seeds: range, work: float) -> str:
+    """A report of every sampled call that breaks the promise."""
+    made = ((seed, sample(seed, work)) for seed in seeds)
+    return "\n".join(f"seed {n}: {'; '.join(found)} in {call}" for n, call in made if (found := faults(call)))
+
+
+class Sampler:
+    """One random call. The same seed gives the same call, everywhere."""
+
+    def __init__(self, seed: int, work: float, isas: list[str]) -> None:
+        self.pick = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.isas = isas
+        self.dtype = self.choice(DTYPES)
+        self.sizes(work)
+
+    def choice(self, values: Any) -> Any:
+        return self.pick.choice(values)
+
+    def chance(self, p: float) -> bool:
+        return self.pick.random() < p
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """From low to high inclusive."""
+        return torch.randint(low, high + 1, shape, generator=self.generator)
+
+    def sizes(self, work: float) -> None:
+        """Odd sizes whose product stays within `work` multiplications."""
+        while True:
+            self.batch = self.choice(((1,), (1,), (2,), (3,), (), (2, 2)))
+            self.Hkv, group = self.choice((1, 1, 2, 3)), self.choice(GROUPS)
+            self.Hq = self.Hkv * group
+            self.Lq, self.Lk = self.choice(LENGTHS), self.choice(LENGTHS)
+            self.D = self.choice(WIDTHS)
+            self.Dv = self.D if self.chance(0.6) else self.choice(WIDTHS)
+            pairs = (len(self.batch) and self.batch[0] ** len(self.batch)) or 1
+            if pairs * self.Hq * self.Lq * self.Lk * (self.D + self.Dv + 32) <= work:
+                return
+
+    def call(self) -> Call:
+        q = self.tensor(self.Hq, self.Lq, self.D)
+        k = self.tensor(self.Hkv, self.Lk, self.D)
+        v = self.tensor(self.Hkv, self.Lk, self.Dv)
+        options: dict[str, Any] = self.offset() | self.mask() | self.bias() | self.numbers()
+        if isinstance(options.get("bias"), Alibi):
+            options.pop("offset", None)
+        return Call(q, k, v, options, self.choice(self.isas))
+
+    def tensor(self, H: int, L: int, width: int) -> Tensor:
+        """Half of them laid out as a projection leaves them: (..., L, H, width) in memory."""
+        if self.chance(0.5):
+            return self.randn(*self.batch, H, L, width)
+        return self.randn(*self.batch, L, H, width).transpose(-3, -2)
+
+    def numbers(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if self.chance(0.15):
+            options["softcap"] = self.choice((0.5, 5.0, 50.0))
+        if self.chance(0.15):
+            options["sink"] = self.randn(self.Hq, dtype=self.choice((torch.float32, self.dtype)))
+        if self.chance(0.15):
+            options |= {"dropout": self.choice((0.1, 0.5, 0.9)), "seed": self.pick.getrandbits(64)}
+        if self.chance(0.1):
+            options["scale"] = self.choice((0.01, 0.3, 1.0)) / self.D**0.5
+        return options
+
+    def offset(self) -> dict[str, Any]:
+        if len(self.batch) == 1 and self.chance(0.2):
+            return {"offset": self.integers(-3, self.Lk + 3, *self.batch)}
+        return {"offset": self.pick.randint(-3, self.Lk + 3)} if self.chance(0.2) else {}
+
+    def mask(self) -> dict[str, Any]:
+        kind = self.choice(SCORE_MASKS)
+        if kind == "none":
+            return {}
+        if kind == "causal_at_0":
+            return {"mask": M.Causal(), "offset": 0}
+        return {"mask": getattr(self, kind)()}
+
+    def causal(self) -> M.Mask:
+        return M.Causal()
+
+    def window(self) -> M.Mask:
+        reach = (0, 1, 7, 16, 40, 100, None)
+        return M.Window(self.choice(reach), self.choice(reach))
+
+    def padding(self) -> M.Mask:
+        lengths = M.Lengths(self.integers(0, self.Lk, *self.batch))
+        return lengths if self.chance(0.5) else lengths & M.Causal()
+
+    def packed(self) -> M.Mask:
+        documents = M.Documents(self.integers(0, 3, self.Lk).sort().values)
+        return documents if self.chance(0.5) else documents & M.Causal()
+
+    def bool(self) -> Tensor:
+        shape = (self.choice((1, self.Hq)), self.choice((1, self.Lq)), self.choice((1, self.Lk)))
+        return self.integers(0, 2, *shape) > 0
+
+    def sparse(self) -> M.Mask:
+        block = self.choice((2, 5, 16))
+        masks: list[M.Mask] = [
+            M.longformer(7, [0, self.Lk // 2], dilation=self.choice((1, 2, 3))),
+            M.bigbird(block, seed=self.pick.getrandbits(32), causal=self.chance(0.5)),
+            M.Dilated(self.choice((2, 3, 5))) & M.Causal(),
+            M.streaming(16, 3),
+            ~M.Window(3, 3),
+            M.prefix_lm(9),
+            M.Blocks(self.integers(0, 1, -(-self.Lq // block), -(-self.Lk // block)) > 0, block),
+        ]
+        return self.choice(masks)
+
+    def per_head(self) -> M.Mask:
+        choices = [M.Causal(), M.Window(5, 5), M.Dilated(2), M.Prefix(4), M.Dilated(3) & M.Causal()]
+        return M.PerHead([self.choice(choices) for _ in range(self.Hq)])
+
+    def bias(self) -> dict[str, Any]:
+        kind = self.choice(("none", "none", "none", *BIASES))
+        if kind == "none" or (kind == "alibi" and self.Lq > self.Lk):  # no key is near the query
+            return {}
+        if kind == "alibi":
+            return {"bias": Alibi.standard(self.Hq)}
+        if kind == "relative":
+            table = self.randn(32, self.Hq, dtype=self.choice((torch.float32, self.dtype)))
+            return {
+                "bias": RelativeBias(table, bidirectional=self.chance(0.5), max_distance=20 + self.Lk // 2)
+            }
+        return {"bias": self.tensor_bias(kind)}
+
+    def tensor_bias(self, kind: str) -> Tensor:
+        """Numbers, numbers with -inf between them, or zeros with the lowest float32 between them."""
+        shape = tuple(self.choice((1, n)) for n in (self.Hq, self.Lq)) + (self.choice((1, self.Lk, self.Lk)),)
+        if len(self.batch) == 1:
+            shape = (self.choice((1, *self.batch)), *shape)
+        if kind == "lowest":
+            return (self.integers(0, 2, *shape) == 0) * torch.finfo(torch.float32).min
+        bias = self.randn(*shape, dtype=self.choice((torch.float32, self.dtype)))
+        return bias if kind == "tensor" else bias.masked_fill(self.integers(0, 2, *shape) == 0, -INF)
+
+
+def sample(seed: int, work: float) -> Call:
+    return Sampler(seed, work, _native.isas()).call()

@@ -1,0 +1,222 @@
+"""Calls whose tensors lie flush against pages that must not be touched: `-m support.guard first count isa...`
+Every seed makes a call of `attention`, one over stored keys, one of linear attention and its gradient,
+and one of `evidence`.
+
+A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
+slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from regard._api.stored import attend_stored
+from regard._backends.native import attention as _native
+from regard._call.linear import Linear, Options
+from regard._call.linear import check as check_call
+from regard._call.problem import make
+from regard._call.stored import Stored
+from support import linear as linear_cases
+from support.evidence import every_fact, numbers, run, without_dropout
+from support.forward import Call, sample
+from support.stored import KINDS, store
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+LIBC.mprotect.argtypes = LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+PAGE, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE = 4096, 3, 0x4022
+SENTINEL = 0xA5
+MAKERS = {
+    torch: ("empty_like", "zeros_like", "zeros"),
+    Tensor: ("new_empty", "new_empty_strided", "new_zeros"),
+}
+
+
+def mapped(size: int) -> int:
+    """Address of fresh memory that costs nothing until it is written."""
+    address = LIBC.mmap(None, size, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(address)
+
+
+def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+class Region:
+    """Room for one tensor between two forbidden pages, at the end or at the start of what is allowed."""
+
+    def __init__(self, count: int, dtype: torch.dtype, at_end: bool) -> None:
+        used = max(count, 1) * dtype.itemsize
+        self.inner = -(-used // PAGE) * PAGE
+        self.base = mapped(self.inner + 2 * PAGE)
+        for page in (self.base, self.base + PAGE + self.inner):
+            if LIBC.mprotect(page, PAGE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        first = self.base + PAGE
+        slack = self.inner - used
+        self.tensor = tensor_at(first + (slack if at_end else 0), max(count, 1), dtype)[:count]
+        self.slack = tensor_at(first + (0 if at_end else used), slack, torch.uint8) if slack else None
+        if self.slack is not None:
+            self.slack.fill_(SENTINEL)
+
+    def close(self) -> None:
+        intact = self.slack is None or bool((self.slack == SENTINEL).all())
+        LIBC.munmap(self.base, self.inner + 2 * PAGE)
+        assert intact, "bytes beside a tensor were changed"
+
+
+class Guard:
+    """Makes guarded tensors and closes them all."""
+
+    def __init__(self, seed: int) -> None:
+        self.pick = random.Random(seed)
+        self.regions: list[Region] = []
+
+    def flat(self, count: int, dtype: torch.dtype) -> Tensor:
+        self.regions.append(Region(count, dtype, self.pick.random() < 0.5))
+        return self.regions[-1].tensor
+
+    def moved(self, x: Tensor) -> Tensor:
+        """The same numbers and strides in guarded memory."""
+        if not x.numel() or x.is_meta:
+            return x
+        extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        copy = self.flat(extent, x.dtype).zero_().as_strided(x.shape, x.stride())
+        return copy.copy_(x) if 0 not in x.stride() else self.flat(x.numel(), x.dtype).view(x.shape).copy_(x)
+
+    def inside(self, x: Tensor) -> bool:
+        return any(r.base <= x.data_ptr() < r.base + r.inner + 2 * PAGE for r in self.regions)
+
+    @contextmanager
+    def results(self) -> Iterator[None]:
+        """What is allocated meanwhile lies in guarded memory too."""
+        before = [(owner, name, getattr(owner, name)) for owner, names in MAKERS.items() for name in names]
+        for owner, name, make_it in before:
+            setattr(owner, name, lambda *a, _make=make_it, **k: self.moved(_make(*a, **k)))
+        try:
+            yield
+        finally:
+            for owner, name, make_it in before:
+                setattr(owner, name, make_it)
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.close()
+
+
+def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
+    """out and LSE, copied out of guarded memory; every input and output of the kernel lies in it."""
+    options = {
+        n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
+    }
+    problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
+    problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
+    with guard.results():
+        out, lse = _native.forward(problem)
+    assert lse is not None
+    assert guard.inside(out)
+    assert guard.inside(lse)
+    return out.clone(), lse.clone()
+
+
+def check(seed: int, isa: str) -> None:
+    call, guard = sample(seed, 2e6)._replace(isa=isa), Guard(seed)
+    with _native.use_isa(isa):
+        results = guarded_forward(call, guard)
+    guard.close()
+    for ours, plain in zip(results, call.run(), strict=True):
+        assert torch.equal(ours, plain), f"seed {seed} on {isa}: {call}"
+
+
+def check_stored(seed: int, isa: str) -> None:
+    """The store's parts in guarded memory, exactly as long as they need to be."""
+    pick, guard = random.Random(seed), Guard(seed)
+    Hkv, group, Lq, Lk = (
+        pick.choice((1, 2)),
+        pick.choice((1, 4)),
+        pick.choice((1, 3)),
+        pick.choice((1, 17, 65)),
+    )
+    D, Dv = pick.choice((1, 8, 33, 64)), pick.choice((3, 32, 40))
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(2, Hkv * group, Lq, D), torch.randn(2, Hkv, Lk, D), torch.randn(2, Hkv, Lk, Dv)
+    stored = store(k, v, pick.choice(KINDS), pick.choice((0, 16)), spare=0)
+    parts = [x if x is None else guard.moved(x) for x in stored[:5]]
+    with _native.use_isa(isa):
+        plain = attend_stored(q, stored, impl="native")
+        with guard.results():
+            out = attend_stored(guard.moved(q), Stored(*parts, *stored[5:]), impl="native")
+        assert isinstance(out, Tensor)
+        assert guard.inside(out)
+        same = torch.equal(out.clone(), plain)
+    del out, parts
+    guard.close()
+    assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
+
+
+def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
+    """Results of linear attention, without and with what backward needs, and its gradients."""
+    result, kept = _native.linear_saving(p)
+    dout, dS, dz = dys
+    assert dout is not None
+    found = (*_native.linear(p), *result, *_native.linear_backward(p, kept, dout, dS, dz))
+    return [x for x in found if x is not None]
+
+
+def check_linear(seed: int, isa: str) -> None:
+    case, guard = linear_cases.sample(seed), Guard(seed)
+    given = Options(**{"causal": True, **dict.fromkeys(Options._fields[2:]), **case.options})
+    p = check_call(case.q, case.k, case.v, None, given)[1]
+    with _native.use_isa(isa):
+        dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]
+        plain = both_passes(p, dys)
+        moved = Linear(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        with guard.results():
+            found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
+        same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))
+        assert all(guard.inside(x) for x in found if x.numel())
+    del found, moved
+    guard.close()
+    assert same, f"seed {seed} on {isa}: {case.options}"
+
+
+def check_evidence(seed: int, isa: str) -> None:
+    """Every fact, of inputs in guarded memory, into guarded memory."""
+    call, guard = without_dropout(sample(seed, 1e6)._replace(isa=isa)), Guard(seed)
+    options = {
+        n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
+    }
+    want = every_fact(call.q.shape[-2], call.k.shape[-2], seed)
+    plain = [x for result in run(call, want, "native") for x in numbers(result)]
+    moved = Call(guard.moved(call.q), guard.moved(call.k), call.v, options, isa)
+    with guard.results():
+        found = [x.clone() for result in run(moved, want, "native") for x in numbers(result)]
+    guard.close()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), f"seed {seed} on {isa}: {call}"
+
+
+def main(first: int, count: int, isas: list[str]) -> None:
+    torch.set_num_threads(1)
+    for seed in range(first, first + count):
+        for isa in isas:
+            print(seed, isa, flush=True)
+            check(seed, isa)
+            check_stored(seed, isa)
+            check_linear(seed, isa)
+            check_evidence(seed, isa)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

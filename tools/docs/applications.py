@@ -1,0 +1,97 @@
+"""Numbers and pictures of full runs for gallery and README: `python tools/docs/applications.py build/apps`.
+
+Applications that have no run in the folder keep what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from regard_gallery.apps import NAMES
+from regard_gallery.apps._frame.report import threads
+from regard_gallery.apps._frame.run import OWN
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, README = DOCS / "gallery.md", DOCS.parent / "README.md"
+SEEDS = 3  # at least
+
+
+def cell(scores: list[dict[str, float]], measure: str) -> str:
+    """0.81 (0.80 to 0.83): the mean over the seeds, the least and the most."""
+    values = [one[measure] for one in scores]
+    return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
+def rows(run: dict[str, Any]) -> str:
+    """A table: baselines first, then Regard."""
+    measures = run["measures"]
+    lines = [["", *measures], ["---", *["---:"] * len(measures)]]
+    for name, scores in run["scores"].items():
+        lines.append([name, *(cell(scores, measure) for measure in measures)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def section(name: str, run: dict[str, Any]) -> str:
+    whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
+    return (
+        f"{rows(run)}\n\n"
+        f"{len(run['whole'])} seeds, of which {run['alone']} reach the goals alone. "
+        f"The quickest run took {whole:.0f} s, of which training {trained:.0f} s, with {threads(count)}. "
+        f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
+        f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
+        f"![{name}](images/app-{name}.png)"
+    )
+
+
+def overview(name: str, run: dict[str, Any]) -> str:
+    """A line of README's table: the first measure beside the best of the baselines."""
+    measure = run["measures"][0]
+    means = {who: mean(one[measure] for one in scores) for who, scores in run["scores"].items()}
+    own = means.pop(OWN)
+    rivals = [who for who in means if who not in run["peers"]]
+    pick = max if measure in run["more is better"] else min
+    rival = pick(rivals, key=lambda who: means[who])
+    cells = [measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"]
+    return f"| [{name}](docs/gallery.md#{anchor(name)}) | {' | '.join(cells)} |"
+
+
+def anchor(name: str) -> str:
+    """Of the heading "Name: ..." in the gallery."""
+    (title,) = re.findall(rf"^## ({name.capitalize()}: .*)$", PAGE.read_text(encoding="utf-8"), re.M)
+    return title.lower().replace(":", "").replace(" ", "-")
+
+
+def put(page: Path, pattern: str, content: str) -> None:
+    """In the one place that fits: its first group stays, and its last."""
+    text = page.read_text(encoding="utf-8")
+    text, count = re.subn(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.M | re.S)
+    if count != 1:
+        raise SystemExit(f"{page.name}: expected one place for {pattern!r}, got {count}")
+    page.write_text(text, encoding="utf-8")
+
+
+def full_run(path: Path) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not run["reached"] or len(run["whole"]) < SEEDS:
+        raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")
+    if run["ratio"] < 1:
+        raise SystemExit(f"{path.stem}: expected no step slower than PyTorch's, got {run['ratio']:.2f}")
+    return run
+
+
+def main(out: Path) -> None:
+    runs = {name: full_run(path) for name in NAMES if (path := out / f"{name}.json").exists()}
+    for name, run in runs.items():
+        put(PAGE, rf"(<!-- {name} -->\n).*?(<!-- end -->)", section(name, run))
+        put(README, rf"()^\| \[{name}\][^\n]*\n()", overview(name, run))
+        shutil.copy(out / f"{name}.png", DOCS / "images" / f"app-{name}.png")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

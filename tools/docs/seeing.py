@@ -1,0 +1,72 @@
+"""Pictures of docs/seeing.md: real sentences through the real weights of MiniLM.
+
+`python tools/docs/seeing.py` draws them and prints what was found; `tools/docs/pictures.py` draws them too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard import masks as M
+from regard import see
+from regard_gallery.models import minilm
+
+SAT = "The cat sat on the mat"
+ATE = "The cat, which was very hungry, ate the fish."
+REPEATED = "the quick brown fox jumps over the lazy dog while the old cat sleeps on the mat. " * 3
+UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
+
+
+def main(images: Path) -> None:
+    loaded = minilm.load()
+
+    def read(text: str) -> see.Capture:
+        return see.read(loaded.model, loaded.tokenizer, text)
+
+    sat, ate, repeated = read(SAT), read(ATE), read(REPEATED)
+    eating = strongest(ate, "ate", "cat")
+    figures = {
+        "seeing-sat": see.heatmap(strongest(sat, "on", "mat")),
+        "seeing-sat-heads": see.grid(sat),
+        "seeing-ate": see.heatmap(eating),
+        "seeing-ate-token": see.token(eating, "ate"),
+        "seeing-ate-dark": see.heatmap(eating, dark=True),
+        "seeing-rollout": see.rollout(ate, "ate"),
+        "seeing-duplicates": see.heatmap(named(repeated, "duplicate")),
+        "seeing-entropy-map": see.entropy_map(repeated),
+        "seeing-entropy": see.entropy(repeated),
+        "seeing-distances": see.distances(repeated, most=20),
+        "seeing-blocks": see.heatmap(long_head()),
+    }
+    for name, figure in figures.items():
+        figure.savefig(images / f"{name}.png", dpi=100, metadata=UNSIGNED)
+
+
+def strongest(seen: see.Capture, query: str, key: str) -> see.Head:
+    """The head, of all, in which one token gives another the most; it is printed."""
+    best = seen.links(query, key)[0]
+    print(f"{query} -> {key}: layer {best.layer}, head {best.head}, weight {best.weight:.3f}")
+    head: see.Head = seen[best.layer, best.head]
+    return head
+
+
+def named(seen: see.Capture, role: str) -> see.Head:
+    """The head with the highest score; it is printed."""
+    head = max(seen.heads(), key=lambda head: head.roles[role].score)
+    print(f"{role}: {head!r}")
+    return head
+
+
+def long_head(n: int = 4096) -> see.Head:
+    """A head that looks near and at one earlier passage, over too many tokens to show single weights."""
+    torch.manual_seed(0)
+    place = torch.linspace(0, 1, n)[:, None]
+    wave = torch.cat([torch.cos(9 * place), torch.sin(9 * place), 0.4 * torch.randn(n, 6)], 1)
+    return see.record(10 * wave, wave, mask=M.Causal(), scale=1.0)[0]
+
+
+if __name__ == "__main__":
+    main(Path(__file__).parents[2] / "docs" / "images")
