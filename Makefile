@@ -48,7 +48,7 @@ $(VENV)/.dev: requirements-dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.cor
 
 $(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.core
 	@echo "Building the core"
-	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -e .
+	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -C cmake.define.REGARD_WIDE=ON -e .
 	@touch $@
 
 $(VENV)/.gallery: gallery/pyproject.toml $(VENV)/.built $(VENV)/.dev
@@ -109,7 +109,7 @@ $(SAN)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(shell find src -name '*
 	  > "$$($(SAN)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" REGARD_REQUIRE_CORE=1 $(SAN)/venv/bin/python -m pip -q install \
 	  --no-build-isolation --no-deps --force-reinstall -C build-dir=$(SAN)/core -C install.strip=false \
-	  -C "cmake.define.REGARD_SANITIZE=address;undefined" .
+	  -C cmake.define.REGARD_WIDE=ON -C "cmake.define.REGARD_SANITIZE=address;undefined" .
 	@touch $@
 
 sanitize: $(SAN)/.built  ## the native tests under ASan and UBSan
