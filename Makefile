@@ -13,6 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # The compiled core may only be missing where nothing could compile it.
 HAVE_CXX := $(if $(shell command -v c++ || command -v g++ || command -v clang++),1,0)
 NATIVE := $(shell find native -type f 2>/dev/null)
+# An editable install maps the modules that were there: a list that has changed since makes it anew.
+LISTING := build/modules.txt
+$(shell mkdir -p build; find src gallery/regard_gallery -name '*.py' | sort > $(LISTING).new; \
+  cmp -s $(LISTING).new $(LISTING) || mv $(LISTING).new $(LISTING); rm -f $(LISTING).new)
 BUILD := REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
 # One thread for each pytest worker; tests about threads ask PyTorch for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -46,7 +50,7 @@ $(VENV)/.dev: requirements-dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.cor
 	@$(PIP) install --no-deps $(addprefix -r ,$(GALLERY_FILES)) -c constraints.txt
 	@touch $@
 
-$(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.core
+$(VENV)/.built: $(NATIVE) $(LISTING) CMakeLists.txt pyproject.toml $(VENV)/.core
 	@echo "Building the core"
 	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -C cmake.define.REGARD_WIDE=ON -e .
 	@touch $@
