@@ -20,7 +20,7 @@ from regard import packing
 from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
 from regard.nn._torch_masks import Sizes, arguments
-from regard.positions import Alibi, Relative, Rotary
+from regard.positions import AlibiBias, Relative, Rotary
 from support import HAVE_CORE, assert_close, rel_l2
 from support.modules import ListCache, causal_mask, randomized
 
@@ -531,7 +531,7 @@ RULES: dict[str, Any] = {
     "none": lambda: None,
     "rotary": lambda: Rotary(4),
     "interleaved": lambda: Rotary(6, layout="interleaved"),
-    "alibi": lambda: Alibi(4),
+    "alibi": lambda: AlibiBias(4),
     "relative": lambda: Relative(4, num_buckets=8, max_distance=20),
 }
 
@@ -677,8 +677,8 @@ def test_a_cache_and_dropout() -> None:
             "positions: expected places for each of the samples",
         ),
         (lambda: Attention(24, 4, position=Rotary(8)), "position: expected dims up to head_dim = 6, got 8"),
-        (lambda: Attention(24, 4, position=Alibi(3)), "position: expected heads = 4, got 3"),
-        (lambda: Attention(24, 4, position="rope"), "position: expected Rotary, Alibi or Relative"),
+        (lambda: Attention(24, 4, position=AlibiBias(3)), "position: expected heads = 4, got 3"),
+        (lambda: Attention(24, 4, position="rope"), "position: expected Rotary, AlibiBias or Relative"),
         (lambda: Attention(24, 4)(torch.randn(2, 3, 23)), "x: expected .*d_model = 24"),
         (lambda: Attention(24, 4)(torch.randn(3, 24), positions=3), "positions: expected None without"),
         (lambda: Attention(24, 4, kv_model=9)(torch.randn(3, 24)), "context: expected tokens of width"),
@@ -749,7 +749,7 @@ SMALL_RULES: dict[str, Any] = {
     "none": lambda: None,
     "rotary": lambda: Rotary(4),
     "interleaved": lambda: Rotary(2, layout="interleaved"),
-    "alibi": lambda: Alibi(2, learned=True),
+    "alibi": lambda: AlibiBias(2, learned=True),
     "relative": lambda: Relative(2, num_buckets=4, max_distance=9),
 }
 

@@ -30,7 +30,13 @@ SIZES = {
 }  # fmt: skip
 SCALINGS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3, positions.Frequencies)
+    for kind in (
+        positions.LinearScaling,
+        positions.NTK,
+        positions.YaRN,
+        positions.Llama3,
+        positions.Frequencies,
+    )
 }
 
 

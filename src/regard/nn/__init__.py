@@ -1,6 +1,6 @@
 """Modules: attention with its projections, and the blocks that models are made of."""
 
-from ._call import Cache as Cache
+from ._call import CacheLike as CacheLike
 from ._call import Memory as Memory
 from .attention import Attention as Attention
 from .attention import CrossAttention as CrossAttention

@@ -24,7 +24,7 @@ class Memory(NamedTuple):
 Context = Tensor | Memory | None
 
 
-class Cache(Protocol):
+class CacheLike(Protocol):
     """What a module asks of a cache: how long its samples are, and to append and attend.
 
     `Attention` calls `attend(q, k, v, **options)`, `LatentAttention` `attend(q, latent, **options)`.
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     positions: Positions | None = None
     cu_seqlens: Tensor | None = None
     context_cu_seqlens: Tensor | None = None
-    cache: Cache | None = None
+    cache: CacheLike | None = None
 
     def refuse(self, why: str, *names: str) -> None:
         """Raise if one of these options is given."""
@@ -106,7 +106,7 @@ def places_in_row(cu_seqlens: Tensor, L: int) -> Tensor:
     return found
 
 
-def places_after(cache: Cache, L: int) -> Positions:
+def places_after(cache: CacheLike, L: int) -> Positions:
     """The places that follow those of a cache: an int if all samples are as long, which a cache may know."""
     start: int | None = getattr(cache, "start", None)
     if start is not None:

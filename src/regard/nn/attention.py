@@ -16,13 +16,24 @@ from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Causal, Lengths, Mask
-from ..positions import Alibi, Positions, Relative, Rotary, rotate
-from ._call import Cache, Call, Context, Memory, both, check, is_nested, own_mask, places_after, places_in_row
+from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
+from ._call import (
+    CacheLike,
+    Call,
+    Context,
+    Memory,
+    both,
+    check,
+    is_nested,
+    own_mask,
+    places_after,
+    places_in_row,
+)
 from ._nested import row
 from ._sizes import sizes
 from ._state import Whole
 
-Rule = Rotary | Alibi | Relative
+Rule = Rotary | AlibiBias | Relative
 CAUSAL = Causal()
 
 
@@ -40,7 +51,7 @@ class Attention(Whole):
         bias: whether the projections of queries, keys and values have biases.
         out_bias: whether the last one has. Default: as `bias`.
         qk_norm: a norm of queries and keys, made by `qk_norm(head_dim)`, such as `nn.RMSNorm`.
-        position: `positions.Rotary`, `positions.Alibi` or `positions.Relative`. Layers may share one.
+        position: `positions.Rotary`, `positions.AlibiBias` or `positions.Relative`. Layers may share one.
         mask: a mask of every call, such as `masks.Causal()`.
         scale, softcap: as in `regard.attention`.
         sink: learn a logit for each head that takes probability and gives nothing.
@@ -112,7 +123,7 @@ class Attention(Whole):
         positions: Positions | None = None,
         cu_seqlens: Tensor | None = None,
         context_cu_seqlens: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: CacheLike | None = None,
     ) -> Tensor:
         """Attention of x to the context, or to itself.
 
@@ -196,7 +207,7 @@ class Attention(Whole):
 
     @staticmethod
     def _decoded(
-        qkv: Trio, mask: Mask | None, cache: Cache, lengths: Tensor | None, options: dict[str, Any]
+        qkv: Trio, mask: Mask | None, cache: CacheLike, lengths: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """A cache is causal by itself."""
         if lengths is not None:
@@ -249,7 +260,7 @@ class Attention(Whole):
         return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
 
     def _options(self) -> dict[str, Any]:
-        bias = self.position() if isinstance(self.position, (Alibi, Relative)) else None
+        bias = self.position() if isinstance(self.position, (AlibiBias, Relative)) else None
         return {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": bias}
 
     def _places(self, call: Call, L: int) -> Positions:
@@ -319,11 +330,13 @@ class Attention(Whole):
 
 
 def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
-    if position is not None and not isinstance(position, Rotary | Alibi | Relative):
-        raise TypeError(f"position: expected Rotary, Alibi or Relative of regard.positions, got {position!r}")
+    if position is not None and not isinstance(position, Rotary | AlibiBias | Relative):
+        raise TypeError(
+            f"position: expected Rotary, AlibiBias or Relative of regard.positions, got {position!r}"
+        )
     if isinstance(position, Rotary) and position.dims > module.head_dim:
         raise ValueError(f"position: expected dims up to head_dim = {module.head_dim}, got {position.dims}")
-    if isinstance(position, (Alibi, Relative)) and position().heads != module.heads:
+    if isinstance(position, (AlibiBias, Relative)) and position().heads != module.heads:
         raise ValueError(f"position: expected heads = {module.heads}, got {position().heads}")
     return position
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import Causal, Mask
-from ._call import Cache, Context, Memory
+from ._call import CacheLike, Context, Memory
 from ._state import Whole
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
@@ -67,9 +67,9 @@ class Block(Whole):
         out: Tensor = self.feed_forward(x)
         return out
 
-    def new_cache(self, B: int, capacity: int | None = None) -> Cache:
+    def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
         """An empty cache for B samples that fits the attention."""
-        cache: Cache = self.attention.sublayer.new_cache(B, capacity)  # type: ignore[operator, union-attr]
+        cache: CacheLike = self.attention.sublayer.new_cache(B, capacity)  # type: ignore[operator, union-attr]
         return cache
 
     def remember(self, context: Tensor) -> Memory:
@@ -92,7 +92,7 @@ class Stack(Whole):
         x: Tensor,
         context: Tensor | Sequence[Memory] | None = None,
         *,
-        caches: Sequence[Cache] | None = None,
+        caches: Sequence[CacheLike] | None = None,
         **options: Any,
     ) -> Tensor:
         """x (..., L, d_model) -> the same shape.
@@ -109,7 +109,7 @@ class Stack(Whole):
             x = block(x, own, **more)
         return x if self.norm is None else self.norm(x)
 
-    def new_caches(self, B: int, capacity: int | None = None) -> list[Cache]:
+    def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
         """An empty cache for each block, for B samples."""
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._api.attention import attention
 from .._tools.arguments import count, describe
 from ..masks import Mask
-from ._call import Cache
+from ._call import CacheLike
 from ._projected import Projected, checked_lengths, real_tokens
 from ._state import Whole
 
@@ -117,7 +117,7 @@ class LinformerAttention(Projected):
         *,
         lengths: Tensor | None = None,
         mask: Mask | Tensor | None = None,
-        cache: Cache | None = None,
+        cache: CacheLike | None = None,
     ) -> Tensor:
         """Attention of x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
 

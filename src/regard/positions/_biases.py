@@ -14,7 +14,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return scores.Alibi.standard(heads).slopes
 
 
-class Alibi(nn.Module):
+class AlibiBias(nn.Module):
     """`-slope[h] * |pos - j|` for each head, slopes as in the paper; `learned` makes them a parameter."""
 
     slopes: Tensor

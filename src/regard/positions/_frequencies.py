@@ -35,7 +35,7 @@ def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None
     if scaling is None:
         return _plain(dims, base), 1.0
     if not isinstance(scaling, Scaling):
-        raise TypeError(f"scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
+        raise TypeError(f"scaling: expected LinearScaling, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
     return scaling.turns(dims, base), scaling.gain()
 
 
@@ -50,7 +50,7 @@ def _periods(dims: int, base: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """Position interpolation: every place divided by `factor`."""
 
     factor: float

@@ -137,7 +137,7 @@ class Rotary(nn.Module):
     Args:
         dims: how many channels turn, even, at most D.
         base: the slowest pair turns once in about `2 pi base` steps.
-        scaling: `Linear`, `NTK`, `YaRN` or `Llama3`, for lengths beyond those of training, or `Frequencies`.
+        scaling: `LinearScaling`, `NTK`, `YaRN` or `Llama3`, for lengths beyond those of training, or `Frequencies`.
         layout: "half" (Llama, GPT-NeoX) or "interleaved" (GPT-J).
     """
 
