@@ -103,7 +103,8 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     pairs = a * cos - b * sin, b * cos + a * sin
-    turned = torch.cat(pairs, -1) if layout == "half" else torch.stack(pairs, -1).flatten(-2)
+    joined = torch.cat if layout == "half" else torch.stack
+    turned = joined(pairs, -1).reshape(*a.shape[:-1], 2 * half)  # legacy vmap has no rule for flatten
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
