@@ -19,7 +19,7 @@ from regard import masks as M
 from regard import packing
 from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
-from regard.nn._torch_masks import Sizes, arguments
+from regard.nn._torch_masks import arguments
 from regard.positions import AlibiBias, Relative, Rotary
 from support import HAVE_CORE, assert_close, rel_l2
 from support.modules import ListCache, causal_mask, randomized
@@ -223,12 +223,12 @@ def test_hidden_numbers_stay_hidden_with_weights(form: str, grad: bool) -> None:
 def test_a_float_mask_of_a_bool_one_is_as_fast() -> None:
     """PyTorch's layers pass floats: hidden keys are left out all the same."""
     mask = causal_mask(LQ)
-    sizes = Sizes(B, HEADS, LQ, LQ, 0, torch.float32)
-    found = arguments(mask, None, False, sizes)
+    sizes = torch.empty(B, HEADS, LQ, 4), LQ, 0
+    found = arguments(mask, None, False, *sizes)
     assert found.bias is None
     assert torch.equal(found.mask.to_dense(LQ, LQ), mask == 0)
     for other in (mask + 1, mask.masked_fill(mask < 0, torch.nan), torch.randn(LQ, LQ)):
-        assert arguments(other, None, False, sizes).bias is other
+        assert arguments(other, None, False, *sizes).bias is other
 
 
 def test_weights_are_those_before_dropout() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import Causal, Mask
-from ._call import CacheLike, Context, Memory
+from ._options import CacheLike, Context, Memory
 from ._state import Whole
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
@@ -69,15 +69,13 @@ class Block(Whole):
 
     def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
         """An empty cache for B samples that fits the attention."""
-        cache: CacheLike = self.attention.sublayer.new_cache(B, capacity)  # type: ignore[operator, union-attr]
-        return cache
+        return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
         """The context's keys and values, to be given instead of it."""
         if self.cross is None:
             raise ValueError("context: this block has no cross-attention to remember it for")
-        memory: Memory = self.cross.sublayer.remember(context)  # type: ignore[operator, union-attr]
-        return memory
+        return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
 
 
 class Stack(Whole):

@@ -6,12 +6,14 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.attention import attention
 from .._tools.arguments import count, describe
 from ..masks import Mask
-from ._call import CacheLike
-from ._projected import Projected, checked_lengths, real_tokens
+from ._lengths import checked_lengths, real_tokens
+from ._options import CacheLike
+from ._projected import Projected
 from ._state import Whole
 
 Sharing = Literal["none", "heads", "key-value"]
@@ -35,7 +37,7 @@ class LinformerProjection(Whole):
         *,
         sharing: Sharing = "heads",
         heads: int = 1,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -45,8 +47,7 @@ class LinformerProjection(Whole):
         if sharing != "none" and heads != 1:
             raise ValueError(f"heads: expected 1 with sharing={sharing!r}, got {heads}")
         self.sharing, self.heads = sharing, count("heads", heads, 1)
-        shape = heads, max_length, rank
-        self.E = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.E = nn.Parameter(torch.empty(heads, max_length, rank, device=device, dtype=dtype))
         self.F = None if sharing == "key-value" else nn.Parameter(torch.empty_like(self.E))
         self.reset_parameters()
 
@@ -99,11 +100,10 @@ class LinformerAttention(Projected):
         bias: bool = True,
         out: bool = True,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         if not isinstance(projection, LinformerProjection):
             raise TypeError(f"projection: expected a LinformerProjection, got {describe(projection)}")
         if projection.heads not in (1, heads):
@@ -127,14 +127,8 @@ class LinformerAttention(Projected):
         _refuse("mask", mask)
         _refuse("cache", cache)
         self._check(x)
-        source = x if context is None else context
-        self._check(source, "context")
-        q, k, v = (
-            self._by_head(self.query(x)),
-            self._by_head(self.key(source)),
-            self._by_head(self.value(source)),
-        )
-        return self._finished(self.attend(q, k, v, lengths=lengths))
+        self._check(x if context is None else context, "context")
+        return self._finished(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
         """The attention apart from the projections of tokens.
@@ -142,7 +136,7 @@ class LinformerAttention(Projected):
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv)
         """
         self._check_heads(q, k, v, same_tokens=False)
-        lengths = checked_lengths(lengths, k.transpose(1, 2))
+        lengths = checked_lengths(lengths, k)
         if lengths is not None:
             padding = ~real_tokens(lengths, k)
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
 from .._call.problem import Trio
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
-from ._call import both
-from ._projected import Projected, checked_lengths
+from ..masks._both import both
+from ._lengths import checked_lengths
+from ._projected import Projected
+from ._sizes import split_heads
 
 Tokens = Tensor | Sequence[int]
 
@@ -79,14 +83,12 @@ class LongformerAttention(Projected):
         bias: bool = True,
         out: bool = True,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
-        inner = heads * self.head_dim
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.query_global, self.key_global, self.value_global = (
-            nn.Linear(d_model, inner, bias, **made) for _ in range(3)
+            nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
         )
         self.window, self.dilation = _sides(window), _steps(dilation, heads)
         self.mask = _local_mask(self.window, self.dilation)
@@ -103,10 +105,8 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        lengths = checked_lengths(lengths, x)
-        chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
-        local = self._local(self._projected(x), chosen, padding)
-        return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
+        global_rows = partial(self._projected_rows, x)
+        return self._finished(self._attended(self._projected(x), global_rows, global_tokens, lengths))
 
     def attend(
         self,
@@ -122,13 +122,25 @@ class LongformerAttention(Projected):
         q, k, v and the result are (B, H, L, D).
         """
         self._check_heads(q, k, v)
-        tokens = q.transpose(1, 2)
-        lengths = checked_lengths(lengths, tokens)
-        chosen, padding = _chosen(global_tokens, tokens, lengths), _padding(lengths)
-        local = self._local((q, k, v), chosen, padding)
-        if chosen is None:
-            return local
-        return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
+        return self._attended((q, k, v), partial(self._rows, (q, k, v)), global_tokens, lengths)
+
+    def _attended(
+        self,
+        qkv: Trio,
+        global_rows: Callable[[Chosen, Mask | None], Tensor],
+        global_tokens: Tokens | None,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        """Attends locally, and replaces the rows of global tokens by `global_rows` (B, H, n, D)."""
+        lengths = checked_lengths(lengths, qkv[0])
+        padding = None if lengths is None else Lengths(lengths)
+        chosen = _chosen(global_tokens, qkv[0], lengths)
+        local = self._local(qkv, chosen, padding)
+        return local if chosen is None else chosen.put(global_rows(chosen, padding), local)
+
+    def _rows(self, qkv: Trio, chosen: Chosen, padding: Mask | None) -> Tensor:
+        q, k, v = qkv
+        return attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped())
 
     def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
         """(B, H, L, D): windows and global keys.
@@ -149,13 +161,12 @@ class LongformerAttention(Projected):
         far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
         return merge(*zip(near, far, strict=True))[0]
 
-    def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """(B, H, n, D): the global tokens attend all tokens."""
-        tokens = chosen.rows(x[:, None])[:, 0]
-        q = self._by_head(self.query_global(tokens))
+    def _projected_rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
+        """Attends from the global tokens to all tokens by their own projections: (B, H, n, D)."""
+        q = split_heads(self.query_global(chosen.rows(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
             return self._absorbed(q, x[:, None], padding)
-        k, v = self._by_head(self.key_global(x)), self._by_head(self.value_global(x))
+        k, v = split_heads(self.key_global(x), self.heads), split_heads(self.value_global(x), self.heads)
         return attention(q, k, v, mask=padding, dropout=self._dropped())
 
     def _absorbs(self, n: int) -> bool:
@@ -173,9 +184,7 @@ class LongformerAttention(Projected):
 
         The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
         """
-        W_k, W_v = (
-            part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
-        )
+        W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
         found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
         if self.value_global.bias is not None:
             found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
@@ -203,10 +212,6 @@ def _band(window: tuple[int, int], step: int) -> Mask:
 # Arguments
 
 
-def _padding(lengths: Tensor | None) -> Mask | None:
-    return None if lengths is None else Lengths(lengths)
-
-
 def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window, tuple):
         return count("window", window), count("window", window)
@@ -224,10 +229,10 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
 
 
 def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:
-    """The global tokens of x (B, L, ...); None if there are none."""
+    """Finds the global tokens of x (B, H, L, D). Returns None if there are none."""
     if tokens is None:
         return None
-    B, L = x.shape[:2]
+    B, L = len(x), x.shape[2]
     at = Global(tokens).tokens.to(x.device)
     _check_tokens(tokens, L)
     if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
@@ -249,10 +254,8 @@ def _check_tokens(tokens: Tokens, L: int) -> None:
         if given.shape[-1] != L:
             raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(given)}")
     elif L > 2 and given.shape[-1] == L and readable(given) and bool(((given == 0) | (given == 1)).all()):
-        raise ValueError(
-            f"global_tokens: expected bool marks or positions, got {describe(given)} of 0 and 1; "
-            "give `mask.bool()` if 1 means global"
-        )
+        found = f"{describe(given)} of 0 and 1; give `mask.bool()` if 1 means global"
+        raise ValueError(f"global_tokens: expected bool marks or positions, got {found}")
 
 
 def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
@@ -262,7 +265,5 @@ def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
     beyond = (at >= ends.to(at.device)[:, None]).nonzero()
     if len(beyond):
         sample, slot = beyond[0].tolist()
-        raise ValueError(
-            f"global_tokens: expected positions below the length {int(ends[sample])} of sample {sample}, "
-            f"got {int(at[sample, slot])}"
-        )
+        below, place = f"the length {int(ends[sample])} of sample {sample}", int(at[sample, slot])
+        raise ValueError(f"global_tokens: expected positions below {below}, got {place}")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from .._api.linear_attention import linear_attention
 from .._tools.arguments import count, describe, number
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
-from ._projected import Projected, checked_lengths, real_tokens
+from ._lengths import checked_lengths, real_tokens
+from ._projected import Projected
 
 CHUNK = 1024  # tokens whose features are held at a time
 Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
@@ -62,18 +64,18 @@ class PerformerAttention(Projected):
         head_dim: int | None = None,
         bias: bool = True,
         out: bool = True,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=0.0, made=made)
+        super().__init__(d_model, heads, head_dim, bias, out, 0.0, device, dtype)
         default = max(1, int(self.head_dim * math.log(self.head_dim)))
         self.features = default if features is None else count("features", features, 1)
         self.kernel, self.causal, self.eps = _kernel(kernel), causal, _epsilon(eps, kernel)
         self.redraw_every = None if redraw is None else count("redraw", redraw, 1)
         first = int(torch.randint(2**31, ())) if seed is None else count("seed", seed)
         self.register_buffer("schedule", torch.tensor([first, 0, 0], device=device))
-        self.register_buffer("projection", torch.empty(self.features, self.head_dim, **made))
+        projection = torch.empty(self.features, self.head_dim, device=device, dtype=dtype)
+        self.register_buffer("projection", projection)
         self.redraw()
 
     def forward(self, x: Tensor, *, lengths: Tensor | None = None) -> Tensor:
@@ -92,7 +94,7 @@ class PerformerAttention(Projected):
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
         self._check_heads(q, k, v, same_tokens=self.causal)
-        lengths = checked_lengths(lengths, k.transpose(1, 2))
+        lengths = checked_lengths(lengths, k)
         if not q.shape[2] or not k.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         if self.causal:
