@@ -11,14 +11,14 @@ from .._api.attention import attention
 from .._call.problem import Trio
 from ..masks import Causal, Lengths, Mask
 from ..masks._both import both
+from ._module import CheckedModule
 from ._nested import PackedTokens, packed_tokens
 from ._options import LayerOptions
-from ._state import Whole
 
 CAUSAL = Causal()
 
 
-class AttentionLayer(Whole):
+class AttentionLayer(CheckedModule):
     d_model: int
     mask: Mask | None
     dropout: float

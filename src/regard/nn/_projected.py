@@ -8,11 +8,11 @@ from torch.types import Device
 
 from .._call.problem import Trio
 from .._tools.arguments import describe, probability
+from ._module import CheckedModule
 from ._sizes import join_heads, sizes, split_heads
-from ._state import Whole
 
 
-class Projected(Whole):
+class Projected(CheckedModule):
     """`query`, `key` and `value` make heads of tokens, `out` makes tokens of heads: Hugging Face's names.
 
     A module adds `attend(q, k, v, ...)`: its attention apart from the projections.

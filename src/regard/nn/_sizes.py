@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._tools.arguments import count
-from ._state import Whole
+from ._module import CheckedModule
 
 
 class HeadSizes(NamedTuple):
@@ -38,7 +38,7 @@ def sizes(
     return HeadSizes(d_model, heads, kv_heads, head_dim, value_dim)
 
 
-class GroupedHeads(Whole):
+class GroupedHeads(CheckedModule):
     """A module with `heads` query heads that share `kv_heads` key heads."""
 
     def __init__(

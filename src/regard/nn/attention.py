@@ -51,28 +51,18 @@ class Attention(AttentionLayer, GroupedHeads):
         torch.Size([2, 100, 512])
     """
 
+    _shown = (
+        "heads", "kv_heads", "head_dim", "value_dim", "dropout", "kv_model", "mask", "scale", "softcap",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        kv_model: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        qk_norm: Callable[[int], nn.Module] | None = None,
-        position: Rule | None = None,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: bool = False,
-        dropout: float = 0.0,
-        gate: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, kv_model: int | None = None, bias: bool = True,
+        out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
+        position: Rule | None = None, mask: Mask | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.scale, self.softcap, self.mask = scale, softcap, own_mask(mask)
@@ -244,14 +234,6 @@ class Attention(AttentionLayer, GroupedHeads):
         for x, size, shape in zip(memory, sizes, ("(..., Hkv, Lk, D)", "(..., Hkv, Lk, Dv)"), strict=True):
             if x.shape[-3::2] != size:
                 raise ValueError(f"context: expected a Memory of {shape} with {size}, got {describe(x)}")
-
-    def extra_repr(self) -> str:
-        given = {"kv_model": self.kv_model, "mask": self.mask, "scale": self.scale, "softcap": self.softcap}
-        shown = "".join(f", {name}={value}" for name, value in given.items() if value is not None)
-        return (
-            f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"value_dim={self.value_dim}, dropout={self.dropout:g}{shown}"
-        )
 
 
 # Arguments

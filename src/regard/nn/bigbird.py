@@ -70,23 +70,14 @@ class BigBirdAttention(Projected):
         torch.Size([1, 4096, 512])
     """
 
+    _shown = ("heads", "head_dim", "block", "window", "random", "global_blocks", "seed", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        block: int = 64,
-        window: int = 3,
-        random: int = 3,
-        global_blocks: Sequence[int] = (0, -1),
-        seed: int = 0,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: Device = None,
+        self, d_model: int, heads: int, *, block: int = 64, window: int = 3, random: int = 3,
+        global_blocks: Sequence[int] = (0, -1), seed: int = 0, head_dim: int | None = None,
+        bias: bool = True, out: bool = True, dropout: float = 0.0, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.block, self.random = count("block", block, 1), count("random", random)
         self.window, self.global_blocks = _odd(window), _integers(global_blocks)
@@ -151,13 +142,6 @@ class BigBirdAttention(Projected):
         if not isinstance(global_x, Tensor) or global_x.dim() != 3 or global_x.shape[::2] != x.shape[::2]:
             shape = f"(B = {x.shape[0]}, G, d_model = {self.d_model})"
             raise ValueError(f"global_x: expected {shape}, got {describe(global_x)}")
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, block={self.block}, window={self.window}, "
-            f"random={self.random}, global_blocks={self.global_blocks}, seed={self.seed}, "
-            f"dropout={self.dropout:g}"
-        )
 
 
 @functools.lru_cache(maxsize=32)

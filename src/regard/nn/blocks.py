@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import Causal, Mask
+from ._module import CheckedModule
 from ._options import CacheLike, Context, Memory
-from ._state import Whole
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
 from .latent import LatentAttention
@@ -19,7 +19,7 @@ from .norms import PreNorm
 Residual = Callable[[int, nn.Module], nn.Module]
 
 
-class Block(Whole):
+class Block(CheckedModule):
     """Attention, cross-attention if there is one, and a feed-forward layer, each in its own residual.
 
     Args:
@@ -78,7 +78,7 @@ class Block(Whole):
         return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
 
 
-class Stack(Whole):
+class Stack(CheckedModule):
     """Blocks one after the other, and a norm at the end if one is given."""
 
     def __init__(self, blocks: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
@@ -124,7 +124,7 @@ class Stack(Whole):
         return given  # type: ignore[no-any-return]
 
 
-class EncoderDecoder(Whole):
+class EncoderDecoder(CheckedModule):
     """An encoder reads the source, a decoder with cross-attention writes the target.
 
     Decoding step by step: `memory = model.decoder.remember(model.encoder(source))` once, then

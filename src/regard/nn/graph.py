@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._tools.arguments import count, describe, holds_integers, number, probability, tensor_of
+from ._module import CheckedModule
 from ._sizes import join_heads, split_heads
-from ._state import Whole
 
 
 class SortedEdges(NamedTuple):
@@ -124,7 +124,7 @@ def _weighted(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:
     return F.embedding_bag(source, h, starts, mode="sum", per_sample_weights=w, include_last_offset=True)
 
 
-class GraphAttention(Whole):
+class GraphAttention(CheckedModule):
     """A graph attention layer (Velickovic et al., 2018): each node attends to those with an edge to it.
 
     h = W x;  score of the edge j -> i = leaky_relu(a_source . h_j + a_target . h_i), softmax over the edges
@@ -145,17 +145,12 @@ class GraphAttention(Whole):
         torch.Size([5, 32])
     """
 
+    _shown = ("heads", "d_head", "mean", "dropout")
+
     def __init__(
-        self,
-        d_in: int,
-        d_head: int,
-        heads: int = 1,
-        *,
-        mean: bool = False,
-        slope: float = 0.2,
-        dropout: float = 0.0,
-        bias: bool = True,
-    ) -> None:
+        self, d_in: int, d_head: int, heads: int = 1, *, mean: bool = False, slope: float = 0.2,
+        dropout: float = 0.0, bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.d_in, self.d_head = count("d_in", d_in, 1), count("d_head", d_head, 1)
         self.heads, self.mean, self.slope = count("heads", heads, 1), mean, number("slope", slope)
@@ -194,6 +189,3 @@ class GraphAttention(Whole):
         scores = F.leaky_relu(a.index_select(0, rows.source) + b.index_select(0, rows.target), self.slope)
         w: Tensor = EdgeSoftmax.apply(scores, rows.starts, rows.target)  # type: ignore[no-untyped-call]
         return w.view(self.heads, -1)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, d_head={self.d_head}, mean={self.mean}, dropout={self.dropout:g}"

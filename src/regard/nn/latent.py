@@ -75,26 +75,15 @@ class LatentAttention(AttentionLayer):
         >>> out = attend(token, cache=cache)       # (1, 1, 2048): absorbed
     """
 
+    _shown = ("heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout", "mask")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        rank: int,
-        nope_dim: int,
-        rope_dim: int,
-        value_dim: int | None = None,
-        q_rank: int | None = None,
-        bias: bool = False,
-        out_bias: bool | None = None,
-        norm: Callable[[int], nn.Module] | None = RMS,
-        position: Rotary | None = None,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, heads: int, *, rank: int, nope_dim: int, rope_dim: int,
+        value_dim: int | None = None, q_rank: int | None = None, bias: bool = False,
+        out_bias: bool | None = None, norm: Callable[[int], nn.Module] | None = RMS,
+        position: Rotary | None = None, mask: Mask | None = None, scale: float | None = None,
+        dropout: float = 0.0, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
         self.rank = count("rank", rank, 1)
@@ -259,14 +248,6 @@ class LatentAttention(AttentionLayer):
             raise TypeError(f"cache: expected a LatentCache with {sizes}, got {describe(cache)}")
         if isinstance(cache, LatentCache) and (cache.rank, cache.rope) != (self.rank, self.rope_dim):
             raise ValueError(f"cache: expected {sizes}, got rank={cache.rank}, rope={cache.rope}")
-
-    def extra_repr(self) -> str:
-        compressed = "" if self.q_rank is None else f", q_rank={self.q_rank}"
-        masked = "" if self.mask is None else f", mask={self.mask}"
-        return (
-            f"heads={self.heads}, rank={self.rank}, nope_dim={self.nope_dim}, rope_dim={self.rope_dim}, "
-            f"value_dim={self.value_dim}{compressed}, scale={self.scale:g}, dropout={self.dropout:g}{masked}"
-        )
 
 
 def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:

@@ -45,25 +45,15 @@ class LinearAttention(GroupedHeads):
         torch.Size([2, 100, 512])
     """
 
+    _shown = ("heads", "kv_heads", "causal", "normalize")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        feature_map: str | FeatureMap | None = None,
-        normalize: bool | None = None,
-        causal: bool = True,
-        decay: Decay | None = None,
-        delta: bool = False,
-        out_norm: Callable[[int], nn.Module] | None = None,
-        gate: bool = False,
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, feature_map: str | FeatureMap | None = None,
+        normalize: bool | None = None, causal: bool = True, decay: Decay | None = None, delta: bool = False,
+        out_norm: Callable[[int], nn.Module] | None = None, gate: bool = False, bias: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.feature_map = ("unit" if delta else "elu+1") if feature_map is None else feature_map
         feature_map_of(self.feature_map)
@@ -145,10 +135,6 @@ class LinearAttention(GroupedHeads):
         if not isinstance(cache, LinearCache) or cache.normalize != self.normalize:
             expected = f"a LinearCache with normalize={self.normalize}, as new_cache makes it"
             raise ValueError(f"cache: expected {expected}, got {describe(cache)}")
-
-    def extra_repr(self) -> str:
-        sizes = f"heads={self.heads}, kv_heads={self.kv_heads}"
-        return f"{sizes}, causal={self.causal}, normalize={self.normalize}"
 
 
 def _retention(heads: int, made: dict[str, Any]) -> Tensor:

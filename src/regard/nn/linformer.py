@@ -12,14 +12,14 @@ from .._api.attention import attention
 from .._tools.arguments import count, describe
 from ..masks import Mask
 from ._lengths import checked_lengths, real_tokens
+from ._module import CheckedModule
 from ._options import CacheLike
 from ._projected import Projected
-from ._state import Whole
 
 Sharing = Literal["none", "heads", "key-value"]
 
 
-class LinformerProjection(Whole):
+class LinformerProjection(CheckedModule):
     """E and F: matrices that mix up to `max_length` keys, and values, into `rank` of them.
 
     Args:
@@ -30,16 +30,12 @@ class LinformerProjection(Whole):
         heads: the number of heads, for "none".
     """
 
+    _shown = ("max_length", "rank", "sharing", "heads")
+
     def __init__(
-        self,
-        max_length: int,
-        rank: int,
-        *,
-        sharing: Sharing = "heads",
-        heads: int = 1,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, max_length: int, rank: int, *, sharing: Sharing = "heads", heads: int = 1,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.max_length, self.rank = count("max_length", max_length, 1), count("rank", rank, 1)
         if sharing not in get_args(Sharing):
@@ -64,9 +60,6 @@ class LinformerProjection(Whole):
         F = self.E if self.F is None else self.F
         return self.E[:, :L].mT @ k, F[:, :L].mT @ v
 
-    def extra_repr(self) -> str:
-        return f"max_length={self.max_length}, rank={self.rank}, sharing={self.sharing!r}, heads={self.heads}"
-
 
 class LinformerAttention(Projected):
     """softmax(q (E^T k)^T / sqrt(D)) (F^T v): every query attends `rank` mixtures of the keys.
@@ -90,19 +83,13 @@ class LinformerAttention(Projected):
         torch.Size([1, 3000, 512])
     """
 
+    _shown = ("heads", "head_dim", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        projection: LinformerProjection,
-        *,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: Device = None,
+        self, d_model: int, heads: int, projection: LinformerProjection, *, head_dim: int | None = None,
+        bias: bool = True, out: bool = True, dropout: float = 0.0, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         if not isinstance(projection, LinformerProjection):
             raise TypeError(f"projection: expected a LinformerProjection, got {describe(projection)}")
@@ -141,9 +128,6 @@ class LinformerAttention(Projected):
             padding = ~real_tokens(lengths, k)
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
         return attention(q, *self.projection(k, v), dropout=self._dropped())
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, head_dim={self.head_dim}, dropout={self.dropout:g}"
 
 
 def _refuse(name: str, given: object) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,20 +71,13 @@ class LongformerAttention(Projected):
         torch.Size([1, 4096, 512])
     """
 
+    _shown = ("heads", "head_dim", "window", "dilation", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        window: int | tuple[int, int],
-        dilation: int | Sequence[int] = 1,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, heads: int, *, window: int | tuple[int, int], dilation: int | Sequence[int] = 1,
+        head_dim: int | None = None, bias: bool = True, out: bool = True, dropout: float = 0.0,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.query_global, self.key_global, self.value_global = (
             nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
@@ -105,8 +97,10 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        global_rows = partial(self._projected_rows, x)
-        return self._finished(self._attended(self._projected(x), global_rows, global_tokens, lengths))
+        qkv = self._projected(x)
+        chosen, padding = _chosen_and_padding(qkv[0], global_tokens, lengths)
+        local = self._local(qkv, chosen, padding)
+        return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
         self,
@@ -122,25 +116,11 @@ class LongformerAttention(Projected):
         q, k, v and the result are (B, H, L, D).
         """
         self._check_heads(q, k, v)
-        return self._attended((q, k, v), partial(self._rows, (q, k, v)), global_tokens, lengths)
-
-    def _attended(
-        self,
-        qkv: Trio,
-        global_rows: Callable[[Chosen, Mask | None], Tensor],
-        global_tokens: Tokens | None,
-        lengths: Tensor | None,
-    ) -> Tensor:
-        """Attends locally, and replaces the rows of global tokens by `global_rows` (B, H, n, D)."""
-        lengths = checked_lengths(lengths, qkv[0])
-        padding = None if lengths is None else Lengths(lengths)
-        chosen = _chosen(global_tokens, qkv[0], lengths)
-        local = self._local(qkv, chosen, padding)
-        return local if chosen is None else chosen.put(global_rows(chosen, padding), local)
-
-    def _rows(self, qkv: Trio, chosen: Chosen, padding: Mask | None) -> Tensor:
-        q, k, v = qkv
-        return attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped())
+        chosen, padding = _chosen_and_padding(q, global_tokens, lengths)
+        local = self._local((q, k, v), chosen, padding)
+        if chosen is None:
+            return local
+        return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
 
     def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
         """(B, H, L, D): windows and global keys.
@@ -161,7 +141,7 @@ class LongformerAttention(Projected):
         far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
         return merge(*zip(near, far, strict=True))[0]
 
-    def _projected_rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
+    def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
         """Attends from the global tokens to all tokens by their own projections: (B, H, n, D)."""
         q = split_heads(self.query_global(chosen.rows(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
@@ -189,12 +169,6 @@ class LongformerAttention(Projected):
         if self.value_global.bias is not None:
             found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
         return found
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, window={self.window}, dilation={self.dilation}, "
-            f"dropout={self.dropout:g}"
-        )
 
 
 def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
@@ -226,6 +200,14 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
     if len(dilation) != heads:
         raise ValueError(f"dilation: expected an int or one for each of heads = {heads}, got {dilation}")
     return tuple(count(f"dilation[{head}]", step, 1) for head, step in enumerate(dilation))
+
+
+def _chosen_and_padding(
+    x: Tensor, tokens: Tokens | None, lengths: Tensor | None
+) -> tuple[Chosen | None, Mask | None]:
+    """Checks the options of a call with x (B, H, L, D)."""
+    lengths = checked_lengths(lengths, x)
+    return _chosen(tokens, x, lengths), None if lengths is None else Lengths(lengths)
 
 
 def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:

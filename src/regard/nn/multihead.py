@@ -15,14 +15,14 @@ from .._call.problem import Trio
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
 from ._lengths import real_tokens
+from ._module import CheckedModule
 from ._nested import PackedTokens, packed_tokens
 from ._options import is_nested
-from ._state import Whole
 from ._torch_masks import arguments
 from ._weights import attend_with_weights, dense_weights
 
 
-class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
+class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on Regard's kernels.
 
     Arguments, results, parameter names and initialisation are PyTorch's. What differs:
@@ -41,19 +41,11 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Device = None,
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True,
+        add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None,
+        vdim: int | None = None, batch_first: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if num_heads > 0 and embed_dim % num_heads:
             raise ValueError(f"embed_dim: expected a multiple of num_heads = {num_heads}, got {embed_dim}")
         super().__init__(
