@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from .. import positions
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
-from ..positions import Rotary, Scaling
+from ..positions import NTK, Frequencies, LinearScaling, Llama3, Rotary, Scaling, YaRN
 from ._origin import Origin
 from ._report import Report
 
@@ -29,8 +28,7 @@ SIZES = {
     ),
 }  # fmt: skip
 SCALINGS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3, positions.Frequencies)
+    kind.__name__: kind for kind in (LinearScaling, NTK, YaRN, Llama3, Frequencies)
 }
 
 

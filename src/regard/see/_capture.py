@@ -18,7 +18,7 @@ from .._tools.arguments import describe
 from .._tools.listeners import listening
 from ..convert import replaced_attention
 from ..masks import Documents
-from ..nn._call import both
+from ..masks._both import both
 from . import _tokens
 from ._layer import Head, Layer, Link, on_cpu
 from ._roles import WANTED, of_tokens

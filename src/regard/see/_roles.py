@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import facts
 from .._api.attention import attention
 from ..masks import Causal, Documents, Mask, Window
-from ..nn._call import both
+from ..masks._both import both
 from . import _tokens
 from ._layer import Layer
 
