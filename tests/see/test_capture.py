@@ -309,6 +309,16 @@ def test_a_capture_records_once_at_a_time() -> None:
         seen[0]
 
 
+def test_keys_of_padding_that_a_model_does_not_mask() -> None:
+    """The largest weights are on padding, which has no token."""
+    q, k = torch.ones(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
+    k[1, :, 3] = 9
+    head = see.record(q, k, [["a", "b", "c", "d"], ["a", "b", "c"]]).head(0, sample=1)
+    assert head.roles["delimiter or sink"].score < 0.01
+    assert {key.token for key in head.top("b")} == {"a", "b", "c"}
+    assert "3 more" not in head._repr_html_()
+
+
 # Heads whose role is known
 
 
