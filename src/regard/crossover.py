@@ -36,7 +36,7 @@ EXACT, CLEAR, RESOLUTION = "exact", 1.1, 2**20
 NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
 
 
-class Point(NamedTuple):
+class Measurement(NamedTuple):
     """One measurement."""
 
     mechanism: str
@@ -50,7 +50,7 @@ class Point(NamedTuple):
 class Crossover:
     """What `measure` found."""
 
-    points: tuple[Point, ...]
+    points: tuple[Measurement, ...]
 
     @property
     def lengths(self) -> list[int]:
@@ -144,7 +144,7 @@ def measure(
             peaks[L, work] = {name: _peak(call) for name, call in _calls(L, work, causal, heads, dim)}
     return Crossover(
         tuple(
-            Point(name, work, L, time, peaks[L, work].get(name))
+            Measurement(name, work, L, time, peaks[L, work].get(name))
             for L, work in jobs
             for name, time in times[L, work].items()
         )

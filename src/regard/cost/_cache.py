@@ -10,16 +10,16 @@ from .._tools.arguments import count
 from ..cache import SlidingCache
 from ..cache._rows import LEAST_ROWS
 from ._formats import Format, format_of
-from ._layers import Heads, Layer
-from ._model import Model
+from ._layers import AttentionSpec, LayerSpec
+from ._model import ModelSpec
 
-What = Layer | Model | Sequence[Layer]
+What = LayerSpec | ModelSpec | Sequence[LayerSpec]
 
 
-def layers_of(what: What) -> tuple[Layer, ...]:
-    if isinstance(what, Layer):
+def layers_of(what: What) -> tuple[LayerSpec, ...]:
+    if isinstance(what, LayerSpec):
         return (what,)
-    return what.layers if isinstance(what, Model) else tuple(what)
+    return what.layers if isinstance(what, ModelSpec) else tuple(what)
 
 
 def cache_bytes(
@@ -30,21 +30,13 @@ def cache_bytes(
     Windows keep no more than they see. States of linear layers are in float32 whatever the format.
     """
     kept, tokens = format_of(format), count("tokens", tokens)
-    return B * sum(_architecture(layer, tokens, kept) for layer in layers_of(what))
+    most = [(layer, tokens if layer.most_kept is None else layer.most_kept) for layer in layers_of(what)]
+    return B * sum(_bytes(layer, min(tokens, n), kept) for layer, n in most)
 
 
-def _architecture(layer: Layer, tokens: int, kept: Format) -> int:
-    held = tokens if layer.most_kept is None else min(tokens, layer.most_kept)
-    return held * _token(layer, kept) + _state(layer, kept)
-
-
-def _token(layer: Layer, kept: Format) -> int:
-    """Bytes of one token."""
-    return sum(rows.heads * kept.row(rows.width) for rows in layer.kept)
-
-
-def _state(layer: Layer, kept: Format) -> int:
-    return layer.state * (8 if kept.name == "float64" else 4)
+def _bytes(layer: LayerSpec, tokens: int, kept: Format) -> int:
+    token = sum(rows.heads * kept.row(rows.width) for rows in layer.kept)
+    return tokens * token + layer.state * (8 if kept.name == "float64" else 4)
 
 
 def allocated_bytes(
@@ -73,12 +65,11 @@ def allocated_bytes(
     rows = capacity or (tokens and max(tokens, LEAST_ROWS))
     if page is not None:
         rows = -(-tokens // count("page", page, 1)) * page
-    return B * sum(
-        _rows(layer, rows) * _token(layer, kept) + _state(layer, kept) for layer in layers_of(what)
-    )
+    return B * sum(_bytes(layer, _rows(layer, rows), kept) for layer in layers_of(what))
 
 
-def _rows(layer: Layer, rows: int) -> int:
-    if not isinstance(layer, Heads) or layer.window is None:
+def _rows(layer: LayerSpec, rows: int) -> int:
+    """Returns the rows of a layer's cache: a window has a `SlidingCache`."""
+    if not isinstance(layer, AttentionSpec) or layer.window is None:
         return rows
     return SlidingCache(1, 1, 1, window=layer.window, sinks=layer.sinks).capacity or 0

@@ -28,9 +28,8 @@ class Machine:
 
     threads: int
     fma: float  # FLOP/s in float32
-    read: tuple[
-        tuple[int, float], ...
-    ]  # (bytes read again and again, bytes/s), ascending: caches, then memory
+    # (bytes read again and again, bytes/s), ascending: caches, then memory
+    read: tuple[tuple[int, float], ...]
     call: float  # seconds of the smallest call of `regard.attention`
 
     def seconds_to_read(self, size: int) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._layers import Layer, Part, Product, Work
+from ._layers import LayerSpec, PartSpec, Product, Work
 
 
 @dataclass(frozen=True)
-class FeedForward(Part):
+class FeedForwardSpec(PartSpec):
     """Token by token: up and down, with a gate three matrices; or experts of which a router chooses.
 
     Bytes are counted as if all tokens chose the same experts: the least that is read.
@@ -57,7 +57,7 @@ class FeedForward(Part):
 
 
 @dataclass(frozen=True)
-class Head(Part):
+class LogitsSpec(PartSpec):
     """The logits."""
 
     d_model: int
@@ -71,9 +71,9 @@ class Head(Part):
 
 
 @dataclass(frozen=True)
-class Block:
-    attention: Layer
-    feed_forward: FeedForward
+class BlockSpec:
+    attention: LayerSpec
+    feed_forward: FeedForwardSpec
     norms: int = 0  # parameters
 
     @property
@@ -82,7 +82,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSpec:
     """Blocks between embeddings and a head of `vocab` logits.
 
     Args:
@@ -91,7 +91,7 @@ class Model:
         others: parameters of the last norm, a pooler and the like.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
     vocab: int
     d_model: int
     embeddings: int = 0
@@ -105,14 +105,14 @@ class Model:
         return tables * self.d_model + sum(block.parameters for block in self.blocks) + self.others
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[LayerSpec, ...]:
         return tuple(block.attention for block in self.blocks)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PartSpec, ...]:
         """All that has work to do."""
         around = [block.feed_forward for block in self.blocks]
-        return (*self.layers, *around, *[Head(self.d_model, self.vocab)] * self.head)
+        return (*self.layers, *around, *[LogitsSpec(self.d_model, self.vocab)] * self.head)
 
     @property
     def reach(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from ._cache import What, layers_of
-from ._call import Call, CallCost
+from ._call import CallCost, CallSpec
 from ._layers import Work
 from ._machine import Machine
 
@@ -30,7 +30,7 @@ START = 0.01  # of a call, to start and to end the rows of one key head
 ALONE = 500_000  # multiplications that are not worth a second thread
 
 
-def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
+def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Seconds of one call of `regard.attention` on this machine, in a forward pass, backward, or both.
 
     Products and memory take turns. In decoding, which reads ahead, they overlap, though not in full.
@@ -52,7 +52,7 @@ def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
     return machine.call + (passes != "backward") * forward + (passes != "forward") * backward
 
 
-def _decoding_flops(call: Call, cost: CallCost) -> float:
+def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
     """What the products, softmax and conversion take, in multiply-adds at the peak."""
     rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # that share a key
     panel = PANEL // 2 if call.dtype is torch.float64 else PANEL
