@@ -1,6 +1,7 @@
 """What attention costs: parameters, FLOPs, bytes and seconds, from numbers, modules or a `config.json`."""
 
 from .._tools.measuring import best_times as best_times
+from .._tools.measuring import peak_memory as peak_memory
 from ._cache import allocated_bytes as allocated_bytes
 from ._cache import cache_bytes as cache_bytes
 from ._call import CallCost as CallCost
