@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..nn import MultiheadAttention
-from ..nn.multihead import _asked
+from ..nn.multihead import no_fast_path
 
 PLAIN = nn.MultiheadAttention
 OURS = "regard"  # the name under which `regard.hf` registers
@@ -31,7 +31,7 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
     switched = _switch(model, lambda part: OURS)
     for module in found.values():
         module.__class__ = MultiheadAttention
-        module.register_forward_pre_hook(_asked)
+        module.register_forward_pre_hook(no_fast_path)
     return *found, *switched
 
 
@@ -63,7 +63,7 @@ def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 def _make_plain(module: nn.Module) -> None:
     module.__class__ = PLAIN
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _asked]:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is no_fast_path]:
         del module._forward_pre_hooks[key]
 
 

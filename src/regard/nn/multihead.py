@@ -60,7 +60,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         )  # fmt: skip
         # nn.TransformerEncoderLayer runs a kernel of its own in evaluation instead of calling its attention,
         # unless there are hooks.
-        self.register_forward_pre_hook(_asked)
+        self.register_forward_pre_hook(no_fast_path)
 
     def forward(
         self,
@@ -225,7 +225,7 @@ def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor],
     return dense_weights(q, k, given) * real[:, None, :, None]
 
 
-def _asked(module: torch.nn.Module, args: Any) -> None:
+def no_fast_path(module: torch.nn.Module, args: Any) -> None:
     """Changes nothing."""
 
 
