@@ -106,14 +106,9 @@ class Crossover:
 
 
 def measure(
-    lengths: Sequence[int],
-    *,
-    causal: bool = False,
-    heads: int = 8,
-    dim: int = 64,
-    seconds: float = 1.0,
+    lengths: Sequence[int], *, causal: bool = False, heads: int = 8, dim: int = 64, seconds: float = 1.0,
     progress: Callable[[str], None] = lambda step: None,
-) -> Crossover:
+) -> Crossover:  # fmt: skip
     """Measures time and peak memory of exact attention and of each mechanism, without projections of tokens.
 
     Memory is measured after all times, where the system reports it.

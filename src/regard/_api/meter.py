@@ -39,17 +39,9 @@ class Comparison:
 
 
 def compare_to_exact(
-    approximation: nn.Module | Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | None = None,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    weights: bool = True,
-    **options: Any,
-) -> Comparison:
+    approximation: nn.Module | Attend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = None,
+    lengths: Tensor | None = None, scale: float | None = None, weights: bool = True, **options: Any,
+) -> Comparison:  # fmt: skip
     """Compare an attention with softmax attention over all keys, on the same q, k and v.
 
     The weights of an approximation are found through its results: with unit vectors for values, the result

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Puts modules into evaluation mode for a `with` block, and each of their parts back into its own mode."""
+    """Puts modules into evaluation mode for a `with` block, then each of their parts back into its own."""
     before = [(part, part.training) for module in modules for part in module.modules()]
     for module in modules:
         module.eval()

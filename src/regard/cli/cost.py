@@ -49,7 +49,7 @@ def cost(
     """Parameters, FLOPs and bytes of an attention layer, or of a model from its config."""
     with one_line_errors():
         from ..cost import Work, estimate, from_config
-        from ..cost._formats import dtype_of
+        from ..cost._cache import dtype_of
 
         if config is None:
             what: LayerSpec | ModelSpec = _layer(kind, width, heads, kv_heads, window, sinks)

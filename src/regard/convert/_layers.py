@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._tools.modes import evaluating
 from ..nn import Attention
-from ._report import Report, evaluating, verdict
+from ._report import Report, verdict
 
 Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
 
@@ -69,19 +72,13 @@ def _met(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[
     """The tokens (B, L, d_model) that each layer is given."""
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            found.setdefault(name, args[0])
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        found.setdefault(name, args[0])
 
-        return hook
-
-    handles = [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()]
-    try:
-        with evaluating(model):
-            model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for name, m in layers.items():
+            hooks.enter_context(m.register_forward_pre_hook(partial(keep, name)))
+        model(batch)
     if missing := layers.keys() - found.keys():
         raise ValueError(f"model: expected all layers to be called, got none of {', '.join(sorted(missing))}")
     return found

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from .._tools.modes import evaluating
 from ._replace import restore_attention
-from ._report import evaluating
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from .._tools.measuring import best_times as best_times
 from .._tools.measuring import peak_memory as peak_memory
+from ._cache import FORMATS as FORMATS
+from ._cache import Format as Format
 from ._cache import allocated_bytes as allocated_bytes
 from ._cache import cache_bytes as cache_bytes
 from ._call import CallCost as CallCost
@@ -11,8 +13,6 @@ from ._config import from_config as from_config
 from ._estimate import CostRow as CostRow
 from ._estimate import TotalCost as TotalCost
 from ._estimate import estimate as estimate
-from ._formats import FORMATS as FORMATS
-from ._formats import Format as Format
 from ._layers import AttentionSpec as AttentionSpec
 from ._layers import LatentSpec as LatentSpec
 from ._layers import LayerSpec as LayerSpec

@@ -11,9 +11,8 @@ import torch
 
 from .._tools.arguments import count
 from ..masks import Mask
-from ._cache import What, allocated_bytes, cache_bytes, layers_of
+from ._cache import AnyFormat, Format, What, allocated_bytes, cache_bytes, format_of, layers_of
 from ._call import Flops
-from ._formats import Format, format_of
 from ._layers import LayerSpec, Work
 from ._model import ModelSpec
 
@@ -110,16 +109,9 @@ def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
 
 
 def estimate(
-    what: What,
-    tokens: int,
-    *,
-    past: int = 0,
-    B: int = 1,
-    dtype: torch.dtype = torch.float32,
-    mask: Mask | None = None,
-    cache: str | torch.dtype | Format | None = None,
-    page: int | None = None,
-) -> TotalCost:
+    what: What, tokens: int, *, past: int = 0, B: int = 1, dtype: torch.dtype = torch.float32,
+    mask: Mask | None = None, cache: AnyFormat | None = None, page: int | None = None,
+) -> TotalCost:  # fmt: skip
     """Estimates what a forward and a backward pass over `tokens` tokens cost.
 
     Args:
