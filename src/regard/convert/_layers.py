@@ -44,7 +44,7 @@ class ModelReport:
 def convert_layers(
     model: nn.Module, convert: Convert, calibration: Tensor, held_out: Tensor
 ) -> tuple[nn.Module, ModelReport]:
-    """A copy of the model with every `regard.nn.Attention` of self-attention converted, and a report.
+    """Returns a copy of the model with every self-attention `regard.nn.Attention` converted, and a report.
 
     Args:
         model: takes `calibration` and returns a tensor. It stays as it is.
@@ -69,7 +69,7 @@ def convert_layers(
 
 
 def _met(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[str, Tensor]:
-    """The tokens (B, L, d_model) that each layer is given."""
+    """Returns the tokens (B, L, d_model) that reach each layer."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:

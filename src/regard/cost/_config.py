@@ -33,6 +33,7 @@ tokenizer_class topk_group topk_method torch_dtype torchscript transformers_vers
 REQUIRED = object()
 WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # each becomes an object
+TYPES = ("full_attention", "sliding_attention")  # in `layer_types`
 PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one sees all tokens
 
 
@@ -160,22 +161,16 @@ def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
     if types is not None:
         if len(types) != n:
             raise unexpected(f"{n} layer_types, as num_hidden_layers, got {len(types)}")
-        return [_window(kind_of, window) for kind_of in types]
+        if other := [name for name in types if name not in TYPES]:
+            raise unexpected(f"layer_types of {' and '.join(TYPES)}, got {other[0]!r}")
+        if window is None and TYPES[1] in types:
+            raise unexpected("sliding_window with layers of sliding_attention, got none")
+        return [None if name == TYPES[0] else window for name in types]
     if window is None or not used:
         return [None] * n
     if qwen:
         return [None if i < first else window for i in range(n)]
     return [None if period and (i + 1) % period == 0 else window for i in range(n)]
-
-
-def _window(kind: str, window: int | None) -> int | None:
-    if kind not in ("full_attention", "sliding_attention"):
-        raise unexpected(f"layer_types of full_attention and sliding_attention, got {kind!r}")
-    if kind == "full_attention":
-        return None
-    if window is None:
-        raise unexpected("sliding_window with layers of sliding_attention, got none")
-    return window
 
 
 def _deepseek(fields: Fields) -> ModelSpec:

@@ -71,7 +71,9 @@ class KeptRows(NamedTuple):
 
 
 class PartSpec:
-    """A part of a model that computes something."""
+    """A part of a model that computes something of tokens."""
+
+    d_model: int
 
     def products(self, work: Work) -> list[Product]:
         """Returns the matrix products besides those of `calls`."""
@@ -82,8 +84,8 @@ class PartSpec:
         return []
 
     def inputs(self, work: Work) -> int:
-        """Counts the values kept for the backward pass of the products, beyond what the calls keep."""
-        raise NotImplementedError
+        """Counts the values kept for the backward pass of the products: x, what the calls do not keep."""
+        return work.rows * self.d_model
 
     @property
     def weights(self) -> int:
@@ -112,9 +114,6 @@ class LayerSpec(PartSpec):
         for name in self.refused:
             if (given := getattr(work, name)) not in (None, 0):
                 raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(given)}")
-
-    def inputs(self, work: Work) -> int:
-        return work.rows * self.d_model
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:

@@ -45,11 +45,8 @@ class FeedForwardSpec(PartSpec):
     def products(self, work: Work) -> list[Product]:
         hidden = self.hidden * self.active + self.shared if self.experts else self.hidden
         router = [Product("router", work.rows, self.d_model, self.experts)] * (self.experts > 0)
-        return [
-            *router,
-            Product("feed-forward, up", work.rows, self.d_model, hidden * (1 + self.gated)),
-            Product("feed-forward, down", work.rows, hidden, self.d_model),
-        ]
+        up = Product("feed-forward, up", work.rows, self.d_model, hidden * (1 + self.gated))
+        return [*router, up, Product("feed-forward, down", work.rows, hidden, self.d_model)]
 
     def inputs(self, work: Work) -> int:
         """x, and what lies between the products."""
@@ -65,9 +62,6 @@ class LogitsSpec(PartSpec):
 
     def products(self, work: Work) -> list[Product]:
         return [Product("logits", work.rows, self.d_model, self.vocab)]
-
-    def inputs(self, work: Work) -> int:
-        return work.rows * self.d_model
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
     moved = cost.read_bytes + cost.written_bytes
     if passes == "forward" and cost.decodes:
         products = _decoding_flops(call, cost) / (fma * _busy(cost, machine))
-        return machine.call * (1 + START * call.B * (call.Hkv or call.Hq)) + math.cbrt(
-            products**3 + machine.seconds_to_read(moved) ** 3
-        )
+        start = machine.call * (1 + START * call.B * (call.Hkv or call.Hq))
+        return start + math.cbrt(products**3 + machine.seconds_to_read(moved) ** 3)
     forward = cost.forward.executed / (FORWARD * fma) + machine.seconds_to_read(moved) / TRAFFIC
     # What was saved and the gradient of the result come in, gradients of all inputs go out.
     back = machine.seconds_to_read(cost.saved_bytes + moved) / TRAFFIC
