@@ -14,7 +14,7 @@ from cases import Case, Inputs
 from torch import Tensor
 
 import regard
-from regard._tools.measuring import best_times as best_times
+from regard.cost import best_times as best_times
 from regard.cost._machine import fma_rate, read_rate
 from regard.info import report as installation
 

@@ -175,8 +175,7 @@ def test_mean_is_the_mean_of_neighbours() -> None:
 
 def disguised(module: Attention, kv_heads: int) -> Attention:
     """Heads that are equal in groups, but out of order and each turned in a way that changes no score."""
-    from regard.convert._pairs import channels
-    from regard.convert._parts import Parts, parts_of, regrouped
+    from regard.convert._parts import Parts, channels, parts_of, regrouped
 
     parts, turning, n = parts_of(module), channels(module), module.kv_heads
     shuffled = torch.randperm(n)
