@@ -26,7 +26,7 @@ from ..facts import (
     Rows,
     TopK,
 )
-from ..masks import Causal, Window
+from ..masks import Window
 from ..see import ROLES, Layer
 from ..see._tokens import is_delimiter
 
@@ -199,7 +199,7 @@ class Trace:
 def _goes_by_position(call: Layer) -> bool:
     """Whether a query is known by its position alone, so that others can be left out."""
     mask = call.options.get("mask")
-    return call.options.get("bias") is None and (mask is None or isinstance(mask, Causal | Window))
+    return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))
 
 
 @torch.no_grad()

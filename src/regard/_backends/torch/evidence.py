@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import facts as F
 from ..._call.problem import Problem
-from ...masks._part import cut
+from ...masks._pairs import cut
 from .boxes import INF, Box, Part, parts
 from .higher import softmax, stained, times
 
