@@ -825,7 +825,7 @@ INTERRUPT = """
     import torch
     from support.backward import Call, training
     from regard import _native, masks as M
-    from regard._problem import make
+    from regard._call.problem import make
     from regard.scores import Alibi, RelativeBias
 
     torch.set_num_threads({threads})

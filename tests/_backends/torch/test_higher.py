@@ -398,8 +398,8 @@ def test_memory_is_linear() -> None:
         import torch
         from support.peak_memory import measure
         from regard import masks as M
-        from regard._higher import double_backward
-        from regard._problem import make
+        from regard._backends.torch.higher import double_backward
+        from regard._call.problem import make
 
         def run(x):
             problem = make(x, x, x, mask=M.Causal(), return_lse=True)
