@@ -251,7 +251,7 @@ def test_and_joins_windows() -> None:
 
 
 def test_a_mask_says_what_it_speaks_of() -> None:
-    distance, position, index = M.Kind.DISTANCE, M.Kind.POSITION, M.Kind.INDEX
+    distance, position, index = M.MaskKind.DISTANCE, M.MaskKind.POSITION, M.MaskKind.INDEX
     assert (M.Causal() | ~M.Dilated(2)).kinds == {distance}
     assert M.PerHead([M.Window(1), M.Prefix(2)]).kinds == {distance, position}
     assert M.Global([0]).kinds == M.RandomBlocks(1, 2).kinds == {position}

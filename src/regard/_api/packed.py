@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._call.problem import Trio
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
-from ..masks import Documents, Kind, Mask, from_cu_seqlens
+from ..masks import Documents, MaskKind, Mask, from_cu_seqlens
 from ..scores import Alibi, RelativeBias
 
 Attention = Callable[..., Any]
@@ -145,7 +145,7 @@ def _plan(
     if not kinds and not by_distance:
         shifts = {0}  # nothing speaks of positions
     # Distances are the same in the row as in a sequence, positions are not.
-    if Kind.POSITION in kinds or len(shifts) > 1:
+    if MaskKind.POSITION in kinds or len(shifts) > 1:
         return PackedPlan(sizes_q, sizes_k, offsets, None, 0)
     return PackedPlan(
         sizes_q, sizes_k, offsets, documents if mask is None else documents & mask, shifts.pop()
@@ -166,7 +166,7 @@ def _unread_row(qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Option
     """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
     mask, kinds = options["mask"], _kinds(options["mask"])
     alike = borders_k is borders_q and options["offset"] is None
-    if Kind.POSITION in kinds or not (alike or (not kinds and not by_distance)):
+    if MaskKind.POSITION in kinds or not (alike or (not kinds and not by_distance)):
         raise NotImplementedError(
             "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
             "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
@@ -183,11 +183,11 @@ def _ids(borders: Tensor, total: int) -> Tensor:
     )
 
 
-def _kinds(mask: Any) -> frozenset[Kind]:
+def _kinds(mask: Any) -> frozenset[MaskKind]:
     """What the mask speaks of, if it can be applied to every sequence."""
     if mask is None:
         return frozenset()
-    if not isinstance(mask, Mask) or Kind.INDEX in mask.kinds:
+    if not isinstance(mask, Mask) or MaskKind.INDEX in mask.kinds:
         raise TypeError(
             "mask: expected one that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
             f"Global, RandomBlocks, PerHead, combined with &, |, ~), got {describe(mask)}; over one packed "

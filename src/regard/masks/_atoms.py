@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .._tools.arguments import bool_tensor, broadcasts, count, describe, int_tensor, is_integer, readable
 from .._tools.values import value
-from ._mask import CallSizes, Kind, Mask, declare
+from ._mask import CallSizes, MaskKind, Mask, declare
 from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, column, cut, pick, row
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
 
 
-@declare(Op.WINDOW, kind=Kind.DISTANCE, cost=0)
+@declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
     """Keys up to `left` before and `right` after the query's position; None means unlimited."""
 
@@ -149,7 +149,7 @@ def _check_ids(name: str, ids: Tensor, letter: str, length: int, sizes: CallSize
         )
 
 
-@declare(Op.PREFIX, kind=Kind.POSITION, cost=0)
+@declare(Op.PREFIX, kind=MaskKind.POSITION, cost=0)
 class Prefix(Mask):
     """Every query sees the keys j < n. For one number per sample use Lengths."""
 
@@ -162,7 +162,7 @@ class Prefix(Mask):
         return at.j < self.n
 
 
-@declare(Op.GLOBAL, kind=Kind.POSITION, tokens=1)
+@declare(Op.GLOBAL, kind=MaskKind.POSITION, tokens=1)
 class Global(Mask):
     """The tokens at these positions see all keys and are seen by all queries.
 
@@ -227,7 +227,7 @@ def _among(positions: Tensor, tokens: Tensor) -> Tensor:
     return ((positions[..., :, None] == tokens[..., None, :]) & (tokens >= 0)[..., None, :]).any(-1)
 
 
-@declare(Op.RANDOM, kind=Kind.POSITION, cost=2)
+@declare(Op.RANDOM, kind=MaskKind.POSITION, cost=2)
 class RandomBlocks(Mask):
     """Each block of `block` query positions sees `per_row` key blocks drawn at random.
 
@@ -275,7 +275,7 @@ def _seed(seed: int) -> int:
     return int(seed)
 
 
-@declare(Op.DILATED, kind=Kind.DISTANCE, cost=2)
+@declare(Op.DILATED, kind=MaskKind.DISTANCE, cost=2)
 class Dilated(Mask):
     """Keys whose distance from the query's position is a multiple of `step`."""
 

@@ -26,7 +26,7 @@ M = TypeVar("M", bound="Mask")
 _classes: dict[int, type[Mask]] = {}  # Op -> the class that reads it
 
 
-class Kind(Enum):
+class MaskKind(Enum):
     """What a mask speaks of. It decides where else than in its own call the mask can be applied."""
 
     DISTANCE = "distance"  # the query's position less the key's
@@ -46,7 +46,9 @@ class CallSizes(NamedTuple):
         return self.batch is None or broadcasts(lead, self.batch)
 
 
-def declare(*ops: Op, kind: Kind = Kind.INDEX, cost: int = 1, **dims: int) -> Callable[[type[M]], type[M]]:
+def declare(
+    *ops: Op, kind: MaskKind = MaskKind.INDEX, cost: int = 1, **dims: int
+) -> Callable[[type[M]], type[M]]:
     """Declares what other code asks of a class of masks.
 
     Args:
@@ -86,7 +88,7 @@ class Mask(Value):
     """
 
     _op: ClassVar[Op]
-    _kind: ClassVar[Kind]
+    _kind: ClassVar[MaskKind]
     _cost: ClassVar[int]
     _dims: ClassVar[dict[str, int]]
 
@@ -216,7 +218,7 @@ class Mask(Value):
         raise TypeError("a mask is neither true nor false; combine masks with &, |, ~, not with and, or, not")
 
     @property
-    def kinds(self) -> frozenset[Kind]:
+    def kinds(self) -> frozenset[MaskKind]:
         """What the mask speaks of: distances, positions, or the indices of one call."""
         return frozenset([self._kind])
 
@@ -304,7 +306,7 @@ class _Combination(Mask):
     masks: tuple[Mask, ...]
 
     @property
-    def kinds(self) -> frozenset[Kind]:
+    def kinds(self) -> frozenset[MaskKind]:
         return frozenset().union(*(mask.kinds for mask in self.masks))
 
     def _children(self) -> tuple[Mask, ...]:
