@@ -1,8 +1,9 @@
 """`make bench-against REF=<commit>`: this tree beside another commit, row by row, on this machine.
 
-The other commit is built once into build/against/<sha>. Two processes prepare the same inputs; they take turns of a
-fraction of a second, in the order ABBA, and one waits while the other runs. A row that looks slower than the limit
-is measured again, longer and in new processes. The exit code is 1 if one is still slower or a result is wrong.
+The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and take turns
+of 50 ms, in the order ABBA; one waits while the other runs. Several passes do so with new processes, because
+where a process happens to find its memory is worth 1 or 2 %. Rows that look slower than their limit get more
+passes. The exit code is 1 if a row stays slower, or if a result of this tree is wrong.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,10 +31,14 @@ from rich.progress import Progress
 from rich.table import Table
 from side import ROWS
 
+import regard
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-SLICE = 0.05  # seconds of a turn
-LEAST = 4  # turns of each side
+TURN = 0.05  # seconds
+LEAST = 2  # turns of each side in a pass
+MORE_PASSES = 6  # for rows that look slower
+BUSY = 0.1  # share of the CPUs that others may take before the times need care
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
 Pair = tuple[float, float]  # seconds of this tree and of the other commit, in turns side by side
 
@@ -42,11 +48,15 @@ Pair = tuple[float, float]  # seconds of this tree and of the other commit, in t
 
 @dataclass(frozen=True)
 class Row:
-    """A row's pairs of times. With a fault it has none."""
+    """The times of both sides. With a fault there are none to show."""
 
     name: str
     pairs: Sequence[Pair] = ()
-    fault: str = ""
+    faults: tuple[str, str] = ("", "")  # of this tree and of the other commit
+
+    def __add__(self, more: Row) -> Row:
+        """The row with the pairs of one more pass."""
+        return replace(self, pairs=[*self.pairs, *more.pairs])
 
     @property
     def best(self) -> Pair:
@@ -55,29 +65,30 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """This tree's best time by the other's; above 1 this tree is slower."""
-        return self.best[0] / self.best[1]
+        """This tree's best time by the other's: above 1, this tree is slower."""
+        this, other = self.best
+        return this / other
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the ratios of the pairs. Their median is a second opinion, their distance the noise."""
+        """Of the pairs' ratios. Their median is a second opinion, their distance shows the noise."""
         first, median, third = statistics.quantiles([this / other for this, other in self.pairs])
         return first, median, third
 
     def slower(self, limit: float) -> bool:
-        """Both the best times and the median say so: noise seldom spoils both."""
-        return not self.fault and min(self.ratio, self.quartiles[1]) > limit
+        """Whether both the best times and the median are beyond the limit: noise seldom moves both."""
+        return not any(self.faults) and min(self.ratio, self.quartiles[1]) > limit
 
 
-def take_turns(this: Turn, other: Turn, seconds: float, turn: float = SLICE) -> list[Pair]:
-    """Times both in turns, ABBA, so that what changes slowly (clock, temperature, load) meets both alike."""
+def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
+    """Times both in the order ABBA, so that slow changes of clock and load meet both alike."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:
         if len(pairs) % 2:
-            theirs, ours = other(turn), this(turn)
+            theirs, ours = other(TURN), this(TURN)
         else:
-            ours, theirs = this(turn), other(turn)
+            ours, theirs = this(TURN), other(TURN)
         pairs.append((ours, theirs))
     return pairs
 
@@ -86,66 +97,72 @@ def take_turns(this: Turn, other: Turn, seconds: float, turn: float = SLICE) -> 
 
 
 class Worker:
-    """A process of `side.py`."""
+    """A process that runs `side.py`."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], threads: int) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [*command, str(HERE / "side.py"), str(threads)], stdin=pipe, stdout=pipe, text=True, env=environment
-        )
+    def __init__(self, python: Sequence[str], arguments: Sequence[str], environment: dict[str, str]) -> None:
+        command, pipe = [*python, str(HERE / "side.py"), *arguments], subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.about = self.answer()
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.communicate()  # closes stdin, which ends it
+        self.process.communicate()  # closes stdin, which ends the process
 
     def ask(self, *command: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        print(json.dumps(command), file=self.process.stdin, flush=True)
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with {self.process.wait()}")
+            raise RuntimeError(f"{self.process.args}: ended with exit code {self.process.wait()}")
         return json.loads(line)
 
     def time(self, seconds: float) -> float:
         self.ask("time", seconds)
-        found: float = self.answer()
-        return found
+        return float(self.answer())
 
 
 @contextmanager
-def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
-    """This interpreter with its own `regard`, and with the one in `site`.
+def workers(site: Path, *arguments: str) -> Iterator[tuple[Worker, Worker]]:
+    """This interpreter with its own `regard`, and with the one in the folder `site`.
 
-    An editable install puts a finder before all paths; without the module `site` (-S) it does not exist, and the
-    packages come through PYTHONPATH. It acts on imports alone, so calls cost the same.
+    An editable install puts a finder before all folders. Python's option -S leaves it out, and PYTHONPATH
+    then gives the other packages. The finder acts on imports alone: it makes no call slower.
     """
-    other = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
+    path = os.pathsep.join([str(site), *filter(None, sys.path)])
     with ExitStack() as stack:
-        both = (
-            stack.enter_context(Worker([sys.executable], dict(os.environ), threads)),
-            stack.enter_context(Worker([sys.executable, "-S"], other, threads)),
-        )
-        found = Path(both[1].about["file"])
-        if site not in found.parents:
-            raise RuntimeError(f"regard: expected the other commit's in {site}, got {found}")
-        yield both
+        this = stack.enter_context(Worker([sys.executable], arguments, dict(os.environ)))
+        other = Worker([sys.executable, "-S"], arguments, os.environ | {"PYTHONPATH": path})
+        stack.enter_context(other)
+        if site not in Path(other.about["file"]).parents:
+            raise RuntimeError(f"regard: expected that of the other commit in {site}, got {other.about}")
+        yield this, other
 
 
-def measured(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None) -> Row:
+def timed(name: str, both: tuple[Worker, Worker], options: argparse.Namespace, checked: bool) -> Row:
+    """Prepares a row on both sides, and times it if both results are right."""
     for worker in both:
-        worker.ask("prepare", name, shrink)
-    faults = [worker.answer() for worker in both]
-    said = [f"{who}: {fault}" for who, fault in zip(("this", "other"), faults, strict=True) if fault]
-    if said:
-        return Row(name, fault="; ".join(said))
-    return Row(name, take_turns(both[0].time, both[1].time, seconds))
+        worker.ask("prepare", name, options.shrink, checked)
+    this, other = both
+    faults = this.answer(), other.answer()
+    pairs = [] if any(faults) else take_turns(this.time, other.time, options.seconds)
+    return Row(name, pairs, faults)
+
+
+def add_pass(
+    rows: dict[str, Row], names: Sequence[str], site: Path, options: argparse.Namespace
+) -> list[str]:
+    """Adds times of new processes to the rows. Returns the kernels that the two sides use."""
+    arguments = [str(options.threads), *["--realtime"] * options.realtime]
+    with workers(site, *arguments) as both, Progress(transient=True) as progress:
+        for name in progress.track(names, description="timing"):
+            row = timed(name, both, options, checked=name not in rows)
+            rows[name] = rows[name] + row if name in rows else row
+        return [worker.about["isa"] for worker in both]
 
 
 # The other commit
@@ -157,24 +174,49 @@ def git(*arguments: str) -> str:
 
 
 def built(sha: str, console: Console) -> Path:
-    """Returns the folder with the installed `regard` of a commit. It is built there if it does not exist yet."""
+    """Returns the folder with the `regard` of a commit, which is made if that was not done before."""
     home = ROOT / "build" / "against" / sha
-    if home.exists():
-        return home
-    console.print(f"Building the core of {sha[:12]}")
-    tree, fresh = home.with_suffix(".tree"), home.with_suffix(".new")
-    for old in (tree, fresh):
-        shutil.rmtree(old, ignore_errors=True)
+    if not home.exists():
+        tree, site = home.with_suffix(".tree"), home.with_suffix(".site")
+        for folder in (tree, site):
+            shutil.rmtree(folder, ignore_errors=True)
+        unpack(sha, tree)
+        if has_our_core(sha):
+            copy_core(tree, site)
+        else:
+            console.print(f"Building the core of {sha[:12]}")
+            install(tree, site)
+        shutil.rmtree(tree)
+        site.rename(home)  # so it is whole
+    return home
+
+
+def unpack(sha: str, tree: Path) -> None:
     tree.mkdir(parents=True)
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", sha], capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
-    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
-    options = ["--no-build-isolation", "--no-deps", "--target", str(fresh)]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = os.environ | {"PATH": path, "REGARD_REQUIRE_CORE": "1"}
-    subprocess.run([*install, *options, str(tree)], env=environment, check=True)
-    shutil.rmtree(tree)
-    return fresh.rename(home)
+    with subprocess.Popen(["git", "-C", str(ROOT), "archive", sha], stdout=subprocess.PIPE) as archive:
+        subprocess.run(["tar", "-x", "-C", str(tree)], stdin=archive.stdout, check=True)
+
+
+def has_our_core(sha: str) -> bool:
+    """Whether this tree compiles the same core as the commit."""
+    return not git("diff", "--name-only", sha, "--", "native", "CMakeLists.txt", "pyproject.toml")
+
+
+def copy_core(tree: Path, site: Path) -> None:
+    """Puts the Python files of `tree` and this tree's core into `site`."""
+    shutil.copytree(tree / "src" / "regard", site / "regard")
+    for folder in map(Path, regard.__path__):  # an editable install has two: sources, and the core
+        for core in folder.rglob("_core*.so"):
+            shutil.copy2(core, site / "regard" / core.relative_to(folder))
+
+
+def install(tree: Path, site: Path) -> None:
+    """Compiles `tree` as for a user, into `site`."""
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    options = ["--no-build-isolation", "--no-deps", "--target", str(site)]
+    environment = os.environ | {"PATH": tools, "REGARD_REQUIRE_CORE": "1"}
+    subprocess.run([*pip, *options, str(tree)], env=environment, check=True)
 
 
 # The command
@@ -185,35 +227,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.console()
     names = chosen(options.only)
     sha = git("rev-parse", "--verify", f"{options.ref}^{{commit}}")
-    site = options.site or built(sha, console)
-    load = Load()
-    with Progress(console=console, transient=True) as progress:
-        rows, about = compare(names, site, options, options.seconds, progress)
-        for _ in range(options.again):
-            slow = [row.name for row in rows.values() if row.slower(options.limit)]
-            if slow:
-                rows |= compare(slow, site, options, 3 * options.seconds, progress)[0]
-    console.print(header(sha, about, options, load), highlight=False)
-    console.print(table(list(rows.values()), options.limit))
-    return verdict(list(rows.values()), options.limit, console)
+    site = built(sha, console)
+    load, rows = Load(), dict[str, Row]()
+    for _ in range(options.passes):
+        isas = add_pass(rows, names, site, options)
+    for _ in range(MORE_PASSES):
+        if slow := [row.name for row in rows.values() if row.slower(limit(row, options))]:
+            add_pass(rows, slow, site, options)
+    console.print(header(sha, isas, options, load), highlight=False)
+    console.print(table(rows.values(), options))
+    said, code = verdict(rows.values(), options)
+    console.print(said, highlight=False)
+    return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ref", metavar="REF", help="the other commit; HEAD: without what is not committed")
+    parser.add_argument("ref", metavar="REF", help="the other commit; HEAD to see what is not committed yet")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="part of a row's name")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the time")
-    parser.add_argument("--limit", type=float, default=1.03, help="largest ratio of this tree's time")
+    parser.add_argument("--quick", action="store_true", help="two short passes")
+    parser.add_argument("--limit", type=float, default=1.03, help="of this tree's time by the other's")
+    parser.add_argument("--small-limit", type=float, default=1.02, help="for tiny calls and steps of caches")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, help="for each row (default 4; 1 with --quick)")
-    parser.add_argument("--again", type=int, default=2, help="how often slow rows are measured again")
+    parser.add_argument("--realtime", action="store_true", help="before all other processes; mostly for root")
+    parser.add_argument("--passes", type=int, help="default 4; 2 with --quick")
+    parser.add_argument("--seconds", type=float, help="for a row in a pass (default 1; 0.2 with --quick)")
     parser.add_argument("--shrink", type=int, metavar="L", help="cut rows to L tokens")
-    parser.add_argument("--site", type=Path, help="a folder with the other `regard`, installed already")
     options = parser.parse_args(arguments)
-    if options.seconds is None:
-        options.seconds = 1.0 if options.quick else 4.0
+    options.arguments = sys.argv[1:] if arguments is None else arguments
+    options.passes = options.passes or (2 if options.quick else 4)
+    options.seconds = options.seconds or (0.2 if options.quick else 1.0)
     return options
 
 
@@ -224,54 +269,48 @@ def chosen(only: Sequence[str]) -> list[str]:
     return names
 
 
-def compare(
-    names: Sequence[str], site: Path, options: argparse.Namespace, seconds: float, progress: Progress
-) -> tuple[dict[str, Row], list[str]]:
-    """Returns the rows by name, and the kernels that the two sides use."""
-    task = progress.add_task("timing", total=len(names))
-    rows = {}
-    with workers(site, options.threads) as both:
-        for name in names:
-            progress.update(task, description=f"timing {name}")
-            rows[name] = measured(name, both, seconds, options.shrink)
-            progress.advance(task)
-        return rows, [worker.about["isa"] for worker in both]
+def limit(row: Row, options: argparse.Namespace) -> float:
+    return float(options.small_limit if row.name.startswith(("tiny", "step")) else options.limit)
 
 
 def header(sha: str, isas: Sequence[str], options: argparse.Namespace, load: Load) -> str:
+    """Where the times come from: the machine, the two commits, and the command."""
     this = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    lines = [
+        f"{cpu_name()}, threads: {options.threads}",
+        f"this tree: {this}, kernels {isas[0]}; the other: {sha[:12]}, kernels {isas[1]}",
+        f"python benchmarks/against.py {shlex.join(options.arguments)}",
+    ]
     others = load.others()
-    busy = "" if others is None else f", other processes took {others:.0%} of the CPUs"
-    return (
-        f"{cpu_name()}, threads: {options.threads}{busy}\n"
-        f"this tree: {this} ({isas[0]}), the other: {sha[:12]} ({isas[1]})"
-    )
+    if others is not None and others > BUSY and not options.realtime:
+        lines.append(f"Other processes took {others:.0%} of the CPUs: times need care. Or --realtime.")
+    return "\n".join(lines)
 
 
-def table(rows: Sequence[Row], limit: float) -> Table:
-    """Times, the ratio of the best, and the ratios of the pairs: median and quartiles."""
-    found = Table("row", "this", "other", "ratio", "median", "quartiles", "", box=SIMPLE_HEAD)
+def table(rows: Iterable[Row], options: argparse.Namespace) -> Table:
+    """Best times and their ratio; then of the ratios in turns the median and the quartiles."""
+    shown = Table("row", "this", "other", "ratio", "median", "quartiles", "", box=SIMPLE_HEAD)
     for row in rows:
-        if row.fault:
-            found.add_row(row.name, *[""] * 5, row.fault)
+        if any(row.faults):
+            said = zip(("this tree", "the other"), row.faults, strict=True)
+            shown.add_row(row.name, *[""] * 5, "; ".join(f"{who}: {fault}" for who, fault in said if fault))
             continue
-        first, median, third = row.quartiles
-        times = map(duration, row.best)
-        spread = f"{first:.3f} to {third:.3f}"
-        found.add_row(
-            row.name, *times, f"{row.ratio:.3f}", f"{median:.3f}", spread, "slower" * row.slower(limit)
-        )
-    return found
+        first, median, third = (f"{x:.3f}" for x in row.quartiles)
+        times, mark = map(duration, row.best), "slower" if row.slower(limit(row, options)) else ""
+        shown.add_row(row.name, *times, f"{row.ratio:.3f}", median, f"{first} to {third}", mark)
+    return shown
 
 
 def duration(seconds: float) -> str:
-    return f"{1e6 * seconds:.2f} us" if seconds < 1e-3 else report.milliseconds(seconds)
+    return report.milliseconds(seconds) if seconds >= 1e-3 else f"{1e6 * seconds:.2f} us"
 
 
-def verdict(rows: Sequence[Row], limit: float, console: Console) -> int:
-    slow = [row.name for row in rows if row.slower(limit)]
-    wrong = [row.name for row in rows if row.fault]
-    return 1 if slow or wrong else 0
+def verdict(rows: Iterable[Row], options: argparse.Namespace) -> tuple[str, int]:
+    """What to say, and the exit code."""
+    wrong = [row.name for row in rows if row.faults[0]]
+    slow = [row.name for row in rows if row.slower(limit(row, options))]
+    said = [f"{what}: {', '.join(names)}." for what, names in (("Wrong", wrong), ("Slower", slow)) if names]
+    return " ".join(said) or "No row is slower.", 1 if said else 0
 
 
 if __name__ == "__main__":
