@@ -39,6 +39,7 @@ TURN = 0.05  # seconds
 LEAST = 2  # turns of each side in a pass
 MORE_PASSES = 6  # for rows that look slower
 BUSY = 0.1  # share of the CPUs that others may take before the times need care
+Options = argparse.Namespace
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
 Pair = tuple[float, float]  # seconds of this tree and of the other commit, in turns side by side
 
@@ -97,12 +98,15 @@ def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
 
 
 class Worker:
-    """A process that runs `side.py`."""
+    """A process that runs `side.py`. Its first answer says what it has imported."""
 
-    def __init__(self, python: Sequence[str], arguments: Sequence[str], environment: dict[str, str]) -> None:
-        command, pipe = [*python, str(HERE / "side.py"), *arguments], subprocess.PIPE
+    about: dict[str, str]
+
+    def __init__(self, python: Sequence[str], environment: dict[str, str], options: Options) -> None:
+        command, pipe = [*python, str(HERE / "side.py"), str(options.threads)], subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.about = self.answer()
+        if options.realtime:  # also for the threads that it will start
+            os.sched_setscheduler(self.process.pid, os.SCHED_RR, os.sched_param(1))
 
     def __enter__(self) -> Worker:
         return self
@@ -127,7 +131,7 @@ class Worker:
 
 
 @contextmanager
-def workers(site: Path, *arguments: str) -> Iterator[tuple[Worker, Worker]]:
+def workers(site: Path, options: Options) -> Iterator[tuple[Worker, Worker]]:
     """This interpreter with its own `regard`, and with the one in the folder `site`.
 
     An editable install puts a finder before all folders. Python's option -S leaves it out, and PYTHONPATH
@@ -135,15 +139,17 @@ def workers(site: Path, *arguments: str) -> Iterator[tuple[Worker, Worker]]:
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     with ExitStack() as stack:
-        this = stack.enter_context(Worker([sys.executable], arguments, dict(os.environ)))
-        other = Worker([sys.executable, "-S"], arguments, os.environ | {"PYTHONPATH": path})
-        stack.enter_context(other)
+        this = stack.enter_context(Worker([sys.executable], dict(os.environ), options))
+        other = stack.enter_context(
+            Worker([sys.executable, "-S"], os.environ | {"PYTHONPATH": path}, options)
+        )
+        this.about, other.about = this.answer(), other.answer()
         if site not in Path(other.about["file"]).parents:
             raise RuntimeError(f"regard: expected that of the other commit in {site}, got {other.about}")
         yield this, other
 
 
-def timed(name: str, both: tuple[Worker, Worker], options: argparse.Namespace, checked: bool) -> Row:
+def timed(name: str, both: tuple[Worker, Worker], options: Options, checked: bool) -> Row:
     """Prepares a row on both sides, and times it if both results are right."""
     for worker in both:
         worker.ask("prepare", name, options.shrink, checked)
@@ -153,12 +159,14 @@ def timed(name: str, both: tuple[Worker, Worker], options: argparse.Namespace, c
     return Row(name, pairs, faults)
 
 
-def add_pass(
-    rows: dict[str, Row], names: Sequence[str], site: Path, options: argparse.Namespace
-) -> list[str]:
-    """Adds times of new processes to the rows. Returns the kernels that the two sides use."""
-    arguments = [str(options.threads), *["--realtime"] * options.realtime]
-    with workers(site, *arguments) as both, Progress(transient=True) as progress:
+def progress_bar() -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def add_pass(rows: dict[str, Row], names: Sequence[str], site: Path, options: Options) -> list[str]:
+    """Adds the times of two new processes to the rows. Returns the kernels that they use."""
+    with workers(site, options) as both, progress_bar() as progress:
         for name in progress.track(names, description="timing"):
             row = timed(name, both, options, checked=name not in rows)
             rows[name] = rows[name] + row if name in rows else row
@@ -241,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -269,11 +277,11 @@ def chosen(only: Sequence[str]) -> list[str]:
     return names
 
 
-def limit(row: Row, options: argparse.Namespace) -> float:
+def limit(row: Row, options: Options) -> float:
     return float(options.small_limit if row.name.startswith(("tiny", "step")) else options.limit)
 
 
-def header(sha: str, isas: Sequence[str], options: argparse.Namespace, load: Load) -> str:
+def header(sha: str, isas: Sequence[str], options: Options, load: Load) -> str:
     """Where the times come from: the machine, the two commits, and the command."""
     this = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     lines = [
@@ -287,7 +295,7 @@ def header(sha: str, isas: Sequence[str], options: argparse.Namespace, load: Loa
     return "\n".join(lines)
 
 
-def table(rows: Iterable[Row], options: argparse.Namespace) -> Table:
+def table(rows: Iterable[Row], options: Options) -> Table:
     """Best times and their ratio; then of the ratios in turns the median and the quartiles."""
     shown = Table("row", "this", "other", "ratio", "median", "quartiles", "", box=SIMPLE_HEAD)
     for row in rows:
@@ -305,7 +313,7 @@ def duration(seconds: float) -> str:
     return report.milliseconds(seconds) if seconds >= 1e-3 else f"{1e6 * seconds:.2f} us"
 
 
-def verdict(rows: Iterable[Row], options: argparse.Namespace) -> tuple[str, int]:
+def verdict(rows: Iterable[Row], options: Options) -> tuple[str, int]:
     """What to say, and the exit code."""
     wrong = [row.name for row in rows if row.faults[0]]
     slow = [row.name for row in rows if row.slower(limit(row, options))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -123,9 +122,7 @@ def best_time(call: Call, seconds: float) -> float:
 
 
 @torch.no_grad()
-def main(threads: int, realtime: bool) -> None:
-    if realtime:  # before PyTorch starts its threads, which inherit it
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+def main(threads: int) -> None:
     torch.set_num_threads(threads)
     side = Side()
     about = {"file": regard.__file__, "isa": report().get("native isa", "none")}
@@ -136,4 +133,4 @@ def main(threads: int, realtime: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "--realtime" in sys.argv)
+    main(int(sys.argv[1]))
