@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from regard._api.stored import attend_stored
+from regard._call.spec import Options
 from regard.cache import KVCache, LatentCache, QuantizedCache, SlidingCache
 
 H, Hkv, D, HELD = 8, 2, 64, 64
@@ -57,7 +58,7 @@ def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
 
     def stored() -> None:
         for store in rows:
-            attend_stored(q, store, mask=mask, scale=scale)
+            attend_stored(q, store, Options(mask=mask, scale=scale))
 
     begin = perf_counter()
     attend()

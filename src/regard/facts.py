@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._call.problem import Problem, Spec
+from ._call.spec import Problem, Spec
 from ._tools.arguments import (
     brief,
     broadcasts,

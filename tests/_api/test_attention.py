@@ -21,7 +21,8 @@ from regard._backends import dispatch as _dispatch
 from regard._backends import reference
 from regard._backends.native import attention as _native
 from regard._backends.torch import attention as _torch
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from support import assert_close
 
 needs_core = pytest.mark.skipif(_native.reason_unavailable() is not None, reason="no compiled core")
@@ -108,7 +109,7 @@ def test_auto_without_a_core_takes_torch_then_the_reference(monkeypatch: pytest.
     monkeypatch.setattr(_native, "reason_unavailable", lambda: "not built")
     q, k, v = qkv(11)
     assert _dispatch.choose(make(q, k, v)) == "torch"
-    assert _dispatch.choose(make(q, k, v, softcap=1.0, dropout=0.5)) == "reference"
+    assert _dispatch.choose(make(q, k, v, Options(softcap=1.0, dropout=0.5))) == "reference"
     assert regard.plan(q, k, v).against["native"] == ("not built",)
 
 
@@ -237,7 +238,7 @@ def test_a_bool_tensor_is_not_copied_and_may_have_any_rank() -> None:
     assert_close(regard.attention(q, k, v, mask=keep), regard.attention(q, k, v, mask=keep.expand(5, 5)))
     assert_close(regard.attention(q, k, v, mask=torch.tensor(True)), regard.attention(q, k, v))
     square = torch.rand(5, 5) < 0.5
-    assert make(q, k, v, mask=square).tensors[0].data_ptr() == square.data_ptr()
+    assert make(q, k, v, Options(mask=square)).tensors[0].data_ptr() == square.data_ptr()
 
 
 @needs_core

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from regard._api.stored import attend_stored
 from regard._backends.native import attention as _native
-from regard._call.linear import Linear, Options
+from regard._call.linear import Linear, LinearOptions
 from regard._call.linear import check as check_call
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard._call.stored import Stored
 from support import linear as linear_cases
 from support.evidence import every_fact, numbers, run, without_dropout
@@ -121,7 +122,7 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
     options = {
         n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
     }
-    problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
+    problem = make(*(guard.moved(x) for x in call[:3]), Options(**options, return_lse=True))
     problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
     with guard.results():
         out, lse = _native.forward(problem)
@@ -177,7 +178,7 @@ def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
 
 def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
-    given = Options(**{"causal": True, **dict.fromkeys(Options._fields[2:]), **case.options})
+    given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
     p = check_call(case.q, case.k, case.v, None, given)[1]
     with _native.use_isa(isa):
         dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._autograd.attention import run
 from .._backends import reference
 from .._backends.dispatch import choose
-from .._call.problem import Bias, make
+from .._call.make import make
+from .._call.spec import Bias, Options, fast_new
 from .._tools.listeners import listeners, tell
 from ..masks import Mask
 from .packed import attend_jagged
@@ -100,17 +101,12 @@ def attention(
         >>> regard.attention(q, k, v, mask=masks.Causal()).shape
         torch.Size([2, 8, 128, 64])
     """
+    options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     if type(q) is not Tensor and getattr(q, "is_nested", False):
-        return attend_jagged(
-            attention, q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-            dropout=dropout, seed=seed, return_lse=return_lse, impl=impl,
-        )  # fmt: skip
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=seed, return_lse=return_lse,
-    )  # fmt: skip
+        return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
+    problem = make(q, k, v, options)
     if listeners:
-        tell(q, k, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink)
+        tell(q, k, **options.of_weights())
     out, lse = run(problem, choose(problem, impl))
     return out if lse is None else (out, lse)
 
@@ -139,10 +135,7 @@ def weights(
     Example:
         >>> regard.weights(q, k, v, mask=masks.Causal())[0, 0].sum(-1)   # (Lq,) ones
     """
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=seed,
-    )  # fmt: skip
+    problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed))
     spec = problem.spec
     count = spec.B * spec.Hq * spec.Lq * spec.Lk
     if count > MAX_WEIGHTS:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd.attention import canonical
-from .._autograd.ops import problem_of
 from .._backends import reference
 from .._backends.dispatch import check_name, preference, reasons
 from .._backends.native import evidence as _evidence_native
 from .._backends.torch import evidence as _evidence_torch
-from .._call.problem import Bias, Problem, learned, make
+from .._call.layout import canonical
+from .._call.make import make
+from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
 from .._tools.watching import PLAIN, is_followed
 from ..facts import ColumnMass, Fact, MassOn, Parts
@@ -75,18 +75,17 @@ def evidence(
         >>> found = regard.evidence(q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
         >>> found[0].keys.shape, found[1].nats.shape
     """
-    options = {"mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink}
-    found: Evidence = _find(q, k, v, want, options, impl)
+    found: Evidence = _find(q, k, v, want, Options(mask, offset, bias, scale, softcap, sink), impl)
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(
-    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: dict[str, Any], impl: str
+    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: Options, impl: str
 ) -> Evidence:
     _check_want(want)
     with torch.no_grad():
-        problem = make(q, k, _no_values(k, v), **options)
+        problem = make(q, k, _no_values(k, v), options)
         _check_plain(problem)
         for fact in want:
             fact.check(problem.spec)
@@ -194,4 +193,4 @@ def _run(problem: Problem, want: Sequence[Fact], name: str) -> list[Parts]:
         return _evidence_native.evidence(problem, want)
     if name == "reference":
         return reference.evidence(problem, want)
-    return _evidence_torch.evidence(problem_of(canonical(problem)), want)
+    return _evidence_torch.evidence(canonical(problem), want)

@@ -14,8 +14,8 @@ from .._autograd.linear import run
 from .._backends.dispatch import FORCED, check_name, preference
 from .._backends.native.attention import reason_unavailable
 from .._call.layout import as_given
-from .._call.linear import Linear, LinearState, Options, Result, check, state_dims
-from .._call.problem import Problem, Spec
+from .._call.linear import Linear, LinearOptions, LinearState, Result, check, state_dims
+from .._call.spec import Problem, Spec
 from .._tools.arguments import describe
 from .._tools.watching import is_followed
 
@@ -106,7 +106,7 @@ def linear_attention(
         torch.Size([2, 8, 64, 64])
     """
     q, k = _features(feature_map, q, k)
-    options = Options(causal, normalize, log_decay, beta, lengths, state)
+    options = LinearOptions(causal, normalize, log_decay, beta, lengths, state)
     problem, call = check(q, k, v, scale, options)
     name = _choose(problem, call, impl)
     found = run(call, name)

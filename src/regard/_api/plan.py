@@ -11,7 +11,8 @@ from .._backends import dispatch as _dispatch
 from .._backends.native import attention as _native
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
-from .._call.problem import Bias, Problem, Spec, learned, make
+from .._call.make import make
+from .._call.spec import Bias, Options, Problem, Spec, learned
 from ..masks import Mask
 
 COUNTED = 2**26  # without the native core, masks of up to this many pairs are counted from their dense form
@@ -75,10 +76,8 @@ def plan(
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
     """
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=0 if seed is None else seed, return_lse=return_lse,
-    )  # fmt: skip
+    seed = 0 if seed is None else seed  # PyTorch's generator stays where it is
+    problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     name = _dispatch.choose(problem, impl)
     against = {other: _dispatch.reasons(problem, other) for other in _dispatch.BACKENDS if other != name}
     pairs, touched, scratch, tasks = _work(problem, name)

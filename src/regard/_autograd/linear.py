@@ -13,7 +13,7 @@ from .._backends.native import attention as _native
 from .._backends.native.attention import LinearKept
 from .._backends.torch import linear as _linear_torch
 from .._call.linear import Linear, Result
-from .._call.problem import any_needs_grad
+from .._call.make import any_needs_grad
 
 Maybe = Tensor | None
 INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a Linear

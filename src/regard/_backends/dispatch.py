@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .._call.problem import Problem
+from .._call.spec import Problem
 from .._tools.arguments import describe
 from . import reference
 from .native import attention as _native

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
 from .layout import heads_4d
-from .problem import Problem, Spec, Strides, make
+from .make import make
+from .spec import Options, Problem, Spec, Strides, compute_dtype
 
 SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
 
@@ -24,7 +25,7 @@ class LinearState(NamedTuple):
     z: Tensor | None = None  # (..., Hkv, D): the decayed sum of k, where the result is normalised
 
 
-class Options(NamedTuple):
+class LinearOptions(NamedTuple):
     """The keyword arguments of `linear_attention` that are not in a Problem."""
 
     causal: bool
@@ -53,7 +54,7 @@ class Linear(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.q.dtype is torch.float64 else torch.float32
+        return compute_dtype(self.q.dtype)
 
 
 class Result(NamedTuple):
@@ -64,9 +65,11 @@ class Result(NamedTuple):
     z: Tensor | None  # (B, Hkv, D) in the compute dtype, where the result is normalised
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) -> tuple[Problem, Linear]:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions
+) -> tuple[Problem, Linear]:
     """The checked call: sizes and the caller's layout, and the canonical form."""
-    problem = make(q, k, v, scale=scale)
+    problem = make(q, k, v, Options(scale=scale))
     spec = problem.spec
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)
@@ -77,7 +80,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) 
     )  # fmt: skip
 
 
-def _check_flags(spec: Spec, given: Options) -> None:
+def _check_flags(spec: Spec, given: LinearOptions) -> None:
     for name, flag in (("causal", given.causal), ("normalize", given.normalize)):
         if type(flag) is not bool:
             raise TypeError(f"{name}: expected a bool, got {describe(flag)}")
@@ -129,7 +132,7 @@ def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> 
         )
 
 
-def _flat_state(spec: Spec, given: Options) -> tuple[Tensor | None, Tensor | None]:
+def _flat_state(spec: Spec, given: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
     """S (B, Hkv, D, Dv) and z (B, Hkv, D)."""
     state = given.state
     if state is None:

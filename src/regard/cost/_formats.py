@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._call.problem import DTYPES
+from .._call.spec import DTYPES
 from .._tools.arguments import describe
 
 

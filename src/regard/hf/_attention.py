@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from .._api.attention import attention, weights
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._tools.arguments import describe
 from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged
@@ -187,6 +188,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) 
     else:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, **options)
+        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, Options(**options))
     out: Tensor = found
     return out if out.dtype is query.dtype else out.to(query.dtype)

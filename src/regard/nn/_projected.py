@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import describe, holds_integers, probability, readable, tensor_of
 from ._sizes import sizes
 from ._state import Whole

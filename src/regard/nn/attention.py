@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import packing
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache

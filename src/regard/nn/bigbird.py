@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ._call import both

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._api.attention import attention
 from .._api.merge import merge
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
 from ._call import both

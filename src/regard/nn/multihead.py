@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import packing
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
 from ._call import is_nested

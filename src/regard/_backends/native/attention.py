@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._call.linear import SEGMENT, Linear, Result
-from ..._call.problem import MAX_SPECS, Problem, Spec
+from ..._call.memory import MAX_SPECS
+from ..._call.spec import Problem, Spec
 from ..._call.stored import GROUP, HALF, New, Stored
 from ..._tools.arguments import describe
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import masks
 from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...scores import Alibi
 
 INF = float("inf")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._call.dropout import kept_at
-from ..._call.problem import Problem, Spec
+from ..._call.spec import Problem, Spec
 from ...masks._part import Rectangle, cut, part_of
 
 INF = float("inf")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...masks._part import cut
 from .boxes import INF, Box, Part, parts
 from .higher import softmax, stained, times

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...masks._part import cut
 from .boxes import Part, Six, gather, inputs, parts
 
