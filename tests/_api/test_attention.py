@@ -118,9 +118,10 @@ def test_auto_elsewhere_is_torch() -> None:
     assert _dispatch.choose(make(q, k, v)) == "torch"
 
 
-@pytest.mark.parametrize("module", [_torch, reference, _native], ids=["torch", "reference", "native"])
-def test_a_named_backend_never_falls_back(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = module.__name__.rpartition(".")[2].strip("_")
+@pytest.mark.parametrize(
+    ("name", "module"), [("torch", _torch), ("reference", reference), ("native", _native)]
+)
+def test_a_named_backend_never_falls_back(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "reason_unavailable", lambda: None)
     monkeypatch.setattr(module, "reasons", lambda problem: ("it is Sunday",))
     arguments = torch.randn(3, 5, 8), torch.randn(3, 13, 8), torch.randn(3, 13, 2)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from regard._tools import measuring as _measuring
 from regard.nn import Graph, GraphAttention
-from regard_gallery.apps._plain import plain
 from support import assert_close
 
 N, E, D = 23, 71, 11
@@ -90,14 +89,6 @@ def test_it_is_the_layer_of_pytorch_geometric(mean: bool) -> None:
     theirs = torch.autograd.grad(other, [x, peer.lin.weight, peer.att_src, peer.att_dst], seen)
     for a, b in zip(mine, theirs, strict=True):
         assert_close(a, b.view_as(a), rtol=1e-4, atol=1e-5)
-
-
-def test_plain_pytorch_gives_the_same() -> None:
-    given, x = graph(), torch.randn(N, D)
-    model = torch.nn.Sequential(GraphAttention(D, 5, 3))
-    before = model[0](x, given)
-    assert_close(plain(model)[0](x, given), before, rtol=1e-5, atol=1e-6)
-    assert type(model[0]).__name__ == "PlainGraphAttention"
 
 
 def test_dropout_is_of_weights_and_in_training_only() -> None:

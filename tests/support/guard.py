@@ -1,4 +1,4 @@
-"""Calls whose tensors lie flush against pages that must not be touched. `python -m support.guard first count isa...`
+"""Calls whose tensors lie flush against pages that must not be touched: `-m support.guard first count isa...`
 Every seed makes a call of `attention`, one over stored keys, one of linear attention and its gradient,
 and one of `evidence`.
 

@@ -14,8 +14,8 @@ from statistics import mean
 from typing import Any
 
 from regard_gallery.apps import NAMES
-from regard_gallery.apps._report import threads
-from regard_gallery.apps._run import OWN
+from regard_gallery.apps._frame.report import threads
+from regard_gallery.apps._frame.run import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, README = DOCS / "gallery.md", DOCS.parent / "README.md"

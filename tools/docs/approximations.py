@@ -1,4 +1,4 @@
-"""Pictures of patterns and features for docs/images; `python tools/docs/pictures.py` makes them with the others."""
+"""Pictures of patterns and features for docs/images. `python tools/docs/pictures.py` draws them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pictures of docs/seeing.md: real sentences through the real weights of MiniLM.
 
-`python tools/docs/seeing.py` makes them and prints what was found; `python tools/docs/pictures.py` makes them too.
+`python tools/docs/seeing.py` draws them and prints what was found; `tools/docs/pictures.py` draws them too.
 """
 
 from __future__ import annotations

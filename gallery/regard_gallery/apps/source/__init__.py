@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from ...models.generate import Sampling
-from .._language import LanguageApp
+from .._parts.language import LanguageApp
 
 SHORTEST = 1000  # characters; shorter files only pass names on
 
@@ -23,7 +23,6 @@ class App(LanguageApp):
     length, sequences = 512, 2
     near = 128
     held_out = (10, 4)
-    steps = 4000
     sampling = Sampling(max_tokens=200, temperature=0.3)
 
     @classmethod

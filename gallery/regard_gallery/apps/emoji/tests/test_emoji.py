@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regard_gallery.apps import emoji
-from regard_gallery.models.clip import CLIP, contrast
+from regard_gallery.apps.emoji.model import CLIP, contrast
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard_gallery.apps import translation
-from regard_gallery.apps._lexicon import lexicon, word_by_word
 from regard_gallery.apps.translation import bare, clean, hold_out
+from regard_gallery.apps.translation.baseline import lexicon, word_by_word
+from regard_gallery.apps.translation.beam import Written, beam_search
+from regard_gallery.apps.translation.model import END, START, Sentences, Translator, sentences
 from regard_gallery.models._tokenizers import by_word
-from regard_gallery.models.beam import Written, beam_search
-from regard_gallery.models.translator import END, START, Sentences, Translator, sentences
 
 WORDS = 7
 SOURCE = [[4, 2, 6, END], [3, END], [5, 5, 2, 6, 3, END]]

@@ -1,0 +1,1 @@
+"""What applications share: options, training, checkpoints, runs and reports."""

@@ -1,0 +1,36 @@
+"""What a run is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..._checks import count
+
+MANY = 2**31  # a seed times the longest run stays below 2^63
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run. `out` is where checkpoints and pictures go."""
+
+    quick: bool = False
+    attention: str = "regard"
+    resume: bool = False
+    seed: int = 0
+    seeds: int | None = None  # how many, from `seed` on; default the application's own number
+    out: Path = Path("build/apps")
+
+    def __post_init__(self) -> None:
+        if count("seed", self.seed) >= MANY:
+            raise ValueError(f"seed: expected less than {MANY}, got {self.seed}")
+        if self.seeds is not None:
+            count("seeds", self.seeds, 1)
+
+    def place(self, name: str, ending: str) -> Path:
+        """Of a file. Trials, and runs by PyTorch, do not replace what a full run left."""
+        kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
+        return self.out / f"{name}{kind}{ending}"
+
+    def checkpoint(self, name: str, seed: int | None = None) -> Path:
+        return self.place(name, f"-{self.seed if seed is None else seed}.safetensors")

@@ -1,0 +1,87 @@
+"""What a run prints: the numbers beside those of the baselines, goals, time, and where the files are."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import torch
+
+from regard.cli.console import tables
+
+from .application import Application
+from .options import Options
+from .run import OWN, Report, load, run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(kind: type[Application], report: Report) -> Table:
+    """The numbers, baselines first. Over several seeds: the mean, and how far apart they are."""
+    from rich.table import Table
+
+    measures = kind.more + kind.less
+    made = Table("", *measures, title=kind.name)
+    own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
+    for name, found in report.scores.items():
+        shown = own if name == OWN else name
+        made.add_row(shown, *(_cell([scores[m] for scores in found]) for m in measures))
+    return made
+
+
+def _cell(values: list[float]) -> str:
+    spread = f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
+    return f"{mean(values):.4f}{spread}"
+
+
+def write(kind: type[Application], report: Report, options: Options) -> None:
+    """The numbers as JSON, for the gallery."""
+    numbers = {
+        "measures": kind.more + kind.less,
+        "more is better": kind.more,
+        "peers": kind.peers,
+        "scores": report.scores,
+        "reached": report.reached,
+        "alone": report.alone,
+        "seconds": [outcome.seconds for outcome in report.outcomes],
+        "whole": [outcome.whole for outcome in report.outcomes],
+        "threads": [outcome.threads for outcome in report.outcomes],
+        "step": report.step,
+        "step threads": torch.get_num_threads(),
+        "ratio": report.ratio,
+    }
+    path = options.place(kind.name, ".json")
+    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def command(kind: type[Application], options: Options, request: str | None = None) -> int:
+    """What the command line does; 1 if a full run has not reached its goals."""
+    from rich.console import Console
+
+    show = Console(highlight=False, markup=False, soft_wrap=True).print
+    if request is not None:
+        for name, given in (("resume", options.resume), ("seeds", options.seeds is not None)):
+            if given:
+                raise ValueError(f"{name}: expected nothing beside use, which trains nothing")
+        app, model = load(kind, options)
+        with torch.no_grad():
+            show(app.use(model, request))
+        return 0
+    report = run(kind, options)
+    write(kind, report, options)
+    tables().print(table(kind, report))
+    for goal, reached in report.goals.items():
+        show(f"{'yes' if reached else 'NO '}  {goal}")
+    whole, trained = (mean(getattr(one, part) for one in report.outcomes) for part in ("whole", "seconds"))
+    show(f"each seed took {whole:.0f} s, of which training {trained:.0f} s")
+    now = threads(torch.get_num_threads())
+    show(f"a training step takes {1000 * report.step:.0f} ms with {now}, and with PyTorch's attention")
+    show(f"{report.ratio:.2f} times as long as with Regard's")
+    show(f"picture {report.picture}, checkpoint {report.checkpoint}")
+    return 0 if report.reached or options.quick else 1
+
+
+def threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

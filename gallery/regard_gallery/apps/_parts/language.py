@@ -1,0 +1,166 @@
+"""What the two language models share: documents, tokens, bits per byte, n-grams to beat, writing on."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...models._tokenizers import trained as trained_tokenizer
+from ...models.generate import Sampling
+from .._frame.application import Application, Recipe, Scores, shuffled
+from .._frame.pictures import BLUE, GREY, figure, save
+from .decoder import Decoder, write
+from .ngram import NGrams
+
+END = "<end>"  # of a document; token 0
+BYTES = 257  # and the end
+ORDER = 5
+VALIDATED = 30_000  # characters of each document
+AT_ONCE = 8  # sequences, in evaluation
+DRAWN = 400  # sequences
+
+
+class LanguageApp(Application):
+    """A decoder on documents, of which some are held out, beside n-grams of the same tokens and of bytes."""
+
+    less = ("bits per byte",)
+    vocabulary: ClassVar[int]
+    length: ClassVar[int]  # tokens of a sequence
+    sequences: ClassVar[int]  # of a batch
+    held_out: ClassVar[tuple[int, int]]  # documents for the test and for validation
+    near: ClassVar[int | None] = None  # of the decoder
+    full = Recipe(4000, rate=4e-3, decay=0.1, warmup=200, every=500)
+    sampling: ClassVar[Sampling]
+
+    @classmethod
+    @abstractmethod
+    def documents(cls) -> list[str]: ...
+
+    def load(self) -> None:
+        texts = self.documents()
+        order = shuffled(len(texts), self.seed).tolist()
+        cut = 20_000 if self.quick else None
+        texts = [texts[i][:cut] for i in (order[:10] if self.quick else order)]
+        tested, validated = (2, 1) if self.quick else self.held_out
+        self.tested = texts[:tested]
+        self.validated = [text[:VALIDATED] for text in texts[tested : tested + validated]]
+        self.trained = texts[tested + validated :]
+        size = 300 if self.quick else self.vocabulary
+        self.tokenizer = trained_tokenizer(self.trained, size, control=[END], first_space=False)
+        self.size: int = self.tokenizer.get_vocab_size()
+        self.tokens = self.encode(self.trained)
+
+    def encode(self, texts: list[str]) -> Tensor:
+        """(n,): an end stands before the first document and after each."""
+        found = [[0], *([*own.ids, 0] for own in self.tokenizer.encode_batch(texts))]
+        return torch.tensor([token for own in found for token in own])
+
+    def model(self) -> nn.Module:
+        return Decoder(self.size, near=self.near)
+
+    def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        """(B, length + 1), from anywhere in the training documents."""
+        begins = torch.randint(len(self.tokens) - self.length, (self.sequences,), generator=generator)
+        return torch.stack([self.tokens[at : at + self.length + 1] for at in begins.tolist()])
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def measure(self, model: nn.Module, held: list[str]) -> Scores:
+        bits = self.bits(model, self.encode(held)).double().sum()
+        return {"bits per byte": float(bits) / count_bytes(held)}
+
+    def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Of each token after the first, (n - 1,).
+
+        Sequences overlap by half, so that all but the first tokens have half a sequence and more before them.
+        """
+        half = self.length // 2
+        padded = F.pad(tokens, (0, -(len(tokens) - 1) % half + half))
+        sequences = padded[:-1].unfold(0, self.length, half)  # (n, length)
+        following = padded[1:].unfold(0, self.length, half)
+        pairs = zip(sequences.split(AT_ONCE), following.split(AT_ONCE), strict=True)
+        found = torch.cat([_bits(model(x), y) for x, y in pairs])
+        kept = torch.cat([found[0, :half], found[:, half:].flatten()])
+        return kept[: len(tokens) - 1]
+
+    def baselines(self) -> dict[str, Scores]:
+        return {
+            f"{ORDER}-grams of bytes": self._ngrams(_bytes(self.trained), _bytes(self.tested), BYTES),
+            f"{ORDER}-grams of the same tokens": self._ngrams(
+                self.tokens.numpy(), self.encode(self.tested).numpy(), self.size
+            ),
+        }
+
+    def _ngrams(self, trained: Any, tested: Any, vocabulary: int) -> Scores:
+        bits = NGrams(trained, vocabulary, ORDER).bits(tested)[1:]
+        return {"bits per byte": float(bits.sum()) / count_bytes(self.tested)}
+
+    def answer(self, model: nn.Module, request: str) -> str:
+        prompt = [0, *self.tokenizer.encode(request).ids]
+        began = time.perf_counter()
+        written: list[int] = []
+        for token in write(model, prompt, self.sampling):  # type: ignore[arg-type]
+            if token == 0 or self.ended(request, self.tokenizer.decode(written)) is not None:
+                break
+            written.append(token)
+        seconds = time.perf_counter() - began
+        text: str = self.tokenizer.decode(written)
+        text = request + text[: self.ended(request, text)]
+        return f"{text.rstrip()}\n\n({len(written)} tokens, {len(written) / seconds:.0f} a second)"
+
+    def ended(self, request: str, written: str) -> int | None:
+        """The place where what was asked for is complete, if there is one."""
+        return None
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, path: Path) -> None:
+        """How many bits a token takes, by how many are before it; n-grams look at four."""
+        tokens = self.encode(self.tested)
+        begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
+        rows = tokens[begins[:, None] + torch.arange(self.length + 1)]  # (DRAWN, length + 1)
+        own = torch.cat([_bits(model(some[:, :-1]), some[:, 1:]) for some in rows.split(AT_ONCE)])
+        grams = NGrams(self.tokens.numpy(), self.size, ORDER)
+        other = torch.from_numpy(np.stack([grams.bits(row)[1:] for row in rows.numpy()]))
+        made, axes = figure(7.4, 3.8)
+        for bits, colour, label in ((other, GREY, f"{ORDER}-grams"), (own, BLUE, self.name)):
+            places, means = by_doubling(bits.mean(0))
+            axes.plot(places, means, color=colour, marker="o", markersize=4, label=label)
+        axes.set(xscale="log", xlabel="tokens before it", ylabel="bits of a token, held out")
+        axes.set_xticks(ticks := [2**i for i in range(int(math.log2(self.length)))], map(str, ticks))
+        axes.minorticks_off()
+        axes.legend(frameon=False)
+        save(made, path)
+
+
+def _bits(scores: Tensor, following: Tensor) -> Tensor:
+    """(B, L, vocabulary), (B, L) -> (B, L)"""
+    return F.cross_entropy(scores.transpose(1, 2), following, reduction="none") / math.log(2)
+
+
+def count_bytes(texts: list[str]) -> int:
+    """An end of a document counts as one."""
+    return sum(len(text.encode()) + 1 for text in texts)
+
+
+def _bytes(texts: list[str]) -> Any:
+    """Bytes as tokens, with the same ends."""
+    found = [0]
+    for text in texts:
+        found += [1 + byte for byte in text.encode()] + [0]
+    return np.array(found)
+
+
+def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
+    """Means over places 1, 2 to 3, 4 to 7, and so on, at the middle of each; the rest is left out."""
+    borders = [2**i for i in range(int(math.log2(len(values) + 1)))]
+    means = [float(values[a - 1 : 2 * a - 1].mean()) for a in borders]
+    return [math.sqrt(a * (2 * a - 1)) for a in borders], means

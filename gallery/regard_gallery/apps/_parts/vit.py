@@ -1,0 +1,68 @@
+"""A vision transformer: an image is cut into patches, which attend to each other as words do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Blocks
+from .images import check_images
+from .looking import layer_rows
+
+BLOCKS = Blocks()
+
+
+class ViT(nn.Module):
+    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS]).
+
+    `patches` makes (B, d_model, size / patch, size / patch) of the images, if not a linear map of each patch.
+    `place_scale` is the deviation of the first vectors of places: of the size of those of the patches, it is
+    known from the start where a patch is.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        outputs: int,
+        blocks: Blocks = BLOCKS,
+        *,
+        channels: int = 1,
+        patches: nn.Module | None = None,
+        place_scale: float = 0.02,
+    ) -> None:
+        super().__init__()
+        d_model = blocks.d_model
+        if size % patch:
+            raise ValueError(f"patch: expected a divisor of size = {size}, got {patch}")
+        self.shape, self.side = (channels, size, size), size // patch
+        self.patches = nn.Conv2d(channels, d_model, patch, patch) if patches is None else patches
+        self.first = nn.Parameter(torch.zeros(d_model))
+        self.places = nn.Parameter(torch.randn(1 + self.side**2, d_model) * place_scale)
+        self.stack = blocks.stack()
+        self.head = nn.Linear(d_model, outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.stack(self.tokens(images))[:, 0])
+        return out
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """(B, 1 + patches, d_model), row by row."""
+        check_images(images, self.shape)
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        first = self.first.expand(len(images), 1, -1)
+        return torch.cat([first, patches], 1) + self.places
+
+    def looks(self, images: Tensor) -> Tensor:
+        """Where the first token looks in the last layer, mean of the heads: (B, side, side), of sum 1."""
+        last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
+        on_patches = last[:, :, 1:].mean(1)
+        shares = on_patches / on_patches.sum(-1, keepdim=True)
+        found: Tensor = shares.unflatten(-1, (self.side, self.side))
+        return found
+
+
+def convolved(channels: int, d_model: int) -> nn.Sequential:
+    """Patches of 4 x 4 by two convolutions, each of which halves the image."""
+    half = nn.Conv2d(channels, d_model // 2, 3, 2, 1)
+    return nn.Sequential(half, nn.GELU(), nn.Conv2d(d_model // 2, d_model, 3, 2, 1))

@@ -1,0 +1,39 @@
+"""A policy that acts on what it has seen so far: causal attention over the last observations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from regard.masks import Window
+from regard.nn import Cache, DecoderBlock
+from regard.positions import Rotary
+
+from .._parts.blocks import Blocks
+from .._parts.looking import layer_weights
+
+BLOCKS = Blocks(layers=2)
+
+
+class HistoryPolicy(nn.Module):
+    """Observations (B, L, observed) -> scores of the actions (B, L, actions) and values of the states (B, L).
+
+    Each layer attends to the present and `history` observations before it. With 0 the policy has no memory.
+    """
+
+    def __init__(self, observed: int, actions: int, history: int, blocks: Blocks = BLOCKS) -> None:
+        super().__init__()
+        d_model, position = blocks.d_model, Rotary(blocks.d_model // blocks.heads)
+        self.embed = nn.Linear(observed, d_model)
+        self.stack = blocks.stack(DecoderBlock, position=position, mask=Window(history, 0))
+        self.act, self.value = nn.Linear(d_model, actions), nn.Linear(d_model, 1)
+
+    def forward(self, seen: Tensor, caches: Sequence[Cache] | None = None) -> tuple[Tensor, Tensor]:
+        """With caches, `seen` are the observations that are new."""
+        states = self.stack(self.embed(seen), caches=caches)
+        return self.act(states), self.value(states).squeeze(-1)
+
+    def weights(self, seen: Tensor) -> list[Tensor]:
+        """What each layer attends to, for observations (L, observed): (heads, L, L)."""
+        return layer_weights(self.stack, self.embed(seen))
