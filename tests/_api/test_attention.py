@@ -6,7 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ import regard
 from regard import info
 from regard import masks as M
 from regard._backends import dispatch as _dispatch
-from regard._backends import reference
 from regard._backends.native import attention as _native
-from regard._backends.torch import attention as _torch
 from regard._call.make import make
 from regard._call.spec import Options
 from support import assert_close
@@ -118,12 +115,11 @@ def test_auto_elsewhere_is_torch() -> None:
     assert _dispatch.choose(make(q, k, v)) == "torch"
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("torch", _torch), ("reference", reference), ("native", _native)]
-)
-def test_a_named_backend_never_falls_back(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["torch", "reference", "native"])
+def test_a_named_backend_never_falls_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "reason_unavailable", lambda: None)
-    monkeypatch.setattr(module, "reasons", lambda problem: ("it is Sunday",))
+    table = _dispatch.TABLE["attention"]
+    monkeypatch.setitem(table, name, table[name]._replace(reasons=lambda problem: ("it is Sunday",)))
     arguments = torch.randn(3, 5, 8), torch.randn(3, 13, 8), torch.randn(3, 13, 2)
     with pytest.raises(
         NotImplementedError, match=f"impl='{name}' cannot run this call: {name}: it is Sunday; poss"
@@ -194,7 +190,9 @@ def test_info_reports_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_fails_when_a_backend_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_torch, "forward", lambda problem: (torch.zeros(problem.spec.out_shape), None))
+    table = _dispatch.TABLE["attention"]
+    zeros = table["torch"]._replace(run=lambda problem: (torch.zeros(problem.spec.out_shape), None))
+    monkeypatch.setitem(table, "torch", zeros)
     assert info.main() == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard._api.stored import attend_stored
 from regard._backends.native import attention as _native
-from regard._call.linear import Linear, LinearOptions
+from regard._call.linear import LinearCall, LinearOptions
 from regard._call.linear import check as check_call
 from regard._call.make import make
 from regard._call.spec import Options
@@ -167,7 +167,7 @@ def check_stored(seed: int, isa: str) -> None:
     assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
 
 
-def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
+def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
     """Results of linear attention, without and with what backward needs, and its gradients."""
     result, kept = _native.linear_saving(p)
     dout, dS, dz = dys
@@ -179,11 +179,11 @@ def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
 def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
     given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
-    p = check_call(case.q, case.k, case.v, None, given)[1]
+    p = check_call(case.q, case.k, case.v, None, given)
     with _native.use_isa(isa):
         dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]
         plain = both_passes(p, dys)
-        moved = Linear(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        moved = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
         with guard.results():
             found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
         same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))

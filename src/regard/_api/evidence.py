@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._backends import reference
-from .._backends.dispatch import check_name, preference, reasons
-from .._backends.native import evidence as _evidence_native
-from .._backends.torch import evidence as _evidence_torch
-from .._call.layout import canonical
+from .._backends.dispatch import TABLE, select
+from .._backends.torch.evidence import COLLECTORS
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
 from .._tools.watching import PLAIN, is_followed
-from ..facts import ColumnMass, Fact, MassOn, Parts
+from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
 
@@ -89,7 +86,7 @@ def _find(
         _check_plain(problem)
         for fact in want:
             fact.check(problem.spec)
-        parts = _run(problem, want, _choose(problem, impl))
+        parts = TABLE["evidence"][select("evidence", problem, impl)].run(problem, want)
     outer = problem.spec.out_shape[:-2]
     return Evidence(want, [fact.result(x, outer) for fact, x in zip(want, parts, strict=True)])
 
@@ -156,7 +153,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
     if not want:
         raise ValueError("want: expected at least one fact, as regard.Entropy(), got none")
     for fact in want:
-        if type(fact) not in _evidence_torch.COLLECTORS:
+        if type(fact) not in COLLECTORS:
             hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
             raise TypeError(f"want: expected facts, as regard.Entropy(), got {describe(fact)}{hint}")
 
@@ -174,23 +171,3 @@ def _check_plain(problem: Problem) -> None:
             "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
             "call it outside of vmap and of modes"
         )
-
-
-def _choose(problem: Problem, impl: str) -> str:
-    name = impl
-    if impl == "auto":
-        name = preference(problem)[0]
-    check_name(name, "impl", "auto")
-    against = reasons(problem, name) if name == "native" else ()
-    if against:
-        told = ", ".join(against)
-        raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}; possible here: impl='torch'")
-    return name
-
-
-def _run(problem: Problem, want: Sequence[Fact], name: str) -> list[Parts]:
-    if name == "native":
-        return _evidence_native.evidence(problem, want)
-    if name == "reference":
-        return reference.evidence(problem, want)
-    return _evidence_torch.evidence(canonical(problem), want)

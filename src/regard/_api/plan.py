@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._backends import dispatch as _dispatch
+from .._backends.dispatch import BACKENDS, choose, reasons
 from .._backends.native import attention as _native
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
@@ -78,8 +78,8 @@ def plan(
     """
     seed = 0 if seed is None else seed  # PyTorch's generator stays where it is
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
-    name = _dispatch.choose(problem, impl)
-    against = {other: _dispatch.reasons(problem, other) for other in _dispatch.BACKENDS if other != name}
+    name = choose(problem, impl)
+    against = {other: reasons("attention", problem, other) for other in BACKENDS if other != name}
     pairs, touched, scratch, tasks = _work(problem, name)
     spec = problem.spec
     written = _bytes_written(spec)

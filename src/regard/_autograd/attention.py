@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .._backends.dispatch import BACKENDS
+from .._backends.dispatch import TABLE
 from .._backends.native import attention as _native
 from .._call.layout import canonical
 from .._call.make import any_needs_grad
@@ -34,7 +34,8 @@ TENSORS, OFFSETS, SEED = (FlatCall._fields.index(name) for name in ("tensors", "
 def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None."""
     if name != "native":
-        return BACKENDS[name].forward(problem)
+        results: tuple[Tensor, Tensor | None] = TABLE["attention"][name].run(problem)
+        return results
     if not problem.needs_grad and not problem.watched:
         return _native.forward(problem)
     if not problem.watched and forward_ad._current_level < 0:

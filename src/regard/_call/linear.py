@@ -10,7 +10,7 @@ from torch import Tensor
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
 from .layout import heads_4d
 from .make import make
-from .spec import Options, Problem, Spec, Strides, compute_dtype
+from .spec import Options, Spec, Strides
 
 SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
 
@@ -36,7 +36,7 @@ class LinearOptions(NamedTuple):
     state: LinearState | None
 
 
-class Linear(NamedTuple):
+class LinearCall(NamedTuple):
     """A checked call in four dims. "Compute dtype" is float64 for float64 and float32 for all others."""
 
     q: Tensor  # (B, Hq, Lq, D)
@@ -47,17 +47,24 @@ class Linear(NamedTuple):
     S: Tensor | None  # (B, Hkv, D, Dv) in the compute dtype; None: zeros
     z: Tensor | None  # (B, Hkv, D) in the compute dtype
     lengths: Tensor | None  # (B,) int64
-    scale: float
+    spec: Spec  # sizes and the caller's layout
     normalize: bool
     causal: bool
-    out_stride: Strides  # of the result, dense, ordered like q's
 
     @property
     def dtype(self) -> torch.dtype:
-        return compute_dtype(self.q.dtype)
+        return self.spec.lse_dtype
+
+    @property
+    def scale(self) -> float:
+        return self.spec.scale
+
+    @property
+    def out_stride(self) -> Strides:
+        return self.spec.out_stride
 
 
-class Result(NamedTuple):
+class LinearResult(NamedTuple):
     """What a backend returns."""
 
     out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
@@ -65,18 +72,16 @@ class Result(NamedTuple):
     z: Tensor | None  # (B, Hkv, D) in the compute dtype, where the result is normalised
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions
-) -> tuple[Problem, Linear]:
-    """The checked call: sizes and the caller's layout, and the canonical form."""
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions) -> LinearCall:
+    """Checks a call and returns its canonical form."""
     problem = make(q, k, v, Options(scale=scale))
     spec = problem.spec
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)
-    return problem, Linear(
+    return LinearCall(
         heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
         _per_token("log_decay", given.log_decay, spec), _per_token("beta", given.beta, spec),
-        S, z, _flat_lengths(spec, given.lengths), spec.scale, given.normalize, given.causal, spec.out_stride,
+        S, z, _flat_lengths(spec, given.lengths), spec, given.normalize, given.causal,
     )  # fmt: skip
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..._call.linear import SEGMENT, Linear, Result
+from ..._call.linear import SEGMENT
+from ..._call.linear import LinearCall as Linear
+from ..._call.linear import LinearResult as Result
 from ..._call.memory import MAX_SPECS
 from ..._call.spec import Problem, Spec
 from ..._call.stored import GROUP, HALF, New, Stored
