@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import facts as F
 from ..._call.spec import Problem
 from ...masks._part import cut
-from .boxes import INF, Box, Part, parts
+from .boxes import INF, Box, BoxData, parts
 from .higher import softmax, stained, times
 
 
@@ -164,7 +164,7 @@ def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
     return [collector.parts() for collector in collectors]
 
 
-def _weights(part: Part) -> Weights:
+def _weights(part: BoxData) -> Weights:
     x, cap = part.x, part.spec.softcap
     s = times(x.q, x.k.mT)
     if cap is not None:
