@@ -47,21 +47,11 @@ def attention(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
 
     A score passes through scale, softcap, bias, mask, softmax with sink, dropout, in this order.
@@ -112,19 +102,11 @@ def attention(
 
 
 def weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The matrix of weights, (..., Hq, Lq, Lk) in q's dtype, for small inputs.
 
     The arguments mean what they mean for `attention`, and `weights(...) @ v` is its output when Hq = Hkv
@@ -137,10 +119,9 @@ def weights(
     """
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed))
     spec = problem.spec
-    count = spec.B * spec.Hq * spec.Lq * spec.Lk
-    if count > MAX_WEIGHTS:
+    if spec.pairs > MAX_WEIGHTS:
         raise ValueError(
-            f"weights: expected at most 2**28 = {MAX_WEIGHTS:,} weights, got {count:,} of shape "
+            f"weights: expected at most 2**28 = {MAX_WEIGHTS:,} weights, got {spec.pairs:,} of shape "
             f"{spec.weights_shape}; take fewer queries or heads at a time"
         )
     return reference.weights(problem)

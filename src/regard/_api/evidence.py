@@ -36,18 +36,11 @@ class Evidence(tuple[Any, ...]):
 
 
 def evidence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    *want: Fact,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None = None, *want: Fact,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     impl: str = "auto",
-) -> Evidence:
+) -> Evidence:  # fmt: skip
     """Exact facts about the weights of attention, at O(n) memory.
 
     The weights are those of `attention` with the same arguments: p = softmax(cap(scale * q.k) + bias), where

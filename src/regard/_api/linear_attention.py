@@ -48,21 +48,12 @@ def linear_attention(
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    feature_map: str | FeatureMap | None = None,
-    normalize: bool = False,
-    log_decay: Tensor | float | None = None,
-    beta: Tensor | float | None = None,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    state: LinearState | None = None,
-    return_state: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = True, feature_map: str | FeatureMap | None = None, normalize: bool = False,
+    log_decay: Tensor | float | None = None, beta: Tensor | float | None = None, scale: float | None = None,
+    lengths: Tensor | None = None, state: LinearState | None = None, return_state: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, LinearState]:
+) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
     """Attention without the softmax: O(L) time, and a state of constant size in place of a cache.
 
     For each token, with phi the feature map and S (D, Dv) the state:

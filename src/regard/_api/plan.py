@@ -54,21 +54,11 @@ class Plan:
 
 
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Plan:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Plan:  # fmt: skip
     """What `attention` with these arguments would run, why not something else, and what it would cost.
 
     Nothing is computed. Meta tensors are planned for the torch backend, without counting the mask.
@@ -87,7 +77,7 @@ def plan(
         impl=name,
         kernel=_kernel(problem, name),
         against=against,
-        fraction=pairs / max(_rectangle(spec), 1),
+        fraction=pairs / max(spec.pairs, 1),
         flops=2 * pairs * (spec.D + spec.Dv),
         flops_executed=2 * touched * (spec.D + spec.Dv),
         bytes_read=_bytes_read(problem),
@@ -106,22 +96,18 @@ def _kernel(problem: Problem, name: str) -> str:
 
 def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
     """Visible pairs, pairs computed, scratch bytes, tasks."""
-    full = _rectangle(problem.spec)
+    full = problem.spec.pairs
     if name == "native":
         cost = _native.cost(problem)
         return cost.pairs, cost.touched, cost.scratch_bytes, cost.tasks
     return _visible_pairs(problem), full, _dense_scratch(problem, name), 1
 
 
-def _rectangle(spec: Spec) -> int:
-    return spec.B * spec.Hq * spec.Lq * spec.Lk
-
-
 def _visible_pairs(problem: Problem) -> int:
     """From the dense mask where that is small; else every pair counts as visible."""
     spec = problem.spec
-    if problem.mask is None or problem.q.is_meta or _rectangle(spec) > COUNTED:
-        return _rectangle(spec)
+    if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:
+        return spec.pairs
     keep = dense_mask(problem)
     assert keep is not None
     return int(keep.expand(spec.B, spec.Hq, -1, -1).sum())
@@ -129,7 +115,7 @@ def _visible_pairs(problem: Problem) -> int:
 
 def _dense_scratch(problem: Problem, name: str) -> int:
     """Bytes of the n x n tensors, counted roughly: scores, weights and what lies between."""
-    spec, full = problem.spec, _rectangle(problem.spec)
+    spec, full = problem.spec, problem.spec.pairs
     if name == "reference":
         return 5 * 8 * full
     size = spec.dtype.itemsize

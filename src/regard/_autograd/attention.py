@@ -54,7 +54,7 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 class RegardAttention(Function):
     """y = (out, LSE or None) of a canonical Problem: the short way, which most training takes.
 
-    Arguments: the six inputs, and the Problem. `Transformed` does the same for whoever watches.
+    Arguments: the six inputs, and the Problem. `Transformed` does the same where PyTorch watches the call.
     """
 
     @staticmethod
@@ -215,9 +215,7 @@ class DoubleBackward(Function):
     def backward(ctx: Any, *grads: Maybe) -> NoReturn:
         _refuse("a third derivative")
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Maybe) -> NoReturn:
-        _refuse("a third derivative")
+    jvp = backward
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:

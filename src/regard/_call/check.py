@@ -58,23 +58,18 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
         fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", describe(mask))
     if mask.dtype is torch.bool:
         return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
-    how = (
-        "numbers to add to the scores go to bias="
-        if mask.dtype.is_floating_point
-        else "convert it: mask.bool()"
-    )
+    added = mask.dtype.is_floating_point
+    how = "numbers to add to the scores go to bias=" if added else "convert it: mask.bool()"
     fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", describe(mask))
 
 
 def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
     if offset is None:
         return None
-    if isinstance(offset, Tensor):
-        if not holds_integers(offset):
-            fail(TypeError, "offset", "an int, or integers of shape (B,)", describe(offset))
-        return offset
-    if not is_integer(offset):
+    if not (holds_integers(offset) if isinstance(offset, Tensor) else is_integer(offset)):
         fail(TypeError, "offset", "an int, or integers of shape (B,)", describe(offset))
+    if isinstance(offset, Tensor):
+        return offset
     offset = as_int(offset)
     if abs(offset) > MAX_OFFSET:
         fail(ValueError, "offset", "a position between -2**48 and 2**48", offset)
@@ -90,12 +85,11 @@ def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) ->
         if not dropout:
             return 0
         seed = torch.randint(2**63 - 1, (), device="cpu")
-    if isinstance(seed, Tensor):
-        if not holds_integers(seed) or seed.numel() != 1:
-            fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
-        return seed.reshape(()).to(torch.int64) if watched else int(seed)
-    if not is_integer(seed):
+    one = holds_integers(seed) and seed.numel() == 1 if isinstance(seed, Tensor) else is_integer(seed)
+    if not one:
         fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
+    if isinstance(seed, Tensor):
+        return seed.reshape(()).to(torch.int64) if watched else int(seed)
     seed = as_int(seed)
     if not -(2**63) <= seed < 2**64:
         fail(ValueError, "seed", "an integer of 64 bits", seed)
@@ -119,8 +113,7 @@ def check_tensors(qkv: Trio) -> None:
     for name, x in zip("kv", qkv[1:], strict=True):
         if x.dtype is not q.dtype:
             fail(TypeError, name, f"q's dtype {q.dtype}", x.dtype, qkv)
-        if x.device != q.device:
-            fail(ValueError, name, f"q's device {q.device}", x.device, qkv)
+        _check_device(name, x, qkv)
 
 
 def _check_sizes(qkv: Trio) -> tuple[int, ...]:
@@ -168,8 +161,7 @@ def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: Trio
     if tuple(offset.shape) not in (flat, batch):
         expected = f"shape {flat}" if batch == flat else f"shape {flat} or {batch}"
         fail(ValueError, "offset", expected, tuple(offset.shape), qkv)
-    if offset.device != qkv[0].device:
-        fail(ValueError, "offset", f"q's device {qkv[0].device}", offset.device, qkv)
+    _check_device("offset", offset, qkv)
 
 
 def _check_mask_device(program: Program, q: Tensor) -> None:
@@ -187,7 +179,7 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) 
         fail(TypeError, "bias", "a float tensor (a bool tensor goes to mask=)", describe(bias))
     tensor = learned(bias)
     assert tensor is not None
-    _check_learned("bias", tensor, qkv)
+    check_learned("bias", tensor, qkv)
     if isinstance(bias, Tensor):
         if not broadcasts(bias.shape, target):
             expected = f"a shape broadcastable to (..., Hq, Lq, Lk) = {target}"
@@ -196,15 +188,20 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) 
         fail(ValueError, "bias", f"a {type(bias).__name__} for Hq = {Hq} heads", bias.heads, qkv)
 
 
-def _check_learned(name: str, x: Tensor, qkv: Trio) -> None:
+def check_learned(name: str, x: Tensor, qkv: Trio) -> None:
+    """Checks a tensor of numbers besides q, k and v: in their dtype or float32, on their device."""
     q = qkv[0]
     if x.dtype not in (q.dtype, torch.float32):
         both = "" if q.dtype is torch.float32 else " or torch.float32"
         fail(TypeError, name, f"dtype {q.dtype}{both}", x.dtype, qkv)
     if x.layout is not torch.strided:
         fail(TypeError, name, "a dense (strided) tensor", x.layout)
-    if x.device != q.device:
-        fail(ValueError, name, f"q's device {q.device}", x.device, qkv)
+    _check_device(name, x, qkv)
+
+
+def _check_device(name: str, x: Tensor, qkv: Trio) -> None:
+    if x.device != qkv[0].device:
+        fail(ValueError, name, f"q's device {qkv[0].device}", x.device, qkv)
 
 
 def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
@@ -212,6 +209,6 @@ def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
         return
     if not isinstance(sink, Tensor):
         fail(TypeError, "sink", "a tensor of shape (Hq,)", describe(sink))
-    _check_learned("sink", sink, qkv)
+    check_learned("sink", sink, qkv)
     if tuple(sink.shape) != (Hq,):
         fail(ValueError, "sink", f"shape (Hq,) = {(Hq,)}", tuple(sink.shape), qkv)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
+from .check import check_learned
 from .layout import heads_4d
 from .make import make
-from .spec import Options, Spec, Strides
+from .spec import Options, Problem, Spec, Strides
 
 SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
 
@@ -80,7 +81,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOpt
     S, z = _flat_state(spec, given)
     return LinearCall(
         heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
-        _per_token("log_decay", given.log_decay, spec), _per_token("beta", given.beta, spec),
+        _per_token("log_decay", given.log_decay, problem), _per_token("beta", given.beta, problem),
         S, z, _flat_lengths(spec, given.lengths), spec, given.normalize, given.causal,
     )  # fmt: skip
 
@@ -102,16 +103,18 @@ def _check_flags(spec: Spec, given: LinearOptions) -> None:
         raise ValueError("normalize: expected False with beta, whose weights are not positive, got True")
 
 
-def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | None:
+def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tensor | None:
     """A gate, one for all, one for each head or one for each token, as (B, Hkv, L)."""
     if gate is None:
         return None
+    spec = problem.spec
     heads = () if spec.rank == 2 else (spec.Hkv,)
     shape = (*spec.batch, *heads, spec.Lk)
     if not isinstance(gate, Tensor):
         if isinstance(gate, bool) or not isinstance(gate, int | float):
             raise TypeError(f"{name}: expected a number or a tensor, got {describe(gate)}")
         gate = torch.tensor(float(gate), device=spec.device, dtype=spec.lse_dtype)
+    check_learned(name, gate, (problem.q, problem.k, problem.v))
     _check_gate(name, gate, shape, spec)
     gate = gate.to(spec.lse_dtype)
     if gate.ndim == 1 and spec.rank > 2:
@@ -120,11 +123,6 @@ def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | N
 
 
 def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> None:
-    if gate.dtype not in (spec.dtype, torch.float32):
-        known = " or ".join(dict.fromkeys(map(str, (spec.dtype, torch.float32))))
-        raise TypeError(f"{name}: expected dtype {known}, got {gate.dtype}")
-    if gate.device != spec.device:
-        raise ValueError(f"{name}: expected q's device {spec.device}, got {gate.device}")
     by_head = spec.rank > 2 and gate.ndim == 1
     if not (gate.shape[0] in (1, spec.Hkv) if by_head else broadcasts(gate.shape, shape)):
         one = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "

@@ -88,6 +88,11 @@ class Spec:
         return compute_dtype(self.dtype)
 
     @property
+    def pairs(self) -> int:
+        """Queries times keys, over all samples and heads."""
+        return self.B * self.Hq * self.Lq * self.Lk
+
+    @property
     def weights_shape(self) -> tuple[int, ...]:
         return (*self.out_shape[:-1], self.Lk)
 
