@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._call.check import fail
 from .._call.spec import DTYPES, compute_dtype
 from .._tools.arguments import describe
 
@@ -72,7 +73,5 @@ def _check(outs: Tensor, lses: Tensor) -> None:
     if lses.dtype is not expected:
         raise TypeError(f"lses: expected {expected} for outs in {outs.dtype}, got {lses.dtype}")
     if outs.ndim < 2 or lses.shape != outs.shape[:-1]:
-        raise ValueError(
-            f"lses: expected the shape of outs without its last dim, {tuple(outs.shape[:-1])}, "
-            f"got {tuple(lses.shape)}"
-        )
+        expected = f"the shape of outs without its last dim, {tuple(outs.shape[:-1])}"
+        fail(ValueError, "lses", expected, tuple(lses.shape))

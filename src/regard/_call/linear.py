@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
-from .check import check_learned
+from .check import check_learned, fail
 from .layout import heads_4d
 from .make import make
 from .spec import Options, Problem, Spec, Strides
@@ -91,10 +91,8 @@ def _check_flags(spec: Spec, given: LinearOptions) -> None:
         if type(flag) is not bool:
             raise TypeError(f"{name}: expected a bool, got {describe(flag)}")
     if given.causal and spec.Lq != spec.Lk:
-        raise ValueError(
-            f"k: expected Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens, got "
-            f"{spec.Lk}; earlier tokens come by state="
-        )
+        expected = f"Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens"
+        fail(ValueError, "k", expected, f"{spec.Lk}; earlier tokens come by state=")
     if not given.causal:
         for name, gate in (("log_decay", given.log_decay), ("beta", given.beta)):
             if gate is not None:
@@ -108,8 +106,7 @@ def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tens
     if gate is None:
         return None
     spec = problem.spec
-    heads = () if spec.rank == 2 else (spec.Hkv,)
-    shape = (*spec.batch, *heads, spec.Lk)
+    shape = (*state_dims(spec), spec.Lk)
     if not isinstance(gate, Tensor):
         if isinstance(gate, bool) or not isinstance(gate, int | float):
             raise TypeError(f"{name}: expected a number or a tensor, got {describe(gate)}")
@@ -126,13 +123,9 @@ def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> 
     by_head = spec.rank > 2 and gate.ndim == 1
     if not (gate.shape[0] in (1, spec.Hkv) if by_head else broadcasts(gate.shape, shape)):
         one = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "
-        grouped = (
-            "; for a gate of each query head give k and v Hq heads by expand" if spec.Hq != spec.Hkv else ""
-        )
-        raise ValueError(
-            f"{name}: expected {one}a shape broadcastable to (..., Hkv, L) = {shape}, got "
-            f"{tuple(gate.shape)}{grouped}"
-        )
+        hint = "; for a gate of each query head give k and v Hq heads by expand"
+        expected = f"{one}a shape broadcastable to (..., Hkv, L) = {shape}"
+        fail(ValueError, name, expected, f"{tuple(gate.shape)}{hint if spec.Hq != spec.Hkv else ''}")
 
 
 def _flat_state(spec: Spec, given: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -144,9 +137,8 @@ def _flat_state(spec: Spec, given: LinearOptions) -> tuple[Tensor | None, Tensor
         raise TypeError(f"state: expected a LinearState, got {describe(state)}")
     S, z = state
     if (z is not None) != given.normalize:
-        raise ValueError(
-            f"state: expected z {'for' if given.normalize else 'to be None without'} normalize=True"
-        )
+        how = "for" if given.normalize else "to be None without"
+        raise ValueError(f"state: expected z {how} normalize=True")
     outer = state_dims(spec)
     flat = _flat_part(spec, "S", S, (*outer, spec.D, spec.Dv))
     return flat, None if z is None else _flat_part(spec, "z", z, (*outer, spec.D))
