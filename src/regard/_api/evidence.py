@@ -80,8 +80,7 @@ def _find(
         for fact in want:
             fact.check(problem.spec)
         parts = TABLE["evidence"][select("evidence", problem, impl)].run(problem, want)
-    outer = problem.spec.out_shape[:-2]
-    return Evidence(want, [fact.result(x, outer) for fact, x in zip(want, parts, strict=True)])
+    return Evidence(want, [fact.result(x, problem.spec) for fact, x in zip(want, parts, strict=True)])
 
 
 def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:

@@ -73,5 +73,5 @@ def _check(outs: Tensor, lses: Tensor) -> None:
     if lses.dtype is not expected:
         raise TypeError(f"lses: expected {expected} for outs in {outs.dtype}, got {lses.dtype}")
     if outs.ndim < 2 or lses.shape != outs.shape[:-1]:
-        expected = f"the shape of outs without its last dim, {tuple(outs.shape[:-1])}"
-        fail(ValueError, "lses", expected, tuple(lses.shape))
+        shape = f"the shape of outs without its last dim, {tuple(outs.shape[:-1])}"
+        fail(ValueError, "lses", shape, tuple(lses.shape))

@@ -1,9 +1,9 @@
-"""What one call of `regard.attention` costs, from its shapes and its mask alone."""
+"""The cost of one call of `regard.attention`, from its shapes and its mask alone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -30,10 +30,13 @@ class Flops:
     executed: int = 0
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, n: int) -> Flops:
-        return Flops(*(n * getattr(self, f.name) for f in fields(self)))
+        return Flops(*(n * value for value in astuple(self)))
+
+    def plus(self, n: int) -> Flops:
+        return Flops(*(n + value for value in astuple(self)))
 
     @property
     def halved(self) -> int:
@@ -43,7 +46,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class CallCost:
-    """Of one call. Bytes count every tensor once."""
+    """The cost of one call. Bytes count every tensor once."""
 
     pairs: Flops  # as if a pair cost one
     forward: Flops
@@ -57,7 +60,7 @@ class CallCost:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSpec:
     """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     Args:

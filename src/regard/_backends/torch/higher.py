@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._call.spec import Problem
-from ...masks._part import cut
+from ...masks._pairs import cut
 from .boxes import BoxData, Six, gather, inputs, parts
 
 INF = float("inf")
