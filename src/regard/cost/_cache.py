@@ -8,7 +8,7 @@ import torch
 
 from .._tools.arguments import count
 from ..cache import SlidingCache
-from ..cache._rows import LEAST_ROWS
+from ..cache._retention import LEAST_ROWS
 from ._formats import Format, format_of
 from ._layers import Heads, Layer
 from ._model import Model
