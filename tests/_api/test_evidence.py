@@ -105,7 +105,7 @@ def _sample(result: Any, b: int) -> Any:
         return result[b]
     if isinstance(result, F.Pyramid):
         return F.Pyramid([x[b] for x in result.levels], result.block)
-    if isinstance(result, F.DistanceHistogram.Result):
+    if isinstance(result, F.DistanceResult):
         return result._replace(mass=result.mass[b])
     return type(result)(*(x[b] for x in result))
 
