@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
-from .._call.problem import Problem, Spec, make
+from .._backends.native import core
+from .._call.make import make
+from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
 from ..masks import Mask
 
@@ -98,7 +100,7 @@ class CallSpec:
             written_bytes=out,
             saved_bytes=given + out + stats + rest,
             scratch_bytes=scratch,
-            decodes=_native.reason_unavailable() is None and _native.decodes(problem),
+            decodes=core.reason_unavailable() is None and _native.decodes(problem),
             tasks=tasks,
         )
 
@@ -112,7 +114,7 @@ class CallSpec:
             raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
         v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
-        return make(q, k, v, mask=self.mask, bias=bias)
+        return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
         """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""
@@ -120,7 +122,7 @@ class CallSpec:
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
-        if _native.reason_unavailable() is None:
+        if core.reason_unavailable() is None:
             found = _native.cost(problem)
             return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
         return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1
