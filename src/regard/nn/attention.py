@@ -97,7 +97,7 @@ class Attention(AttentionLayer, GroupedHeads):
         context_cu_seqlens: Tensor | None = None,
         cache: CacheLike | None = None,
     ) -> Tensor:
-        """Attention of x to the context, or to itself.
+        """Attends from x to the context, or to itself.
 
         Args:
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested

@@ -68,11 +68,11 @@ class Block(CheckedModule):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
-        """An empty cache for B samples that fits the attention."""
+        """Returns an empty cache for B samples that fits the attention."""
         return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
-        """The context's keys and values, to be given instead of it."""
+        """Returns the context's keys and values, to be passed in its place."""
         if self.cross is None:
             raise ValueError("context: this block has no cross-attention to remember it for")
         return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
@@ -108,15 +108,15 @@ class Stack(CheckedModule):
         return x if self.norm is None else self.norm(x)
 
     def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
-        """An empty cache for each block, for B samples."""
+        """Returns an empty cache for each block, for B samples."""
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
-        """The context's keys and values for each block, so that decoding projects it once."""
+        """Returns the context's keys and values for each block, so that decoding projects it once."""
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
 
     def _each(self, name: str, given: Any, one: type | tuple[()] = ()) -> Sequence[Any]:
-        """One for each block."""
+        """Returns a list with one entry for each block; a single value is repeated."""
         if given is None or isinstance(given, one):
             return [given] * len(self.blocks)
         if len(given) != len(self.blocks):

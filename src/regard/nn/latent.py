@@ -124,7 +124,7 @@ class LatentAttention(AttentionLayer):
         cache: LatentCache | None = None,
         absorb: bool | None = None,
     ) -> Tensor:
-        """Attention of x to itself, and to what the cache holds.
+        """Attends from x to itself and to the tokens of the cache.
 
         Args:
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested

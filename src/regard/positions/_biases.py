@@ -11,7 +11,7 @@ from .._tools.arguments import count
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slopes (H,) of the ALiBi paper."""
+    """Returns the slopes (H,) of the ALiBi paper."""
     return scores.Alibi.standard(heads).slopes
 
 
