@@ -12,7 +12,7 @@ import torch
 
 from .._tools.arguments import count, describe
 from ..masks import Mask, streaming
-from ..nn._call import both
+from ..masks._both import both
 from ..nn._sizes import sizes
 from ._call import CallSpec
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import masking_utils as hf
 
 from ..masks import Causal, Dense, Documents, Mask, Window, padding
-from ..nn._call import both
+from ..masks._both import both
 from ._standin import MaskTensor
 
 MaskFunction = Callable[..., Any]
