@@ -19,7 +19,8 @@ from typing import Any
 import command
 import numpy as np
 import torch
-from measure import WrongResult, best_times
+from checks import WrongResult
+from measure import best_times
 from report import milliseconds
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard import facts as F
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call import problem
 from regard.cost import peak_memory
 from support import HAVE_CORE, rel_l2
@@ -80,7 +80,7 @@ def test_every_dtype(isa: str, dtype: torch.dtype, poison: None) -> None:
     ("name", "impl"), [*((name, "native") for name in OPTIONS), ("causal", "torch"), ("everything", "torch")]
 )
 def test_every_option_at_2048_tokens(name: str, impl: str) -> None:
-    call = call_of(name, _native.isas()[0], 1, 2, 1, 2048, 2048, 64)
+    call = call_of(name, core.isas()[0], 1, 2, 1, 2048, 2048, 64)
     found = faults(call, every_fact(2048, 2048), impl)
     assert not found, found
 
@@ -105,7 +105,7 @@ def _sample(result: Any, b: int) -> Any:
         return result[b]
     if isinstance(result, F.Pyramid):
         return F.Pyramid([x[b] for x in result.levels], result.block)
-    if isinstance(result, F.DistanceHistogram.Result):
+    if isinstance(result, F.DistanceResult):
         return result._replace(mass=result.mass[b])
     return type(result)(*(x[b] for x in result))
 

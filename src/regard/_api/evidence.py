@@ -91,8 +91,7 @@ def _find(
         for fact in want:
             fact.check(problem.spec)
         parts = _run(problem, want, _choose(problem, impl))
-    outer = problem.spec.out_shape[:-2]
-    return Evidence(want, [fact.result(x, outer) for fact, x in zip(want, parts, strict=True)])
+    return Evidence(want, [fact.result(x, problem.spec) for fact, x in zip(want, parts, strict=True)])
 
 
 def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._api.merge import merge
 from .._call.stored import New, Stored
 from .._tools.arguments import count, describe
-from ..masks import Causal, Dilated, Mask, Prefix, Window
+from ..masks import Mask, MaskKind, Prefix, Window
 from ._cache import CAUSAL, Asked, Chunk, Count, Integers, Result, each, kept, look, minus, most, plus, shared
 from ._dense import KVCache
 from ._rows import Draft
@@ -209,13 +209,10 @@ def _check_relative(asked: Asked) -> None:
     """Dropped tokens leave no place in a tensor, so masks and biases must be formulas of the distance."""
     if isinstance(asked.bias, Tensor):
         raise TypeError("bias: expected scores.Alibi or scores.RelativeBias in a SlidingCache, got a tensor")
-    if asked.mask is not None and not (isinstance(asked.mask, Mask) and _of_distance(asked.mask)):
+    if asked.mask is not None and not (
+        isinstance(asked.mask, Mask) and asked.mask.kinds == {MaskKind.DISTANCE}
+    ):
         raise TypeError(
             "mask: expected one of distances alone in a SlidingCache (Causal, Window, Dilated, combined with "
             f"&, |, ~, PerHead), got {describe(asked.mask)}"
         )
-
-
-def _of_distance(mask: Mask) -> bool:
-    parts = mask._children()
-    return all(map(_of_distance, parts)) if parts else isinstance(mask, (Causal, Window, Dilated))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
+from .._backends.native import core
 from .._call.problem import Problem, Spec, make
 from .._tools.arguments import count
 from ..masks import Mask
@@ -98,7 +99,7 @@ class CallSpec:
             written_bytes=out,
             saved_bytes=given + out + stats + rest,
             scratch_bytes=scratch,
-            decodes=_native.reason_unavailable() is None and _native.decodes(problem),
+            decodes=core.reason_unavailable() is None and _native.decodes(problem),
             tasks=tasks,
         )
 
@@ -120,7 +121,7 @@ class CallSpec:
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
-        if _native.reason_unavailable() is None:
+        if core.reason_unavailable() is None:
             found = _native.cost(problem)
             return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
         return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1

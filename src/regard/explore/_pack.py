@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..masks import Causal, Window
+from ..masks import Window
 from ..see import Layer
 from ._trace import Array, Trace
 
@@ -117,8 +117,6 @@ def _window(layer: Layer) -> tuple[int | None, int | None]:
         raise ValueError('embed="qk": expected no bias, got one; pin rows with rows=[...] instead')
     if mask is None:
         return None, None
-    if isinstance(mask, Causal):
-        return None, 0
     if isinstance(mask, Window):
         return mask.left, mask.right
     raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import facts
 from .._api.evidence import evidence
-from ..masks import Causal, Window
+from ..masks import Window
 from ..see import ROLES, Layer
 from ..see._roles import lse
 from ..see._tokens import delimiters
@@ -173,7 +173,7 @@ class Trace:
 def _goes_by_position(call: Layer) -> bool:
     """Whether a query is known by its position alone, so that others can be left out."""
     mask = call.options.get("mask")
-    return call.options.get("bias") is None and (mask is None or isinstance(mask, Causal | Window))
+    return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Array:

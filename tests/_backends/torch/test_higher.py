@@ -21,7 +21,8 @@ from regard._backends.torch.boxes import inputs
 from regard._backends.torch.higher import double_backward, jvp
 from regard._call.layout import heads_4d, pairs_4d
 from regard._call.problem import Problem, learned, make
-from regard.masks._part import Rectangle, part_of
+from regard.masks._mask import part_of
+from regard.masks._pairs import Rectangle
 from regard.scores import Alibi, RelativeBias
 from support import ROOT, assert_close
 from support.forward import Sampler, doubled

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..._call.dropout import kept_at
 from ..._call.problem import Problem, Spec
-from ...masks._part import Rectangle, cut, part_of
+from ...masks._mask import part_of
+from ...masks._pairs import Rectangle, cut
 
 INF = float("inf")
 PAIRS = 2**19  # in a box: two megabytes of float32

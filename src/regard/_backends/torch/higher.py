@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._call.problem import Problem
-from ...masks._part import cut
+from ...masks._pairs import cut
 from .boxes import Part, Six, gather, inputs, parts
 
 INF = float("inf")
