@@ -23,6 +23,7 @@ from rich.table import Table
 from steps import CACHES, HELD, LONG_CACHES, LONG_HEADS, LONG_HELD, STEPS, Generation, paged
 
 from regard._api.stored import attend_stored
+from regard._call.spec import Options
 
 COLUMNS = ("first", "attend", "stored", "more")
 
@@ -36,7 +37,7 @@ def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
 
     def stored() -> None:
         for store in rows:
-            attend_stored(q, store, mask=mask, scale=scale)
+            attend_stored(q, store, Options(mask=mask, scale=scale))
 
     begin = perf_counter()
     generation.run()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .._api.stored import attend_stored
-from .._call.problem import DTYPES, Bias
+from .._call.spec import DTYPES, Bias, Options
 from .._call.stored import Stored
 from .._tools.arguments import as_int, count, describe, holds_integers, is_integer, tensor_of
 from ..masks import Causal, Dense, Mask, Window
@@ -162,8 +162,12 @@ def look(
     if base is None and (Lq > 1 or offset is not None):
         base = CAUSAL
     found = attend_stored(
-        q, stored, mask=_visible(asked, base), offset=offset, bias=asked.bias, scale=asked.scale,
-        softcap=asked.softcap, sink=asked.sink, return_lse=asked.return_lse, impl=asked.impl,
+        q, stored,
+        Options(
+            _visible(asked, base), offset, asked.bias, asked.scale, asked.softcap, asked.sink,
+            return_lse=asked.return_lse,
+        ),
+        asked.impl,
     )  # fmt: skip
     return found if isinstance(chunk.new, int) else _without_padding(found, chunk)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
-from .._call.problem import Bias
+from .._call.spec import Bias
 from .._call.stored import Stored
 from .._tools.arguments import count
 from ..masks import Mask

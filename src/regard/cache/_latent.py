@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.problem import Bias
+from .._call.spec import Bias
 from .._call.stored import Stored
 from .._tools.arguments import count
 from ..masks import Mask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
-from .._call.problem import Bias
+from .._call.spec import Bias
 from .._call.stored import Stored
 from .._tools.arguments import count, describe
 from ..masks import Mask

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .._api.stored import attend_stored, write_stored
+from .._call.spec import Options, fast_new
 from .._call.stored import New, Stored
 from .._tools.arguments import count, describe
 from ..masks import Mask
@@ -190,10 +191,8 @@ class Rows:
         impl: str,
     ) -> Result:
         """What `_attend` does, for a query that sees all that its cache shows."""
-        found = attend_stored(
-            q, self._stored(self._parts, row + 1), mask=self._shown, scale=scale, softcap=softcap, sink=sink,
-            return_lse=return_lse, impl=impl, new=new,
-        )  # fmt: skip
+        options = fast_new(Options, (self._shown, None, None, scale, softcap, sink, 0.0, None, return_lse))
+        found = attend_stored(q, self._stored(self._parts, row + 1), options, impl, new)
         self._step_on()
         return found
 

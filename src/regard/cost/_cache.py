@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._call.problem import DTYPES
+from .._call.spec import DTYPES
 from .._tools.arguments import count, describe
 from ..cache import SlidingCache
 from ..cache._rows import LEAST_ROWS

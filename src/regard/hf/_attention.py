@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from .._api.attention import attention, weights
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._tools.arguments import describe
 from ..masks import Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged, causal
@@ -172,7 +173,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) 
     if isinstance(key, Kept) and "dropout" not in options:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        found = attend_stored(query.to(dtype), stored, **options)
+        found = attend_stored(query.to(dtype), stored, Options(**options))
     else:
         k, v = (x.clone() if isinstance(x, Kept) else x for x in (key, value))
         found = attention(query, k, v, **options)

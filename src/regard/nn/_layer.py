@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import packing
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from ..masks import Causal, Lengths, Mask
 from ..masks._both import both
 from ._module import CheckedModule

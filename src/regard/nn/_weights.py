@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import readable
 from .._tools.listeners import listeners
 from .._tools.watching import is_watched

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ..masks._both import both

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, probability
 from ..cache import LatentCache
 from ..masks import Mask

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
 from ..masks._both import both

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from .. import packing
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
 from ._lengths import real_tokens
