@@ -131,7 +131,7 @@ class Capture:
 
     def heads(self, sample: int = 0) -> Iterator[Head]:
         """Iterates over every head of every layer."""
-        return (layer.head(head, sample) for layer in self for head in range(layer.heads))
+        return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
         """Returns the weight of one token for another in every head, the largest first."""
@@ -145,10 +145,7 @@ class Capture:
 
     def entropy_map(self, sample: int = 0) -> list[Tensor]:
         """Returns for each layer the entropy (Hq,) of its heads: 0 (one key) to 1 (all alike), query mean."""
-        return [
-            torch.stack([layer.head(head, sample).entropy.mean() for head in range(layer.heads)])
-            for layer in self
-        ]
+        return [torch.stack([head.entropy.mean() for head in layer._of_sample(sample)]) for layer in self]
 
     def rollout(self, token: int | str, sample: int = 0) -> Tensor:
         """Returns attention rollout (n,): what reaches one token from each token through all layers."""

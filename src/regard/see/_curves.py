@@ -118,9 +118,8 @@ def _by_distance(seen: Capture | Head, sample: int) -> list[tuple[str, Tensor, T
         return [(seen.title, *seen.distances)]
     found = []
     for layer in check_recorded("distances", seen):
-        far, *_ = layer.head(0, sample).distances
-        mass = torch.stack([layer.head(h, sample).distances[1] for h in range(layer.heads)]).sum(0)
-        found.append((f"layer {layer.index}", far, mass))
+        far, mass = zip(*(head.distances for head in layer._of_sample(sample)), strict=True)
+        found.append((f"layer {layer.index}", far[0], torch.stack(mass).sum(0)))
     return found
 
 
