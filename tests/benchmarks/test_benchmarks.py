@@ -295,13 +295,13 @@ def test_this_tree_is_compared_with_a_copy(
     monkeypatch.setattr(bench.against, "git", lambda *arguments: "0" * 40)
     monkeypatch.setattr(bench.against, "built", lambda sha, console: site)
     monkeypatch.setattr(bench.against, "TURN", 0.001)
-    rows = ["--only", "causal-512", "--only", "tiny-training", "--only", "step of"]
-    tiny = ["--shrink", "32", "--passes", "2", "--seconds", "0.001", "--threads", "1"]
+    rows = ["--only", "causal-512-64", "--only", "tiny-lse", "--only", "step of KVCache"]
+    tiny = ["--shrink", "32", "--passes", "1", "--seconds", "0.001", "--threads", "1"]
     assert bench.against.main(["HEAD", *rows, *tiny, "--limit", "100", "--small-limit", "100"]) == 0
     printed = capsys.readouterr().out
     assert "No row is slower." in printed
     shown = [line.split() for line in printed.splitlines() if " to " in line]
-    assert len(shown) == 10
+    assert [line[0] for line in shown] == ["causal-512-64", "backward-causal-512-64", "tiny-lse", "step"]
     assert all(0.01 < float(line[line.index("to") - 2]) < 100 for line in shown)
     kernels = printed.split("kernels ")
     assert kernels[1].split(";")[0] == kernels[2].split()[0] != "none"
