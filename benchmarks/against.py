@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 TURN = 0.05  # seconds
 LEAST = 2  # turns of each side in a pass
-MORE_PASSES = 6  # for rows that look slower
+MORE_PASSES, MORE = 6, 3  # for rows that look slower, and how much longer such a pass is
 BUSY = 0.1  # share of the CPUs that others may take before the times need care
 Options = argparse.Namespace
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
@@ -143,12 +143,12 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
         yield this, other
 
 
-def timed(name: str, both: tuple[Worker, Worker], options: Options, checked: bool) -> Row:
+def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None, checked: bool) -> Row:
     """Prepares a row on both sides, and times it if both results are right."""
     this, other = both
-    asked = "prepare", name, options.shrink, checked
+    asked = "prepare", name, shrink, checked
     faults = this.ask(*asked), other.ask(*asked)
-    pairs = [] if any(faults) else take_turns(this.time, other.time, options.seconds)
+    pairs = [] if any(faults) else take_turns(this.time, other.time, seconds)
     return Row(name, pairs, faults)
 
 
@@ -157,11 +157,13 @@ def progress_bar() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
-def add_pass(rows: dict[str, Row], names: Sequence[str], site: Path, options: Options) -> list[str]:
+def add_pass(
+    rows: dict[str, Row], names: Sequence[str], site: Path, options: Options, seconds: float
+) -> list[str]:
     """Adds the times of two new processes to the rows. Returns the kernels that they use."""
     with workers(site, options.threads) as both, progress_bar() as progress:
         for name in progress.track(names, description="timing"):
-            row = timed(name, both, options, checked=name not in rows)
+            row = timed(name, both, seconds, options.shrink, checked=name not in rows)
             rows[name] = rows[name] + row if name in rows else row
         return [worker.ask("isa") for worker in both]
 
@@ -243,10 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     load, rows = Load(), dict[str, Row]()
     for _ in range(options.passes):
-        isas = add_pass(rows, names, site, options)
+        isas = add_pass(rows, names, site, options, options.seconds)
     for _ in range(MORE_PASSES):
         if slow := [row.name for row in rows.values() if row.slower(limit(row, options))]:
-            add_pass(rows, slow, site, options)
+            add_pass(rows, slow, site, options, MORE * options.seconds)
     console.print(header(sha, isas, options, load), highlight=False)
     console.print(table(rows.values(), options))
     said, code = verdict(rows.values(), options)
