@@ -290,10 +290,10 @@ class Written(TorchDispatchMode):
 def test_no_old_key_is_copied(kind: str) -> None:
     q, k, v = tokens(kind, 2, 512)
     cache = new(kind, capacity=512)
-    where = [part.data_ptr() for part in cache._parts]
+    where = [part.data_ptr() for part in cache._content.storage.tensors]
     with Written() as written:
         step_by_step(cache, q, k, v)
-    assert [part.data_ptr() for part in cache._parts] == where
+    assert [part.data_ptr() for part in cache._content.storage.tensors] == where
     assert written.count == k.numel() + (0 if kind == "latent" else v.numel())
 
 
@@ -322,11 +322,11 @@ def test_no_other_storage_is_kept_alive(kind: str) -> None:
     q, k, v = tokens(kind, 2, 80)
     cache = new(kind)
     attend(cache, *(x[:, :, :1] for x in (q, k, v)))
-    first = weakref.ref(cache._parts[0])
+    first = weakref.ref(cache._content.storage.tensors[0])
     twin = cache.fork()
     cache.reorder([1, 0])
     assert first() is None
-    second = weakref.ref(cache._parts[0])
+    second = weakref.ref(cache._content.storage.tensors[0])
     append(cache, k[:, :, 1:], v[:, :, 1:])
     assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
     assert len(twin) == 1
@@ -342,7 +342,7 @@ def test_a_latent_has_no_default_scale() -> None:
 def test_values_of_a_latent_lie_in_the_keys() -> None:
     cache = new("latent")
     append(cache, *tokens("latent", 2, 5)[1:])
-    stored = cache._stored(cache._parts, 5)
+    stored = cache._content.storage.stored(5)
     assert stored.k.data_ptr() == stored.v.data_ptr()
     k, v = stored.dense(torch.float32)
     assert torch.equal(k[..., :Dv], v)
@@ -460,7 +460,7 @@ def test_a_failed_call_changes_nothing(kind: str, call: str) -> None:
 @every_cache
 def test_whatever_attention_raises_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every length around the edges where rows grow, move or get a new page."""
-    import regard.cache._cache as core
+    import regard.cache._attend as core
 
     def fail(*args: Any, **options: Any) -> Tensor:
         raise MemoryError("no room")

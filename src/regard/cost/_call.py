@@ -1,9 +1,9 @@
-"""What one call of `regard.attention` costs, from its shapes and its mask alone."""
+"""The cost of one call of `regard.attention`, from its shapes and its mask alone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
 from .._backends.native import core
-from .._call.problem import Problem, Spec, make
+from .._call.make import make
+from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
 from ..masks import Mask
 
@@ -30,10 +31,13 @@ class Flops:
     executed: int = 0
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, n: int) -> Flops:
-        return Flops(*(n * getattr(self, f.name) for f in fields(self)))
+        return Flops(*(n * value for value in astuple(self)))
+
+    def plus(self, n: int) -> Flops:
+        return Flops(*(n + value for value in astuple(self)))
 
     @property
     def halved(self) -> int:
@@ -43,7 +47,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class CallCost:
-    """Of one call. Bytes count every tensor once."""
+    """The cost of one call. Bytes count every tensor once."""
 
     pairs: Flops  # as if a pair cost one
     forward: Flops
@@ -57,7 +61,7 @@ class CallCost:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSpec:
     """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     Args:
@@ -110,7 +114,7 @@ class Call:
             raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
         v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
-        return make(q, k, v, mask=self.mask, bias=bias)
+        return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
         """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""

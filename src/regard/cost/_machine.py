@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Barrier
 from time import perf_counter
 
 import torch
@@ -28,9 +29,8 @@ class Machine:
 
     threads: int
     fma: float  # FLOP/s in float32
-    read: tuple[
-        tuple[int, float], ...
-    ]  # (bytes read again and again, bytes/s), ascending: caches, then memory
+    # (bytes read again and again, bytes/s), ascending: caches, then memory
+    read: tuple[tuple[int, float], ...]
     call: float  # seconds of the smallest call of `regard.attention`
 
     def seconds_to_read(self, size: int) -> float:
@@ -87,19 +87,14 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
 def together(work: Callable[[int], float], threads: int) -> float:
     """What the threads did in all, by second. The core releases the GIL."""
-    barrier = threading.Barrier(threads)
-    done: list[tuple[float, float, float]] = []
+    barrier = Barrier(threads)
 
-    def run(index: int) -> None:
+    def run(index: int) -> tuple[float, float, float]:
         barrier.wait()
         begin = perf_counter()
         amount = float(work(index))
-        done.append((begin, perf_counter(), amount))
+        return begin, perf_counter(), amount
 
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    begins, ends, amounts = zip(*done, strict=True)
+    with ThreadPoolExecutor(threads) as pool:
+        begins, ends, amounts = zip(*pool.map(run, range(threads)), strict=True)
     return float(sum(amounts) / (max(ends) - min(begins)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..._call.problem import Problem, Spec
+from ..._call.spec import Problem, Spec
 from ..._call.stored import Stored
 from .core import DTYPES, _core, address
 

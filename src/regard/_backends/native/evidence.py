@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem, Spec
+from ..._call.spec import Problem, Spec
 from .attention import extras_of, prepare
 from .core import _core
 
@@ -22,14 +22,14 @@ class Room(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """The parts of each fact, (B, Hq, ...); integers as they are, others in the dtype of the LSE."""
-    found: dict[F.Fact, list[Tensor]] = {}
+    """The parts of each fact."""
+    found: dict[F.Fact, F.Parts] = {}
     for together in _calls(want):
         rooms = [(kind, maker(problem, kind)) for maker, kind in together.items()]
         fields = {name: x for _, room in rooms for name, x in room.fields.items()}
         _look(problem, _core.Facts(**{name: _number(x) for name, x in fields.items()}))
         for kind, room in rooms:
-            found |= {fact: [_rounded(problem.spec, x) for x in room.parts(fact)] for fact in kind}
+            found |= {fact: room.parts(fact) for fact in kind}
     return [found[fact] for fact in want]
 
 
@@ -43,10 +43,6 @@ def _look(problem: Problem, facts: _core.Facts) -> None:
 
 def _number(x: int | Tensor | None) -> int:
     return x.data_ptr() if isinstance(x, Tensor) else x or 0
-
-
-def _rounded(spec: Spec, x: Tensor) -> Tensor:
-    return x.to(spec.lse_dtype) if x.is_floating_point() else x
 
 
 def _calls(want: Sequence[F.Fact]) -> list[dict[Maker, list[Any]]]:
@@ -72,16 +68,10 @@ def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Room:
-    spec, k = problem.spec, max(fact.k if isinstance(fact, F.TopK) else 1 for fact in facts)
+    spec, k = problem.spec, max(fact.k for fact in facts)
     weights, keys = _zeros(spec, spec.Lq, k), _zeros(spec, spec.Lq, k, dtype=torch.int64)
     fields = {"k": k, "top_weights": weights, "top_keys": keys}
-
-    def parts(fact: F.TopK | F.RowMax) -> F.Parts:
-        if isinstance(fact, F.RowMax):
-            return weights[..., 0], keys[..., 0]
-        return weights[..., : fact.k], keys[..., : fact.k]
-
-    return Room(fields, parts)
+    return Room(fields, lambda fact: (weights[..., : fact.k], keys[..., : fact.k]))
 
 
 def _entropy(problem: Problem, facts: list[F.Entropy]) -> Room:
@@ -99,8 +89,8 @@ def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
 
 
 def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Room:
-    distances = F.distances_of(problem)
-    mass, count = _zeros(problem.spec, len(distances), dtype=torch.float64), len(distances)
+    mass, distances = facts[0].empty(problem)
+    count = len(distances)
     low = int(distances[0]) if count else 0
     fields = {"histogram": mass, "distance_low": low, "distances": count}
     return Room(fields, lambda fact: (mass, distances))

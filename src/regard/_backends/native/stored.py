@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.problem import Spec
+from ..._call.spec import Spec
 from ..._call.stored import GROUP, HALF, New, Stored
 from ..._tools.arguments import describe
 from .attention import NO_EXTRAS, STORES, ZEROS, attention_of, empty_out, strides_agree
