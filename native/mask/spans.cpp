@@ -181,10 +181,8 @@ constexpr int64_t kLargestStep = int64_t{1} << 31;
 int64_t dilation_of(const int64_t* node, int64_t head) {
   const int64_t* end = node + node[1];
   switch (node[0]) {
-    case kDilated:
-      return node[2] < kLargestStep ? node[2] : 1;
-    case kPerHead:
-      return dilation_of(child_of(node, head), head);
+    case kDilated: return node[2] < kLargestStep ? node[2] : 1;
+    case kPerHead: return dilation_of(child_of(node, head), head);
     case kAnd:
     case kOr: {
       int64_t step = dilation_of(node + 2, head);
@@ -196,8 +194,7 @@ int64_t dilation_of(const int64_t* node, int64_t head) {
       }
       return step;
     }
-    default:
-      return 1;
+    default: return 1;
   }
 }
 
@@ -240,28 +237,19 @@ void Spans::inspect(const int64_t* node) {
     by_head_ |= call_.tensors[t].size[1] > 1;
   };
   switch (node[0]) {
-    case kDocuments:
-      look(node[3]);
-      [[fallthrough]];
+    case kDocuments: look(node[3]); [[fallthrough]];
     case kTokens:
-    case kGlobal:
-      segment(node);
-      [[fallthrough]];
+    case kGlobal: segment(node); [[fallthrough]];
     case kLengths:
     case kDense:
-    case kBlocks:
-      look(node[2]);
-      break;
-    case kPerHead:
-      by_head_ = true;
-      [[fallthrough]];
+    case kBlocks: look(node[2]); break;
+    case kPerHead: by_head_ = true; [[fallthrough]];
     case kAnd:
     case kOr:
     case kNot:
       for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
       break;
-    default:
-      break;
+    default: break;
   }
 }
 
@@ -315,31 +303,21 @@ void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const 
 
 void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   switch (node[0]) {
-    case kWindow:
-      return window(node, p, lo, hi, out);
+    case kWindow: return window(node, p, lo, hi, out);
     case kLengths: {
       const MaskTensor& n = call_.tensors[node[2]];
       return append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
     }
     case kDocuments:
-    case kTokens:
-      return documents(node, p, lo, hi, out);
-    case kPrefix:
-      return append(out, lo, std::min(hi, p.number(node[2])), p.all);
-    case kGlobal:
-      return global(node, p, lo, hi, out);
-    case kRandom:
-      return random(node, p, lo, hi, out);
-    case kDilated:
-      return dilated(node, p, lo, hi, out);
-    case kDense:
-      return dense(node, p, lo, hi, out);
-    case kBlocks:
-      return blocks(node, p, lo, hi, out);
-    case kPerHead:
-      return evaluate(child_of(node, p.rows.head), p, lo, hi, out);
-    default:
-      return combine(node, p, lo, hi, out);
+    case kTokens: return documents(node, p, lo, hi, out);
+    case kPrefix: return append(out, lo, std::min(hi, p.number(node[2])), p.all);
+    case kGlobal: return global(node, p, lo, hi, out);
+    case kRandom: return random(node, p, lo, hi, out);
+    case kDilated: return dilated(node, p, lo, hi, out);
+    case kDense: return dense(node, p, lo, hi, out);
+    case kBlocks: return blocks(node, p, lo, hi, out);
+    case kPerHead: return evaluate(child_of(node, p.rows.head), p, lo, hi, out);
+    default: return combine(node, p, lo, hi, out);
   }
 }
 
