@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._call.problem import Trio
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
-from ..masks import Documents, MaskKind, Mask, from_cu_seqlens
+from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
 from ..scores import Alibi, RelativeBias
 
 Attention = Callable[..., Any]

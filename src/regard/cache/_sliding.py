@@ -8,7 +8,7 @@ from torch import Tensor
 from .._api.merge import merge
 from .._call.stored import New, Stored
 from .._tools.arguments import count, describe
-from ..masks import MaskKind, Mask, Prefix, Window
+from ..masks import Mask, MaskKind, Prefix, Window
 from ._cache import CAUSAL, Asked, Chunk, Count, Integers, Result, each, kept, look, minus, most, plus, shared
 from ._dense import KVCache
 from ._rows import Draft

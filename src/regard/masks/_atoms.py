@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._tools.arguments import bool_tensor, broadcasts, count, describe, int_tensor, is_integer, readable
 from .._tools.values import value
-from ._mask import CallSizes, MaskKind, Mask, declare
+from ._mask import CallSizes, Mask, MaskKind, declare
 from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, column, cut, pick, row
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
