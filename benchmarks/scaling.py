@@ -10,7 +10,8 @@ from time import perf_counter
 import memory
 import torch
 from cases import CASES, Case, Inputs, causal, square
-from measure import best_times, check
+from checks import check
+from measure import best_times
 from peers import prepare
 
 from regard import masks as M

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard.crossover import Crossover, Point, measure
+from regard.crossover import Crossover, Measurement, measure
 from regard.nn import (
     LinformerAttention,
     LinformerProjection,
@@ -182,7 +182,7 @@ def table(**curves: list[float]) -> Crossover:
     lengths = [256, 512, 1024, 2048]
     return Crossover(
         tuple(
-            Point(name, work, n, time, None if name == "unknown" else int(1e6 * time))
+            Measurement(name, work, n, time, None if name == "unknown" else int(1e6 * time))
             for name, times in curves.items()
             for work in ("forward", "training")
             for n, time in zip(lengths, times, strict=True)

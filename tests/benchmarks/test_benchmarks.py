@@ -123,14 +123,6 @@ def test_the_machine(bench: Any) -> None:
     assert 0 <= bench.measure.Load().others() <= 1
 
 
-def test_memory_counts_what_is_allocated(bench: Any) -> None:
-    if not bench.memory.available():
-        pytest.skip("this system does not reset the high-water mark")
-    size = 64 * 2**20
-    found = bench.memory.extra(lambda: torch.ones(size, dtype=torch.uint8))
-    assert size <= found < 1.5 * size
-
-
 def test_a_page_keeps_what_stands_around_the_markers(bench: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"a\n{bench.report.BEGIN}\nold\n{bench.report.END}\nb\n", encoding="utf-8")
@@ -255,9 +247,9 @@ def test_the_slope_of_memory(bench: Any) -> None:
 
 @pytest.mark.full
 def test_longformers_memory_is_linear(bench: Any) -> None:
-    if not bench.memory.available():
-        pytest.skip("the system does not tell the peak memory")
     lines = list(bench.sparse.memory([4096, 8192, 16384, 32768]))
+    if "does not tell" in lines[0]:
+        pytest.skip(lines[0])
     assert 0.9 < float(lines[-1].split()[-1].rstrip(".")) < 1.1
 
 

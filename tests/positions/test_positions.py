@@ -19,7 +19,7 @@ from regard import packing, positions, scores
 from regard.positions import (  # fmt: skip
     NTK,
     Frequencies,
-    Linear,
+    LinearScaling,
     Llama3,
     Rotary,
     Scaling,
@@ -102,7 +102,7 @@ def hf_frequencies(dims: int, base: float, **rope: Any) -> tuple[Tensor, float]:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS: dict[str, tuple[Scaling | None, dict[str, Any]]] = {
     "default": (None, {"rope_type": "default"}),
-    "linear": (Linear(3.0), {"rope_type": "linear", "factor": 3.0}),
+    "linear": (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}),
     "yarn": (YaRN(4.0, 64), YARN),
     "yarn-betas": (
         YaRN(4.0, 64, beta_fast=16, beta_slow=2, truncate=False),
@@ -180,12 +180,12 @@ def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
         (lambda: frequencies(7), "dims: expected an even number"),
         (lambda: frequencies(8, 0.5), "base: expected a number above 1, got 0.5"),
         (lambda: frequencies(8, "10000"), "base: expected a number, got str '10000'"),
-        (lambda: Linear("4"), "factor: expected a number, got str '4'"),
+        (lambda: LinearScaling("4"), "factor: expected a number, got str '4'"),
         (
             lambda: frequencies(8, scaling="yarn"),
-            "scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",
+            "scaling: expected LinearScaling, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",
         ),
-        (lambda: Linear(0.5), "factor: expected a number from 1 on, got 0.5"),
+        (lambda: LinearScaling(0.5), "factor: expected a number from 1 on, got 0.5"),
         (lambda: frequencies(2, scaling=NTK(2.0)), "dims: expected at least 4"),
         (lambda: Llama3(8.0, 4.0, 1.0), "low_freq_factor and high_freq_factor"),
         (lambda: YaRN(4.0, 64, beta_slow=0.0), "beta_slow and beta_fast: expected 0 < slow <= fast"),
@@ -390,11 +390,11 @@ def test_tables_that_do_not_fit() -> None:
 
 
 def test_alibi() -> None:
-    module = positions.Alibi(6)
+    module = positions.AlibiBias(6)
     assert module() == scores.Alibi.standard(6)
     assert torch.equal(positions.alibi_slopes(6), scores.Alibi.standard(6).slopes)
     assert not module.state_dict()
-    learned = positions.Alibi(6, learned=True)
+    learned = positions.AlibiBias(6, learned=True)
     assert [name for name, _ in learned.named_parameters()] == ["slopes"]
 
 

@@ -445,7 +445,7 @@ def test_the_gallery_is_written_from_runs(
     readme.write_text("| a | b |\n| [toy](x) | 1 |\n| [other](x) | 2 |\n", encoding="utf-8")
     monkeypatch.setattr(applications, "README", readme)
     (tmp_path / "images").mkdir()
-    monkeypatch.setattr(applications, "HERE", tmp_path)
+    monkeypatch.setattr(applications, "DOCS", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
     monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
     times = {"regard": 0.5, "torch": 0.75}

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from .._autograd.linear import run
 from .._backends.dispatch import FORCED, check_name, preference
-from .._backends.native.attention import reason_unavailable
+from .._backends.native.core import reason_unavailable
 from .._call.layout import as_given
 from .._call.linear import Linear, LinearState, Options, Result, check, state_dims
 from .._call.problem import Problem, Spec

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._backends import dispatch as _dispatch
 from .._backends.native import attention as _native
+from .._backends.native import core
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
 from .._call.problem import Bias, Problem, Spec, learned, make
@@ -101,7 +102,7 @@ def plan(
 
 def _kernel(problem: Problem, name: str) -> str:
     if name == "native":
-        return str(_native.info()["isa"])
+        return str(core.info()["isa"])
     return _torch.kernel(problem) if name == "torch" else "float64"
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .._backends.dispatch import choose
 from .._backends.native import attention as _native
+from .._backends.native import core
+from .._backends.native import stored as _stored
 from .._call.problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, learned, make
 from .._call.stored import New, Stored
 from .._tools.listeners import listeners
@@ -17,7 +19,7 @@ from .._tools.watching import in_autocast, is_watched
 from ..masks import Mask
 from .attention import attention
 
-_ready: dict[tuple[Any, ...], _native.StoredCall] = {}
+_ready: dict[tuple[Any, ...], _stored.StoredCall] = {}
 
 
 def attend_stored(
@@ -66,8 +68,8 @@ def attend_stored(
         if len(_ready) >= MAX_SPECS:
             _ready.clear()
         _ready[key] = ready
-    extras, tensors, alive = _native.extras_of(problem)
-    out, lse = _native.forward_stored(ready, problem.q, stored, problem.spec.offset or 0, extras, tensors)
+    extras, alive = _native.extras_of(problem)
+    out, lse = _stored.forward_stored(ready, problem.q, stored, problem.spec.offset or 0, extras)
     del alive
     return out if lse is None else (out, lse)
 
@@ -77,12 +79,12 @@ def write_stored(
 ) -> None:
     """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
     k = k if k.ndim == 4 else k.unsqueeze(1)
-    (_native.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
+    (_stored.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
 
 
 def _is_plain(k: Tensor, v: Tensor) -> bool:
     """Whether the core may read these tensors where they lie, and nobody watches."""
-    if _native.reason_unavailable() is not None or k.device.type != "cpu":
+    if core.reason_unavailable() is not None or k.device.type != "cpu":
         return False
     return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
 
@@ -126,7 +128,7 @@ def _is_simple(offset: object) -> bool:
 
 
 def _again(
-    ready: _native.StoredCall,
+    ready: _stored.StoredCall,
     q: Tensor,
     stored: Stored,
     offset: int | Tensor | None,
@@ -134,19 +136,14 @@ def _again(
     new: New | None,
 ) -> tuple[Tensor, Tensor | None]:
     """A call that differs from a checked one in length, offset and data."""
-    extras, spec = _native.PLAIN, ready.spec
-    if sink is not None or type(offset) is Tensor:
-        extras = extras.copy()
+    spec = ready.spec
     if sink is not None:
         sink = sink.detach().to(spec.lse_dtype).contiguous()
-        extras[4] = sink.data_ptr()
-    if type(offset) is Tensor:
-        offset = _checked_offsets(offset, spec.B)
-        extras[5] = offset.data_ptr()
+    offsets = _checked_offsets(offset, spec.B) if type(offset) is Tensor else None
     start = offset if type(offset) is int else stored.length - spec.Lq
     if new is not None and any(x is not None and x.is_neg() for x in new):
         new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
-    return _native.forward_stored(ready, q, stored, start, extras, [], new)
+    return _stored.forward_stored(ready, q, stored, start, _stored.few_extras(sink, offsets), new)
 
 
 def _checked_offsets(offset: Tensor, B: int) -> Tensor:
@@ -168,9 +165,9 @@ def _problem(q: Tensor, stored: Stored, options: dict[str, Any]) -> Problem | No
     return None if problem.watched or problem.needs_grad or any_needs_grad(k, v) else problem
 
 
-def _prepare(problem: Problem, stored: Stored, impl: str) -> _native.StoredCall | None:
+def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
     """None: by another backend, or too many rows for the kernel that reads stores."""
     spec = problem.spec
     if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):
         return None
-    return _native.prepare_stored(spec, problem.q, stored)
+    return _stored.prepare_stored(spec, problem.q, stored)

@@ -16,6 +16,7 @@ from .._call.problem import Problem
 from .._tools.arguments import describe
 from . import reference
 from .native import attention as _native
+from .native import core
 from .torch import attention as _torch
 
 
@@ -42,7 +43,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 def reasons(problem: Problem, name: str) -> tuple[str, ...]:
     """Why backend `name` cannot run the problem; () when it can."""
-    missing = _native.reason_unavailable() if name == "native" else None
+    missing = core.reason_unavailable() if name == "native" else None
     if missing is not None:
         return (missing,)
     return BACKENDS[name].reasons(problem)
@@ -55,7 +56,7 @@ def preference(problem: Problem) -> tuple[str, ...]:
         return (FORCED,)
     if problem.spec.device.type != "cpu":
         return ("torch",)
-    return ("native",) if _native.reason_unavailable() is None else ("torch", "reference")
+    return ("native",) if core.reason_unavailable() is None else ("torch", "reference")
 
 
 def _choose(problem: Problem, impl: str) -> str:

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
 from .._call.problem import Trio
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
-from ._call import both
-from ._projected import Projected, checked_lengths
+from ..masks._both import both
+from ._lengths import checked_lengths
+from ._projected import Projected
+from ._sizes import split_heads
 
 Tokens = Tensor | Sequence[int]
 
@@ -68,25 +71,16 @@ class LongformerAttention(Projected):
         torch.Size([1, 4096, 512])
     """
 
+    _shown = ("heads", "head_dim", "window", "dilation", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        window: int | tuple[int, int],
-        dilation: int | Sequence[int] = 1,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
-        inner = heads * self.head_dim
+        self, d_model: int, heads: int, *, window: int | tuple[int, int], dilation: int | Sequence[int] = 1,
+        head_dim: int | None = None, bias: bool = True, out: bool = True, dropout: float = 0.0,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.query_global, self.key_global, self.value_global = (
-            nn.Linear(d_model, inner, bias, **made) for _ in range(3)
+            nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
         )
         self.window, self.dilation = _sides(window), _steps(dilation, heads)
         self.mask = _local_mask(self.window, self.dilation)
@@ -103,9 +97,9 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        lengths = checked_lengths(lengths, x)
-        chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
-        local = self._local(self._projected(x), chosen, padding)
+        qkv = self._projected(x)
+        chosen, padding = _chosen_and_padding(qkv[0], global_tokens, lengths)
+        local = self._local(qkv, chosen, padding)
         return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
@@ -122,9 +116,7 @@ class LongformerAttention(Projected):
         q, k, v and the result are (B, H, L, D).
         """
         self._check_heads(q, k, v)
-        tokens = q.transpose(1, 2)
-        lengths = checked_lengths(lengths, tokens)
-        chosen, padding = _chosen(global_tokens, tokens, lengths), _padding(lengths)
+        chosen, padding = _chosen_and_padding(q, global_tokens, lengths)
         local = self._local((q, k, v), chosen, padding)
         if chosen is None:
             return local
@@ -150,12 +142,11 @@ class LongformerAttention(Projected):
         return merge(*zip(near, far, strict=True))[0]
 
     def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """(B, H, n, D): the global tokens attend all tokens."""
-        tokens = chosen.rows(x[:, None])[:, 0]
-        q = self._by_head(self.query_global(tokens))
+        """Attends from the global tokens to all tokens by their own projections: (B, H, n, D)."""
+        q = split_heads(self.query_global(chosen.rows(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
             return self._absorbed(q, x[:, None], padding)
-        k, v = self._by_head(self.key_global(x)), self._by_head(self.value_global(x))
+        k, v = split_heads(self.key_global(x), self.heads), split_heads(self.value_global(x), self.heads)
         return attention(q, k, v, mask=padding, dropout=self._dropped())
 
     def _absorbs(self, n: int) -> bool:
@@ -173,19 +164,11 @@ class LongformerAttention(Projected):
 
         The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
         """
-        W_k, W_v = (
-            part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
-        )
+        W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
         found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
         if self.value_global.bias is not None:
             found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
         return found
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, window={self.window}, dilation={self.dilation}, "
-            f"dropout={self.dropout:g}"
-        )
 
 
 def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
@@ -201,10 +184,6 @@ def _band(window: tuple[int, int], step: int) -> Mask:
 
 
 # Arguments
-
-
-def _padding(lengths: Tensor | None) -> Mask | None:
-    return None if lengths is None else Lengths(lengths)
 
 
 def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
@@ -223,11 +202,19 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
     return tuple(count(f"dilation[{head}]", step, 1) for head, step in enumerate(dilation))
 
 
+def _chosen_and_padding(
+    x: Tensor, tokens: Tokens | None, lengths: Tensor | None
+) -> tuple[Chosen | None, Mask | None]:
+    """Checks the options of a call with x (B, H, L, D)."""
+    lengths = checked_lengths(lengths, x)
+    return _chosen(tokens, x, lengths), None if lengths is None else Lengths(lengths)
+
+
 def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:
-    """The global tokens of x (B, L, ...); None if there are none."""
+    """Finds the global tokens of x (B, H, L, D). Returns None if there are none."""
     if tokens is None:
         return None
-    B, L = x.shape[:2]
+    B, L = len(x), x.shape[2]
     at = Global(tokens).tokens.to(x.device)
     _check_tokens(tokens, L)
     if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
@@ -249,10 +236,8 @@ def _check_tokens(tokens: Tokens, L: int) -> None:
         if given.shape[-1] != L:
             raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(given)}")
     elif L > 2 and given.shape[-1] == L and readable(given) and bool(((given == 0) | (given == 1)).all()):
-        raise ValueError(
-            f"global_tokens: expected bool marks or positions, got {describe(given)} of 0 and 1; "
-            "give `mask.bool()` if 1 means global"
-        )
+        found = f"{describe(given)} of 0 and 1; give `mask.bool()` if 1 means global"
+        raise ValueError(f"global_tokens: expected bool marks or positions, got {found}")
 
 
 def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
@@ -262,7 +247,5 @@ def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
     beyond = (at >= ends.to(at.device)[:, None]).nonzero()
     if len(beyond):
         sample, slot = beyond[0].tolist()
-        raise ValueError(
-            f"global_tokens: expected positions below the length {int(ends[sample])} of sample {sample}, "
-            f"got {int(at[sample, slot])}"
-        )
+        below, place = f"the length {int(ends[sample])} of sample {sample}", int(at[sample, slot])
+        raise ValueError(f"global_tokens: expected positions below {below}, got {place}")

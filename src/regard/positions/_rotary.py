@@ -51,8 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
     if _is_followed(x, cos, sin):
         return _formula(x, cos, sin, layout)
     if x.requires_grad and torch.is_grad_enabled():
-        turned: Tensor = _Turn.apply(x, cos, sin, layout)  # type: ignore[no-untyped-call]
-        return turned
+        return _Turn.apply(x, cos, sin, layout)  # type: ignore[no-any-return, no-untyped-call]
     return _turn(x, cos, sin, layout)
 
 
@@ -67,15 +66,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     if not x.is_floating_point() or x.dim() < 2:
         raise ValueError(f"x: expected floats (..., L, D), got {describe(x)}")
     if cos.shape != sin.shape or cos.shape[-2] != x.shape[-2] or 2 * cos.shape[-1] > x.shape[-1]:
-        raise ValueError(
-            "cos and sin: expected (..., L, dims / 2) with dims up to D, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
-        )
+        given = f"{tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
+        raise ValueError(f"cos and sin: expected (..., L, dims / 2) with dims up to D, got {given}")
     if cos.dim() > 2 and not broadcasts(cos.shape[:-2], x.shape[:-2]):
-        raise ValueError(
-            f"positions: expected places for each of the samples of x {tuple(x.shape)}, got cos and sin "
-            f"{tuple(cos.shape)}"
-        )
+        given = f"x {tuple(x.shape)}, got cos and sin {tuple(cos.shape)}"
+        raise ValueError(f"positions: expected places for each of the samples of {given}")
 
 
 def _pairs(x: Tensor, half: int, layout: str) -> Pair:
@@ -107,12 +102,9 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """In plain operations."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
-    c, d = a * cos - b * sin, b * cos + a * sin
-    turned = (
-        torch.cat((c, d), -1)
-        if layout == "half"
-        else torch.stack((c, d), -1).reshape(*c.shape[:-1], 2 * half)
-    )
+    pairs = a * cos - b * sin, b * cos + a * sin
+    joined = torch.cat if layout == "half" else torch.stack
+    turned = joined(pairs, -1).reshape(*a.shape[:-1], 2 * half)  # legacy vmap has no rule for flatten
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
@@ -137,7 +129,8 @@ class Rotary(nn.Module):
     Args:
         dims: how many channels turn, even, at most D.
         base: the slowest pair turns once in about `2 pi base` steps.
-        scaling: `Linear`, `NTK`, `YaRN` or `Llama3`, for lengths beyond those of training, or `Frequencies`.
+        scaling: `LinearScaling`, `NTK`, `YaRN` or `Llama3`, for texts longer than those of training, or
+            `Frequencies`.
         layout: "half" (Llama, GPT-NeoX) or "interleaved" (GPT-J).
     """
 

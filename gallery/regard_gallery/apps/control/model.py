@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from regard.masks import Window
-from regard.nn import Cache, DecoderBlock
+from regard.nn import CacheLike, DecoderBlock
 from regard.positions import Rotary
 
 from .._parts.blocks import Blocks
@@ -29,7 +29,7 @@ class HistoryPolicy(nn.Module):
         self.stack = blocks.stack(DecoderBlock, position=position, mask=Window(history, 0))
         self.act, self.value = nn.Linear(d_model, actions), nn.Linear(d_model, 1)
 
-    def forward(self, seen: Tensor, caches: Sequence[Cache] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, seen: Tensor, caches: Sequence[CacheLike] | None = None) -> tuple[Tensor, Tensor]:
         """With caches, `seen` are the observations that are new."""
         states = self.stack(self.embed(seen), caches=caches)
         return self.act(states), self.value(states).squeeze(-1)
