@@ -16,7 +16,8 @@ from ._api.attention import attention
 from ._api.packed import attend_packed
 from ._call.problem import Bias
 from ._tools.arguments import count, describe, holds_integers, tensor_of
-from .masks import And, Causal, Mask, Window, from_cu_seqlens
+from .masks import Causal, Mask, Window, from_cu_seqlens
+from .masks._both import both
 
 __all__ = ["cu_seqlens", "lengths", "pack", "positions", "unpack", "varlen_attention"]
 
@@ -260,9 +261,6 @@ def varlen_attention(
 
 
 def _joined(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
-    parts: list[Mask] = [Causal()] if causal else []
-    if window is not None:
-        parts.append(Window(*window) if isinstance(window, tuple) else Window(window))
-    if mask is not None:
-        parts.append(mask)
-    return And(*parts) if len(parts) > 1 else next(iter(parts), None)
+    reach = window if isinstance(window, tuple) else (window,)
+    near = both(Causal() if causal else None, None if window is None else Window(*reach))
+    return both(near, mask)
