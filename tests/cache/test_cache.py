@@ -290,10 +290,10 @@ class Written(TorchDispatchMode):
 def test_no_old_key_is_copied(kind: str) -> None:
     q, k, v = tokens(kind, 2, 512)
     cache = new(kind, capacity=512)
-    where = [part.data_ptr() for part in cache._content.storage.tensors]
+    where = [part.data_ptr() for part in cache._content.storage.tensors.values()]
     with Written() as written:
         step_by_step(cache, q, k, v)
-    assert [part.data_ptr() for part in cache._content.storage.tensors] == where
+    assert [part.data_ptr() for part in cache._content.storage.tensors.values()] == where
     assert written.count == k.numel() + (0 if kind == "latent" else v.numel())
 
 
@@ -322,11 +322,11 @@ def test_no_other_storage_is_kept_alive(kind: str) -> None:
     q, k, v = tokens(kind, 2, 80)
     cache = new(kind)
     attend(cache, *(x[:, :, :1] for x in (q, k, v)))
-    first = weakref.ref(cache._content.storage.tensors[0])
+    first = weakref.ref(next(iter(cache._content.storage.tensors.values())))
     twin = cache.fork()
     cache.reorder([1, 0])
     assert first() is None
-    second = weakref.ref(cache._content.storage.tensors[0])
+    second = weakref.ref(next(iter(cache._content.storage.tensors.values())))
     append(cache, k[:, :, 1:], v[:, :, 1:])
     assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
     assert len(twin) == 1

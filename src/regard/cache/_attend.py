@@ -16,13 +16,14 @@ from .._call.problem import Bias
 from .._call.stored import New, Stored
 from .._tools.arguments import count, describe
 from ..masks import Causal, Dense, Mask, Window
-from ._checks import Chunk, Integers
+from ._checks import Chunk, Lengths
 from ._counts import Count, as_tensor, minus
 
 Offset = int | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]  # out, or (out, LSE)
 
 CAUSAL = Causal()
+fast_new = tuple.__new__
 
 
 class Options(NamedTuple):
@@ -50,7 +51,7 @@ class CacheOptions(NamedTuple):
 class AttendKeywords(TypedDict, total=False):
     """The options of `attend` that all caches share, for its overloads. `KVCache.attend` describes them."""
 
-    lengths: Integers | None
+    lengths: Lengths
     mask: Mask | Tensor | None
     bias: Bias | None
     softcap: float | None
@@ -78,7 +79,7 @@ def attend(
     offset = _offset(held, stored.length, chunk, Lq, q.device)
     if base is None and (Lq > 1 or offset is not None):
         base = CAUSAL
-    options = options._replace(mask=_visible(base, window, options.mask), offset=offset)
+    options = fast_new(Options, (_visible(base, window, options.mask), offset, *options[2:]))
     result = attend_stored(q, stored, options, impl)
     return result if isinstance(chunk.new, int) else _without_padding(result, chunk)
 

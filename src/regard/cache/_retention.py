@@ -109,7 +109,8 @@ class KeepWindow:
         B, S = storage.B, self.sinks
         left = shared([min(n, self.needed) for n in each(held, B)])
         fresh = storage.layout.empty(B, max(self.capacity, most(plus(left, new))))
-        for to, x in zip(fresh.tensors, storage.tensors, strict=True):
+        for name, x in storage.tensors.items():
+            to = fresh.tensors[name]
             for samples, n, m in _moves(held, left, B):
                 to[samples, :, :S] = x[samples, :, :S]
                 to[samples, :, S:m] = x[samples, :, n - m + S : n]
