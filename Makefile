@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 TORCH_ARGS ?=
+REF ?= HEAD
 ARGS ?=
 WORKERS ?= 2
 
@@ -13,6 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # The compiled core may only be missing where nothing could compile it.
 HAVE_CXX := $(if $(shell command -v c++ || command -v g++ || command -v clang++),1,0)
 NATIVE := $(shell find native -type f 2>/dev/null)
+# An editable install maps the modules that were there: a list that has changed since makes it anew.
+LISTING := build/modules.txt
+$(shell mkdir -p build; find src gallery/regard_gallery -name '*.py' | sort > $(LISTING).new; \
+  cmp -s $(LISTING).new $(LISTING) || mv $(LISTING).new $(LISTING); rm -f $(LISTING).new)
 BUILD := REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
 # One thread for each pytest worker; tests about threads ask PyTorch for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -22,10 +27,10 @@ CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,_api _autograd _bac
 PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help core build stubs demo test test-core test-all browser bench lint format docs sanitize clips data clean
+.PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/.torch: constraints.txt
 	@echo "Making $(VENV)"
@@ -46,9 +51,9 @@ $(VENV)/.dev: requirements-dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.cor
 	@$(PIP) install --no-deps $(addprefix -r ,$(GALLERY_FILES)) -c constraints.txt
 	@touch $@
 
-$(VENV)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(VENV)/.core
+$(VENV)/.built: $(NATIVE) $(LISTING) CMakeLists.txt pyproject.toml $(VENV)/.core
 	@echo "Building the core"
-	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -e .
+	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -C cmake.define.REGARD_WIDE=ON -e .
 	@touch $@
 
 $(VENV)/.gallery: gallery/pyproject.toml $(VENV)/.built $(VENV)/.dev
@@ -81,6 +86,9 @@ browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
+bench-against: build  ## this tree beside the commit REF (default HEAD), row by row: is anything slower?
+	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
+
 lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
@@ -109,7 +117,7 @@ $(SAN)/.built: $(NATIVE) CMakeLists.txt pyproject.toml $(shell find src -name '*
 	  > "$$($(SAN)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" REGARD_REQUIRE_CORE=1 $(SAN)/venv/bin/python -m pip -q install \
 	  --no-build-isolation --no-deps --force-reinstall -C build-dir=$(SAN)/core -C install.strip=false \
-	  -C "cmake.define.REGARD_SANITIZE=address;undefined" .
+	  -C cmake.define.REGARD_WIDE=ON -C "cmake.define.REGARD_SANITIZE=address;undefined" .
 	@touch $@
 
 sanitize: $(SAN)/.built  ## the native tests under ASan and UBSan

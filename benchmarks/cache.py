@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,64 +20,38 @@ import torch
 from measure import best_times, cpu_name
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from steps import CACHES, HELD, LONG_CACHES, LONG_HEADS, LONG_HELD, STEPS, Generation, paged
 
 from regard._api.stored import attend_stored
-from regard.cache import KVCache, LatentCache, QuantizedCache, SlidingCache
+from regard._call.spec import Options
 
-H, Hkv, D, HELD = 8, 2, 64, 64
-STEPS = 20  # few, so that some rounds are not interrupted
 COLUMNS = ("first", "attend", "stored", "more")
-CACHES: dict[str, Callable[..., Any]] = {
-    "KVCache": partial(KVCache, 1, Hkv, D, capacity=512),
-    "SlidingCache": partial(SlidingCache, 1, Hkv, D, window=256, sinks=4),
-    "QuantizedCache, 8 bits": partial(QuantizedCache, 1, Hkv, D, capacity=512),
-    "LatentCache": partial(LatentCache, 1, D - 16, 16, capacity=512),
-}
-
-
-def new_tokens(cache: Any, L: int) -> tuple[Tensor, ...]:
-    if isinstance(cache, LatentCache):
-        return (torch.randn(1, L, D),)
-    return torch.randn(1, Hkv, L, D), torch.randn(1, Hkv, L, D)
 
 
 def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
     """Microseconds of a step."""
-    cache, q = make(), torch.randn(1, H, 1, D)
-    new, scale, mask = new_tokens(cache, 1), D**-0.5, getattr(cache, "_shown", None)
-    cache.append(*new_tokens(cache, HELD))
-    rows = [cache._stored(cache._parts, HELD + i + 1) for i in range(STEPS)]
-
-    def attend() -> None:
-        cache.crop(HELD)
-        for _ in range(STEPS):
-            cache.attend(q, *new, scale=scale)
+    generation = Generation(make())
+    cache, q, scale = generation.cache, generation.q, generation.scale
+    rows = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
+    mask = cache._keeps.visible
 
     def stored() -> None:
         for store in rows:
-            attend_stored(q, store, mask=mask, scale=scale)
+            attend_stored(q, store, Options(mask=mask, scale=scale))
 
     begin = perf_counter()
-    attend()
+    generation.run()
     times = {"first": perf_counter() - begin}
-    times |= best_times({"attend": attend, "stored": stored}, seconds)
+    times |= best_times({"attend": generation.run, "stored": stored}, seconds)
     times["more"] = times["attend"] - times["stored"]
     return {name: 1e6 * time / STEPS for name, time in times.items()}
 
 
-def reading(seconds: float, Lk: int = 8192) -> dict[str, tuple[float, int]]:
+def reading(seconds: float) -> dict[str, tuple[float, int]]:
     """Seconds of a step of a long cache, and its bytes."""
-    k, v, q = (torch.randn(1, 32, n, 128, dtype=torch.bfloat16) for n in (Lk, Lk, 1))
-    caches = {
-        "bfloat16": KVCache(1, 32, 128, capacity=Lk, dtype=torch.bfloat16),
-        "8 bits": QuantizedCache(1, 32, 128, bits=8, capacity=Lk, dtype=torch.bfloat16),
-        "4 bits": QuantizedCache(1, 32, 128, bits=4, capacity=Lk, dtype=torch.bfloat16),
-    }
-    for cache in caches.values():
-        cache.append(k, v)
-    times = best_times({name: partial(cache.attend, q) for name, cache in caches.items()}, seconds)
-    return {name: (times[name], cache.nbytes) for name, cache in caches.items()}
+    long = {name: Generation(make(), LONG_HEADS, LONG_HELD, 1) for name, make in LONG_CACHES.items()}
+    times = best_times({name: generation.run for name, generation in long.items()}, seconds)
+    return {name: (times[name], generation.cache.nbytes) for name, generation in long.items()}
 
 
 def reading_table(seconds: float, threads: int) -> Table:
@@ -102,8 +75,9 @@ def main() -> None:
     table = Table("us", *COLUMNS, title=f"{cpu_name()}, threads: {options.threads}")
     with torch.no_grad():
         for name, make in CACHES.items():
-            found = measure(make, options.seconds)
-            table.add_row(name, *(f"{found[column]:.1f}" for column in COLUMNS))
+            if make is not paged:  # storage in pages has no rows to look at
+                found = measure(make, options.seconds)
+                table.add_row(name, *(f"{found[column]:.1f}" for column in COLUMNS))
         Console().print(table, reading_table(options.seconds, 2))
 
 

@@ -55,9 +55,9 @@ def row(case: Case, here: cost.Machine, options: argparse.Namespace) -> float:
     return ratio
 
 
-def call_of(case: Case) -> cost.Call:
+def call_of(case: Case) -> cost.CallSpec:
     bias = case.inputs().options.get("bias")
-    return cost.Call(
+    return cost.CallSpec(
         case.B, case.Hq, case.Lq, case.D, case.Hkv, case.Lk, case.Dv, case.dtype, case.make_mask(),
         tuple(bias.shape) if isinstance(bias, Tensor) else None,
     )  # fmt: skip

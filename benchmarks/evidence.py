@@ -18,7 +18,7 @@ from measure import best_times
 
 import regard
 from regard import masks as M
-from regard._tools import measuring as _measuring
+from regard.cost import peak_memory
 
 WANT = (
     regard.BlockMass(128), regard.BlockMax(128), regard.TopK(8), regard.ColumnMass(), regard.Entropy(),
@@ -71,8 +71,9 @@ def measured(tokens: int, seconds: float) -> Row:
     ask = partial(regard.evidence, q, k, None, *WANT, mask=M.Causal(), impl="native")
     row = partial(regard.evidence, q, k, None, regard.Rows(-1), mask=M.Causal(), impl="native")
     best = best_times({"attention": attend, "facts": ask, "row": row}, seconds, least=2)
-    with _measuring.freed_at_once():
-        extra = _measuring.extra(ask)
+    extra = peak_memory(ask)
+    if extra is None:
+        raise OSError("the system does not report the peak memory of a process")
     return Row(tokens, best["attention"], best["facts"], extra, q.nbytes + k.nbytes, best["row"])
 
 

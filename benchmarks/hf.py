@@ -20,14 +20,14 @@ from functools import partial
 from typing import Any
 
 import command
-import memory
 import torch
-from measure import WrongResult, best_times
+from checks import WrongResult
+from measure import best_times
 from report import milliseconds
 from torch import Tensor
 
 import regard.hf
-from regard._tools.measuring import freed_at_once
+from regard.cost import peak_memory
 
 SIDES = ("sdpa", "regard")
 NOTHING = "nothing"  # the name of attention that does nothing
@@ -153,20 +153,18 @@ def prompt_row(model: Any, name: str, given: dict[str, Any], asked: float, secon
 
 def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
     """MiB, or nothing where the system cannot tell."""
-    if not memory.available():
-        return [""] * len(calls)
-    with freed_at_once():
-        return [f"{peak(call):.0f}" for call in calls.values()]
+    found = [peak(call) for call in calls.values()]
+    return ["" if extra is None else f"{extra / 2**20:.0f}" for extra in found]
 
 
-def peak(call: Callable[[], Tensor]) -> float:
-    """MiB"""
+def peak(call: Callable[[], Tensor]) -> int | None:
+    """Bytes."""
 
     def without_grad() -> Tensor:  # in another thread, where it is on again
         with torch.inference_mode():
             return call()
 
-    return memory.extra(without_grad) / 2**20
+    return peak_memory(without_grad)
 
 
 # One more token

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from cases import Case, Options, causal, lengths
-from measure import best_times, check
+from checks import check
+from measure import best_times
 from peers import prepare, sdpa_path
 from report import milliseconds
 from rich.console import Console

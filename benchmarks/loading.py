@@ -14,7 +14,7 @@ from typing import Any
 
 import command
 import torch
-from measure import WrongResult
+from checks import WrongResult
 
 from regard_gallery.models import _packages, minilm, smollm, whisper
 

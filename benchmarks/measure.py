@@ -1,8 +1,7 @@
-"""Timing that is fair to both sides, the machine's limits, and the check without which no number is shown."""
+"""Timing that is fair to both sides, and the machine's limits."""
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -10,98 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from cases import Case, Inputs
-from torch import Tensor
 
-import regard
-from regard._tools.measuring import best_times as best_times
+from regard.cost import best_times as best_times
 from regard.cost._machine import fma_rate, read_rate
 from regard.info import report as installation
-
-# Largest error of a row by the mean norm of a row, against float64: far above rounding, far below a fault.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-ROWS = 6  # query rows in each of the three samples that are compared
-
-
-class WrongResult(Exception):
-    """A side computed something else: its time means nothing."""
-
-
-# Correctness
-
-
-def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
-    """The worst error of the sampled rows against the float64 reference; WrongResult when it is too large."""
-    errors = [row_error(out[..., rows, :], exact(case, inputs, rows)) for rows in sample_rows(case)]
-    error = float(torch.tensor(errors).max())  # NaN if one is NaN, unlike Python's max
-    if not error < TOLERANCE[case.dtype]:
-        raise WrongResult(f"{who}, {case.name}: error {error:.1e} against float64")
-    if not out.isfinite().all():
-        raise WrongResult(f"{who}, {case.name}: {int((~out.isfinite()).sum())} numbers are not finite")
-    return error
-
-
-def check_gradients(case: Case, inputs: Inputs, found: tuple[Tensor, ...], who: str) -> None:
-    """Against those of the float64 kernels, which the tests hold to the reference."""
-    for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), found, exact_gradients(case), strict=False):
-        error = float((grad.double() - exact).norm() / exact.norm())
-        if not error < TOLERANCE[case.dtype]:
-            raise WrongResult(f"{who}, {case.name}: error {error:.1e} of {name} against float64")
-
-
-@functools.lru_cache(maxsize=1)
-def exact_gradients(case: Case) -> tuple[Tensor, ...]:
-    double = replace(case, dtype=torch.float64, work="training")
-    q, k, v, options = case.inputs()
-    inputs = Inputs(*(x.detach().double().requires_grad_() for x in (q, k, v)), dict(options))
-    if isinstance(options.get("bias"), Tensor):
-        inputs.options["bias"] = options["bias"].detach().double().requires_grad_()
-    dout = outgoing(case).double()
-    with torch.enable_grad():
-        out = regard.attention(*inputs[:3], mask=double.make_mask(), **inputs.options)
-    return torch.autograd.grad(out, inputs.leaves(), dout)
-
-
-def outgoing(case: Case) -> Tensor:
-    """The gradient that comes in, (B, Hq, Lq, Dv)."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(case.B, case.Hq, case.Lq, case.Dv, generator=generator).to(case.dtype)
-
-
-def sample_rows(case: Case) -> list[slice]:
-    """First, middle and last queries; all of them with dropout, whose pattern depends on the row's number."""
-    if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
-        return [slice(0, case.Lq)]
-    return [slice(first, first + ROWS) for first in (0, case.Lq // 2, case.Lq - ROWS)]
-
-
-def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
-    """The result of some rows in float64: a query keeps its position through `offset`."""
-    q, k, v, options = inputs
-    bias = options.get("bias")
-    if isinstance(bias, Tensor):
-        options = options | {"bias": bias[..., rows, :].double()}
-    return regard.attention(
-        q[..., rows, :].double(), k.double(), v.double(), mask=case.make_mask(),
-        offset=case.Lk - case.Lq + rows.start, impl="reference", **options,
-    )  # fmt: skip
-
-
-def row_error(out: Tensor, exact: Tensor) -> float:
-    """NaN when `out` has one."""
-    error = (out.double() - exact).norm(dim=-1)
-    return float(error.max() / exact.norm(dim=-1).mean())
-
-
-def useful_flops(case: Case, inputs: Inputs) -> int:
-    """Two products forward, five backward."""
-    q, k, v, options = inputs
-    forward = regard.plan(q, k, v, mask=case.make_mask(), **options).flops
-    backward = forward * (3 * case.D + 2 * case.Dv) // (case.D + case.Dv)
-    return case.calls * {"forward": forward, "backward": backward, "training": forward + backward}[case.work]
-
-
-# The machine
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from regard._tools.measuring import available, extra, in_thread
+from regard.cost import peak_memory
 
 # Freed blocks go back to the system at once, else they would hide the next allocation.
 ALLOCATOR = {
@@ -25,18 +25,17 @@ ALLOCATOR = {
 
 def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterator[tuple[str, int]]:
     """("CASE:SIDE", bytes) as they come from the child process; nothing where the system cannot tell."""
-    if not available():
-        return
     command = [sys.executable, __file__, "--threads", str(threads), *(["--shrink", str(L)] if L else [])]
     environment = os.environ | ALLOCATOR
     with subprocess.Popen([*command, *labels], stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
         for line in child.stdout:
             label, extra = json.loads(line)
-            yield label, extra
+            if extra is not None:
+                yield label, extra
 
 
-def measure_here(label: str, L: int | None) -> int:
+def measure_here(label: str, L: int | None) -> int | None:
     from cases import Case, chosen
     from peers import prepare
     from scaling import LONG
@@ -46,8 +45,8 @@ def measure_here(label: str, L: int | None) -> int:
     case = replace(case.shrunk(L) if L else case, calls=1)
     inputs = case.inputs()
     first = case if side == "flex" else case.shrunk(64)  # compiles, starts the threads
-    in_thread(prepare(side, first, inputs if side == "flex" else first.inputs()))
-    return extra(lambda: prepare(side, case, inputs)())
+    peak_memory(prepare(side, first, inputs if side == "flex" else first.inputs()))
+    return peak_memory(lambda: prepare(side, case, inputs)())
 
 
 def main(arguments: list[str]) -> None:

@@ -18,7 +18,8 @@ from functools import partial
 import command
 import torch
 import torch.nn.functional as F
-from measure import WrongResult, best_times
+from checks import WrongResult
+from measure import best_times
 from report import milliseconds
 from torch import Tensor
 

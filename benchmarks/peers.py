@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case, Inputs, Options
-from measure import outgoing
+from checks import outgoing
 from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard.scores import Alibi
+from regard import scores
 
 Call = Callable[[], Any]
 INF = float("inf")
@@ -91,7 +91,7 @@ def sdpa_options(case: Case, inputs: Inputs) -> dict[str, Any]:
 def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None:
     """Mask, bias and sink as one float tensor with -inf: SDPA turns a bool mask into one at every call."""
     bias, sink = options.get("bias"), options.get("sink")
-    total = bias.dense(case.Lq, case.Lk)[None] if isinstance(bias, Alibi) else bias
+    total = bias.dense(case.Lq, case.Lk)[None] if isinstance(bias, scores.Alibi) else bias
     if total is not None:
         total = total.to(case.dtype)
     if mask is not None:
@@ -148,7 +148,7 @@ def score_mod(options: Options) -> Callable[..., Tensor] | None:
     cap, bias = options.get("softcap"), options.get("bias")
     if cap is not None:
         return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
-    if isinstance(bias, Alibi):
+    if isinstance(bias, scores.Alibi):
         slopes = bias.slopes
         return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
     return None

@@ -14,17 +14,8 @@ import report
 import scaling
 import torch
 from cases import CASES, Case, Inputs, chosen
-from measure import (
-    Load,
-    Machine,
-    WrongResult,
-    best_times,
-    check,
-    check_gradients,
-    looked_again,
-    machine,
-    useful_flops,
-)
+from checks import WrongResult, useful_flops, verify
+from measure import Load, Machine, best_times, looked_again, machine
 from peers import prepare, sdpa_path
 from report import Row
 from rich.progress import Progress
@@ -128,7 +119,7 @@ def fault_of(case: Case, inputs: Inputs, side: str, call: Callable[[], Any]) -> 
     try:
         found = call()
         if side == "regard" or "dropout" not in inputs.options:
-            (check if case.work == "forward" else check_gradients)(case, inputs, found, side)
+            verify(case, inputs, found, side)
     except (WrongResult, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""

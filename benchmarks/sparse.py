@@ -19,13 +19,14 @@ from typing import Any
 import command
 import numpy as np
 import torch
-from measure import WrongResult, best_times
+from checks import WrongResult
+from measure import best_times
 from report import milliseconds
 from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._tools import measuring as _measuring
+from regard.cost import peak_memory
 from regard.nn import BigBirdAttention, LongformerAttention, block_table
 
 HEADS, D, NEIGHBOURS, GLOBALS, BLOCK, RANDOM = 8, 64, 256, 8, 64, 3
@@ -173,22 +174,21 @@ def check(name: str, found: Tensor, expected: Tensor) -> None:
 
 
 def memory(lengths: Sequence[int]) -> Iterator[str]:
-    if not _measuring.available():
+    peaks = {L: extra for L in sorted(lengths) if (extra := peak(L)) is not None}
+    if not peaks:
         yield "Peak memory: this system does not tell."
         return
     yield "| tokens of Longformer's attention | peak MiB beyond q, k, v | bytes for each token |"
     yield "|---:|---:|---:|"
-    with _measuring.freed_at_once():
-        peaks = {L: peak(L) for L in sorted(lengths)}
     for L, extra in peaks.items():
         yield f"| {L} | {extra / 2**20:.1f} | {extra / L:,.0f} |"
     yield f"\nGrows with the length to the power {slope(peaks):.2f}."
 
 
-def peak(L: int) -> int:
+def peak(L: int) -> int | None:
     ours, (q, k, v) = longformer(), inputs(L)
-    _measuring.in_thread(lambda: ours.attend(*(x[:, :, :1024] for x in (q, k, v)), global_tokens=[0]))
-    return _measuring.extra(lambda: ours.attend(q, k, v, global_tokens=spread(L)))
+    peak_memory(lambda: ours.attend(*(x[:, :, :1024] for x in (q, k, v)), global_tokens=[0]))  # loads code
+    return peak_memory(lambda: ours.attend(q, k, v, global_tokens=spread(L)))
 
 
 def slope(peaks: dict[int, int]) -> float:

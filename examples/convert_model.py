@@ -1,7 +1,7 @@
 """Real pretrained attention with fewer key heads or one latent for all heads, and what that costs.
 
 `python examples/convert_model.py` takes MiniLM (6 layers, 12 heads, BERT), `--model smollm2` SmolLM2-135M
-(30 layers, 9 query and 3 key heads, rotary). The weights come with the packages of gallery/requirements-models.txt,
+(30 layers, 9 query and 3 key heads, rotary). Weights come with packages (gallery/requirements-models.txt),
 the text from Python's own documentation: calibration and held-out text are different topics. The attention
 of the model becomes `regard.nn.Attention` with the same weights, which must change nothing; then every layer
 is converted on the tokens that reach it. One row for each conversion: bytes of the caches, errors when all is

@@ -11,21 +11,21 @@ from finding import Finding, verdict
 from formula import attend
 
 import regard
-from regard._tools import measuring as _measuring
+from regard.cost import peak_memory
 
 HEADS, D = 4, 64
 
 
 def peaks(lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Extra bytes of both at each length."""
-    if not _measuring.available():
-        raise OSError("the system does not tell the peak memory of a process")
+    """Returns the extra bytes of both at each length."""
     found: tuple[list[int], list[int]] = [], []
-    with _measuring.freed_at_once(), torch.no_grad():
-        for n in [64, *lengths]:  # the first loads code
-            qkv = torch.randn(3, HEADS, n, D)
-            for bytes_, call in zip(found, (regard.attention, attend), strict=True):
-                bytes_.append(_measuring.extra(lambda call=call, qkv=qkv: call(*qkv)))
+    for n in [64, *lengths]:  # the first loads code
+        qkv = torch.randn(3, HEADS, n, D)
+        for bytes_, call in zip(found, (regard.attention, attend), strict=True):
+            peak = peak_memory(lambda call=call, qkv=qkv: call(*qkv))
+            if peak is None:
+                raise OSError("the system does not report the peak memory of a process")
+            bytes_.append(peak)
     return found[0][1:], found[1][1:]
 
 

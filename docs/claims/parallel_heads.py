@@ -16,7 +16,7 @@ from finding import Finding, verdict
 from torch import Tensor
 
 import regard
-from regard._tools.measuring import best_times
+from regard.cost import best_times
 
 HEADS = 1, 2, 4, 8, 16
 

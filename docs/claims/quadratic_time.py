@@ -16,7 +16,7 @@ from formula import attend
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard
-from regard._tools.measuring import best_times
+from regard.cost import best_times
 
 
 def operations(n: int, d: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def describe(value: object) -> str:
-    """A value as messages show it: a tensor by dtype and shape, others by type and the start of their repr."""
+    """Returns a value as messages show it: a tensor by dtype and shape, others by type and repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]

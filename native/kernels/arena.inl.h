@@ -1,5 +1,6 @@
 // Working memory, handed out from one piece in lines of 64 bytes.
 #pragma once
+#include "kernels/isa.h"
 
 namespace {
 

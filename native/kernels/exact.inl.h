@@ -1,7 +1,7 @@
 // One query row in double precision, key by key, looking only at keys that the row sees. Slow: it runs again
 // the rows whose fast result is not finite, because a hidden key held a NaN or a product overflowed.
 #pragma once
-#include "scores.inl.h"
+#include "kernels/scores.inl.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // type. Those of keys are summed on their own, before
 // all others; the rest is added to results that are otherwise complete.
 #pragma once
-#include "exact.inl.h"
+#include "kernels/exact.inl.h"
 
 namespace {
 

@@ -1,9 +1,9 @@
 // A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
 // once.
 #pragma once
-#include "arena.inl.h"
-#include "exact.inl.h"
-#include "gemm.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/exact.inl.h"
+#include "kernels/gemm.inl.h"
 
 namespace {
 
@@ -320,10 +320,5 @@ struct Forward {
     for (int i = 0; i < task.n_panels; ++i) finish(task.panels[i], states[i]);
   }
 };
-
-template <class V, class S>
-void forward(const Task& task) {
-  Forward<V, S>(task).run();
-}
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The one micro-kernel: a tile of R rows by one panel, C[r][0:P] = sum over k of A(r, k) * B[k][0:P].
 #pragma once
+#include "kernels/isa.h"
 
 #define REGARD_ALWAYS __attribute__((always_inline))
 #define REGARD_INLINE REGARD_ALWAYS inline

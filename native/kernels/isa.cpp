@@ -1,46 +1,45 @@
-// Compiled once for each instruction set, with that set's flags; everything but the table stays inside.
-#include <math.h>
-#include <stdint.h>
+// The table of an instruction set, and probes of what the machine can do at best.
+#include "kernels/isa.h"
 
-#ifdef __AVX2__
-#include "../simd/avx2.h"
-#else
-#include "../simd/generic.h"
-#endif
+#include "kernels/pack.inl.h"
 
-#include "../kernels.h"
+namespace {
 
-using namespace regard;
+// Independent chains of multiply-adds in registers. Returns the operations done.
+double fma_probe(int64_t rounds) {
+  constexpr int kChains = 12;
+  Floats sum[kChains];
+  for (int i = 0; i < kChains; ++i) sum[i] = Lanes<Floats>::set(static_cast<float>(i));
+  const Floats a = Lanes<Floats>::set(0.999f), b = Lanes<Floats>::set(0.001f);
+  for (int64_t n = 0; n < rounds; ++n)
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sum[i] = fma(sum[i], a, b);
+  float check[Floats::N];
+  for (int i = 1; i < kChains; ++i) sum[0] = sum[0] + sum[i];
+  Lanes<Floats>::store(check, sum[0]);
+  return check[0] == 12345.0f ? 0.0 : 2.0 * Floats::N * kChains * static_cast<double>(rounds);
+}
 
-#include "backward.inl.h"
-#include "decode.inl.h"
-#include "encode.inl.h"
-#include "evidence.inl.h"
-#include "forward.inl.h"
-#include "linear_gradients.inl.h"
-#include "probe.inl.h"
+// Reads every float once. Returns a sum, so that nothing is optimised away.
+double read_probe(const float* data, int64_t count) {
+  Floats sum[4] = {Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero(),
+                   Lanes<Floats>::zero()};
+  for (int64_t i = 0; i + 4 * Floats::N <= count; i += 4 * Floats::N)
+    for (int j = 0; j < 4; ++j) sum[j] = sum[j] + Lanes<Floats>::load(data + i + j * Floats::N);
+  float out[Floats::N];
+  Lanes<Floats>::store(out, sum[0] + sum[1] + sum[2] + sum[3]);
+  double total = 0;
+  for (int i = 0; i < Floats::N; ++i) total += static_cast<double>(out[i]);
+  return total;
+}
 
-#define REGARD_JOIN(a, b) a##b
-#define REGARD_TABLE(isa) REGARD_JOIN(regard_kernels_, isa)
+}  // namespace
+
 #define REGARD_TEXT(a) #a
 #define REGARD_NAME(isa) REGARD_TEXT(isa)
 
-extern "C" __attribute__((visibility("default"))) const Kernels REGARD_TABLE(REGARD_ISA) = {
-    REGARD_NAME(REGARD_ISA),
-    kPanel<Floats>,
-    kPanel<Doubles>,
-    {forward<Floats, float>, forward<Doubles, double>, forward<Floats, BHalf>, forward<Floats, Half>},
-    {Forward<Floats, float>::scratch_bytes, Forward<Doubles, double>::scratch_bytes,
-     Forward<Floats, BHalf>::scratch_bytes, Forward<Floats, Half>::scratch_bytes},
-    {decode_kernels<Floats, float>(), decode_kernels<Doubles, double>(), decode_kernels<Floats, BHalf>(),
-     decode_kernels<Floats, Half>()},
-    {backward_kernels<Floats, float>(), backward_kernels<Doubles, double>(),
-     backward_kernels<Floats, BHalf>(), backward_kernels<Floats, Half>()},
-    {write_rows<float>, write_rows<double>, write_rows<BHalf>, write_rows<Half>},
-    {linear_kernels<Floats, float>(), linear_kernels<Doubles, double>(), linear_kernels<Floats, BHalf>(),
-     linear_kernels<Floats, Half>()},
-    {evidence_kernels<Floats, float>(), evidence_kernels<Doubles, double>(),
-     evidence_kernels<Floats, BHalf>(), evidence_kernels<Floats, Half>()},
-    fma_probe,
-    read_probe,
+const Kernels REGARD_TABLE(kernels) = {
+    REGARD_NAME(REGARD_ISA),        kPanel<Floats>,         kPanel<Doubles>,     REGARD_TABLE(forward),
+    REGARD_TABLE(decode),           REGARD_TABLE(backward), REGARD_TABLE(write), REGARD_TABLE(linear),
+    REGARD_TABLE(linear_gradients), REGARD_TABLE(evidence), fma_probe,           read_probe,
 };

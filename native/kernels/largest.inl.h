@@ -1,5 +1,6 @@
 // The k largest of a row of numbers that come with ascending keys, kept in the memory of the result.
 #pragma once
+#include "kernels/isa.h"
 
 namespace {
 

@@ -1,5 +1,6 @@
 // Elementary functions over vectors, in base 2.
 #pragma once
+#include "kernels/isa.h"
 
 namespace {
 

@@ -1,5 +1,6 @@
 // Moving blocks between the caller's layout and panels, where query rows are lanes: panel[column][row].
 #pragma once
+#include "kernels/isa.h"
 
 namespace {
 

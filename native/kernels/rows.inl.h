@@ -1,8 +1,8 @@
 // What happens to the scores of one query row between the two products, with keys in the lanes: as
 // scores.inl.h does it to panels. Rows have room for a whole number of vectors.
 #pragma once
-#include "arena.inl.h"
-#include "scores.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/scores.inl.h"
 
 namespace {
 

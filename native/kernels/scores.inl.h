@@ -1,8 +1,8 @@
 // What happens to a block of scores between the two products. Blocks are [key][P], scores in units of
 // log2(e).
 #pragma once
-#include "math.inl.h"
-#include "pack.inl.h"
+#include "kernels/math.inl.h"
+#include "kernels/pack.inl.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // K or V of one head as it is stored: floats of any dtype, or codes with scales; in one piece or in pages.
 // Rows are read in tiles, converted where the kernels could not use them as they lie.
 #pragma once
-#include "arena.inl.h"
-#include "pack.inl.h"
+#include "kernels/arena.inl.h"
+#include "kernels/pack.inl.h"
 
 namespace {
 

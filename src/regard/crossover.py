@@ -1,27 +1,22 @@
-"""From which length on does a mechanism beat exact attention, here? Time and memory, forward and training."""
+"""The length from which on a mechanism beats exact attention on this machine, in time and in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from . import nn
 from ._api.attention import attention
 from ._api.linear_attention import linear_attention
-from ._tools import measuring as _measuring
 from ._tools.arguments import count
+from ._tools.measuring import best_times, peak_memory
 from .masks import Causal, Window
-from .nn import (
-    BigBirdAttention,
-    LinformerAttention,
-    LinformerProjection,
-    LongformerAttention,
-    PerformerAttention,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,14 +24,12 @@ if TYPE_CHECKING:
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Work = Literal["forward", "training"]
 Quantity = Literal["time", "memory"]
-KINDS: list[tuple[Work, Quantity]] = [
-    (work, quantity) for work in get_args(Work) for quantity in get_args(Quantity)
-]
+KINDS: list[tuple[Work, Quantity]] = list(product(get_args(Work), get_args(Quantity)))
 EXACT, CLEAR, RESOLUTION = "exact", 1.1, 2**20
 NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
 
 
-class Point(NamedTuple):
+class Measurement(NamedTuple):
     """One measurement."""
 
     mechanism: str
@@ -50,7 +43,7 @@ class Point(NamedTuple):
 class Crossover:
     """What `measure` found."""
 
-    points: tuple[Point, ...]
+    points: tuple[Measurement, ...]
 
     @property
     def lengths(self) -> list[int]:
@@ -113,17 +106,12 @@ class Crossover:
 
 
 def measure(
-    lengths: Sequence[int],
-    *,
-    causal: bool = False,
-    heads: int = 8,
-    dim: int = 64,
-    seconds: float = 1.0,
+    lengths: Sequence[int], *, causal: bool = False, heads: int = 8, dim: int = 64, seconds: float = 1.0,
     progress: Callable[[str], None] = lambda step: None,
-) -> Crossover:
-    """Time and peak memory of exact attention and of each mechanism, projections of tokens apart.
+) -> Crossover:  # fmt: skip
+    """Measures time and peak memory of exact attention and of each mechanism, without projections of tokens.
 
-    Memory is measured after all times, where the system tells it.
+    Memory is measured after all times, where the system reports it.
 
     Args:
         lengths: numbers of tokens L. Queries, keys and values are (1, heads, L, dim) float32.
@@ -133,28 +121,27 @@ def measure(
         progress: told what comes next.
     """
     jobs = [(count("lengths", L, 1), work) for L in sorted(set(lengths)) for work in get_args(Work)]
-    times = {}
+    times, peaks = {}, {}
     for L, work in jobs:
         progress(f"time, {work}, {L:,} tokens")
-        times[L, work] = _measuring.best_times(dict(_calls(L, work, causal, heads, dim)), seconds, least=2)
-    peaks: dict[tuple[int, str], dict[str, int]] = {job: {} for job in jobs}
-    for L, work in jobs if _measuring.available() else []:
+        times[L, work] = best_times(dict(_calls(L, work, causal, heads, dim)), seconds, least=2)
+    for L, work in jobs:
         progress(f"memory, {work}, {L:,} tokens")
-        with _measuring.freed_at_once():
-            peaks[L, work] = {name: _peak(call) for name, call in _calls(L, work, causal, heads, dim)}
+        peaks[L, work] = {name: _peak(call) for name, call in _calls(L, work, causal, heads, dim)}
     return Crossover(
         tuple(
-            Point(name, work, L, time, peaks[L, work].get(name))
+            Measurement(name, work, L, time, peaks[L, work][name])
             for L, work in jobs
             for name, time in times[L, work].items()
         )
     )
 
 
-def _peak(call: Callable[[], object]) -> int:
-    """Of a second call: the first one also loads code and starts threads. The system counts in steps."""
-    _measuring.in_thread(call)
-    return max(_measuring.extra(call), RESOLUTION)
+def _peak(call: Callable[[], object]) -> int | None:
+    """Returns the bytes beyond q, k and v; those of a second call, since the first loads code."""
+    peak_memory(call)
+    peak = peak_memory(call)
+    return None if peak is None else max(peak, RESOLUTION)
 
 
 def _calls(
@@ -163,14 +150,11 @@ def _calls(
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, L, dim, generator=generator) for _ in range(4))
     for name, attend in _mechanisms(L, causal, heads, dim).items():
-        if work == "forward":
-            yield name, partial(_forward, attend, q, k, v)
-        else:
-            yield name, partial(_training, attend, q, k, v, dout)
+        yield name, partial(_forward if work == "forward" else _training, attend, q, k, v, dout)
 
 
 @torch.no_grad()
-def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Tensor:
     return attend(q, k, v)
 
 
@@ -183,22 +167,19 @@ def _mechanisms(L: int, causal: bool, heads: int, dim: int) -> dict[str, Attend]
     mask = Causal() if causal else None
     window = Window(NEIGHBOURS, 0 if causal else NEIGHBOURS)
     width = heads * dim
-    performer = PerformerAttention(width, heads, features=FEATURES, causal=causal, redraw=None, seed=0)
     both_ways: dict[str, Attend] = {
-        EXACT: lambda q, k, v: attention(q, k, v, mask=mask),
-        "window": lambda q, k, v: attention(q, k, v, mask=window),
-        "performer": performer.attend,
-        "linear": lambda q, k, v: linear_attention(
-            q, k, v, causal=causal, feature_map="elu+1", normalize=True
-        ),
+        EXACT: partial(attention, mask=mask),
+        "window": partial(attention, mask=window),
+        "performer": nn.PerformerAttention(
+            width, heads, features=FEATURES, causal=causal, redraw=None, seed=0
+        ).attend,
+        "linear": partial(linear_attention, causal=causal, feature_map="elu+1", normalize=True),
     }
     if causal:
         return both_ways
-    longformer = LongformerAttention(width, heads, window=NEIGHBOURS)
-    tokens = range(min(GLOBALS, L))
-    linformer = LinformerAttention(width, heads, LinformerProjection(L, RANK))
+    longformer = nn.LongformerAttention(width, heads, window=NEIGHBOURS)
     return both_ways | {
-        "longformer": lambda q, k, v: longformer.attend(q, k, v, global_tokens=tokens),
-        "bigbird": BigBirdAttention(width, heads, block=BLOCK).attend,
-        "linformer": linformer.attend,
+        "longformer": partial(longformer.attend, global_tokens=range(min(GLOBALS, L))),
+        "bigbird": nn.BigBirdAttention(width, heads, block=BLOCK).attend,
+        "linformer": nn.LinformerAttention(width, heads, nn.LinformerProjection(L, RANK)).attend,
     }

@@ -1,19 +1,18 @@
 """Facts about the weights of attention that can be asked of `regard.evidence`, and their results.
 
-A fact is a value: frozen, comparable, hashable, printable. Backends give a fact's parts, tensors
-(B, Hq, ...); `result` makes of them what the caller gets, with the caller's own outer dims (..., Hq).
+A fact is a value: frozen, comparable, hashable, printable. It owns its check, its parts, tensors (B, Hq, ...)
+that a backend fills, and how they become the result that the caller gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._call.problem import Problem, Spec
+from ._call.spec import Problem, Spec
 from ._tools.arguments import (
     brief,
     broadcasts,
@@ -21,52 +20,31 @@ from ._tools.arguments import (
     describe,
     holds_integers,
     is_integer,
-    same,
     snapshot,
     tensor_of,
 )
+from ._tools.values import Value, value
 
 MAX_BLOCKS = 2**28
 
 Parts = Sequence[Tensor]
-Outer = tuple[int, ...]
-F = TypeVar("F", bound="Fact")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Fact:
+@value
+class Fact(Value):
     """What every fact can do."""
 
     def check(self, spec: Spec) -> None:
-        """Raise ValueError if the fact cannot be asked of a call of these sizes."""
+        """Raises ValueError if the fact cannot be asked of a call of these sizes."""
 
-    def result(self, parts: Parts, outer: Outer) -> Any:
-        (part,) = parts
-        return _outside(part, outer)
+    def empty(self, problem: Problem) -> list[Tensor]:
+        """The parts as zeros. What is summed over many queries is in float64."""
+        raise NotImplementedError
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(
-            _equal(mine, theirs) for mine, theirs in zip(self._contents(), other._contents(), strict=True)
-        )
-
-    def __hash__(self) -> int:
-        shapes = (tuple(x.shape) if isinstance(x, Tensor) else x for x in self._contents())
-        return hash((type(self).__name__, *shapes))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(brief(x) for x in self._contents() if x is not None)})"
-
-    def _contents(self) -> Iterator[Any]:
-        return (getattr(self, f.name) for f in fields(self))
-
-    def _set(self, **content: object) -> None:
-        self.__dict__.update(content)
-
-
-def value(cls: type[F]) -> type[F]:
-    return dataclass(frozen=True, eq=False, repr=False, init=False)(cls)
+    def result(self, parts: Parts, spec: Spec) -> Any:
+        """What the caller gets: the parts with its own outer dims, rounded to the dtype of the LSE."""
+        (part,) = _outside(parts, spec)
+        return part
 
 
 @value
@@ -87,37 +65,50 @@ class Rows(Fact):
             if not -spec.Lq <= i < spec.Lq:
                 raise ValueError(f"Rows(indices): expected queries below Lq = {spec.Lq}, got {i}")
 
+    def empty(self, problem: Problem) -> list[Tensor]:
+        return [_zeros(problem.spec, len(self.indices), problem.spec.Lk)]
+
     def places(self, Lq: int) -> list[int]:
         return [i % Lq for i in self.indices]
+
+
+class TopKResult(NamedTuple):
+    weights: Tensor  # (..., Hq, Lq, k); 0 where fewer keys are allowed
+    keys: Tensor  # (..., Hq, Lq, k) int64; -1 where fewer keys are allowed
 
 
 @value
 class TopK(Fact):
     """The k largest weights of each query and their keys, by falling weight, ties by the lower key."""
 
-    class Result(NamedTuple):
-        weights: Tensor  # (..., Hq, Lq, k); 0 where fewer keys are allowed
-        keys: Tensor  # (..., Hq, Lq, k) int64; -1 where fewer keys are allowed
-
     k: int
 
     def __init__(self, k: int) -> None:
         self._set(k=count("TopK(k)", k, 1))
 
-    def result(self, parts: Parts, outer: Outer) -> TopK.Result:
-        return TopK.Result(*(_outside(x, outer) for x in parts))
+    def empty(self, problem: Problem) -> list[Tensor]:
+        rows = problem.spec.Lq, self.k
+        return [_zeros(problem.spec, *rows), _zeros(problem.spec, *rows, dtype=torch.int64)]
+
+    def result(self, parts: Parts, spec: Spec) -> TopKResult:
+        return TopKResult(*_outside(parts, spec))
+
+
+class RowMaxResult(NamedTuple):
+    weights: Tensor  # (..., Hq, Lq); 0 where no key is allowed
+    keys: Tensor  # (..., Hq, Lq) int64; -1 where no key is allowed
 
 
 @value
 class RowMax(Fact):
-    """The largest weight of each query and its key."""
+    """The largest weight of each query and its key. Its parts are those of TopK(1)."""
 
-    class Result(NamedTuple):
-        weights: Tensor  # (..., Hq, Lq); 0 where no key is allowed
-        keys: Tensor  # (..., Hq, Lq) int64; -1 where no key is allowed
+    k: ClassVar[int] = 1
 
-    def result(self, parts: Parts, outer: Outer) -> RowMax.Result:
-        return RowMax.Result(*(_outside(x, outer) for x in parts))
+    empty = TopK.empty
+
+    def result(self, parts: Parts, spec: Spec) -> RowMaxResult:
+        return RowMaxResult(*(x[..., 0] for x in _outside(parts, spec)))
 
 
 @value
@@ -137,38 +128,57 @@ class ColumnMass(Fact):
         if self.weights is not None:
             _check_shape("ColumnMass(weights)", self.weights, (*spec.batch, spec.Lq))
 
+    def empty(self, problem: Problem) -> list[Tensor]:
+        return [_zeros(problem.spec, problem.spec.Lk, dtype=torch.float64)]
+
     def by_sample(self, spec: Spec) -> Tensor | None:
         """(1 or B, Lq) in the dtype of the results."""
         return None if self.weights is None else _by_sample(spec, self.weights.to(spec.lse_dtype))
+
+
+class EntropyResult(NamedTuple):
+    nats: Tensor  # (..., Hq, Lq)
+    normalized: Tensor  # divided by the log of the number of allowed keys (and the sink); 0 for at most one
 
 
 @value
 class Entropy(Fact):
     """How spread the weights of each query are: -sum of p log p; with a sink, its own term is in the sum."""
 
-    class Result(NamedTuple):
-        nats: Tensor  # (..., Hq, Lq)
-        normalized: (
-            Tensor  # divided by the log of the number of allowed keys (and the sink); 0 for at most one
-        )
+    def empty(self, problem: Problem) -> list[Tensor]:
+        """The nats, and the number of allowed keys (and the sink)."""
+        Lq = problem.spec.Lq
+        return [_zeros(problem.spec, Lq), _zeros(problem.spec, Lq, dtype=torch.int64)]
 
-    def result(self, parts: Parts, outer: Outer) -> Entropy.Result:
-        nats, choices = (_outside(x, outer) for x in parts)
+    def result(self, parts: Parts, spec: Spec) -> EntropyResult:
+        nats, choices = _outside(parts, spec)
         most = choices.clamp(min=2).to(nats.dtype).log()
-        return Entropy.Result(nats, torch.where(choices > 1, nats / most, 0.0))
+        return EntropyResult(nats, torch.where(choices > 1, nats / most, 0.0))
+
+
+class DistanceResult(NamedTuple):
+    mass: Tensor  # (..., Hq, n)
+    distances: Tensor  # (n,) int64, ascending; n = Lq + Lk - 1, more if samples have offsets of their own
 
 
 @value
 class DistanceHistogram(Fact):
     """The mass at each distance, query's position less key's."""
 
-    class Result(NamedTuple):
-        mass: Tensor  # (..., Hq, n)
-        distances: Tensor  # (n,) int64, ascending; n = Lq + Lk - 1, more if samples have offsets of their own
+    def empty(self, problem: Problem) -> list[Tensor]:
+        """The mass, and every distance that occurs, int64 (n,), ascending."""
+        spec, offset = problem.spec, problem.offset
+        if offset is None:
+            first = last = int(spec.offset or 0)
+        else:
+            first, last = (int(x) for x in torch.aminmax(offset)) if offset.numel() else (0, 0)
+        ends = (first - spec.Lk + 1, last + spec.Lq) if spec.Lq and spec.Lk else (0, 0)
+        distances = torch.arange(*ends, device=spec.device)
+        return [_zeros(spec, len(distances), dtype=torch.float64), distances]
 
-    def result(self, parts: Parts, outer: Outer) -> DistanceHistogram.Result:
-        mass, distances = parts
-        return DistanceHistogram.Result(_outside(mass, outer), distances)
+    def result(self, parts: Parts, spec: Spec) -> DistanceResult:
+        (mass,) = _outside(parts[:1], spec)
+        return DistanceResult(mass, parts[1])
 
 
 @value
@@ -192,6 +202,9 @@ class MassOn(Fact):
             _check_shape("MassOn(keys)", self.keys, (*spec.batch, spec.Lk))
         elif self.keys.numel() and not (-spec.Lk <= int(self.keys.min()) and int(self.keys.max()) < spec.Lk):
             raise ValueError(f"MassOn(keys): expected keys below Lk = {spec.Lk}, got {brief(self.keys)}")
+
+    def empty(self, problem: Problem) -> list[Tensor]:
+        return [_zeros(problem.spec, problem.spec.Lq)]
 
     def by_sample(self, spec: Spec) -> Tensor:
         """bool (1 or B, Lk)"""
@@ -226,12 +239,15 @@ class BlockMass(Fact):
                 f"{name}(block): expected at most 2**28 blocks, got {blocks:,}; take larger ones"
             )
 
-    def result(self, parts: Parts, outer: Outer) -> Pyramid:
-        (finest,) = parts
-        levels = [finest]
+    def empty(self, problem: Problem) -> list[Tensor]:
+        blocks = (-(-n // self.block) for n in (problem.spec.Lq, problem.spec.Lk))
+        return [_zeros(problem.spec, *blocks, dtype=torch.float64)]
+
+    def result(self, parts: Parts, spec: Spec) -> Pyramid:
+        levels = _outside(parts, spec)
         while max(levels[-1].shape[-2:]) > 1:
             levels.append(self.coarser(levels[-1], 2))
-        return Pyramid([_outside(x, outer) for x in levels], self.block)
+        return Pyramid(levels, self.block)
 
     @classmethod
     def coarser(cls, x: Tensor, block: int) -> Tensor:
@@ -266,16 +282,8 @@ def largest(p: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return weights.masked_fill(nothing, 0.0), places.masked_fill(nothing, -1)
 
 
-def distances_of(problem: Problem) -> Tensor:
-    """Every distance that occurs, int64 (n,), ascending."""
-    spec, offset = problem.spec, problem.offset
-    if offset is None:
-        first = last = int(spec.offset or 0)
-    else:
-        first, last = (int(x) for x in torch.aminmax(offset)) if offset.numel() else (0, 0)
-    if not spec.Lq or not spec.Lk:
-        return torch.arange(0, device=spec.device)
-    return torch.arange(first - spec.Lk + 1, last + spec.Lq, device=spec.device)
+def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.zeros(spec.B, spec.Hq, *inner, dtype=dtype or spec.lse_dtype, device=spec.device)
 
 
 def _check_shape(name: str, x: Tensor, target: tuple[int, ...]) -> None:
@@ -290,10 +298,7 @@ def _by_sample(spec: Spec, x: Tensor) -> Tensor:
     return x.expand(*spec.batch, -1).reshape(spec.B, -1)
 
 
-def _outside(x: Tensor, outer: Outer) -> Tensor:
-    """(B, Hq, ...) -> (*outer, ...)"""
-    return x.reshape(*outer, *x.shape[2:])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return same(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
+def _outside(parts: Parts, spec: Spec) -> list[Tensor]:
+    """Restores the caller's outer dims, (B, Hq, ...) -> (*outer, ...), and rounds to the dtype of the LSE."""
+    shaped = (x.reshape(*spec.out_shape[:-2], *x.shape[2:]) for x in parts)
+    return [x.to(spec.lse_dtype) if x.is_floating_point() else x for x in shaped]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard.crossover import Crossover, Point, measure
+from regard.crossover import Crossover, Measurement, measure
 from regard.nn import (
-    Attention,
     LinformerAttention,
     LinformerProjection,
     LongformerAttention,
@@ -162,8 +161,8 @@ def test_it_prints_as_a_table() -> None:
 
 def test_wrong_arguments() -> None:
     q, k, v = qkv()
-    with pytest.raises(TypeError, match=r"a module with `attend\(q, k, v\)`, got Attention"):
-        regard.compare_to_exact(Attention(H * D, H), q, k, v)
+    with pytest.raises(TypeError, match=r"a module with `attend\(q, k, v\)`, got Linear"):
+        regard.compare_to_exact(torch.nn.Linear(D, D), q, k, v)
     with pytest.raises(
         ValueError, match=r"k: expected \(B, H, L, D\), got float32 tensor of shape \(53, 8\)"
     ):
@@ -183,7 +182,7 @@ def table(**curves: list[float]) -> Crossover:
     lengths = [256, 512, 1024, 2048]
     return Crossover(
         tuple(
-            Point(name, work, n, time, None if name == "unknown" else int(1e6 * time))
+            Measurement(name, work, n, time, None if name == "unknown" else int(1e6 * time))
             for name, times in curves.items()
             for work in ("forward", "training")
             for n, time in zip(lengths, times, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import regard
 from regard import cache as C
 from regard import masks as M
 from regard import scores
+from regard.cache._attend import ScaledKeywords
 from support import assert_close, rel_l2
 from support.cache import (
     EXACT,
@@ -752,6 +754,15 @@ def test_a_state_that_does_not_fit() -> None:
         small.load_state_dict(large.state_dict())
     assert_same(before, content(small))
     assert PAGE == 16
+
+
+@every_cache
+def test_the_signature_of_attend_names_every_option(kind: str) -> None:
+    parameters = inspect.signature(type(new(kind)).attend).parameters
+    named = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY} - {"ids"}
+    assert named == {"return_lse", *ScaledKeywords.__annotations__}
+    assert {p.kind for p in parameters.values()}.isdisjoint({inspect.Parameter.VAR_KEYWORD})
+    assert parameters["impl"].default == "auto"
 
 
 def test_every_kind_is_tested() -> None:

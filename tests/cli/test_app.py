@@ -11,18 +11,21 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from regard.cli._app import app
+from regard.cli import _app
+from regard.cli._app import GALLERY, app
+
+# Commands of the gallery are hidden where it is not installed.
+NAMES = [c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden]  # type: ignore[union-attr]
 
 
 def test_help_lists_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__  # type: ignore[union-attr]
+    for name in NAMES:
         assert name in result.output, f"{name} is not in the help"
 
 
-@pytest.mark.parametrize("name", [c.name or c.callback.__name__ for c in app.registered_commands])  # type: ignore[union-attr]
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0
@@ -40,3 +43,46 @@ def test_without_typer_it_says_what_to_install() -> None:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     assert "pip install 'regard[cli]'" in run.stderr
+
+
+AFTER = ((), ("hello",), ("--help",), ("-m", "x", "hello"), ("--model=x", "--max-tokens", "5"), ("--", "--x"))
+
+
+@pytest.mark.parametrize("after", AFTER, ids=" ".join)
+@pytest.mark.parametrize("name", GALLERY)
+def test_without_the_gallery_its_commands_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, after: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(_app, "entry_points", lambda group: [])
+    result = CliRunner().invoke(_app.make_app(), [name, *after])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == f"regard: {name} is a command of the gallery; pip install regard-gallery\n"
+
+
+def test_without_the_gallery_help_lists_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_app, "entry_points", lambda group: [])
+    alone = _app.make_app()
+    result = CliRunner().invoke(alone, ["--help"])
+    assert result.exit_code == 0
+    assert [name for name in GALLERY if name in result.output] == []
+    assert "crossover" in result.output
+    assert CliRunner().invoke(alone, ["juggle"]).exit_code == 2
+
+
+def test_a_missing_package_says_what_to_install() -> None:
+    import typer
+
+    from regard.cli.console import one_line_errors
+
+    for name, wanted in (("uvicorn.config", "'regard[explore]'"), ("pandas", "regard-gallery")):
+        alone = typer.Typer()
+
+        @alone.command()
+        def command(name: str = name) -> None:
+            with one_line_errors():
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        result = CliRunner().invoke(alone)
+        assert result.exit_code == 1
+        assert result.stderr == f"regard: No module named {name!r}; pip install {wanted}\n"

@@ -20,7 +20,7 @@ from regard import masks as M
 from regard.cache import KVCache
 from regard.convert._report import compare
 from regard.nn import Attention, Block, FeedForward, LatentAttention, Stack
-from regard.positions import Alibi, Linear, Rotary, YaRN
+from regard.positions import AlibiBias, LinearScaling, Rotary, YaRN
 from support import rel_l2
 
 POSITIONS: dict[str, Any] = {
@@ -175,8 +175,7 @@ def test_mean_is_the_mean_of_neighbours() -> None:
 
 def disguised(module: Attention, kv_heads: int) -> Attention:
     """Heads that are equal in groups, but out of order and each turned in a way that changes no score."""
-    from regard.convert._pairs import channels
-    from regard.convert._parts import Parts, parts_of, regrouped
+    from regard.convert._parts import Parts, channels, parts_of, regrouped
 
     parts, turning, n = parts_of(module), channels(module), module.kv_heads
     shuffled = torch.randperm(n)
@@ -625,7 +624,7 @@ def test_layers_that_are_not_converted_are_named() -> None:
 MODULES: dict[str, Any] = {
     "grouped": lambda: convert.to_grouped(attention(6, "YaRN", bias=False, out_bias=True), 2)[0],
     "linear scaling": lambda: Attention(
-        16, 2, position=Rotary(8, scaling=Linear(2.0)), gate=True, sink=True
+        16, 2, position=Rotary(8, scaling=LinearScaling(2.0)), gate=True, sink=True
     ).eval(),
     "cross": lambda: Attention(48, 6, kv_model=48, softcap=3.0).eval(),
     "latent": lambda: convert.to_latent(attention(3, "halves"), 12, 8, calibration=tokens())[0],
@@ -729,7 +728,7 @@ def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp
             r"up to 24 = kv_heads x 8 turning channels, got 3",
         ),
         (
-            lambda m, x: convert.to_latent(Attention(48, 6, position=Alibi(6)), calibration=x),
+            lambda m, x: convert.to_latent(Attention(48, 6, position=AlibiBias(6)), calibration=x),
             ValueError,
             "no position other than Rotary",
         ),
@@ -745,7 +744,7 @@ def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp
             r"expected mask None or Causal",
         ),
         (
-            lambda m, x: convert.save(Attention(8, 2, position=Alibi(2)), "x"),
+            lambda m, x: convert.save(Attention(8, 2, position=AlibiBias(2)), "x"),
             ValueError,
             "position None or Rotary",
         ),

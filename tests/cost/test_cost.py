@@ -15,14 +15,31 @@ from torch import Tensor, nn
 import regard
 from regard import cost
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.cache import KVCache, LatentCache, LinearCache, PagedCache, QuantizedCache, SlidingCache
-from regard.cost import Call, Heads, Latent, Linear, Model, cache_bytes, estimate, from_config, from_module
+from regard.cost import (
+    AttentionSpec,
+    BigBirdSpec,
+    CallSpec,
+    LatentSpec,
+    LinearSpec,
+    LinformerSpec,
+    LongformerSpec,
+    ModelSpec,
+    PerformerSpec,
+    allocated_bytes,
+    cache_bytes,
+    estimate,
+    from_config,
+    from_module,
+    layers_in,
+)
 from regard.cost._sparse import SEGMENT
 from support import HAVE_CORE
 
 MIB = 2**20
 HERE = cost.Machine(threads=1, fma=1e11, read=((2**20, 4e10), (2**24, 1e10)), call=1e-5)
+SMALL = AttentionSpec(48, 6)
 WRONG: Any = "both"
 native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -30,18 +47,18 @@ native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 # The figures of others, each with its source
 
 
-def decoder(kind: str, **sizes: Any) -> Model:
+def decoder(kind: str, **sizes: Any) -> ModelSpec:
     """With some vocabulary and feed-forward layers, which do not matter here."""
     return from_config({"model_type": kind, "vocab_size": 32000, "intermediate_size": 8192} | sizes)
 
 
-def llama(n: int, d: int, H: int, Hkv: int) -> Model:
+def llama(n: int, d: int, H: int, Hkv: int) -> ModelSpec:
     return decoder(
         "llama", num_hidden_layers=n, hidden_size=d, num_attention_heads=H, num_key_value_heads=Hkv
     )
 
 
-def deepseek(n: int, d: int, H: int) -> Model:
+def deepseek(n: int, d: int, H: int) -> ModelSpec:
     return decoder(
         "deepseek_v3", num_hidden_layers=n, hidden_size=d, num_attention_heads=H, kv_lora_rank=512,
         q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256,
@@ -49,20 +66,20 @@ def deepseek(n: int, d: int, H: int) -> Model:
     )  # fmt: skip
 
 
-def gpt2(n: int, d: int, H: int) -> Model:
+def gpt2(n: int, d: int, H: int) -> ModelSpec:
     """nanoGPT's, without biases."""
     sizes = {"n_layer": n, "n_embd": d, "n_head": H, "n_positions": 1024, "vocab_size": 50257}
     return from_config({"model_type": "gpt2", "bias": False} | sizes)
 
 
-def mistral() -> Model:
+def mistral() -> ModelSpec:
     return decoder(
         "mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8,
         sliding_window=4096,
     )  # fmt: skip
 
 
-def gemma() -> Model:
+def gemma() -> ModelSpec:
     return decoder(
         "gemma3_text", num_hidden_layers=26, hidden_size=1152, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, sliding_window=512, sliding_window_pattern=6,
@@ -91,7 +108,7 @@ def test_1_opt_13b() -> None:
         (6, llama(32, 4096, 32, 8), 131_072),
     ],
 )
-def test_2_to_6_bytes_of_a_token(number: int, model: Model, expected: int) -> None:
+def test_2_to_6_bytes_of_a_token(number: int, model: ModelSpec, expected: int) -> None:
     assert cache_bytes(model, 1, format="bfloat16") == expected
 
 
@@ -102,11 +119,11 @@ def test_7_llama_2_7b() -> None:
 
 def test_8_and_9_deepseek_v2() -> None:
     """DeepSeek-V2, arXiv 2405.04434: 2.25 groups; elements of a token, MLA against MHA, small and large."""
-    latent = Latent(5120, 128, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
-    assert Fraction(latent.kv_values, Heads(5120, 1, head_dim=128).kv_values) == Fraction(9, 4)
+    latent = LatentSpec(5120, 128, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+    assert Fraction(latent.kv_values, AttentionSpec(5120, 1, head_dim=128).kv_values) == Fraction(9, 4)
     assert (27 * latent.kv_values, 60 * latent.kv_values) == (15_552, 34_560)
-    assert 27 * Heads(2048, 16, head_dim=128).kv_values == 110_592
-    assert 60 * Heads(7168, 56, head_dim=128).kv_values == 860_160
+    assert 27 * AttentionSpec(2048, 16, head_dim=128).kv_values == 110_592
+    assert 60 * AttentionSpec(7168, 56, head_dim=128).kv_values == 860_160
 
 
 def test_10_and_11_logs_of_llama_cpp() -> None:
@@ -122,9 +139,9 @@ def test_10_and_11_logs_of_llama_cpp() -> None:
 def test_12_and_13_logs_of_ik_llama_cpp() -> None:
     """Pull requests 259 and 240: R1 in q8_0, 1166.62 MiB; V2-Lite keeps latents twice, 1728 and 985.5 MiB."""
     assert cache_bytes(deepseek(61, 7168, 128), 32_768, format="q8_0") == 1166.625 * MIB
-    lite = [Latent(2048, 16)] * 27
+    lite = [LatentSpec(2048, 16)] * 27
     assert cache_bytes(lite, 65_536, format="q8_KV") == 985.5 * MIB
-    transposed = [Latent(2048, 16, rope_dim=0)] * 27
+    transposed = [LatentSpec(2048, 16, rope_dim=0)] * 27
     assert cache_bytes(transposed, 65_536, format="float16") == 1728 * MIB
 
 
@@ -133,7 +150,7 @@ def test_14_gemma_3_1b() -> None:
     model = gemma()
     assert [layer.most_kept for layer in model.layers].count(512) == 22
     assert cache_bytes(model, 32_768) == 139 * MIB
-    assert cache_bytes([Heads(1152, 4, 1, 256)] * 26, 32_768) == 832 * MIB
+    assert cache_bytes([AttentionSpec(1152, 4, 1, 256)] * 26, 32_768) == 832 * MIB
 
 
 def test_15_mistral_7b() -> None:
@@ -161,21 +178,24 @@ def test_16_and_17_gpt2_small() -> None:
 
 def test_18_sdpa() -> None:
     """PyTorch issue 195460: SDPA of (1, 12, 64, 64)."""
-    assert Call(Hq=12, Lq=64, D=64).cost().forward.dense == 12_582_912
+    assert CallSpec(Hq=12, Lq=64, D=64).cost().forward.dense == 12_582_912
 
 
 # Our own caches
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[], Any]]] = {
-    "dense": (Heads(48, 6, 2, 8, 5), {}, lambda: KVCache(3, 2, 8, 5)),
-    "capacity": (Heads(48, 6, 2, 8, 5), {"capacity": 301}, lambda: KVCache(3, 2, 8, 5, capacity=301)),
+    "dense": (AttentionSpec(48, 6, 2, 8, 5), {}, lambda: KVCache(3, 2, 8, 5)),
+    "capacity": (AttentionSpec(48, 6, 2, 8, 5), {"capacity": 301}, lambda: KVCache(3, 2, 8, 5, capacity=301)),
     "bfloat16": (
-        Heads(48, 6, 2, 8), {"format": torch.bfloat16}, lambda: KVCache(3, 2, 8, dtype=torch.bfloat16),
+        AttentionSpec(48, 6, 2, 8), {"format": torch.bfloat16},
+        lambda: KVCache(3, 2, 8, dtype=torch.bfloat16),
     ),
-    "int8": (Heads(48, 6, 2, 40), {"format": "int8"}, lambda: QuantizedCache(3, 2, 40)),
-    "int4": (Heads(48, 6, 2, 40, 33), {"format": "int4"}, lambda: QuantizedCache(3, 2, 40, 33, bits=4)),
-    "latent": (Latent(48, 6, 24, rope_dim=7), {}, lambda: LatentCache(3, 24, 7)),
+    "int8": (AttentionSpec(48, 6, 2, 40), {"format": "int8"}, lambda: QuantizedCache(3, 2, 40)),
+    "int4": (
+        AttentionSpec(48, 6, 2, 40, 33), {"format": "int4"}, lambda: QuantizedCache(3, 2, 40, 33, bits=4),
+    ),
+    "latent": (LatentSpec(48, 6, 24, rope_dim=7), {}, lambda: LatentCache(3, 24, 7)),
 }  # fmt: skip
 
 
@@ -191,7 +211,7 @@ def test_bytes_of_caches_in_rows(kind: str, tokens: int) -> None:
         k, v = (torch.zeros(3, 2, tokens, n, dtype=dtype) for n in (cache.D, cache.Dv))
         cache.append(k, v)
     options = {"format": torch.float32} | options
-    assert cost.allocated_bytes(layer, tokens, B=3, **options) == cache.nbytes
+    assert allocated_bytes(layer, tokens, B=3, **options) == cache.nbytes
     needed = cache_bytes(layer, tokens, B=3, format=options["format"])
     held = cache.state_dict()
     assert needed == sum(x.nbytes for name, x in held.items() if name != "lengths")
@@ -200,12 +220,12 @@ def test_bytes_of_caches_in_rows(kind: str, tokens: int) -> None:
 @pytest.mark.parametrize(("window", "sinks"), [(8, 0), (64, 4), (100, 3)])
 def test_bytes_of_a_sliding_cache(window: int, sinks: int) -> None:
     layer, cache = (
-        Heads(48, 6, 2, window=window, sinks=sinks),
+        AttentionSpec(48, 6, 2, window=window, sinks=sinks),
         SlidingCache(1, 2, 8, window=window, sinks=sinks),
     )
     k = torch.zeros(1, 2, 300, 8)
     cache.append(k, k)
-    assert cost.allocated_bytes(layer, 300, format="float32") == cache.nbytes
+    assert allocated_bytes(layer, 300, format="float32") == cache.nbytes
     assert cache_bytes(layer, 300, format="float32") == (window + sinks) * 2 * 16 * 4
     assert cache_bytes(layer, 5, format="float32") == 5 * 2 * 16 * 4
 
@@ -218,15 +238,15 @@ def test_bytes_of_pages(tokens: int) -> None:
     k = torch.zeros(3, 2, tokens, 8)
     cache.append(k, k)
     assert cache.free_pages == 0
-    assert cost.allocated_bytes(Heads(48, 6, 2), tokens, B=3, format="float32", page=16) == cache.nbytes
+    assert allocated_bytes(AttentionSpec(48, 6, 2), tokens, B=3, format="float32", page=16) == cache.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bytes_of_a_state(dtype: torch.dtype) -> None:
     cache = LinearCache(3, 2, 8, 5, normalize=True, dtype=dtype)
-    layer = Linear(48, 6, 2, 8, 5)
+    layer = LinearSpec(48, 6, 2, 8, 5)
     for tokens in (0, 1000):
-        assert cost.allocated_bytes(layer, tokens, B=3, format=dtype) == cache.nbytes
+        assert allocated_bytes(layer, tokens, B=3, format=dtype) == cache.nbytes
         assert cache_bytes(layer, tokens, B=3, format=dtype) == cache.nbytes
 
 
@@ -264,8 +284,8 @@ def tiles(keep: Tensor, panel: int, step: int) -> int:
 def test_flops_equal_a_counter_of_tiles(name: str) -> None:
     B, H, L, D, Dv, mask = 2, 4, 101, 8, 5, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
-    found = Call(B, H, L, D, Dv=Dv, mask=mask).cost()
-    panel = {"avx2": 16, "wide": 32}.get(str(_native.info()["isa"]), 8)
+    found = CallSpec(B, H, L, D, Dv=Dv, mask=mask).cost()
+    panel = {"avx2": 16, "wide": 32}.get(str(core.info()["isa"]), 8)
     pairs = B * H * L * L, B * H * L * (L + 1) // 2, int(keep.sum())
     expected = cost.Flops(*pairs, tiles(keep, panel, 3 if name == "dilated" else 1))
     assert found.pairs == expected
@@ -279,7 +299,7 @@ def test_flops_equal_the_plan_and_the_counter_of_pytorch() -> None:
 
     q, k, v = (torch.randn(2, H, 70, 8, requires_grad=True) for H in (6, 2, 2))
     mask = M.streaming(20, 2)
-    found = Call(2, 6, 70, 8, Hkv=2, mask=mask).cost()
+    found = CallSpec(2, 6, 70, 8, Hkv=2, mask=mask).cost()
     plan = regard.plan(q, k, v, mask=mask)
     assert (found.forward.visible, found.forward.executed) == (plan.flops, plan.flops_executed)
     assert (found.read_bytes, found.written_bytes) == (plan.bytes_read, plan.bytes_written)
@@ -293,26 +313,26 @@ def test_flops_equal_the_plan_and_the_counter_of_pytorch() -> None:
 def test_without_the_core_masks_are_counted_from_their_dense_form(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: "missing")
+    monkeypatch.setattr(core, "reason_unavailable", lambda: "missing")
     B, H, L, mask = 2, 4, 101, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
-    found = Call(B, H, L, 8, mask=mask).cost()
+    found = CallSpec(B, H, L, 8, mask=mask).cost()
     assert (found.pairs.visible, found.pairs.executed) == (int(keep.sum()), B * H * L * L)
     assert (found.scratch_bytes, found.decodes) == (0, False)
     with pytest.raises(NotImplementedError, match="which counts masks, got 9000 x 9000"):
-        Call(Lq=9000, mask=M.Causal()).cost()
+        CallSpec(Lq=9000, mask=M.Causal()).cost()
     with pytest.raises(RuntimeError, match="measure_machine: missing"):
         cost.measure_machine()
 
 
 @pytest.mark.parametrize(("Lq", "Lk"), [(5, 5), (3, 8), (1, 9), (8, 3)])
 def test_the_triangle_is_that_of_the_mask(Lq: int, Lk: int) -> None:
-    assert Call(Lq=Lq, Lk=Lk).cost().pairs.causal == int(M.Causal().to_dense(Lq, Lk).sum())
+    assert CallSpec(Lq=Lq, Lk=Lk).cost().pairs.causal == int(M.Causal().to_dense(Lq, Lk).sum())
 
 
 @pytest.mark.parametrize("Lk", [100_000, 10**6])
 def test_long_contexts_take_no_memory(Lk: int) -> None:
-    found = Call(Hq=128, Lq=1, Lk=Lk, D=128, mask=M.sliding(4096)).cost()
+    found = CallSpec(Hq=128, Lq=1, Lk=Lk, D=128, mask=M.sliding(4096)).cost()
     assert found.pairs.visible == 128 * 4096
     assert found.pairs.dense == 128 * Lk
 
@@ -342,7 +362,7 @@ def test_bytes_that_a_call_keeps(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, H, 70, n, dtype=dtype, requires_grad=True) for H, n in ((6, 8), (2, 8), (2, 5)))
     mask = M.Documents(torch.arange(70) // 20)
     found = kept_bytes(lambda: regard.attention(q, k, v, mask=mask), set())
-    assert found == Call(2, 6, 70, 8, 2, Dv=5, dtype=dtype, mask=mask).cost().saved_bytes
+    assert found == CallSpec(2, 6, 70, 8, 2, Dv=5, dtype=dtype, mask=mask).cost().saved_bytes
 
 
 @native
@@ -350,7 +370,7 @@ def test_bytes_that_a_bias_keeps() -> None:
     q = torch.randn(2, 6, 70, 8, requires_grad=True)
     bias = torch.randn(1, 6, 70, 70, requires_grad=True)
     found = kept_bytes(lambda: regard.attention(q, q.clone(), q.clone(), bias=bias), set())
-    assert found == Call(2, 6, 70, 8, bias=(1, 6, 70, 70)).cost().saved_bytes
+    assert found == CallSpec(2, 6, 70, 8, bias=(1, 6, 70, 70)).cost().saved_bytes
 
 
 def modules() -> dict[str, nn.Module]:
@@ -409,7 +429,7 @@ def test_flops_of_a_module_are_what_pytorch_counts(name: str, absorbed: bool) ->
 
     module, layer = modules()[name], from_module(modules()[name])
     options: dict[str, Any] = {}
-    if isinstance(layer, Latent):
+    if isinstance(layer, LatentSpec):
         layer, options["absorb"] = replace(layer, absorbed=absorbed), absorbed
     given = [torch.randn(2, 33, 48)]
     if name == "cross":
@@ -438,7 +458,7 @@ def test_global_tokens_of_a_longformer() -> None:
     """Their rows are computed twice: in the windows, and then anew over all tokens."""
     seen = torch.arange(64) < 3
     for dilation in (1, 2):
-        found = estimate(cost.Longformer(48, 6, window=4, dilation=dilation, globals=3), 64)
+        found = estimate(LongformerSpec(48, 6, window=4, dilation=dilation, globals=3), 64)
         local = M.longformer(4, dilation=dilation).to_dense(64, 64) | seen
         assert found.forward.visible == 2 * 16 * 6 * (int(local.sum()) + 3 * 64)
         assert found.products["global q"] == 2 * 3 * 48 * 48
@@ -448,7 +468,7 @@ def test_global_tokens_of_a_longformer() -> None:
 
 
 def test_a_step_of_decoding_reads_the_cache() -> None:
-    layer = Heads(48, 6, 2, 8)
+    layer = AttentionSpec(48, 6, 2, 8)
     weights = 48 * (48 + 32) + 48 * 48
     activations = 48 + 48 + 48 + 32  # x, heads, q, the new key and value
     expected = {
@@ -459,13 +479,13 @@ def test_a_step_of_decoding_reads_the_cache() -> None:
     for kind, cached in expected.items():
         found = estimate(layer, 1, past=100, cache=kind)
         assert found.read_bytes == 4 * (weights + activations) + cached
-    windowed = estimate(Heads(48, 6, 2, 8, window=10, sinks=1), 1, past=100, cache="int8")
+    windowed = estimate(AttentionSpec(48, 6, 2, 8, window=10, sinks=1), 1, past=100, cache="int8")
     assert windowed.read_bytes == 4 * (weights + activations) + 11 * 2 * 2 * 34
 
 
 def test_absorbed_decoding_costs_less() -> None:
     expanded, absorbed = (
-        estimate(Latent(2048, 16, mask=M.Causal(), absorbed=a), 1, past=4096) for a in (False, True)
+        estimate(LatentSpec(2048, 16, mask=M.Causal(), absorbed=a), 1, past=4096) for a in (False, True)
     )
     ways = regard.nn.LatentAttention(2048, 16, rank=512, nope_dim=128, rope_dim=64, device="meta").operations(
         1, 4097
@@ -611,50 +631,50 @@ def test_a_field_that_is_null_changes_nothing() -> None:
 def test_a_stack_gives_its_layers() -> None:
     block = regard.nn.DecoderBlock(48, 6, kv_heads=2)
     stack = regard.nn.Stack([block, regard.nn.EncoderBlock(48, 6)])
-    layers = cost.layers_in(stack)
+    layers = layers_in(stack)
     assert [layer.kv_values for layer in layers] == [32, 96]
     both = estimate(layers, 32)
     assert both.forward == estimate(layers[0], 32).forward + estimate(layers[1], 32).forward
-    assert cost.allocated_bytes(layers, 70, format="float32") == 70 * 4 * 128
+    assert allocated_bytes(layers, 70, format="float32") == 70 * 4 * 128
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Heads(50, 6), ValueError, r"d_model: expected a multiple of heads = 6"),
-        (lambda: Heads(48, 6, 4), ValueError, r"kv_heads: expected a divisor of heads = 6, got 4"),
-        (lambda: Heads(48, 0), ValueError, r"heads must be an integer from 1"),
-        (lambda: cost.BigBird(50, 6), ValueError, r"d_model: expected a multiple"),
-        (lambda: Call(Hq=2, Hkv=3).cost(), ValueError, r"heads"),
-        (lambda: Call(B=0).cost(), ValueError, r"B must be an integer from 1"),
-        (lambda: Call(D=8, Dv=9, shared=True).cost(), ValueError, r"Dv: expected at most D = 8"),
-        (lambda: estimate(cost.BigBird(48, 6), 8, past=3), ValueError, r"past: expected none for BigBird"),
-        (lambda: estimate(Linear(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none for Linear"),
-        (lambda: estimate(cost.Performer(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none for"),
-        (lambda: estimate(cost.Linformer(48, 6), 513), ValueError, r"tokens: expected at most max_length"),
-        (lambda: estimate(cost.Longformer(48, 6, globals=9), 8), ValueError, r"globals: expected at most"),
+        (lambda: AttentionSpec(50, 6), ValueError, r"d_model: expected a multiple of heads = 6"),
+        (lambda: AttentionSpec(48, 6, 4), ValueError, r"kv_heads: expected a divisor of heads = 6, got 4"),
+        (lambda: AttentionSpec(48, 0), ValueError, r"heads must be an integer from 1"),
+        (lambda: BigBirdSpec(50, 6), ValueError, r"d_model: expected a multiple"),
+        (lambda: CallSpec(Hq=2, Hkv=3).cost(), ValueError, r"heads"),
+        (lambda: CallSpec(B=0).cost(), ValueError, r"B must be an integer from 1"),
+        (lambda: CallSpec(D=8, Dv=9, shared=True).cost(), ValueError, r"Dv: expected at most D = 8"),
+        (lambda: estimate(BigBirdSpec(48, 6), 8, past=3), ValueError, r"past: expected none for BigBird"),
+        (lambda: estimate(LinearSpec(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none"),
+        (lambda: estimate(PerformerSpec(48, 6), 8, mask=M.Causal()), ValueError, r"mask: expected none for"),
+        (lambda: estimate(LinformerSpec(48, 6), 513), ValueError, r"tokens: expected at most max_length"),
+        (lambda: estimate(LongformerSpec(48, 6, globals=9), 8), ValueError, r"globals: expected at most"),
         (
-            lambda: estimate(cost.Longformer(48, 6, globals=2), 8, mask=M.Causal()),
+            lambda: estimate(LongformerSpec(48, 6, globals=2), 8, mask=M.Causal()),
             ValueError, r"mask: expected Lengths with global tokens",
         ),
-        (lambda: Call(Lk=0).cost(), ValueError, r"Lk must be an integer from 1"),
-        (lambda: estimate(Heads(48, 6), 0), ValueError, r"tokens must be an integer from 1"),
-        (lambda: cache_bytes(Heads(48, 6), 1, format="int3"), ValueError, r"format: expected one of float64"),
-        (lambda: cost.allocated_bytes(Heads(48, 6), 9, capacity=8), ValueError, r"capacity: expected at"),
+        (lambda: CallSpec(Lk=0).cost(), ValueError, r"Lk must be an integer from 1"),
+        (lambda: estimate(SMALL, 0), ValueError, r"tokens must be an integer from 1"),
+        (lambda: cache_bytes(SMALL, 1, format="int3"), ValueError, r"format: expected one of float64"),
+        (lambda: allocated_bytes(SMALL, 9, capacity=8), ValueError, r"capacity: expected at"),
         (
-            lambda: cost.allocated_bytes(Heads(48, 6), 9, capacity=10, page=16),
+            lambda: allocated_bytes(SMALL, 9, capacity=10, page=16),
             ValueError, r"page: expected None with a capacity",
         ),
-        (lambda: cost.allocated_bytes(Heads(48, 6), 9, page=0), ValueError, r"page must be an integer"),
+        (lambda: allocated_bytes(SMALL, 9, page=0), ValueError, r"page must be an integer"),
         (lambda: from_module(nn.Linear(2, 2)), TypeError, r"module: expected one of Attention, BigBird"),
-        (lambda: cost.layers_in(nn.Linear(2, 2)), TypeError, r"model: expected one with attention"),
+        (lambda: layers_in(nn.Linear(2, 2)), TypeError, r"model: expected one with attention"),
         (lambda: from_module(WRONG), TypeError, r"module: expected one of"),
         (lambda: from_module(nn.MultiheadAttention(8, 2, kdim=4)), ValueError, r"kdim = vdim = embed_dim"),
         (
             lambda: from_module(regard.nn.LongformerAttention(8, 2, window=2, dilation=[1, 2])),
             ValueError, r"one dilation for all heads",
         ),
-        (lambda: cost.predict(Call(), HERE, WRONG), ValueError, r"passes: expected one of forward"),
+        (lambda: cost.predict(CallSpec(), HERE, WRONG), ValueError, r"passes: expected one of forward"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_raise(make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -663,17 +683,17 @@ def test_wrong_arguments_raise(make: Callable[[], Any], error: type[Exception], 
 
 
 def test_packed_documents_narrow_the_mask() -> None:
-    layer = Heads(48, 6, mask=M.Causal())
+    layer = AttentionSpec(48, 6, mask=M.Causal())
     documents = M.Documents(torch.arange(60) // 20)
     found = estimate(layer, 60, mask=documents)
     assert found.forward.visible == 2 * 16 * 6 * 3 * 20 * 21 // 2
     assert found.forward.causal == 2 * 16 * 6 * 60 * 61 // 2
     assert found.forward.halved == found.forward.dense // 2 == 2 * 16 * 6 * 60 * 60 // 2
-    assert estimate(Heads(48, 6), 60, mask=documents).forward.visible == 2 * 16 * 6 * 3 * 20 * 20
+    assert estimate(SMALL, 60, mask=documents).forward.visible == 2 * 16 * 6 * 3 * 20 * 20
 
 
 def test_it_prints_integers_with_units_and_conventions() -> None:
-    found = estimate(Heads(48, 6, mask=M.Causal()), 60)
+    found = estimate(AttentionSpec(48, 6, mask=M.Causal()), 60)
     lines = str(found).splitlines()
     assert len(lines) == len(found.rows())
     assert any("half of all pairs (FlashAttention's count)" in line for line in lines)
@@ -689,21 +709,21 @@ def test_it_prints_integers_with_units_and_conventions() -> None:
 
 @native
 def test_seconds_grow_with_work_and_shrink_with_the_machine() -> None:
-    short, long = (cost.predict(Call(Hq=8, Lq=L), HERE) for L in (512, 1024))
+    short, long = (cost.predict(CallSpec(Hq=8, Lq=L), HERE) for L in (512, 1024))
     assert 3.5 < long / short < 4.1
     twice = cost.Machine(1, 2 * HERE.fma, tuple((n, 2 * rate) for n, rate in HERE.read), HERE.call)
-    assert cost.predict(Call(Hq=8, Lq=512), twice) == pytest.approx(short / 2, rel=0.01)
-    call = Call(Hq=8, Lq=512)
+    assert cost.predict(CallSpec(Hq=8, Lq=512), twice) == pytest.approx(short / 2, rel=0.01)
+    call = CallSpec(Hq=8, Lq=512)
     parts = cost.predict(call, HERE) + cost.predict(call, HERE, "backward")
     assert cost.predict(call, HERE, "training") == pytest.approx(parts - HERE.call)
-    assert cost.predict(Call(Hq=8, Lq=512, dtype=torch.float64), HERE) > 1.9 * short
+    assert cost.predict(CallSpec(Hq=8, Lq=512, dtype=torch.float64), HERE) > 1.9 * short
 
 
 @native
 def test_seconds_of_decoding_are_those_of_reading() -> None:
-    call = Call(Hq=8, Lq=1, Lk=100_000, D=64)
+    call = CallSpec(Hq=8, Lq=1, Lk=100_000, D=64)
     assert cost.predict(call, HERE) == pytest.approx(2 * 8 * 100_000 * 64 * 4 / 1e10, rel=0.01)
-    assert HERE.call < cost.predict(Call(), HERE) < 1.1 * HERE.call
+    assert HERE.call < cost.predict(CallSpec(), HERE) < 1.1 * HERE.call
 
 
 @native
@@ -712,7 +732,7 @@ def test_seconds_of_decoding_follow_the_kernel() -> None:
     still = cost.Machine(1, 1e11, ((1, 1e15),), 0.0)
 
     def seconds(rows: int, D: int = 128, dtype: torch.dtype = torch.float32) -> float:
-        return cost.predict(Call(Hq=rows, Hkv=1, Lk=1024, D=D, dtype=dtype), still)
+        return cost.predict(CallSpec(Hq=rows, Hkv=1, Lk=1024, D=D, dtype=dtype), still)
 
     assert seconds(2) == pytest.approx(seconds(1), rel=0.1)  # a key is loaded for two or for one
     assert seconds(4) == pytest.approx(2 * seconds(2))
@@ -729,7 +749,7 @@ def test_seconds_of_decoding_follow_the_kernel() -> None:
 def test_threads_share_pieces_of_decoding() -> None:
     one, two = (cost.Machine(n, n * 1e11, ((1, 1e15),), 0.0) for n in (1, 2))
     for keys, gain in ((256, 1), (1024, 2), (1536, 1.5), (2048, 2)):
-        call = Call(Hq=8, Hkv=1, Lk=keys, D=128)
+        call = CallSpec(Hq=8, Hkv=1, Lk=keys, D=128)
         assert cost.predict(call, one) / cost.predict(call, two) == pytest.approx(gain), keys
 
 
@@ -743,16 +763,16 @@ def test_what_fits_into_a_cache_is_read_faster() -> None:
 
 @native
 def test_seconds_of_a_model() -> None:
-    layer, work = Heads(512, 8), cost.Work(512)
+    layer, work = AttentionSpec(512, 8), cost.Work(512)
     one = cost.attention_seconds(layer, work, HERE)
-    assert one == cost.predict(Call(Hq=8, Lq=512), HERE)
+    assert one == cost.predict(CallSpec(Hq=8, Lq=512), HERE)
     assert cost.attention_seconds([layer] * 3, work, HERE) == pytest.approx(3 * one)
 
 
 @native
 def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
-    assert SEGMENT == _native._core.LINEAR_SEGMENT
-    layer = Linear(48, 6, 2, 8, 5)
+    assert SEGMENT == core._core.LINEAR_SEGMENT
+    layer = LinearSpec(48, 6, 2, 8, 5)
     short, long = (estimate(layer, L, dtype=torch.bfloat16).saved_bytes for L in (512, 513))
     tokens = 48 + 6 * (8 + 5) + 2 * (8 + 5)
     assert long - short == 2 * tokens + 4 * layer.state

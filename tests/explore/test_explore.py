@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,7 @@ from regard.explore._read import pieces
 from regard.explore._trace import finest_block
 from regard.masks import Causal, Lengths, Window
 from support import assert_close, model_files
-from support.explore import harmful_tokens, small, unpacked
-
-
-def data_of(page: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert found
-    return json.loads(found.group(1))
+from support.explore import data_of, harmful_tokens, small, unpacked
 
 
 def test_arrays_come_back() -> None:
@@ -136,25 +131,69 @@ def test_an_estimate_counts_what_the_mask_leaves() -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair() -> tuple[Any, Any]:
+    """A small random model of Transformers, and its tokenizer."""
     pytest.importorskip("transformers")
-    path = tmp_path_factory.mktemp("model")
-    model_files.write_llama_directory(path)
-    return path
+    return model_files.tiny_llama(len(model_files.byte_words())), model_files.byte_tokenizer()
 
 
-def test_a_directory_reads_texts(directory: Path) -> None:
-    explorer = explore.text("hello you", model=directory)
+def give(monkeypatch: pytest.MonkeyPatch, *loaders: Any) -> None:
+    """Other distributions offer these loaders of models, and no other."""
+    points = [SimpleNamespace(load=lambda load=load: load) for load in loaders]
+    monkeypatch.setattr("regard.explore._read.entry_points", lambda **_: points)
+
+
+def test_a_pair_reads_texts_without_the_gallery(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(monkeypatch)
+    explorer = explore.text("hello you", model=pair)
     (trace,) = explorer.traces
-    assert "".join(trace.keys).replace("\u0120", " ").endswith("hello you")
-    assert trace.model == directory.name
+    assert "".join(trace.keys) == "hello you"
+    assert trace.model == "LlamaForCausalLM"
     weights = np.stack([trace.rows(0, 1, [i])[0] for i in range(len(trace.keys))])
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
     assert not np.triu(weights, 1).any()
     assert explorer.read is not None
-    for text, match in ((" ", "text: expected some text"), ("word " * 5000, "text: expected from 1 to")):
+    for text, match in ((" ", "text: expected some text"), ("word " * 5000, "text: expected from 1 to 128")):
         with pytest.raises(ValueError, match=match):
             explorer.read(text)
+
+
+@pytest.mark.parametrize("model", [None, "folder", Path("model.gguf")])
+def test_without_the_gallery_other_models_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    give(monkeypatch)
+    expected = (
+        r"model: expected a pair of a model of Transformers and its tokenizer, got .*: pip install regard-g"
+    )
+    with pytest.raises(ModuleNotFoundError, match=expected):
+        explore.text("hello", model=model)
+
+
+def test_a_loader_is_given_the_path(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def load(path: Path | None) -> tuple[Any, Any, str]:
+        given.append(path)
+        return *pair, "small"
+
+    give(monkeypatch, load)
+    assert explore.text("you", model="folder").traces[0].model == "small"
+    assert explore.text().read is not None
+    assert given == [Path("folder"), None]
+
+
+def test_models_that_are_no_pair_are_named(pair: tuple[Any, Any]) -> None:
+    for model in (pair[0], pair[:1], 3):
+        with pytest.raises(TypeError, match=r"model: expected a pair .* and its tokenizer, or a path, got"):
+            explore.text("hello", model=model)
+    both = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True, name_or_path=""))
+    with pytest.raises(
+        ValueError, match="model: expected an encoder or a decoder alone, got SimpleNamespace"
+    ):
+        explore.text("hello", model=(both, pair[1]))
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -174,34 +213,38 @@ def test_tokens_are_read_as_in_the_text(is_fast: bool) -> None:
     assert pieces(Tokenizer(), "caf\u00e9s!") == expected
 
 
-@pytest.mark.parametrize("name", ["_attn_implementation_internal", "auto_map", "pickle"])
-def test_harmful_directories_are_refused(directory: Path, tmp_path: Path, name: str) -> None:
-    for file in directory.iterdir():
-        if name != "pickle" or file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | ({} if name == "pickle" else {name: "evil/x"})))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(ValueError, match="safetensors" if name == "pickle" else name):
-        explore.text("hello", model=tmp_path)
-
-
-def test_the_command_writes_a_file(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("typer")
+    pytest.importorskip("transformers")
     from typer.testing import CliRunner
 
     from regard.cli._app import app
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return lambda *arguments: CliRunner().invoke(app, ["explore", *map(str, arguments)])
+
+
+def test_the_command_writes_a_file(
+    command: Any, pair: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(monkeypatch, lambda path: (*pair, path.name))
     page = tmp_path / "page.html"
-    result = CliRunner().invoke(
-        app, ["explore", "hello", "you", "--model", str(directory), "--save", str(page)]
-    )
+    result = command("hello", "you", "--model", "small", "--save", page)
     assert result.exit_code == 0, result.output
-    assert [trace["title"] for trace in data_of(page.read_text(encoding="utf-8"))["traces"]] == [
-        "hello",
-        "you",
-    ]
+    traces = data_of(page.read_text(encoding="utf-8"))["traces"]
+    assert [(trace["title"], trace["model"]) for trace in traces] == [("hello", "small"), ("you", "small")]
+
+
+@pytest.mark.parametrize("arguments", [("hello",), ("--model", "small"), ()])
+def test_without_the_gallery_the_command_says_what_to_install(
+    command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    give(monkeypatch)
+    result = command(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.endswith("come with the gallery: pip install regard-gallery\n")
+    assert result.stderr.count("\n") == 1
 
 
 # --- the file ---

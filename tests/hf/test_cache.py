@@ -231,7 +231,7 @@ def test_an_empty_cache_answers() -> None:
     assert (cache.nbytes, cache.get_seq_length(), cache.get_mask_sizes(4, 0)) == (0, 0, (4, 0))
     assert cache.layers[0].keys is None
     assert cache.layers[0].values is None
-    assert "Layer(empty)" in repr(cache)
+    assert "CacheLayer(empty)" in repr(cache)
     for call in (cache.reset, lambda: cache.crop(-1), lambda: cache.batch_repeat_interleave(2)):
         call()
     cache.reorder_cache(torch.tensor([0]))

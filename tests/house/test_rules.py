@@ -99,7 +99,7 @@ def test_cpp_functions_are_found() -> None:
 
 
 def test_the_binding_is_thin() -> None:
-    bind = ROOT / "native" / "bind.cpp"
+    bind = ROOT / "native" / "bind" / "bind.cpp"
     assert len(bind.read_text(encoding="utf-8").splitlines()) < BIND_LIMIT
 
 

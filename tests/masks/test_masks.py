@@ -11,6 +11,7 @@ from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import masks as M
+from regard.masks._mask import decode
 from support import interpreter as program_interpreter
 from support.strategies import Case, mask_strategy
 
@@ -232,6 +233,37 @@ def test_operators_flatten() -> None:
     assert ~~a == a
     assert repr((a | b) & ~c) == "(Causal() | Prefix(1)) & ~Dilated(2)"
     assert repr(~(a & b)) == "~(Causal() & Prefix(1))"
+
+
+def test_and_joins_windows() -> None:
+    causal, prefix = M.Causal(), M.Prefix(1)
+    assert causal & M.Window(4) == M.Window(4) & causal == M.Window(4)
+    assert repr(causal & M.Window(4, 2)) == "Window(4, 0)"
+    assert M.Window(None, 3) & M.Window(5, None) & M.Window(2, 7) == M.Window(2, 3)
+    assert causal & causal == causal & M.Window(None, None) == causal
+    assert (
+        (M.Window(3) & prefix) & M.Window(2) == M.Window(3) & (prefix & M.Window(2)) == M.Window(2) & prefix
+    )
+    assert (M.Window(3) & prefix & M.Window(2)).lower().code == (M.Window(2) & prefix).lower().code
+    assert M.And(causal, M.Window(4)).masks == (M.Window(4),)
+    assert torch.equal(M.And(causal, M.Window(2, 1)).to_dense(5, 7), M.Window(2).to_dense(5, 7))
+    assert (causal | M.Window(4)).masks == (causal, M.Window(4))
+
+
+def test_a_mask_says_what_it_speaks_of() -> None:
+    distance, position, index = M.MaskKind.DISTANCE, M.MaskKind.POSITION, M.MaskKind.INDEX
+    assert (M.Causal() | ~M.Dilated(2)).kinds == {distance}
+    assert M.PerHead([M.Window(1), M.Prefix(2)]).kinds == {distance, position}
+    assert M.Global([0]).kinds == M.RandomBlocks(1, 2).kinds == {position}
+    assert M.Lengths(3).kinds == M.Documents([0]).kinds == M.Dense(torch.ones(1, 1) > 0).kinds == {index}
+
+
+@each_example
+def test_a_program_gives_the_mask_back(mask: M.Mask) -> None:
+    program = mask.lower()
+    back = decode(program.code, program.tensors)
+    assert back.lower().code == program.code
+    assert torch.equal(back.to_dense(5, 7), mask.to_dense(5, 7))
 
 
 def test_reprs_are_short() -> None:

@@ -1,4 +1,4 @@
-"""What the compiled files hold. A kernel object that exports more than its table could leak AVX2 code."""
+"""What the compiled files hold. A kernel object that exports more than a table could leak AVX2 code."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from support import HAVE_CORE, ROOT
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 
-def kernel_objects() -> dict[str, Path]:
-    """The newest object of each instruction set: {"avx2": build/.../kernels_avx2.dir/.../isa.cpp.o}."""
-    found = sorted(
-        ROOT.glob("build/editable/**/kernels_*.dir/**/isa.cpp.o"), key=lambda path: path.stat().st_mtime
+FAMILIES = {path.stem for path in (ROOT / "native/kernels").glob("*.cpp")}
+
+
+def kernel_objects() -> dict[tuple[str, str], Path]:
+    """The newest object of each instruction set and family: {("avx2", "forward"): .../forward.cpp.o}."""
+    built = sorted(
+        ROOT.glob("build/editable/**/kernels_*.dir/**/*.cpp.o"), key=lambda path: path.stat().st_mtime
     )
-    return {re.search(r"kernels_(\w+)\.dir", str(path)).group(1): path for path in found}
+    objects = {
+        (re.search(r"kernels_(\w+)\.dir", str(p)).group(1), p.name.removesuffix(".cpp.o")): p for p in built
+    }
+    return {key: path for key, path in sorted(objects.items()) if key[1] in FAMILIES}
 
 
 OBJECTS = kernel_objects()
-BASELINE = sorted(OBJECTS.keys() & {"generic", "wide"})
+each_object = pytest.mark.parametrize(("isa", "family"), list(OBJECTS))
 
 
 def run(*command: object) -> str:
@@ -47,35 +53,39 @@ def core() -> Path:
 
 
 def test_objects_were_found() -> None:
-    assert {"generic", "wide"} <= OBJECTS.keys(), "the core exists but its objects do not; run `make build`"
+    expected = {(isa, family) for isa in ("generic", "wide") for family in FAMILIES}
+    assert expected <= OBJECTS.keys(), "the core exists but its objects do not; run `make build`"
 
 
-@pytest.mark.parametrize("isa", sorted(OBJECTS))
-def test_one_symbol_is_exported(isa: str) -> None:
-    assert list(symbols(OBJECTS[isa], "-g", "--defined-only")) == [f"regard_kernels_{isa}"]
+@each_object
+def test_one_table_is_exported(isa: str, family: str) -> None:
+    table = "kernels" if family == "isa" else family
+    assert list(symbols(OBJECTS[isa, family], "-g", "--defined-only")) == [f"regard_{table}_{isa}"]
 
 
-@pytest.mark.parametrize("isa", sorted(OBJECTS))
-def test_nothing_is_weak(isa: str) -> None:
-    weak = [name for name, letter in symbols(OBJECTS[isa]).items() if letter in "wWvVu"]
+@each_object
+def test_nothing_is_weak(isa: str, family: str) -> None:
+    weak = [name for name, letter in symbols(OBJECTS[isa, family]).items() if letter in "wWvVu"]
     assert not weak, "the linker could choose these for code that must run on any CPU"
 
 
-@pytest.mark.parametrize("isa", sorted(OBJECTS))
-def test_nothing_of_the_cpp_library_is_needed(isa: str) -> None:
-    assert not [name for name in symbols(OBJECTS[isa], "-u") if name.startswith("_Z")]
+@each_object
+def test_nothing_of_the_cpp_library_is_needed(isa: str, family: str) -> None:
+    assert not [name for name in symbols(OBJECTS[isa, family], "-u") if name.startswith("_Z")]
 
 
-@pytest.mark.parametrize("isa", sorted(OBJECTS))
-def test_nothing_runs_at_start_up(isa: str) -> None:
-    sections = run("objdump", "-h", OBJECTS[isa])
+@each_object
+def test_nothing_runs_at_start_up(isa: str, family: str) -> None:
+    sections = run("objdump", "-h", OBJECTS[isa, family])
     assert ".init_array" not in sections
     assert ".ctors" not in sections
 
 
-@pytest.mark.parametrize("isa", BASELINE)
-def test_baseline_objects_hold_no_avx(isa: str) -> None:
-    assert not re.findall(r"%[yz]mm\d+|\tv\w+ ", run("objdump", "-d", "--no-show-raw-insn", OBJECTS[isa]))[:5]
+@pytest.mark.parametrize(("isa", "family"), [key for key in OBJECTS if key[0] in {"generic", "wide"}])
+def test_baseline_objects_hold_no_avx(isa: str, family: str) -> None:
+    assert not re.findall(
+        r"%[yz]mm\d+|\tv\w+ ", run("objdump", "-d", "--no-show-raw-insn", OBJECTS[isa, family])
+    )[:5]
 
 
 def test_the_core_links_no_torch_and_no_openmp(core: Path) -> None:

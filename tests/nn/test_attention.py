@@ -19,8 +19,8 @@ from regard import masks as M
 from regard import packing
 from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
-from regard.nn._torch_masks import Sizes, arguments
-from regard.positions import Alibi, Relative, Rotary
+from regard.nn._torch_masks import arguments
+from regard.positions import AlibiBias, Relative, Rotary
 from support import HAVE_CORE, assert_close, rel_l2
 from support.modules import ListCache, causal_mask, randomized
 
@@ -223,12 +223,12 @@ def test_hidden_numbers_stay_hidden_with_weights(form: str, grad: bool) -> None:
 def test_a_float_mask_of_a_bool_one_is_as_fast() -> None:
     """PyTorch's layers pass floats: hidden keys are left out all the same."""
     mask = causal_mask(LQ)
-    sizes = Sizes(B, HEADS, LQ, LQ, 0, torch.float32)
-    found = arguments(mask, None, False, sizes)
+    sizes = torch.empty(B, HEADS, LQ, 4), LQ, 0
+    found = arguments(mask, None, False, *sizes)
     assert found.bias is None
     assert torch.equal(found.mask.to_dense(LQ, LQ), mask == 0)
     for other in (mask + 1, mask.masked_fill(mask < 0, torch.nan), torch.randn(LQ, LQ)):
-        assert arguments(other, None, False, sizes).bias is other
+        assert arguments(other, None, False, *sizes).bias is other
 
 
 def test_weights_are_those_before_dropout() -> None:
@@ -531,7 +531,7 @@ RULES: dict[str, Any] = {
     "none": lambda: None,
     "rotary": lambda: Rotary(4),
     "interleaved": lambda: Rotary(6, layout="interleaved"),
-    "alibi": lambda: Alibi(4),
+    "alibi": lambda: AlibiBias(4),
     "relative": lambda: Relative(4, num_buckets=8, max_distance=20),
 }
 
@@ -677,8 +677,8 @@ def test_a_cache_and_dropout() -> None:
             "positions: expected places for each of the samples",
         ),
         (lambda: Attention(24, 4, position=Rotary(8)), "position: expected dims up to head_dim = 6, got 8"),
-        (lambda: Attention(24, 4, position=Alibi(3)), "position: expected heads = 4, got 3"),
-        (lambda: Attention(24, 4, position="rope"), "position: expected Rotary, Alibi or Relative"),
+        (lambda: Attention(24, 4, position=AlibiBias(3)), "position: expected heads = 4, got 3"),
+        (lambda: Attention(24, 4, position="rope"), "position: expected Rotary, AlibiBias or Relative"),
         (lambda: Attention(24, 4)(torch.randn(2, 3, 23)), "x: expected .*d_model = 24"),
         (lambda: Attention(24, 4)(torch.randn(3, 24), positions=3), "positions: expected None without"),
         (lambda: Attention(24, 4, kv_model=9)(torch.randn(3, 24)), "context: expected tokens of width"),
@@ -749,7 +749,7 @@ SMALL_RULES: dict[str, Any] = {
     "none": lambda: None,
     "rotary": lambda: Rotary(4),
     "interleaved": lambda: Rotary(2, layout="interleaved"),
-    "alibi": lambda: Alibi(2, learned=True),
+    "alibi": lambda: AlibiBias(2, learned=True),
     "relative": lambda: Relative(2, num_buckets=4, max_distance=9),
 }
 

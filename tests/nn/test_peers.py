@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard import masks as M
 from regard import nn as rnn
 from regard.nn import Attention
-from regard.positions import Alibi, Llama3, Relative, Rotary, Scaling, YaRN
+from regard.positions import AlibiBias, Llama3, Relative, Rotary, Scaling, YaRN
 from support import HAVE_CORE, rel_l2
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -126,7 +126,7 @@ def test_bloom() -> None:
     from transformers.models.bloom import modeling_bloom as bloom
 
     theirs = double(bloom.BloomAttention(bloom.BloomConfig(hidden_size=WIDTH, n_head=HEADS), 0)).eval()
-    ours = Attention(WIDTH, HEADS, position=Alibi(HEADS), mask=M.Causal())
+    ours = Attention(WIDTH, HEADS, position=AlibiBias(HEADS), mask=M.Causal())
     take(ours, [rows(theirs.query_key_value, (HEADS, 3, 8))], theirs.dense)
     x, x64 = tokens()
     alibi = bloom.build_alibi_tensor(torch.ones(B, L, dtype=torch.int64), HEADS, torch.float64)
@@ -138,7 +138,7 @@ def test_mpt() -> None:
     from transformers.models.mpt import modeling_mpt as mpt
 
     theirs = double(mpt.MptAttention(mpt.MptConfig(d_model=WIDTH, n_heads=4), 0)).eval()
-    ours = Attention(WIDTH, 4, position=Alibi(4), mask=M.Causal(), bias=False)
+    ours = Attention(WIDTH, 4, position=AlibiBias(4), mask=M.Causal(), bias=False)
     take(ours, [theirs.Wqkv], theirs.out_proj)
     x, x64 = tokens()
     alibi = mpt.build_mpt_alibi_tensor(4, L).double()

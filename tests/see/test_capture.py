@@ -114,9 +114,8 @@ def test_a_cache_is_heard_as_well() -> None:
 @pytest.mark.parametrize("before", ["eager", "sdpa", "regard"])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_models_of_transformers(kind: str, before: str) -> None:
-    hf_cases = pytest.importorskip("hf_cases", exc_type=ImportError)
     model = small(kind, before)
-    ids = torch.randint(1, hf_cases.VOCABULARY, (2, N))
+    ids = torch.randint(1, 97, (2, N))
     real = torch.ones(2, N, dtype=torch.long)
     real[1, N - 5 :] = 0
     with torch.no_grad():
@@ -157,10 +156,8 @@ class Numbers:
 
 
 def small(kind: str, attention: str) -> Any:
-    import transformers as hf
-
-    regard_hf = pytest.importorskip("regard.hf")
-    regard_hf.register()
+    hf = pytest.importorskip("transformers")
+    pytest.importorskip("regard.hf").register()
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
              "intermediate_size": 40, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
     if kind == "bert":
@@ -310,6 +307,16 @@ def test_a_capture_records_once_at_a_time() -> None:
     assert "nothing recorded" in repr(seen)
     with pytest.raises(IndexError, match="layer: expected below 0, got 0"):
         seen[0]
+
+
+def test_keys_of_padding_that_a_model_does_not_mask() -> None:
+    """The largest weights are on padding, which has no token."""
+    q, k = torch.ones(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
+    k[1, :, 3] = 9
+    head = see.record(q, k, [["a", "b", "c", "d"], ["a", "b", "c"]]).head(0, sample=1)
+    assert head.roles["delimiter or sink"].score < 0.01
+    assert {key.token for key in head.top("b")} == {"a", "b", "c"}
+    assert "3 more" not in head._repr_html_()
 
 
 # Heads whose role is known

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._backends.reference import attention as formula
 from regard._call.dropout import kept
 from regard._call.layout import dense_bias, heads_4d
-from regard._call.problem import Problem, learned, make
+from regard._call.make import make
+from regard._call.spec import Options, Problem, learned
 from regard.scores import Alibi, RelativeBias
 from support import peak_memory
 from support.forward import INF, UNIT, WIDTHS, Call, Sampler, doubled, largest
@@ -48,7 +49,7 @@ class Training(NamedTuple):
 
     def run(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The native gradients of the inputs named, or of all."""
-        with _native.use_isa(self.call.isa):
+        with core.use_isa(self.call.isa):
             return gradients(self, names)
 
     def expected(self) -> dict[str, Tensor]:
@@ -68,7 +69,7 @@ def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor
 
 def training(call: Call, lse: bool = False) -> Training:
     """Random gradients for a call, from PyTorch's generator."""
-    spec = make(call.q, call.k, call.v, **call.options).spec
+    spec = make(call.q, call.k, call.v, Options(**call.options)).spec
     dout = torch.randn(spec.out_shape).to(spec.dtype)
     return Training(call, dout, torch.randn(spec.lse_shape).to(spec.lse_dtype) if lse else None)
 
@@ -111,7 +112,7 @@ def by_pairs(t: Training) -> dict[str, Tensor]:
 
     The reference has matrix products in its backward, in which 0 * NaN is NaN.
     """
-    p = make(*(x.double() for x in t.call[:3]), **{n: doubled(x) for n, x in t.call.options.items()})
+    p = make(*(x.double() for x in t.call[:3]), Options(**{n: doubled(x) for n, x in t.call.options.items()}))
     spec = p.spec
     q, k, v = (formula._per_query_head(p, x) for x in (p.q, p.k, p.v))
     visible, w, _ = formula._softmax(p)
@@ -151,7 +152,9 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(call: Call) -> Pairs:
-    problem = make(*(x.double() for x in call[:3]), **{name: doubled(x) for name, x in call.options.items()})
+    problem = make(
+        *(x.double() for x in call[:3]), Options(**{name: doubled(x) for name, x in call.options.items()})
+    )
     return Pairs(problem, *formula._softmax(problem))
 
 
@@ -322,7 +325,7 @@ class GradientSampler(Sampler):
 
 
 def sample(index: int, work: float) -> Training:
-    return GradientSampler(index, work, _native.isas()).training()
+    return GradientSampler(index, work, core.isas()).training()
 
 
 # Guard pages
@@ -349,7 +352,7 @@ def check_guarded(index: int, isa: str) -> None:
 def check_all_guarded(first: int, count: int) -> None:
     torch.set_num_threads(1)
     for index in range(first, first + count):
-        for isa in _native.isas():
+        for isa in core.isas():
             print(index, isa, flush=True)
             check_guarded(index, isa)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import regard
 from regard import facts as F
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.scores import Alibi, RelativeBias
 from support import rel_l2
 from support.forward import UNIT, Call, doubled, largest, sample
@@ -77,7 +77,7 @@ def without_dropout(call: Call) -> Call:
 
 
 def run(call: Call, want: list[F.Fact], impl: str) -> regard.Evidence:
-    with _native.use_isa(call.isa):
+    with core.use_isa(call.isa):
         return regard.evidence(call.q, call.k, call.v, *want, **call.options, impl=impl)
 
 
@@ -104,7 +104,7 @@ def faults(call: Call, want: list[F.Fact], impl: str) -> list[str]:
     told = []
     for fact, ours, theirs in zip(want, found, right, strict=True):
         told += [f"{fact}: {fault}" for fault in number_faults(ours, theirs, limit)]
-        if isinstance(ours, F.TopK.Result | F.RowMax.Result):
+        if isinstance(ours, F.TopKResult | F.RowMaxResult):
             told += [f"{fact}: {fault}" for fault in key_faults(ours, theirs, matrix, limit)]
     return told
 
@@ -129,7 +129,7 @@ def number_faults(ours: Any, theirs: Any, limit: float) -> list[str]:
             found.append("NaN")
         elif (error := rel_l2(x, y)) > limit:
             found.append(f"error {error:.3g} above {limit:.3g}")
-    if isinstance(ours, F.DistanceHistogram.Result) and not torch.equal(ours.distances, theirs.distances):
+    if isinstance(ours, F.DistanceResult) and not torch.equal(ours.distances, theirs.distances):
         found.append("other distances")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -175,3 +176,10 @@ def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, {"f4": "<f4", "f2": "<f2", "i4": "<i4"}[packed["type"]]).reshape(
         packed["shape"]
     )
+
+
+def data_of(page: str) -> Any:
+    """Returns the data inside a page that was saved as one file."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found.group(1))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.layout import dense_bias, dense_mask, heads_4d
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard.scores import Alibi, RelativeBias
 from support import rel_l2
 
@@ -47,7 +48,7 @@ class Call(NamedTuple):
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """The native kernels' out and LSE."""
-        with _native.use_isa(self.isa):
+        with core.use_isa(self.isa):
             options = self.options | {"return_lse": True, "impl": "native"} | changes
             return regard.attention(self.q, self.k, self.v, **options)
 
@@ -69,7 +70,7 @@ def doubled(x: Any) -> Any:
 
 def fused(call: Call) -> Tensor | None:
     """The same call by PyTorch's fused CPU kernel, or None where it cannot do it."""
-    p = make(call.q, call.k, call.v, **call.options)
+    p = make(call.q, call.k, call.v, Options(**call.options))
     s = p.spec
     if s.softcap is not None or s.sink or s.dropout or s.Dv != s.D or 0 in call.q.shape + call.k.shape:
         return None
@@ -287,4 +288,4 @@ class Sampler:
 
 
 def sample(seed: int, work: float) -> Call:
-    return Sampler(seed, work, _native.isas()).call()
+    return Sampler(seed, work, core.isas()).call()

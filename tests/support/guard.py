@@ -1,4 +1,4 @@
-"""Calls whose tensors lie flush against pages that must not be touched. `python -m support.guard first count isa...`
+"""Calls whose tensors lie flush against pages that must not be touched: `-m support.guard first count isa...`
 Every seed makes a call of `attention`, one over stored keys, one of linear attention and its gradient,
 and one of `evidence`.
 
@@ -19,9 +19,12 @@ from torch import Tensor
 
 from regard._api.stored import attend_stored
 from regard._backends.native import attention as _native
-from regard._call.linear import Linear, Options
+from regard._backends.native import core
+from regard._backends.native import linear as _linear
+from regard._call.linear import LinearCall, LinearOptions
 from regard._call.linear import check as check_call
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard._call.stored import Stored
 from support import linear as linear_cases
 from support.evidence import every_fact, numbers, run, without_dropout
@@ -121,7 +124,7 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
     options = {
         n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
     }
-    problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
+    problem = make(*(guard.moved(x) for x in call[:3]), Options(**options, return_lse=True))
     problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
     with guard.results():
         out, lse = _native.forward(problem)
@@ -133,7 +136,7 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
 
 def check(seed: int, isa: str) -> None:
     call, guard = sample(seed, 2e6)._replace(isa=isa), Guard(seed)
-    with _native.use_isa(isa):
+    with core.use_isa(isa):
         results = guarded_forward(call, guard)
     guard.close()
     for ours, plain in zip(results, call.run(), strict=True):
@@ -154,7 +157,7 @@ def check_stored(seed: int, isa: str) -> None:
     q, k, v = torch.randn(2, Hkv * group, Lq, D), torch.randn(2, Hkv, Lk, D), torch.randn(2, Hkv, Lk, Dv)
     stored = store(k, v, pick.choice(KINDS), pick.choice((0, 16)), spare=0)
     parts = [x if x is None else guard.moved(x) for x in stored[:5]]
-    with _native.use_isa(isa):
+    with core.use_isa(isa):
         plain = attend_stored(q, stored, impl="native")
         with guard.results():
             out = attend_stored(guard.moved(q), Stored(*parts, *stored[5:]), impl="native")
@@ -166,23 +169,23 @@ def check_stored(seed: int, isa: str) -> None:
     assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
 
 
-def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
+def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
     """Results of linear attention, without and with what backward needs, and its gradients."""
-    result, kept = _native.linear_saving(p)
+    result, kept = _linear.linear_saving(p)
     dout, dS, dz = dys
     assert dout is not None
-    found = (*_native.linear(p), *result, *_native.linear_backward(p, kept, dout, dS, dz))
+    found = (*_linear.linear(p), *result, *_linear.linear_backward(p, kept, dout, dS, dz))
     return [x for x in found if x is not None]
 
 
 def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
-    given = Options(**{"causal": True, **dict.fromkeys(Options._fields[2:]), **case.options})
-    p = check_call(case.q, case.k, case.v, None, given)[1]
-    with _native.use_isa(isa):
-        dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]
+    given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
+    p = check_call(case.q, case.k, case.v, None, given)
+    with core.use_isa(isa):
+        dys = [None if x is None else torch.randn_like(x) for x in _linear.linear(p)]
         plain = both_passes(p, dys)
-        moved = Linear(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        moved = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
         with guard.results():
             found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
         same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))

@@ -12,7 +12,6 @@ from ._frame.application import Application as Application
 from ._frame.application import Recipe as Recipe
 from ._frame.application import Scores as Scores
 from ._frame.options import Options as Options
-from ._frame.options import arguments as arguments
 from ._frame.report import command as command
 from ._frame.run import Report as Report
 from ._frame.run import load as load

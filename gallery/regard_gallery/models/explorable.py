@@ -19,7 +19,4 @@ def load(path: Path | None) -> tuple[Any, Any, str]:
         return loaded.model, loaded.tokenizer, path.stem
     from transformers import AutoModel
 
-    model, tokenizer = from_directory(AutoModel, path, "regard")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"model: expected an encoder or a decoder alone, got {type(model).__name__}")
-    return model, tokenizer, path.resolve().name
+    return *from_directory(AutoModel, path, "regard"), path.resolve().name

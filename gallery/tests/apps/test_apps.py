@@ -316,9 +316,10 @@ class Toy(apps.Application):
     request = "nothing"
     fails_at: int | None = None
 
-    @property
-    def recipe(self) -> apps.Recipe:
-        return apps.Recipe(12, warmup=3, every=4)
+    full = trial = apps.Recipe(12, warmup=3, every=4)
+
+    def load(self) -> None:
+        self.tested = self.validated = None
 
     def model(self) -> nn.Module:
         return nn.ModuleDict(
@@ -337,7 +338,7 @@ class Toy(apps.Application):
     def validation(self, model: Any) -> float:
         return float(model["out"].weight.sum())
 
-    def scores(self, model: Any) -> apps.Scores:
+    def measure(self, model: Any, held: Any) -> apps.Scores:
         return {"accuracy": 0.5, "loss": 1.0}
 
     def baselines(self) -> dict[str, apps.Scores]:
@@ -368,9 +369,7 @@ def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_going_on_is_for_the_same_training(tmp_path: Path) -> None:
     class Longer(Toy):
-        @property
-        def recipe(self) -> apps.Recipe:
-            return apps.Recipe(16, warmup=3, every=4)
+        full = trial = apps.Recipe(16, warmup=3, every=4)
 
     broken = Toy()
     broken.fails_at = 10
@@ -446,7 +445,7 @@ def test_the_gallery_is_written_from_runs(
     readme.write_text("| a | b |\n| [toy](x) | 1 |\n| [other](x) | 2 |\n", encoding="utf-8")
     monkeypatch.setattr(applications, "README", readme)
     (tmp_path / "images").mkdir()
-    monkeypatch.setattr(applications, "HERE", tmp_path)
+    monkeypatch.setattr(applications, "DOCS", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
     monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
     times = {"regard": 0.5, "torch": 0.75}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._call.check import fail
 from .._tools.arguments import describe
+from .._tools.modes import evaluating
 from ..masks import Causal, Lengths, Mask
 from .attention import attention
 
@@ -39,17 +40,9 @@ class Comparison:
 
 
 def compare_to_exact(
-    approximation: nn.Module | Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | None = None,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    weights: bool = True,
-    **options: Any,
-) -> Comparison:
+    approximation: nn.Module | Attend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = None,
+    lengths: Tensor | None = None, scale: float | None = None, weights: bool = True, **options: Any,
+) -> Comparison:  # fmt: skip
     """Compare an attention with softmax attention over all keys, on the same q, k and v.
 
     The weights of an approximation are found through its results: with unit vectors for values, the result
@@ -76,9 +69,11 @@ def compare_to_exact(
         >>> regard.compare_to_exact(regard.nn.PerformerAttention(512, 8, features=256), q, k, v)
     """
     _check(approximation, q, k, v, lengths)
+    attend = _attend_of(approximation)
     given = options if lengths is None else options | {"lengths": lengths}
     exact = _Exact(q, k, v, _is_causal(approximation, causal), lengths, scale)
-    with torch.no_grad(), _evaluating(approximation) as attend:
+    modules = [approximation] if isinstance(approximation, nn.Module) else []
+    with torch.no_grad(), evaluating(*modules):
         out = attend(q, k, v, **given)
         _check_out(out, exact.out)
         found = _Weights(exact) if weights else None
@@ -100,21 +95,16 @@ class _Exact:
         groups = q.shape[1] // k.shape[1]
         self.q, self.k, self.v = q, *(x.repeat_interleave(groups, 1) for x in (k, v))
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
-        self.hidden = _hidden(causal, lengths)
         with torch.no_grad():
-            self.out, self.lse = attention(q, k, v, mask=self.hidden, scale=self.scale, return_lse=True)
-        self.causal, self.lengths = causal, None if lengths is None else lengths.to(q.device)
-        self.real = self._real_rows()
+            mask = _mask(causal, lengths)
+            self.out, self.lse = attention(q, k, v, mask=mask, scale=self.scale, return_lse=True)
+        B, H, Lq, Lk = *q.shape[:3], k.shape[2]
+        every = torch.full((B,), max(Lq, Lk)) if lengths is None else lengths
+        self.causal, self.lengths = causal, every.to(q.device)[:, None]
+        self.real = (self._range(0, Lq) < self.lengths)[:, None].expand(B, H, Lq)
         self.rows = int(self.real.sum())
         # Of a 16-bit result; single precision is in the limits.
         self.rounding = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
-
-    def _real_rows(self) -> Tensor:
-        """bool (B, H, Lq)"""
-        B, H, Lq = self.q.shape[:3]
-        if self.lengths is None:
-            return torch.ones(B, H, Lq, dtype=torch.bool, device=self.q.device)
-        return (self._range(0, Lq) < self.lengths[:, None])[:, None].expand(B, H, Lq)
 
     def _range(self, first: int, end: int) -> Tensor:
         return torch.arange(first, end, device=self.q.device)
@@ -127,9 +117,7 @@ class _Exact:
         if self.causal:
             last = self._range(self.k.shape[2] - self.q.shape[2], self.k.shape[2])
             s = s.masked_fill(places > last[:, None], -torch.inf)
-        if self.lengths is not None:
-            s = s.masked_fill((places >= self.lengths[:, None])[:, None, None], -torch.inf)
-        return s
+        return s.masked_fill((places >= self.lengths)[:, None, None], -torch.inf)
 
     def relative(self, found: Tensor, expected: Tensor) -> float:
         """The difference in the rows that count, relative in L2."""
@@ -175,7 +163,7 @@ class _Weights:
         return float((self.at[0] == self.at[1])[self.exact.real].float().mean())
 
 
-def _hidden(causal: bool, lengths: Tensor | None) -> Mask | None:
+def _mask(causal: bool, lengths: Tensor | None) -> Mask | None:
     mask = Causal() if causal else None
     if lengths is None:
         return mask
@@ -190,25 +178,15 @@ def _units(v: Tensor, first: int) -> Tensor:
     return units
 
 
-@contextmanager
-def _evaluating(approximation: nn.Module | Attend) -> Iterator[Attend]:
-    if not isinstance(approximation, nn.Module):
-        yield approximation
-        return
-    attend = getattr(approximation, "attend", None)
+# Arguments
+
+
+def _attend_of(approximation: nn.Module | Attend) -> Attend:
+    attend = getattr(approximation, "attend", None) if isinstance(approximation, nn.Module) else approximation
     if not callable(attend):
         name = type(approximation).__name__
         raise TypeError(f"approximation: expected a function or a module with `attend(q, k, v)`, got {name}")
-    modes = {module: module.training for module in approximation.modules()}
-    approximation.eval()
-    try:
-        yield attend
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-# Arguments
+    return attend
 
 
 def _is_causal(approximation: object, causal: bool | None) -> bool:
@@ -227,6 +205,4 @@ def _check(approximation: object, q: Tensor, k: Tensor, v: Tensor, lengths: obje
 
 def _check_out(out: object, exact: Tensor) -> None:
     if not isinstance(out, Tensor) or out.shape != exact.shape:
-        raise ValueError(
-            f"approximation: expected a result of shape {tuple(exact.shape)}, got {describe(out)}"
-        )
+        fail(ValueError, "approximation", f"a result of shape {tuple(exact.shape)}", describe(out))

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
-from ..masks import Documents, Mask, Op, from_cu_seqlens
+from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
 from ..scores import Alibi, RelativeBias
 
 Attention = Callable[..., Any]
 Options = dict[str, Any]  # the keyword arguments of `attention`
 Result = tuple[Tensor, Tensor | None]  # out (Hq, total_q, Dv), and the LSE (Hq, total_q) or None
 
-RELATIVE = {Op.WINDOW, Op.DILATED}  # speak of distances, which are the same in the row as in a sequence
-ABSOLUTE = {Op.PREFIX, Op.GLOBAL, Op.RANDOM}  # count from the first key of a sequence
-COMBINED = {Op.PERHEAD, Op.AND, Op.OR, Op.NOT}
 MAX_PLANS = 16
 
 
@@ -106,7 +103,7 @@ def _attend(attention: Attention, qkv: Trio, options: Options) -> Result:
 # What is to be done
 
 
-class Plan(NamedTuple):
+class PackedPlan(NamedTuple):
     sizes_q: list[int]  # tokens of each sequence
     sizes_k: list[int]
     offsets: list[int]  # where its first query stands among its keys
@@ -136,20 +133,23 @@ def _plan(
     offset: int | tuple[int, ...] | None,
     by_distance: bool,
     device: torch.device,
-) -> Plan:
+) -> PackedPlan:
     """Remembered, because the layers of a model ask the same. `by_distance`: the bias goes by positions."""
     with torch.inference_mode(False):  # or its tensors could not take part in training later
         borders = (torch.tensor(numbers, device=device) for numbers in (borders_q, borders_k))
         documents = from_cu_seqlens(*borders)
     sizes_q, sizes_k = ([b - a for a, b in pairwise(borders)] for borders in (borders_q, borders_k))
     offsets = _offsets(offset, sizes_q, sizes_k)
-    found = _atoms(mask)
+    kinds = _kinds(mask)
     shifts = {o + k - q for o, q, k in zip(offsets, borders_q, borders_k, strict=False)}
-    if not found and not by_distance:
+    if not kinds and not by_distance:
         shifts = {0}  # nothing speaks of positions
-    if found & ABSOLUTE or len(shifts) > 1:
-        return Plan(sizes_q, sizes_k, offsets, None, 0)
-    return Plan(sizes_q, sizes_k, offsets, documents if mask is None else documents & mask, shifts.pop())
+    # Distances are the same in the row as in a sequence, positions are not.
+    if MaskKind.POSITION in kinds or len(shifts) > 1:
+        return PackedPlan(sizes_q, sizes_k, offsets, None, 0)
+    return PackedPlan(
+        sizes_q, sizes_k, offsets, documents if mask is None else documents & mask, shifts.pop()
+    )
 
 
 def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: list[int]) -> list[int]:
@@ -164,9 +164,9 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
 
 def _unread_row(qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options, by_distance: bool) -> Mask:
     """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
-    mask, found = options["mask"], _atoms(options["mask"])
+    mask, kinds = options["mask"], _kinds(options["mask"])
     alike = borders_k is borders_q and options["offset"] is None
-    if found & ABSOLUTE or not (alike or (not found and not by_distance)):
+    if MaskKind.POSITION in kinds or not (alike or (not kinds and not by_distance)):
         raise NotImplementedError(
             "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
             "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
@@ -183,31 +183,23 @@ def _ids(borders: Tensor, total: int) -> Tensor:
     )
 
 
-def _atoms(mask: Any) -> set[Op]:
-    """The kinds of atoms in a mask. All of them can be applied to every sequence."""
+def _kinds(mask: Any) -> frozenset[MaskKind]:
+    """What the mask speaks of, if it can be applied to every sequence."""
     if mask is None:
-        return set()
-    found = set(_walk(mask.lower().code)) if isinstance(mask, Mask) else {Op.DENSE}
-    if not found <= RELATIVE | ABSOLUTE:
+        return frozenset()
+    if not isinstance(mask, Mask) or MaskKind.INDEX in mask.kinds:
         raise TypeError(
             "mask: expected one that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
             f"Global, RandomBlocks, PerHead, combined with &, |, ~), got {describe(mask)}; over one packed "
             "row: attention(..., mask=masks.from_cu_seqlens(borders) & mask)"
         )
-    return found
-
-
-def _walk(code: Sequence[int]) -> Iterator[Op]:
-    while code:
-        op, length = Op(code[0]), code[1]
-        yield from _walk(code[2:length]) if op in COMBINED else (op,)
-        code = code[length:]
+    return mask.kinds
 
 
 # One after the other
 
 
-def _one_by_one(attention: Attention, qkv: Trio, plan: Plan, options: Options) -> Result:
+def _one_by_one(attention: Attention, qkv: Trio, plan: PackedPlan, options: Options) -> Result:
     (q, k, v), sizes_q, sizes_k = qkv, plan.sizes_q, plan.sizes_k
     # The gradient of a split is one concatenation; that of N slices would be N padded sums.
     qs, ks, vs = q.split(sizes_q, 1), k.split(sizes_k, 1), v.split(sizes_k, 1)

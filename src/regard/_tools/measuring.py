@@ -1,12 +1,12 @@
-"""The time of calls, fair to all of them, and the peak memory of one, as the system sees it (Linux)."""
+"""Time of several calls in turns, and the peak memory of a call."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +18,7 @@ SMALL, LARGE = 2**16, 2**25
 
 
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
-    """The shortest time of each call in seconds. They take turns, so that a slow spell meets all of them."""
+    """Measures the shortest time of each call in seconds. Calls take turns, so that a slow spell hits all."""
     best = dict.fromkeys(calls, float("inf"))
     end, rounds = perf_counter() + seconds, 0
     while rounds < least or perf_counter() < end:
@@ -30,17 +30,33 @@ def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: in
     return best
 
 
-# Memory
+def peak_memory(run: Callable[[], Any]) -> int | None:
+    """Measures the peak memory of a call in bytes, beyond what the process held before it (Linux).
+
+    The call runs in a new thread, since the core keeps scratch for each thread that calls it. The first call
+    of a kind also counts the code that it loads and the threads that it starts: measure it twice. Returns
+    None, without the call, where the system does not report the peak of a process.
+    """
+    if not os.access(REFS, os.W_OK):
+        return None
+    with _freed_at_once(), ThreadPoolExecutor(1) as thread:
+        return thread.submit(_extra, run).result()
 
 
-def available() -> bool:
-    """Whether the system tells the peak of a process and can start it anew."""
-    return os.access(REFS, os.W_OK)
+def _extra(run: Callable[[], Any]) -> int:
+    gc.collect(1)  # what the last call left; all of it would take longer than most calls
+    ctypes.CDLL(None).malloc_trim(0)
+    REFS.write_text("5")  # the high-water mark starts again from here
+    before = _status("VmRSS")
+    result = run()
+    peak = _status("VmHWM")
+    del result
+    return max(peak - before, 0)
 
 
 @contextmanager
-def freed_at_once() -> Iterator[None]:
-    """Freed blocks go back to the system at once: else they would hide the next allocation."""
+def _freed_at_once() -> Iterator[None]:
+    """Returns freed blocks to the system at once: else they would hide the next allocation."""
     set_option = ctypes.CDLL(None).mallopt
     set_option(MMAP_THRESHOLD, SMALL)
     set_option(TRIM_THRESHOLD, SMALL)
@@ -52,30 +68,7 @@ def freed_at_once() -> Iterator[None]:
         set_option(TRIM_THRESHOLD, 2 * LARGE)
 
 
-def extra(run: Callable[[], Any]) -> int:
-    """Bytes beyond what the process held. In a new thread, since the core keeps scratch for its caller."""
-    found: list[int] = []
-
-    def work() -> None:
-        gc.collect(1)  # what the last call left; all of it would take longer than most calls
-        ctypes.CDLL(None).malloc_trim(0)
-        REFS.write_text("5")  # the high-water mark starts again from here
-        before = status("VmRSS")
-        result = run()
-        found.append(status("VmHWM") - before)
-        del result
-
-    in_thread(work)
-    return max(found[0], 0)
-
-
-def in_thread(work: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def status(name: str) -> int:
-    """A line of the system's report on this process, in bytes."""
+def _status(name: str) -> int:
+    """Reads a line of the system's report on this process, in bytes."""
     line = next(s for s in STATUS.read_text(encoding="ascii").splitlines() if s.startswith(name + ":"))
     return 1024 * int(line.split()[1])

@@ -11,33 +11,17 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from .._api import stored as _api
-from .._call.problem import Bias
-from .._call.stored import New, Stored
+from .._api.stored import attend_stored
+from .._call.spec import Bias, Options, fast_new
+from .._call.stored import Stored
 from .._tools.arguments import count, describe
 from ..masks import Causal, Dense, Mask, Window
 from ._checks import Chunk, Lengths
 from ._counts import Count, as_tensor, minus
 
-Offset = int | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]  # out, or (out, LSE)
 
 CAUSAL = Causal()
-fast_new = tuple.__new__
-
-
-class Options(NamedTuple):
-    """The options of `attention`, as given."""
-
-    mask: Mask | Tensor | None
-    offset: Offset
-    bias: Bias | None
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
-    dropout: float
-    seed: int | None
-    return_lse: bool
 
 
 class CacheOptions(NamedTuple):
@@ -84,18 +68,7 @@ def attend(
     return result if isinstance(chunk.new, int) else _without_padding(result, chunk)
 
 
-def attend_stored(
-    q: Tensor, stored: Stored, options: Options, impl: str = "auto", new: New | None = None
-) -> Result:
-    mask, offset, bias, scale, softcap, sink, _, _, return_lse = options
-    assert not isinstance(mask, Tensor)
-    return _api.attend_stored(
-        q, stored, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        return_lse=return_lse, impl=impl, new=new,
-    )  # fmt: skip
-
-
-def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -> Offset:
+def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -> int | Tensor | None:
     """Returns the position of query 0; None if the last query meets the last key."""
     if isinstance(held, int) and isinstance(chunk.new, int):
         return None if held == Lk else held - Lq

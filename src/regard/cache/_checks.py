@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._call.problem import DTYPES
+from .._call.spec import DTYPES
 from .._tools.arguments import as_int, describe, holds_integers, is_integer, tensor_of
 from ._counts import Count, shown
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
-from .._call.problem import Bias
+from .._call.spec import Bias, Options, fast_new
 from .._call.stored import Stored
 from ..masks import Mask
-from ._attend import Options, Result, ScaledKeywords, fast_new
+from ._attend import Result, ScaledKeywords
 from ._checks import Lengths, pair_of
 from ._counts import each, most
 from ._retention import Content, KeepAll

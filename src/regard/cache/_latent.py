@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.problem import Bias
+from .._call.spec import Bias, Options, fast_new
 from .._tools.arguments import count
 from ..masks import Mask
-from ._attend import AttendKeywords, Options, Result, fast_new
+from ._attend import AttendKeywords, Result
 from ._checks import Lengths
 from ._retention import KeepAll
 from ._row_cache import RowCache

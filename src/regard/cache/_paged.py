@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.problem import Bias
+from .._call.spec import Bias, Options, fast_new
 from .._call.stored import New
 from .._tools.arguments import count, describe
 from ..masks import Mask
 from . import _checks as checks
-from ._attend import CacheOptions, Options, Result, ScaledKeywords, attend, fast_new
+from ._attend import CacheOptions, Result, ScaledKeywords, attend
 from ._checks import NOTHING, Chunk, Integers, Lengths, State
 from ._counts import each, most, shared, shown
 from ._pages import PageDraft, PagedSequence, Pages

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._api.merge import merge
+from .._call.spec import Options
 from .._tools.arguments import count, describe
-from ..masks import Causal, Dilated, Mask, Prefix, Window
-from ._attend import CAUSAL, CacheOptions, Options, Result, attend
+from ..masks import Mask, MaskKind, Prefix, Window
+from ._attend import CAUSAL, CacheOptions, Result, attend
 from ._checks import Chunk, check_saved_lengths
 from ._counts import Count, each, minus, most, plus, shared
 from ._rows import RowStorage
@@ -202,13 +203,9 @@ def _check_relative(options: Options) -> None:
     """Checks that mask and bias are formulas of the distance: dropped tokens have no place in a tensor."""
     if isinstance(options.bias, Tensor):
         raise TypeError("bias: expected scores.Alibi or scores.RelativeBias in a SlidingCache, got a tensor")
-    if options.mask is not None and not (isinstance(options.mask, Mask) and _of_distance(options.mask)):
+    mask = options.mask
+    if mask is not None and not (isinstance(mask, Mask) and mask.kinds == {MaskKind.DISTANCE}):
         raise TypeError(
             "mask: expected one of distances alone in a SlidingCache (Causal, Window, Dilated, combined with "
-            f"&, |, ~, PerHead), got {describe(options.mask)}"
+            f"&, |, ~, PerHead), got {describe(mask)}"
         )
-
-
-def _of_distance(mask: Mask) -> bool:
-    parts = mask._children()
-    return all(map(_of_distance, parts)) if parts else isinstance(mask, (Causal, Window, Dilated))

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 
+from .._api.stored import attend_stored
+from .._call.spec import Options, fast_new
 from .._call.stored import New
 from .._tools.arguments import count
 from . import _checks as checks
-from ._attend import CacheOptions, Options, Result, attend_stored, fast_new
+from ._attend import CacheOptions, Result
 from ._checks import NOTHING, Integers, Lengths, State
 from ._counts import Count, as_tensor, chosen, each, most, plus, shown
 from ._retention import Content, Retention

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
+from .._call.spec import fast_new
 from .._call.stored import GROUP, HALF, New, Stored
 from .._tools.arguments import count
 from ._checks import Chunk, Lengths, State, check_float, check_new, check_saved, chunk_of
 from ._counts import Count, each, most
 
-fast_new = tuple.__new__
 Tails = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 

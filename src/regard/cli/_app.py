@@ -1,4 +1,4 @@
-"""The list of subcommands. Their files import what is heavy inside functions, so that --help is quick."""
+"""The list of subcommands. Their files import heavy packages inside functions, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -14,24 +14,15 @@ from .info import info
 GROUP = "regard.commands"  # the entry points of other distributions that add subcommands
 GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.callback()
 def regard() -> None:
     """Attention: every mechanism behind one call, exact, with no cliffs."""
 
 
-def _missing(name: str) -> None:
-    """Registers a hidden command that says what to install."""
-
-    @app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})
-    def missing(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008
-        typer.echo(f"regard: {name} is a command of the gallery; pip install regard-gallery", err=True)
-        raise typer.Exit(1)
-
-
-def _register() -> None:
+def make_app() -> typer.Typer:
+    """Returns the command with the subcommands of the library and of other installed distributions."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(regard)
     for command in (explore, cost, crossover, info):
         app.command()(command)
     found = {point.name: point for point in entry_points(group=GROUP)}
@@ -39,7 +30,18 @@ def _register() -> None:
         app.command(name)(point.load())
     for name in GALLERY:
         if name not in found:
-            _missing(name)
+            _add_missing(app, name)
+    return app
 
 
-_register()
+def _add_missing(app: typer.Typer, name: str) -> None:
+    """Adds a hidden command that says what to install, whatever its arguments and options are."""
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @app.command(name, hidden=True, add_help_option=False, context_settings=anything)
+    def missing() -> None:
+        typer.echo(f"regard: {name} is a command of the gallery; pip install regard-gallery", err=True)
+        raise typer.Exit(1)
+
+
+app = make_app()

@@ -1,4 +1,4 @@
-"""What commands share: quiet libraries, errors in one line, and text that cannot steer the terminal."""
+"""Helpers of all commands: errors in one line, offline and quiet libraries, safe text, tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXTRAS = {"transformers": "hf", "gguf": "hf", "tokenizers": "hf", "safetensors": "hf"}
-EXTRAS |= {"matplotlib": "plot", "rich": "cli", "starlette": "explore", "uvicorn": "explore"}
-APPS = ("pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL", "sacrebleu")
-EXTRAS |= dict.fromkeys(APPS, "apps")
+# What to install for a missing package.
+INSTALL = dict.fromkeys(("transformers", "tokenizers", "safetensors"), "'regard[hf]'")
+INSTALL |= {"matplotlib": "'regard[plot]'", "rich": "'regard[cli]'"}
+INSTALL |= dict.fromkeys(("starlette", "uvicorn"), "'regard[explore]'")
+OTHERS = ("gguf", "pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL", "sacrebleu")
+INSTALL |= dict.fromkeys(OTHERS, "regard-gallery")
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What is wrong with arguments, files or the installation is said in a line, without a traceback."""
+    """Prints errors of arguments, files and the installation in one line and exits with 1."""
     try:
         yield
     except BrokenPipeError:  # the reader has left; typer ends quietly
@@ -36,14 +38,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """The command that installs a package which is missing."""
+    """Returns the command that installs a missing package, or nothing if it is not known."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-    extra = EXTRAS.get(name.partition(".")[0])
-    return "" if extra is None else f"; pip install 'regard[{extra}]'"
+    wanted = INSTALL.get(name.partition(".")[0])
+    return "" if wanted is None else f"; pip install {wanted}"
 
 
 def quiet_offline() -> None:
-    """Transformers neither asks the network nor speaks."""
+    """Makes Transformers work offline and print nothing."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 
@@ -52,23 +54,23 @@ def quiet_offline() -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters, which a terminal would obey, become a sign."""
+    """Replaces control characters, which a terminal would obey."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def show(text: str) -> None:
-    """To the output, at once."""
+    """Writes text to the output at once."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def amount(size: int) -> str:
-    """Bytes for people: 1.6 MB."""
+    """Formats a number of bytes: 1.6 MB."""
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
 def tables() -> Console:
-    """A console for tables. What does not go to a terminal is not cut at 80 columns."""
+    """Returns a console for tables. Output to a file is not cut at 80 columns."""
     from rich.console import Console
 
     found = Console()

@@ -13,7 +13,7 @@ from .console import one_line_errors, tables
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..cost import Cost, Layer, Model, Work
+    from ..cost import LayerSpec, ModelSpec, TotalCost, Work
 
 
 class Kind(str, Enum):
@@ -49,12 +49,10 @@ def cost(
     """Parameters, FLOPs and bytes of an attention layer, or of a model from its config."""
     with one_line_errors():
         from ..cost import Work, estimate, from_config
-        from ..cost._formats import dtype_of
+        from ..cost._cache import dtype_of
 
-        if config is None:
-            what: Layer | Model = _layer(kind, width, heads, kv_heads, window, sinks)
-        else:
-            what = from_config(config)
+        layer = (kind, width, heads, kv_heads, window, sinks)
+        what = _layer(*layer) if config is None else from_config(config)
         work = Work(tokens, past, batch, dtype_of(dtype))
         found = estimate(what, tokens, past=past, B=batch, dtype=work.dtype, cache=cache, page=page)
         if as_json:
@@ -67,7 +65,9 @@ def cost(
             console.print(_seconds(what, work))
 
 
-def _layer(kind: Kind, width: int, heads: int, kv_heads: int | None, window: int | None, sinks: int) -> Layer:
+def _layer(
+    kind: Kind, width: int, heads: int, kv_heads: int | None, window: int | None, sinks: int
+) -> LayerSpec:
     from .. import cost
     from ..masks import Causal
 
@@ -76,36 +76,33 @@ def _layer(kind: Kind, width: int, heads: int, kv_heads: int | None, window: int
     if sinks and window is None:
         raise ValueError("--sinks: expected with --window alone")
     if kind is Kind.heads:
-        return cost.Heads(width, heads, kv_heads, mask=Causal(), window=window, sinks=sinks)
+        return cost.AttentionSpec(width, heads, kv_heads, mask=Causal(), window=window, sinks=sinks)
     if kind in (Kind.latent, Kind.absorbed):
-        return cost.Latent(width, heads, absorbed=kind is Kind.absorbed, mask=Causal())
-    others: dict[Kind, type[Layer]] = {
-        Kind.longformer: cost.Longformer, Kind.bigbird: cost.BigBird, Kind.linformer: cost.Linformer,
-        Kind.performer: cost.Performer, Kind.linear: cost.Linear,
+        return cost.LatentSpec(width, heads, absorbed=kind is Kind.absorbed, mask=Causal())
+    others: dict[Kind, type[LayerSpec]] = {
+        Kind.longformer: cost.LongformerSpec, Kind.bigbird: cost.BigBirdSpec,
+        Kind.linformer: cost.LinformerSpec, Kind.performer: cost.PerformerSpec, Kind.linear: cost.LinearSpec,
     }  # fmt: skip
     return others[kind](width, heads)
 
 
-def _seconds(what: Layer | Model, work: Work) -> str:
+def _seconds(what: LayerSpec | ModelSpec, work: Work) -> str:
     from ..cost import attention_seconds, measure_machine
 
     here = measure_machine()
-    forward = attention_seconds(what, work, here)
-    training = attention_seconds(what, work, here, "training")
+    forward, training = (attention_seconds(what, work, here, kind) for kind in ("forward", "training"))
     return (
         f"attention on {here.threads} threads with {here.fma / 1e9:.0f} GFLOP/s and "
         f"{here.read[-1][1] / 1e9:.0f} GB/s: {forward:.3g} s forward, {training:.3g} s in training"
     )
 
 
-def _table(found: Cost, title: str) -> Table:
+def _table(found: TotalCost, title: str) -> Table:
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", title=title, box=SIMPLE_HEAD)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_column("what is counted")
+    amount = Column("", justify="right", no_wrap=True)
+    table = Table("", amount, "", "what is counted", title=title, box=SIMPLE_HEAD)
     for name, value, unit, convention in found.rows():
         table.add_row(name, f"{value:,}", unit, convention)
     return table

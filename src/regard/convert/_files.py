@@ -9,35 +9,25 @@ from typing import Any
 
 from torch import nn
 
-from .. import positions
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
-from ..positions import Rotary, Scaling
+from ..positions import NTK, Frequencies, LinearScaling, Llama3, Rotary, Scaling, YaRN
 from ._origin import Origin
-from ._report import Report
+from ._report import Module, Report
 
-KINDS: dict[str, type[Attention | LatentAttention]] = {
-    "Attention": Attention,
-    "LatentAttention": LatentAttention,
-}
-SIZES = {
-    "Attention": (
-        "d_model", "heads", "kv_heads", "head_dim", "value_dim", "kv_model", "scale", "softcap", "dropout",
-    ),
-    "LatentAttention": (
-        "d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout",
-    ),
+SIZES: dict[type[Module], tuple[str, ...]] = {
+    Attention: ("d_model", "heads", "kv_heads", "head_dim", "value_dim", "kv_model", "scale", "softcap",
+                "dropout"),
+    LatentAttention: ("d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale",
+                      "dropout"),
 }  # fmt: skip
 SCALINGS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (positions.Linear, positions.NTK, positions.YaRN, positions.Llama3, positions.Frequencies)
+    kind.__name__: kind for kind in (LinearScaling, NTK, YaRN, Llama3, Frequencies)
 }
 
 
-def save(
-    module: Attention | LatentAttention, path: str | os.PathLike[str], report: Report | None = None
-) -> None:
-    """Write the module to a safetensors file: its state_dict, and as metadata how to build it.
+def save(module: Module, path: str | os.PathLike[str], report: Report | None = None) -> None:
+    """Writes the module to a safetensors file: its state_dict, and as metadata how to build it.
 
     With a report, also where it comes from, which `origin` reads.
     """
@@ -51,31 +41,17 @@ def save(
 
 
 def origin(path: str | os.PathLike[str]) -> Origin:
-    """Where the module of a file comes from, if it was saved with its report."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        about = (file.metadata() or {}).get("origin")
-    if about is None:
-        raise ValueError(
-            f"path: expected a file of `save(module, path, report)`, got {os.fspath(path)} without an origin"
-        )
-    found = json.loads(about)
+    """Reads where the module of a file comes from, if it was saved with its report."""
+    found = json.loads(_metadata(path, "origin", "`save(module, path, report)`"))
     found["tensors"] = {name: tuple(made_of) for name, made_of in found["tensors"].items()}
     return Origin(**found)
 
 
-def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:
-    """The module that `save` wrote, in evaluation. A file with missing or extra tensors raises."""
-    from safetensors import safe_open
+def load(path: str | os.PathLike[str]) -> Module:
+    """Builds the module that `save` wrote, in evaluation. A file with missing or extra tensors raises."""
+    from safetensors.torch import load_file
 
-    with safe_open(path, "pt") as file:
-        about = (file.metadata() or {}).get("regard")
-        if about is None:
-            raise ValueError(
-                f"path: expected a file of regard.convert.save, got {os.fspath(path)} without its metadata"
-            )
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about = _metadata(path, "regard", "regard.convert.save")
     try:
         module = _built(json.loads(about))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,15 +59,25 @@ def load(path: str | os.PathLike[str]) -> Attention | LatentAttention:
             f"path: expected a module that regard.convert.save wrote, got {os.fspath(path)}, whose "
             f"description does not fit: {error}"
         ) from error
-    module.load_state_dict(state, assign=True)
+    module.load_state_dict(load_file(path), assign=True)
     return module.eval()
 
 
-def _description(module: Attention | LatentAttention) -> dict[str, Any]:
-    kind = next((name for name, known in KINDS.items() if type(module) is known), None)
-    if kind is None:
+def _metadata(path: str | os.PathLike[str], name: str, writer: str) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        about: str | None = (file.metadata() or {}).get(name)
+    if about is None:
+        raise ValueError(f"path: expected a file of {writer}, got {os.fspath(path)} without its metadata")
+    return about
+
+
+def _description(module: Module) -> dict[str, Any]:
+    if type(module) not in SIZES:
         raise TypeError(f"module: expected Attention or LatentAttention, got {type(module).__name__}")
-    about = {"kind": kind, **{name: getattr(module, name) for name in SIZES[kind]}}
+    sizes = {name: getattr(module, name) for name in SIZES[type(module)]}
+    about = {"kind": type(module).__name__, **sizes}
     about["mask"] = _mask(module.mask)
     about["position"] = None if module.position is None else _position(module.position)
     about["out_bias"] = module.out.bias is not None
@@ -133,9 +119,9 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     return {"kind": name, **vars(scaling)}
 
 
-def _built(about: dict[str, Any]) -> Attention | LatentAttention:
-    """Without memory: the tensors of the file become its parameters, whatever the description claims."""
-    kind = KINDS[about.pop("kind")]
+def _built(about: dict[str, Any]) -> Module:
+    """Builds a module without memory: the tensors of the file become its parameters."""
+    kind = {kind.__name__: kind for kind in SIZES}[about.pop("kind")]
     if about["mask"] not in (None, "causal"):
         raise ValueError(f"mask {about['mask']!r} is not known")
     about["mask"] = None if about["mask"] is None else Causal()

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from .._tools.arguments import count
 from ..nn import Attention
-from ..positions import Rotary
-from ._pairs import Channels, channels
-from ._parts import Parts, parts_of, regrouped, root_moment, source, tokens, widened
-from ._report import Report, curve, facts, largest_difference, output_error, split
+from ._parts import Channels, Parts, channels, parts_of, regrouped, root_moment, unturned
+from ._report import Report, report
+from ._source import refuse, source, split, tokens, widened
 
 METHODS = ("mean", "first", "aligned")
 ROUNDS = 4  # of aligning a group to its mean
@@ -28,22 +27,10 @@ class Met(NamedTuple):
     similar: Tensor  # (Hkv, Hkv)
 
 
-class Grouped(NamedTuple):
-    """The converted module, whose head i stands for head order[i] of the source."""
-
-    module: Attention
-    order: list[int]
-
-
 def to_grouped(
-    module: nn.Module,
-    kv_heads: int,
-    method: str = "mean",
-    *,
-    calibration: Tensor | None = None,
-    held_out: Tensor | None = None,
-    tolerance: float = 0.05,
-) -> tuple[Attention, Report]:
+    module: nn.Module, kv_heads: int, method: str = "mean", *, calibration: Tensor | None = None,
+    held_out: Tensor | None = None, tolerance: float = 0.05,
+) -> tuple[Attention, Report]:  # fmt: skip
     """Grouped-query attention with `kv_heads` key heads, and a report of what that costs.
 
     Args:
@@ -61,28 +48,19 @@ def to_grouped(
     """
     before = source(module)
     _check(before, kv_heads, method, calibration)
-    seen, unseen = None, held_out
+    seen, unseen = None, None if held_out is None else tokens("held_out", held_out, before)
     if calibration is not None:
-        seen, unseen = split(tokens("calibration", calibration, before), held_out)
-    unseen = None if unseen is None else tokens("held_out", unseen, before)
+        seen, unseen = split(before, calibration, held_out)
     met = None if seen is None or method != "aligned" else _met(before, seen)
     after, order = _grouped(before, kv_heads, method, met)
-    wide = widened(before)
-    same, _ = _grouped(wide, before.kv_heads, method, met)
-    trial = _random(before) if unseen is None else unseen
-    report = Report(
-        title=f"{before.kv_heads} -> {kv_heads} key heads for {before.heads} query heads, {method}",
-        exact=largest_difference(wide, same, trial),
-        steps=() if unseen is None else (("grouping", output_error(before, after, unseen)),),
-        curve=()
-        if unseen is None
-        else curve(
-            _divisors(before.kv_heads), lambda n: _grouped(before, n, method, met).module, before, unseen
-        ),
-        tolerance=tolerance,
-        **facts(module, before, after, order, seen, unseen, trial),
-    )
-    return after, report
+    wide, n = widened(before), before.kv_heads
+    return after, report(
+        module, before, after, order, seen, unseen, _random(before) if unseen is None else unseen,
+        title=f"{n} -> {kv_heads} key heads for {before.heads} query heads, {method}",
+        proof=(wide, _grouped(wide, n, method, met)[0]), steps={"grouping": after},
+        sizes=[size for size in range(1, n + 1) if n % size == 0],
+        made=lambda size: _grouped(before, size, method, met)[0], tolerance=tolerance,
+    )  # fmt: skip
 
 
 def _check(module: Attention, kv_heads: int, method: str, calibration: Tensor | None) -> None:
@@ -94,32 +72,24 @@ def _check(module: Attention, kv_heads: int, method: str, calibration: Tensor | 
         return
     if calibration is None:
         raise ValueError("calibration: expected tokens (B, L, d_model) for method 'aligned', got None")
-    plain = module.position is None or isinstance(module.position, Rotary)
-    given = {
-        "position": not plain, "qk_norm": module.q_norm is not None, "gate": module.gate is not None,
-        "sink": module.sink is not None,
-    }  # fmt: skip
-    for name, there in given.items():
-        if there:
-            raise ValueError(f"module: expected no {name} that belongs to a head for method 'aligned'")
+    names = ("position other than Rotary", "qk_norm", "gate", "sink")
+    refuse(module, names, " that belongs to a head for method 'aligned'")
 
 
 def _met(module: Attention, x: Tensor) -> Met:
     root, turning, parts = root_moment(x), channels(module), parts_of(module)
-    return Met(root, turning, _similar(parts.k @ root, turning) + _similar(parts.v @ root, None))
+    by_values = _similar(parts.v @ root, unturned(module.value_dim))
+    return Met(root, turning, _similar(parts.k @ root, turning) + by_values)
 
 
-def _grouped(module: Attention, kv_heads: int, method: str, met: Met | None) -> Grouped:
+def _grouped(module: Attention, kv_heads: int, method: str, met: Met | None) -> tuple[Attention, list[int]]:
+    """Returns the converted module, and which head of the source each of its heads stands for."""
     parts, order = parts_of(module), list(range(module.heads))
     if met is not None:
         parts, order = _aligned(parts, kv_heads, met)
     k, v = (x.unflatten(0, (kv_heads, -1)) for x in (parts.k, parts.v))
     k, v = (x[:, 0] if method == "first" else x.mean(1) for x in (k, v))
-    return Grouped(regrouped(module, Parts(parts.q, k, v, parts.out)), order)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    return regrouped(module, Parts(parts.q, k, v, parts.out)), order
 
 
 def _random(module: Attention) -> Tensor:
@@ -139,7 +109,7 @@ def _aligned(parts: Parts, kv_heads: int, met: Met) -> tuple[Parts, list[int]]:
     by_keys, by_values = [], []
     for group in groups:
         by_keys += _towards_mean(parts.k[group] @ met.root, met.turning)
-        by_values += _towards_mean(parts.v[group] @ met.root, None)
+        by_values += _towards_mean(parts.v[group] @ met.root, unturned(parts.v.shape[1]))
     G, Gv = torch.stack(by_keys), torch.stack(by_values)  # (Hkv, D, D), (Hkv, Dv, Dv)
     each, each_v = G.repeat_interleave(share, 0), Gv.repeat_interleave(share, 0)
     turned = Parts(
@@ -149,7 +119,7 @@ def _aligned(parts: Parts, kv_heads: int, met: Met) -> tuple[Parts, list[int]]:
     return turned, order
 
 
-def _similar(x: Tensor, turning: Channels | None) -> Tensor:
+def _similar(x: Tensor, turning: Channels) -> Tensor:
     """(n, n) for x (n, D, d): how much of two heads one rotation can make the same, from 0 to 1."""
     n, size = len(x), x.flatten(1).norm(dim=1).clamp_min(1e-300)
     found = torch.zeros(n, n, dtype=x.dtype)
@@ -158,18 +128,11 @@ def _similar(x: Tensor, turning: Channels | None) -> Tensor:
     return found
 
 
-def _overlap(a: Tensor, b: Tensor, turning: Channels | None) -> Tensor:
-    """The largest inner product of a (D, d) and a rotation of b."""
-    if turning is None:
-        return _nuclear(a @ b.T)
-    pairs = _pair_products(a, b, turning).abs().sum()
-    return pairs + _nuclear(a[turning.still] @ b[turning.still].T)
-
-
-def _nuclear(product: Tensor) -> Tensor:
-    """The largest inner product with an orthogonal matrix."""
-    values: Tensor = torch.linalg.svdvals(product)
-    return values.sum()
+def _overlap(a: Tensor, b: Tensor, turning: Channels) -> Tensor:
+    """Returns the largest inner product of a (D, d) and a rotation of b."""
+    # The nuclear norm is the largest inner product with an orthogonal matrix.
+    rest: Tensor = torch.linalg.matrix_norm(a[turning.still] @ b[turning.still].T, "nuc")
+    return _pair_products(a, b, turning).abs().sum() + rest
 
 
 def _pair_products(a: Tensor, b: Tensor, turning: Channels) -> Tensor:
@@ -201,7 +164,7 @@ def _gain(similar: Tensor, groups: list[list[int]], one: tuple[int, int], other:
     return float(similar[b, near_a].sum() + similar[a, near_b].sum() - now)
 
 
-def _towards_mean(x: Tensor, turning: Channels | None) -> list[Tensor]:
+def _towards_mean(x: Tensor, turning: Channels) -> list[Tensor]:
     """Rotations (D, D) for x (n, D, d), one for each head, that bring them close to their mean."""
     found = [torch.eye(x.shape[1], dtype=x.dtype) for _ in x]
     if len(x) == 1:
@@ -213,22 +176,14 @@ def _towards_mean(x: Tensor, turning: Channels | None) -> list[Tensor]:
     return found
 
 
-def _rotation(goal: Tensor, head: Tensor, turning: Channels | None) -> Tensor:
+def _rotation(goal: Tensor, head: Tensor, turning: Channels) -> Tensor:
     """The rotation (D, D), one that commutes with the turning pairs, of `head` that is closest to `goal`."""
-    if turning is None:
-        return _closest(goal @ head.T)
     G = torch.zeros(len(head), len(head), dtype=head.dtype)
     still, first, second = turning.still, turning.first, turning.second
-    G[still[:, None], still] = _closest(goal[still] @ head[still].T)
+    U, _, V = torch.linalg.svd(goal[still] @ head[still].T)
+    G[still[:, None], still] = U @ V  # the closest orthogonal matrix
     phase = _pair_products(goal, head, turning).angle()
     G[first, first] = G[second, second] = phase.cos()
     G[second, first] = phase.sin()
     G[first, second] = -phase.sin()
     return G
-
-
-def _closest(product: Tensor) -> Tensor:
-    """The orthogonal matrix closest to it."""
-    U, _, V = torch.linalg.svd(product)
-    found: Tensor = U @ V
-    return found

@@ -13,7 +13,7 @@ last projection, and both parts alike.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from .._tools.arguments import count
 from ..nn import Attention, LatentAttention
 from ..positions import Frequencies, Rotary
-from ._pairs import Channels, channels
-from ._parts import Parts, linear, parts_of, root_moment, source, tokens, widened
-from ._report import Report, Spectrum, curve, facts, largest_difference, output_error, split
+from ._parts import Channels, Parts, channels, linear, parts_of, root_moment
+from ._report import Report, Spectrum, report
+from ._source import refuse, source, split, widened
 
 LONGEST = 512  # distances that decide what a rotation is worth
 RIDGE = 1e-4  # of the mean: what no query asks for is not free
@@ -48,8 +48,8 @@ class Turning(NamedTuple):
     alive: Tensor  # (nope,): the channels of a head in which something remains
 
 
-class Latent(NamedTuple):
-    """Everything that does not depend on the rank. Float64; d is d_model + 1."""
+class LatentFactors(NamedTuple):
+    """The matrices of a latent module before it is cut to a rank. Float64; d is d_model + 1."""
 
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
@@ -61,14 +61,9 @@ class Latent(NamedTuple):
 
 
 def to_latent(
-    module: nn.Module,
-    rank: int | None = None,
-    rope_dims: int | None = None,
-    *,
-    calibration: Tensor,
-    held_out: Tensor | None = None,
-    tolerance: float = 0.05,
-) -> tuple[LatentAttention, Report]:
+    module: nn.Module, rank: int | None = None, rope_dims: int | None = None, *, calibration: Tensor,
+    held_out: Tensor | None = None, tolerance: float = 0.05,
+) -> tuple[LatentAttention, Report]:  # fmt: skip
     """Multi-head latent attention whose cache holds `rank + rope_dims` numbers for each token, and a report.
 
     Args:
@@ -82,48 +77,28 @@ def to_latent(
         tolerance: the relative error of the result, on held-out tokens, that needs no training.
     """
     before = source(module)
-    _check_module(before)
-    seen, unseen = split(tokens("calibration", calibration, before), held_out)
-    unseen, root = tokens("held_out", unseen, before), root_moment(seen)
+    names = ("position other than Rotary", "qk_norm", "gate", "sink", "softcap")
+    refuse(before, names, ", which a latent of all heads cannot keep")
+    seen, unseen = split(before, calibration, held_out)
+    root, L = root_moment(seen), seen.shape[1]
     rope_dims = _checked_rope(before, rope_dims)
     full = _full(before, rope_dims)
     rank = _checked_rank(full if rank is None else rank, full)
-    found = _latent(before, rope_dims, root, seen.shape[1])
+    found = _latent(before, rope_dims, root, L)
     after, cut = _made(before, found, rank), _made(before, found, full)
     whole, wide = _checked_rope(before, None), widened(before)
-    same = _made(wide, _latent(wide, whole, root, seen.shape[1]), _full(before, whole))
-    order = list(range(before.heads))
-    sizes = sorted({max(1, full * i // POINTS) for i in range(1, POINTS + 1)} | {rank})
-    report = Report(
+    same = _made(wide, _latent(wide, whole, root, L), _full(before, whole))
+    steps = {f"rotary keys of {rope_dims} of {whole} channels": cut, f"rank {rank} of {full}": after}
+    return after, report(
+        module, before, after, list(range(before.heads)), seen, unseen, unseen,
         title=f"{before.kv_heads} key heads -> a latent of {rank} + {rope_dims} (all: {full} + {rope_dims})",
-        exact=largest_difference(wide, same, unseen),
-        steps=(
-            (f"rotary keys of {rope_dims} of {whole} channels", output_error(before, cut, unseen)),
-            (f"rank {rank} of {full}", output_error(before, after, unseen)),
-        ),
-        curve=curve(sizes, lambda n: _made(before, found, n), before, unseen),
-        tolerance=tolerance,
-        spectrum=_spectrum(found.energy, rank),
-        absorbed_from=_absorbed_from(after),
-        **facts(module, before, after, order, seen, unseen, unseen),
-    )
-    return after, report
+        proof=(wide, same), steps=steps, made=lambda n: _made(before, found, n), tolerance=tolerance,
+        sizes=sorted({max(1, full * i // POINTS) for i in range(1, POINTS + 1)} | {rank}),
+        spectrum=_spectrum(found.energy, rank), absorbed_from=_absorbed_from(after),
+    )  # fmt: skip
 
 
 # Arguments
-
-
-def _check_module(module: Attention) -> None:
-    given = {
-        "position other than Rotary": not (module.position is None or isinstance(module.position, Rotary)),
-        "qk_norm": module.q_norm is not None,
-        "gate": module.gate is not None,
-        "sink": module.sink is not None,
-        "softcap": module.softcap is not None,
-    }
-    for name, there in given.items():
-        if there:
-            raise ValueError(f"module: expected no {name}, which a latent of all heads cannot keep")
 
 
 def _checked_rope(module: Attention, rope_dims: int | None) -> int:
@@ -153,12 +128,13 @@ def _checked_rank(rank: int, full: int) -> int:
 # The latent
 
 
-def _latent(module: Attention, rope_dims: int, root: Tensor, L: int) -> Latent:
+def _latent(module: Attention, rope_dims: int, root: Tensor, L: int) -> LatentFactors:
     parts, turning = parts_of(module), channels(module)
     found = _turning(module, parts, turning, rope_dims, root, L)
     q = parts.q[:, found.alive]
     down, up, energy = _components(q, found.still, parts, root)
-    return Latent(torch.cat((q, found.asked), 1), found.key, found.turns, down, up, energy, len(found.alive))
+    q = torch.cat((q, found.asked), 1)
+    return LatentFactors(q, found.key, found.turns, down, up, energy, len(found.alive))
 
 
 def _turning(
@@ -259,17 +235,17 @@ def _absorbed_from(module: LatentAttention) -> int | None:
 # The module
 
 
-def _made(module: Attention, found: Latent, rank: int) -> LatentAttention:
+def _made(module: Attention, found: LatentFactors, rank: int) -> LatentAttention:
     """The module that keeps the first `rank` channels of the latent."""
     Hkv, rows, _ = found.up.shape
-    weight = module.out.weight
-    options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    weight, rope = module.out.weight, len(found.key)
+    frequencies = Frequencies(tuple(found.turns.tolist()), _factor(module))
     made = LatentAttention(
-        module.d_model, module.heads, rank=rank, nope_dim=found.nope, rope_dim=len(found.key),
+        module.d_model, module.heads, rank=rank, nope_dim=found.nope, rope_dim=rope,
         value_dim=module.value_dim, bias=module.qkv.bias is not None, out_bias=module.out.bias is not None,
-        norm=None, position=_rotary(found.turns, _factor(module)) if len(found.key) else None,
+        norm=None, position=Rotary(rope, layout="interleaved", scaling=frequencies) if rope else None,
         mask=module.mask, scale=module.head_dim**-0.5 if module.scale is None else module.scale,
-        dropout=module.dropout, **options,
+        dropout=module.dropout, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
     made.q = linear(found.q.flatten(0, 1), module.qkv)
     made.kv_down = linear(torch.cat((found.down[:rank], found.key)), module.qkv)
@@ -278,10 +254,6 @@ def _made(module: Attention, found: Latent, rank: int) -> LatentAttention:
         made.kv_up.weight.copy_(up.reshape(module.heads * rows, rank))
     made.out.load_state_dict(module.out.state_dict())
     return made.train(module.training)
-
-
-def _rotary(turns: Tensor, factor: float) -> Rotary:
-    return Rotary(2 * len(turns), layout="interleaved", scaling=Frequencies(tuple(turns.tolist()), factor))
 
 
 def _factor(module: Attention) -> float:

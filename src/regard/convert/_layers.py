@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._tools.modes import evaluating
 from ..nn import Attention
-from ._report import Report, evaluating, verdict
+from ._report import Report, verdict
 
 Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
 
@@ -41,7 +44,7 @@ class ModelReport:
 def convert_layers(
     model: nn.Module, convert: Convert, calibration: Tensor, held_out: Tensor
 ) -> tuple[nn.Module, ModelReport]:
-    """A copy of the model with every `regard.nn.Attention` of self-attention converted, and a report.
+    """Returns a copy of the model with every self-attention `regard.nn.Attention` converted, and a report.
 
     Args:
         model: takes `calibration` and returns a tensor. It stays as it is.
@@ -66,22 +69,16 @@ def convert_layers(
 
 
 def _met(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[str, Tensor]:
-    """The tokens (B, L, d_model) that each layer is given."""
+    """Returns the tokens (B, L, d_model) that reach each layer."""
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            found.setdefault(name, args[0])
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        found.setdefault(name, args[0])
 
-        return hook
-
-    handles = [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()]
-    try:
-        with evaluating(model):
-            model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for name, m in layers.items():
+            hooks.enter_context(m.register_forward_pre_hook(partial(keep, name)))
+        model(batch)
     if missing := layers.keys() - found.keys():
         raise ValueError(f"model: expected all layers to be called, got none of {', '.join(sorted(missing))}")
     return found

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._tools.arguments import describe
 from ..nn import Attention
+from ..positions import Rotary
 
 
 class Parts(NamedTuple):
@@ -21,57 +21,18 @@ class Parts(NamedTuple):
     out: Tensor  # (Hq, d_model, Dv)
 
 
-def source(module: nn.Module) -> Attention:
-    """The module that is converted: self-attention, as `regard.nn.Attention`."""
-    if isinstance(module, nn.MultiheadAttention):
-        return from_multihead(module)
-    if not isinstance(module, Attention):
-        raise TypeError(
-            f"module: expected regard.nn.Attention or a MultiheadAttention, got {type(module).__name__}"
-        )
-    if module.kv_model is not None:
-        raise ValueError(
-            f"module: expected self-attention, got cross-attention with kv_model = {module.kv_model}"
-        )
-    return module
-
-
-def from_multihead(module: nn.MultiheadAttention) -> Attention:
-    """`regard.nn.Attention` with copies of the weights: (B, L, d_model) -> the same, without weights."""
-    if module.in_proj_weight is None:
-        raise ValueError(
-            f"module: expected keys and values of width embed_dim = {module.embed_dim}, "
-            f"got kdim = {module.kdim}, vdim = {module.vdim}"
-        )
-    if module.bias_k is not None or module.add_zero_attn:
-        raise ValueError("module: expected no extra keys, got add_bias_kv or add_zero_attn")
-    weight, bias = module.in_proj_weight, module.in_proj_bias
-    own = Attention(
-        module.embed_dim, module.num_heads, bias=bias is not None, dropout=module.dropout,
-        device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
-    state = {"qkv.weight": weight, "qkv.bias": bias}
-    state |= {f"out.{name}": value for name, value in module.out_proj.named_parameters()}
-    own.load_state_dict({name: value for name, value in state.items() if value is not None})
-    return own.train(module.training)
-
-
-def widened(module: Attention) -> Attention:
-    """The module, or its copy in float32 if it has 16 bits: a proof should not be blurred by rounding."""
-    return module if module.out.weight.itemsize >= 4 else copy.deepcopy(module).float()
-
-
 def parts_of(module: Attention) -> Parts:
+    """Splits the module's matrices by head."""
     asked, held = module.heads * module.head_dim, module.kv_heads * module.head_dim
-    q, k, v = affine(module.qkv).split((asked, held, module.kv_heads * module.value_dim))
+    rows = affine(module.qkv).split((asked, held, module.kv_heads * module.value_dim))
+    heads = (module.heads, module.kv_heads, module.kv_heads)
     out = module.out.weight.detach().double().cpu().unflatten(1, (module.heads, -1)).transpose(0, 1)
-    return Parts(
-        _by_head(q, module.heads), _by_head(k, module.kv_heads), _by_head(v, module.kv_heads), out
-    )  # fmt: skip
+    q, k, v = (x.unflatten(0, (n, -1)) for x, n in zip(rows, heads, strict=True))
+    return Parts(q, k, v, out)
 
 
 def regrouped(module: Attention, parts: Parts) -> Attention:
-    """A copy of the module with these matrices; what else it has stays."""
+    """Returns a copy of the module with these matrices and all else as it is."""
     made = copy.deepcopy(module)
     made.kv_heads = len(parts.k)
     made.qkv = linear(torch.cat([x.flatten(0, 1) for x in parts[:3]]), module.qkv)
@@ -81,14 +42,14 @@ def regrouped(module: Attention, parts: Parts) -> Attention:
 
 
 def affine(layer: nn.Linear) -> Tensor:
-    """Matrix and bias (0 if there is none) side by side, (out, in + 1), in float64 on the CPU."""
+    """Joins matrix and bias (0 if there is none) into (out, in + 1), in float64 on the CPU."""
     weight = layer.weight.detach().double().cpu()
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().cpu()
     return torch.cat((weight, bias[:, None]), 1)
 
 
 def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
-    """The inverse of `affine`, with a bias, dtype and device as another layer has."""
+    """Makes a layer of such a matrix, with a bias, dtype and device as another layer has."""
     rows, columns = matrix.shape
     has_bias = like.bias is not None
     made = nn.Linear(columns - 1, rows, has_bias, device=like.weight.device, dtype=like.weight.dtype)
@@ -99,15 +60,8 @@ def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
     return made.requires_grad_(like.weight.requires_grad)
 
 
-def tokens(name: str, x: Tensor, module: Attention) -> Tensor:
-    """Calibration data, checked: (B, L, d_model)."""
-    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != module.d_model or not x.numel():
-        raise ValueError(f"{name}: expected tokens (B, L, d_model = {module.d_model}), got {describe(x)}")
-    return x.detach().to(module.out.weight)
-
-
 def root_moment(x: Tensor) -> Tensor:
-    """R (d, d) in float64 with R R^T = E[t t^T] over tokens (B, L, d_model) with their channel of ones.
+    """Returns R (d, d) in float64 with R R^T = E[t t^T] over tokens (B, L, d_model) with a channel of ones.
 
     So E[(a t)(b t)^T] = (a R)(b R)^T for matrices a and b. A trace of the identity in R decides between
     directions that these tokens never take.
@@ -119,6 +73,33 @@ def root_moment(x: Tensor) -> Tensor:
     return root
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    split: Tensor = x.unflatten(0, (heads, -1))
-    return split
+# The channels that rotary embeddings turn, in pairs, as complex numbers
+
+
+class Channels(NamedTuple):
+    """The channels of a head: the first and second of each turning pair, and those that stay."""
+
+    first: Tensor  # (pairs,)
+    second: Tensor  # (pairs,)
+    still: Tensor
+    turns: Tensor  # (pairs,): radians for each step of position
+
+    def complex(self, x: Tensor) -> Tensor:
+        """(..., D, d) -> (..., pairs, d)"""
+        return torch.complex(x[..., self.first, :], x[..., self.second, :])
+
+
+def channels(module: Attention) -> Channels:
+    """Returns the channels of a head's queries and keys."""
+    rule = module.position
+    if not isinstance(rule, Rotary):
+        return unturned(module.head_dim)
+    pairs = torch.arange(rule.dims)
+    first, second = pairs.view(2, -1) if rule.layout == "half" else pairs.view(-1, 2).T
+    return Channels(first, second, torch.arange(rule.dims, module.head_dim), rule.inv_freq.double().cpu())
+
+
+def unturned(n: int) -> Channels:
+    """Returns n channels that no position turns, as those of values."""
+    none = torch.arange(0)
+    return Channels(none, none, torch.arange(n), none.double())

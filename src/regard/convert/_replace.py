@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..nn import MultiheadAttention
-from ..nn.multihead import _asked
+from ..nn.multihead import no_fast_path
 
 PLAIN = nn.MultiheadAttention
 OURS = "regard"  # the name under which `regard.hf` registers
@@ -27,11 +27,11 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
     A model of Hugging Face Transformers gets `attn_implementation="regard"`, with `regard.hf.register()`
     called before; the names are those of the models in it. One that has no such switch raises.
     """
-    found = _found(model, MultiheadAttention)
+    found = _found(model)
     switched = _switch(model, lambda part: OURS)
     for module in found.values():
         module.__class__ = MultiheadAttention
-        module.register_forward_pre_hook(_asked)
+        module.register_forward_pre_hook(no_fast_path)
     return *found, *switched
 
 
@@ -50,7 +50,7 @@ def restore_attention(model: nn.Module) -> tuple[str, ...]:
 @contextmanager
 def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """`replace_attention` for a `with` block. After it, also if it raises, the model is as it was before."""
-    plain = _found(model, MultiheadAttention).values()
+    plain = _found(model).values()
     before = {part: part.config._attn_implementation for part in _with_switch(model).values()}
     try:
         yield replace_attention(model)
@@ -63,7 +63,7 @@ def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 def _make_plain(module: nn.Module) -> None:
     module.__class__ = PLAIN
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _asked]:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is no_fast_path]:
         del module._forward_pre_hooks[key]
 
 
@@ -91,10 +91,10 @@ def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     return tuple(name for name, m in every.items() if before[name] != m.config._attn_implementation)
 
 
-def _found(model: nn.Module, ours: type[nn.Module]) -> dict[str, nn.Module]:
+def _found(model: nn.Module) -> dict[str, nn.Module]:
     every = {name: m for name, m in model.named_modules() if isinstance(m, PLAIN)}
     for name, module in every.items():
-        if type(module) not in (PLAIN, ours):
+        if type(module) not in (PLAIN, MultiheadAttention):
             raise TypeError(
                 f"model: expected nn.MultiheadAttention itself, got its subclass {type(module).__name__} "
                 f"at {name or 'the top'!r}, which may compute something else; nothing was replaced"

@@ -1,8 +1,8 @@
-"""What a conversion costs: errors on tokens seen and unseen, bytes of real caches, a verdict in words."""
+"""Reports of conversions: errors on tokens seen and unseen, bytes of real caches, a verdict in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +11,20 @@ from torch import Tensor, nn
 
 from .. import cost
 from .._api.attention import weights
+from .._tools.modes import evaluating
 from ..nn import Attention, LatentAttention
 from ._needle import Needle, needles
 from ._origin import Origin, origin
 
 EQUIVALENT = 1e-5
+# Fields of `Errors` with a number for each head: their names in the text, and above columns.
+BY_HEAD = {
+    "heads": ("by head", "error"),
+    "scores": ("scores", "of scores"),
+    "values": ("values", "of values"),
+    "weights": ("weights, total variation", "weights moved"),
+    "kl": ("weights, KL in nats", "KL, nats"),
+}
 Module = Attention | LatentAttention
 
 
@@ -52,7 +61,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """How much of each key head's keys without rotation and values a latent's channels hold, as it is felt.
+    """Explained variance of each head's un-rotated keys and of its values under the latent.
+
+    Keys are weighted by the queries that meet them, values by the last projection.
 
     Attributes:
         rank: channels that are kept.
@@ -177,10 +188,9 @@ class Report:
 
         if self.calibration is None or self.held_out is None:
             return []
-        names = ("heads", "scores", "values", "weights", "kl")
-        titles = ("error", "of scores", "of values", "weights moved", "KL, nats")
-        by_head = Table("head", "error, calibration", *titles, title="held-out, but for the first column")
-        columns = (self.calibration.heads, *(getattr(self.held_out, name) for name in names))
+        titles = ["error, calibration", *(title for _, title in BY_HEAD.values())]
+        by_head = Table("head", *titles, title="held-out, but for the first column")
+        columns = (self.calibration.heads, *(getattr(self.held_out, name) for name in BY_HEAD))
         for head, row in enumerate(zip(*columns, strict=True)):
             by_head.add_row(str(head), *(f"{x:.2e}" for x in row))
         by_head.add_row("all", f"{self.calibration.output:.2e}", f"{self.held_out.output:.2e}")
@@ -191,7 +201,7 @@ class Report:
 
 
 def verdict(exact: float, error: float | None, tolerance: float) -> str:
-    """What the proof and the held-out error say, in words."""
+    """Returns what the proof and the held-out error mean, in words."""
     if not exact < EQUIVALENT:
         return f"broken: nothing was left out, and yet results differ by {exact:.1e}; do not deploy"
     if error is None:
@@ -209,18 +219,11 @@ def verdict(exact: float, error: float | None, tolerance: float) -> str:
 def _errors(name: str, errors: Errors | None) -> list[str]:
     if errors is None:
         return []
-    worst = errors.worst_head
-    by_head = {
-        "by head": errors.heads,
-        "scores": errors.scores,
-        "values": errors.values,
-        "weights, total variation": errors.weights,
-        "weights, KL in nats": errors.kl,
-    }
-    return [
-        f"  {name}: error {errors.output:.2e}, worst at head {worst} and token {errors.token}",
-        *(f"    {what}: {' '.join(f'{x:.1e}' for x in numbers)}" for what, numbers in by_head.items()),
-    ]
+    worst = f"worst at head {errors.worst_head} and token {errors.token}"
+    lines = [f"  {name}: error {errors.output:.2e}, {worst}"]
+    for field, (what, _) in BY_HEAD.items():
+        lines.append(f"    {what}: {' '.join(f'{x:.1e}' for x in getattr(errors, field))}")
+    return lines
 
 
 def _energy(spectrum: Spectrum) -> str:
@@ -249,7 +252,7 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Errors:
-    """Head i of `after` stands for head order[i] of `before`. x (B, L, d_model)."""
+    """Measures errors on x (B, L, d_model). Head i of `after` stands for head order[i] of `before`."""
     back = torch.tensor(order).argsort()
     ratios = {name: torch.zeros(2, before.heads).double() for name in ("heads", "values", "scores")}
     moved, kl = torch.zeros(2, before.heads).double()
@@ -275,26 +278,28 @@ def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Er
     )
 
 
+def _output_error(before: Module, after: Module, x: Tensor) -> float:
+    out, converted = _results(before, after, x)
+    # By token first, as `compare` sums: the same error is the same number.
+    error, size = (y.square().sum(-1).sum() for y in (converted - out, out))
+    return _relative(error, size)
+
+
+def _largest_difference(before: Module, after: Module, x: Tensor) -> float:
+    out, converted = _results(before, after, x.to(before.out.weight))
+    return float((converted - out).abs().max() / out.abs().max())
+
+
 @torch.no_grad()
-def output_error(before: Module, after: Module, x: Tensor) -> float:
+def _results(before: Module, after: Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64."""
     with evaluating(before, after):
-        out = before(x).double()
-        # By token first, as `compare` sums: the same error is the same number.
-        error, size = (y.square().sum(-1).sum() for y in (after(x) - out, out))
-        return _relative(error, size)
+        return before(x).double(), after(x).double()
 
 
 @torch.no_grad()
-def largest_difference(before: Module, after: Module, x: Tensor) -> float:
-    x = x.to(before.out.weight)
-    with evaluating(before, after):
-        out = before(x).double()
-        return float((after(x) - out).abs().max() / out.abs().max())
-
-
-@torch.no_grad()
-def cache_bytes(module: Module, x: Tensor) -> int:
-    """`nbytes` of a cache with room for just these tokens, after the module has filled it."""
+def _cache_bytes(module: Module, x: Tensor) -> int:
+    """Returns `nbytes` of a cache with room for just these tokens, after the module has filled it."""
     B, L = x.shape[:2]
     cache = module.new_cache(B, capacity=L)
     with evaluating(module):
@@ -304,34 +309,13 @@ def cache_bytes(module: Module, x: Tensor) -> int:
     return int(cache.nbytes)
 
 
-class evaluating:
-    """Modules in evaluation, and afterwards as they and their parts were."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.modules = modules
-
-    def __enter__(self) -> None:
-        self.before = [(part, part.training) for module in self.modules for part in module.modules()]
-        for module in self.modules:
-            module.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for part, training in self.before:
-            part.training = training
-
-
 def _look(module: Module, x: Tensor, order: Tensor | slice) -> Look:
-    """The heads in this order. x (1, L, d_model)"""
+    """Runs the module on x (1, L, d_model) and returns its heads in this order."""
     joined: list[Tensor] = []
-    handle = module.out.register_forward_pre_hook(lambda _, args: joined.append(args[0]))
-    try:
-        with evaluating(module):
-            out = module(x)[0].double()
-    finally:
-        handle.remove()
-    matrices = (
-        module.out.weight.double().unflatten(1, (module.heads, -1)).permute(1, 2, 0)
-    )  # (H, Dv, d_model)
+    with evaluating(module), module.out.register_forward_pre_hook(lambda _, args: joined.append(args[0])):
+        out = module(x)[0].double()
+    matrices = module.out.weight.double().unflatten(1, (module.heads, -1))  # (d_model, H, Dv)
+    matrices = matrices.permute(1, 2, 0)
     by_head = joined[0][0].double().unflatten(-1, (module.heads, -1)).transpose(0, 1)
     qkv, options = module.arguments(x)
     q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)  # 16 bits stay with their sinks and tables
@@ -350,51 +334,46 @@ def _relative(error: Tensor, size: Tensor) -> float:
     return float((error / size if size > 0 else error).sqrt())
 
 
-def step(module: Module, tokens: int) -> Step:
-    """One token of one sample after so many."""
+def _step(module: Module, tokens: int) -> Step:
+    """Estimates the cost of one token of one sample after `tokens` cached ones."""
     found = cost.estimate(cost.from_module(module), 1, past=tokens, dtype=module.out.weight.dtype)
     return Step(found.forward_flops.visible, found.read_bytes)
 
 
-def facts(
-    module: nn.Module,
-    before: Attention,
-    after: Module,
-    order: list[int],
-    seen: Tensor | None,
-    unseen: Tensor | None,
-    trial: Tensor,
-) -> dict[str, Any]:
-    """What a report says of every conversion: errors, bytes, decoding, needles, origin."""
-    return {
-        "calibration": None if seen is None else compare(before, after, order, seen),
-        "held_out": None if unseen is None else compare(before, after, order, unseen),
-        "tokens": trial.shape[0] * trial.shape[1],
-        "bytes_before": cache_bytes(before, trial),
-        "bytes_after": cache_bytes(after, trial),
-        "decode": (step(before, trial.shape[1]), step(after, trial.shape[1])),
-        "needles": () if unseen is None else needles(before, after, order, unseen),
-        "origin": origin(module, before, after, seen, unseen),
-    }
+def report(
+    module: nn.Module, before: Attention, after: Module, order: list[int], seen: Tensor | None,
+    unseen: Tensor | None, trial: Tensor, *, proof: tuple[Module, Module], steps: Mapping[str, Module],
+    sizes: Iterable[int], made: Callable[[int], Module], **more: Any,
+) -> Report:  # fmt: skip
+    """Measures a conversion.
+
+    Args:
+        module, before: as it was given, and as `regard.nn.Attention`.
+        order: head i of `after` stands for head order[i] of `before`.
+        seen, unseen: calibration and held-out tokens (B, L, d_model), if there are any.
+        trial: the held-out tokens, or others for what needs no real ones: the proof, caches.
+        proof: a module, and the same after a conversion that leaves nothing out.
+        steps: the module after each step.
+        sizes, made: of the curve, and the conversion to a size.
+        more: other attributes of the report.
+    """
+    steps, sizes = ({}, ()) if unseen is None else (steps, sizes)
+    tokens = trial if unseen is None else unseen
+    return Report(
+        exact=_largest_difference(*proof, trial),
+        calibration=None if seen is None else compare(before, after, order, seen),
+        held_out=None if unseen is None else compare(before, after, order, unseen),
+        steps=tuple((name, _output_error(before, made, tokens)) for name, made in steps.items()),
+        tokens=trial.shape[0] * trial.shape[1],
+        bytes_before=_cache_bytes(before, trial),
+        bytes_after=_cache_bytes(after, trial),
+        curve=tuple(_point(size, before, made(size), tokens) for size in sizes),
+        needles=() if unseen is None else needles(before, after, order, unseen),
+        decode=(_step(before, trial.shape[1]), _step(after, trial.shape[1])),
+        origin=origin(module, before, after, seen, unseen),
+        **more,
+    )
 
 
-def split(x: Tensor, held_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Calibration and held-out samples: if only the first are given, the last quarter of them is held out."""
-    if held_out is not None:
-        return x, held_out
-    if len(x) < 2:
-        raise ValueError(
-            "calibration: expected 2 samples or more, of which the last quarter is held out, or held_out"
-        )
-    kept = len(x) - max(1, len(x) // 4)
-    return x[:kept], x[kept:]
-
-
-def curve(
-    sizes: Iterable[int], made: Callable[[int], Module], before: Attention, x: Tensor
-) -> tuple[Point, ...]:
-    points = []
-    for size in sizes:
-        after = made(size)
-        points.append(Point(size, cache_bytes(after, x), output_error(before, after, x)))
-    return tuple(points)
+def _point(size: int, before: Module, after: Module, x: Tensor) -> Point:
+    return Point(size, _cache_bytes(after, x), _output_error(before, after, x))

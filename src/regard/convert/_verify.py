@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from .._tools.modes import evaluating
 from ._replace import restore_attention
-from ._report import evaluating
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Run(NamedTuple):
 
 
 def verify(model: nn.Module, batch: Any) -> Verification:
-    """Run the model on a batch, and copies of it with PyTorch's attention, in float64 and in its own dtype.
+    """Runs the model on a batch, and copies of it with PyTorch's attention, in float64 and in its own dtype.
 
     Dropout is off, and no `.grad` is touched. A fixed random combination of all results is differentiated.
 
@@ -65,32 +65,23 @@ def verify(model: nn.Module, batch: Any) -> Verification:
         model: any module; the attention of `replace_attention` is put back in the copies.
         batch: a tensor, a tuple of positional arguments or a mapping of named ones.
     """
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    batch = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     plain = copy.deepcopy(model)
     restore_attention(plain)
     exact = _run(copy.deepcopy(plain).double(), tree.tree_map(_doubled, batch))
     return Verification(*_differences(_run(model, batch), exact), *_differences(_run(plain, batch), exact))
 
 
-def _run(model: nn.Module, batch: Any) -> _Run:
-    args, options = _arguments(batch)
+def _run(model: nn.Module, batch: dict[str, Any] | tuple[Any, ...]) -> _Run:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with evaluating(model), torch.enable_grad():
-        leaves = tree.tree_leaves(model(*args, **options))
+        leaves = tree.tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
         results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if not results:
             raise TypeError("model: expected results that are tensors of floating point, got none")
         loss = torch.stack([(x.double() * _factors(x)).sum() for x in results]).sum()
-        grads = torch.autograd.grad(
-            loss, list(parameters.values()), allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True, materialize_grads=True)
     return _Run([x.detach() for x in results], dict(zip(parameters, grads, strict=True)))
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
 def _doubled(x: Any) -> Any:

@@ -1,16 +1,18 @@
-"""What one call of `regard.attention` costs, from its shapes and its mask alone."""
+"""The cost of one call of `regard.attention`, from its shapes and its mask alone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
-from .._call.problem import Problem, Spec, make
+from .._backends.native import core
+from .._call.make import make
+from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
 from ..masks import Mask
 
@@ -29,10 +31,13 @@ class Flops:
     executed: int = 0
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, n: int) -> Flops:
-        return Flops(*(n * getattr(self, f.name) for f in fields(self)))
+        return Flops(*(n * value for value in astuple(self)))
+
+    def plus(self, n: int) -> Flops:
+        return Flops(*(n + value for value in astuple(self)))
 
     @property
     def halved(self) -> int:
@@ -42,7 +47,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class CallCost:
-    """Of one call. Bytes count every tensor once."""
+    """The cost of one call. Bytes count every tensor once."""
 
     pairs: Flops  # as if a pair cost one
     forward: Flops
@@ -56,7 +61,7 @@ class CallCost:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSpec:
     """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     Args:
@@ -95,7 +100,7 @@ class Call:
             written_bytes=out,
             saved_bytes=given + out + stats + rest,
             scratch_bytes=scratch,
-            decodes=_native.reason_unavailable() is None and _native.decodes(problem),
+            decodes=core.reason_unavailable() is None and _native.decodes(problem),
             tasks=tasks,
         )
 
@@ -109,7 +114,7 @@ class Call:
             raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
         v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
-        return make(q, k, v, mask=self.mask, bias=bias)
+        return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
         """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""
@@ -117,7 +122,7 @@ class Call:
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
-        if _native.reason_unavailable() is None:
+        if core.reason_unavailable() is None:
             found = _native.cost(problem)
             return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
         return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1

@@ -1,24 +1,23 @@
-"""What layers and models cost, added up from their products and their calls of attention."""
+"""The cost of layers and models, added up from their products and their calls of attention."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 
 from .._tools.arguments import count
 from ..masks import Mask
-from ._cache import What, allocated_bytes, cache_bytes, layers_of
+from ._cache import AnyFormat, Format, What, allocated_bytes, cache_bytes, format_of, layers_of
 from ._call import Flops
-from ._formats import Format, format_of
-from ._layers import Layer, Product, Work
-from ._model import Model
+from ._layers import LayerSpec, Work
+from ._model import ModelSpec
 
 
-class Row(NamedTuple):
+class CostRow(NamedTuple):
     """An integer with its unit, and what it counts."""
 
     name: str
@@ -28,7 +27,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class TotalCost:
     """Integers all. Bytes count every tensor once."""
 
     parameters: int
@@ -49,35 +48,32 @@ class Cost:
     @property
     def forward_flops(self) -> Flops:
         """Of everything, by what is counted of attention."""
-        return self._with_products(self.forward, 1)
+        return self.forward.plus(self.product_flops)
 
     @property
     def backward_flops(self) -> Flops:
         """Of everything: two products for each one forward; attention computes its scores again."""
-        return self._with_products(self.backward, 2)
-
-    def _with_products(self, attention: Flops, times: int) -> Flops:
-        return Flops(*(getattr(attention, f.name) + times * self.product_flops for f in fields(Flops)))
+        return self.backward.plus(2 * self.product_flops)
 
     @property
     def training_flops(self) -> int:
         """Three times dense forward: the usual convention, in which nothing is computed again."""
         return 3 * self.forward_flops.dense
 
-    def rows(self) -> list[Row]:
-        products = [Row(name, flops, "FLOP", "forward, 2 m k n") for name, flops in self.products.items()]
+    def rows(self) -> list[CostRow]:
+        products = [CostRow(name, flops, "FLOP", "forward, 2 m k n") for name, flops in self.products.items()]
         return [
-            Row("parameters", self.parameters, "", "weights, biases, norms, tables"),
+            CostRow("parameters", self.parameters, "", "weights, biases, norms, tables"),
             *products,
             *_flop_rows("attention", self.forward, self.backward),
             *_flop_rows("total", self.forward_flops, self.backward_flops),
-            Row("training", self.training_flops, "FLOP", "3 x forward, all pairs, nothing recomputed"),
-            Row("saved for backward", self.saved_bytes, "B", SAVED),
-            Row("scratch", self.scratch_bytes, "B", "of the largest attention call, all threads"),
-            Row("read", self.read_bytes, "B", "forward, every factor and input once"),
-            Row("written", self.written_bytes, "B", "forward, every result once"),
-            Row("cache", self.cache_bytes, "B", "keys and values, without slack"),
-            Row("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages"),
+            CostRow("training", self.training_flops, "FLOP", "3 x forward, all pairs, nothing recomputed"),
+            CostRow("saved for backward", self.saved_bytes, "B", SAVED),
+            CostRow("scratch", self.scratch_bytes, "B", "of the largest attention call, all threads"),
+            CostRow("read", self.read_bytes, "B", "forward, every factor and input once"),
+            CostRow("written", self.written_bytes, "B", "forward, every result once"),
+            CostRow("cache", self.cache_bytes, "B", "keys and values, without slack"),
+            CostRow("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages"),
         ]
 
     def to_json(self) -> str:
@@ -101,29 +97,22 @@ COUNTED = {
 }
 
 
-def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[Row]:
+def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
     """Halving is a convention of attention alone. Backward computes the scores again."""
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
     ways = {"fwd": forward, "bwd": backward}
     return [
-        Row(f"{what} {way}, {name}", getattr(found, name), "FLOP", COUNTED[name])
+        CostRow(f"{what} {way}, {name}", getattr(found, name), "FLOP", COUNTED[name])
         for way, found in ways.items()
         for name in names
     ]
 
 
 def estimate(
-    what: What,
-    tokens: int,
-    *,
-    past: int = 0,
-    B: int = 1,
-    dtype: torch.dtype = torch.float32,
-    mask: Mask | None = None,
-    cache: str | torch.dtype | Format | None = None,
-    page: int | None = None,
-) -> Cost:
-    """What a forward and a backward pass over so many tokens cost.
+    what: What, tokens: int, *, past: int = 0, B: int = 1, dtype: torch.dtype = torch.float32,
+    mask: Mask | None = None, cache: AnyFormat | None = None, page: int | None = None,
+) -> TotalCost:  # fmt: skip
+    """Estimates what a forward and a backward pass over `tokens` tokens cost.
 
     Args:
         what: a layer, layers, or a model, from numbers, `from_module`, `layers_in` or `from_config`.
@@ -136,43 +125,37 @@ def estimate(
         page: tokens of a page, for a `PagedCache`.
 
     Example:
-        >>> print(estimate(Heads(512, 8, kv_heads=2, mask=masks.Causal()), 1024))
+        >>> print(estimate(AttentionSpec(512, 8, kv_heads=2, mask=masks.Causal()), 1024))
     """
     work = Work(count("tokens", tokens, 1), count("past", past), count("B", B, 1), dtype, mask)
-    for layer in layers_of(what):
+    layers, size, kept = layers_of(what), dtype.itemsize, format_of(dtype if cache is None else cache)
+    for layer in layers:
         layer.check(work)
-    parts = Counter(what.parts if isinstance(what, Model) else layers_of(what))
-    products = [(times, product) for part, times in parts.items() for product in part.products(work)]
-    calls = [(times, call.cost()) for part, times in parts.items() for call in part.calls(work)]
-    inputs = sum(times * part.inputs(work) for part, times in parts.items())
-    read = sum(times * product.read for times, product in products)
-    written = sum(times * product.written for times, product in products)
-    size, kept = dtype.itemsize, format_of(dtype if cache is None else cache)
-    stored = sum(_as_stored(layer, work, kept) for layer in layers_of(what))
-    return Cost(
-        parameters=what.parameters if isinstance(what, Model) else sum(x.parameters for x in layers_of(what)),
-        products=_by_name(products),
-        forward=sum((call.forward.times(times) for times, call in calls), Flops()),
-        backward=sum((call.backward.times(times) for times, call in calls), Flops()),
-        saved_bytes=size * inputs + sum(times * call.saved_bytes for times, call in calls),
-        scratch_bytes=max((call.scratch_bytes for _, call in calls), default=0),
-        read_bytes=size * read + sum(times * call.read_bytes for times, call in calls) + stored,
-        written_bytes=size * written + sum(times * call.written_bytes for times, call in calls),
+    whole, parts = ((what,), what.parts) if isinstance(what, ModelSpec) else (layers, layers)
+    equal = Counter(parts).items()  # counted once, however many there are
+    products = [product for part, times in equal for product in part.products(work) * times]
+    calls = [cost for part, times in equal for call in part.calls(work) for cost in [call.cost()] * times]
+    by_name: Counter[str] = Counter()
+    for product in products:
+        by_name[product.name] += product.flops
+    read = sum(x.read for x in products) * size + sum(_as_stored(layer, work, kept) for layer in layers)
+    return TotalCost(
+        parameters=sum(x.parameters for x in whole),
+        products=dict(by_name),
+        forward=sum((call.forward for call in calls), Flops()),
+        backward=sum((call.backward for call in calls), Flops()),
+        saved_bytes=size * sum(x.inputs(work) for x in parts) + sum(call.saved_bytes for call in calls),
+        scratch_bytes=max((call.scratch_bytes for call in calls), default=0),
+        read_bytes=read + sum(call.read_bytes for call in calls),
+        written_bytes=size * sum(x.written for x in products) + sum(call.written_bytes for call in calls),
         cache_bytes=cache_bytes(what, work.Lk, B=B, format=kept),
         allocated_bytes=allocated_bytes(what, work.Lk, B=B, format=kept, page=page),
     )
 
 
-def _as_stored(layer: Layer, work: Work, kept: Format) -> int:
-    """How many bytes more (or fewer) are read because the past lies in a cache, in its format and window."""
+def _as_stored(layer: LayerSpec, work: Work, kept: Format) -> int:
+    """Returns how many bytes more are read because the past lies in a cache, in its format and window."""
     if not layer.reads_cache:
         return 0
     plain = work.B * work.past * layer.kv_values * work.dtype.itemsize
     return cache_bytes(layer, work.past, B=work.B, format=kept) - plain
-
-
-def _by_name(products: list[tuple[int, Product]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for times, product in products:
-        found[product.name] += times * product.flops
-    return dict(found)

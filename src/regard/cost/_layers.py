@@ -1,19 +1,20 @@
-"""Attention layers as numbers: their parameters, their products, their calls of attention, what they cache.
+"""Attention layers as specs: sizes from which parameters, products, attention calls and cache rows follow.
 
-Names and defaults are those of `regard.nn`. A layer knows nothing of a batch; `Work` does.
+Names and defaults are those of `regard.nn`. A spec knows nothing of a batch; `Work` does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from .._tools.arguments import count, describe
 from ..masks import Mask, streaming
+from ..masks._both import both
 from ..nn._sizes import sizes
-from ._call import Call
+from ._call import CallSpec
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ class Work:
         return self.B * self.L
 
     def narrowed(self, own: Mask | None) -> Mask | None:
-        if own is None or self.mask is None:
-            return own if self.mask is None else self.mask
-        return own & self.mask
+        """Returns the pairs that both masks allow."""
+        return both(own, self.mask)
 
 
 class Product(NamedTuple):
@@ -63,35 +63,43 @@ class Product(NamedTuple):
         return self.times * self.m * self.n
 
 
-class Rows(NamedTuple):
+class KeptRows(NamedTuple):
     """What a cache keeps of a token: `heads` rows of `width` values."""
 
     heads: int
     width: int
 
 
-class Part:
-    """A piece of a model that has work to do."""
+class PartSpec:
+    """A part of a model that computes something of tokens."""
+
+    d_model: int
 
     def products(self, work: Work) -> list[Product]:
-        """The matrix products besides those of `calls`."""
+        """Returns the matrix products besides those of `calls`."""
         raise NotImplementedError
 
-    def calls(self, work: Work) -> list[Call]:
-        """The calls of `regard.attention`."""
+    def calls(self, work: Work) -> list[CallSpec]:
+        """Returns the calls of `regard.attention`."""
         return []
 
     def inputs(self, work: Work) -> int:
-        """Values kept for the backward pass of the products, beyond what the calls keep."""
-        raise NotImplementedError
+        """Counts the values kept for the backward pass of the products: x, what the calls do not keep."""
+        return work.rows * self.d_model
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the matrices, where every product is one of tokens with a matrix of the part."""
+        return sum(product.times * product.k * product.n for product in self.products(Work(1)))
 
 
 @dataclass(frozen=True)
-class Layer(Part):
-    """What all attention layers can say of themselves."""
+class LayerSpec(PartSpec):
+    """Base of all attention layers."""
 
     d_model: int
     heads: int
+    refused: ClassVar[tuple[str, ...]] = ()  # fields of `Work` that the layer has no form of
 
     def __post_init__(self) -> None:
         count("d_model", self.d_model, 1)
@@ -102,14 +110,14 @@ class Layer(Part):
         raise NotImplementedError
 
     def check(self, work: Work) -> None:
-        """Raise for work that the layer cannot do."""
-
-    def inputs(self, work: Work) -> int:
-        return work.rows * self.d_model
+        """Raises ValueError for work that the layer cannot do."""
+        for name in self.refused:
+            if (given := getattr(work, name)) not in (None, 0):
+                raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(given)}")
 
     @property
-    def kept(self) -> tuple[Rows, ...]:
-        """Of each token that a cache holds; () where it does not grow, or there is none."""
+    def kept(self) -> tuple[KeptRows, ...]:
+        """What a cache keeps of each token; () where the cache does not grow, or there is none."""
         return ()
 
     @property
@@ -134,7 +142,7 @@ class Layer(Part):
 
 
 @dataclass(frozen=True)
-class Grouped(Layer):
+class GroupedSpec(LayerSpec):
     """Query heads in groups that share a key head."""
 
     kv_heads: int | None = None
@@ -142,7 +150,6 @@ class Grouped(Layer):
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _ = self.sizes  # checked there
 
     @property
@@ -150,10 +157,16 @@ class Grouped(Layer):
         """Hkv, D, Dv"""
         return sizes(self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim)[2:]
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of all queries, of all keys and values, and of the heads' joined results."""
+        Hkv, D, Dv = self.sizes
+        return self.heads * D, Hkv * (D + Dv), self.heads * Dv
+
 
 @dataclass(frozen=True)
-class Heads(Grouped):
-    """Multi-head, grouped-query (kv_heads) and multi-query (1) attention.
+class AttentionSpec(GroupedSpec):
+    """Multi-head, grouped-query (kv_heads) and multi-query (1) attention, as in `nn.Attention`.
 
     Args:
         window, sinks: each token sees the last `window` tokens, its own included, and the first `sinks`.
@@ -174,42 +187,31 @@ class Heads(Grouped):
 
     @property
     def parameters(self) -> int:
-        Hkv, D, Dv = self.sizes
-        asked, kept, out = self.heads * D, Hkv * (D + Dv), self.heads * Dv
-        source = self.d_model if self.kv_model is None else self.kv_model
-        matrices = self.d_model * (asked + out * (1 + self.gate)) + source * kept
-        return matrices + self.bias * (asked + kept) + self.out_bias * self.d_model + self.others
+        q, kv, _ = self.widths
+        return self.weights + self.bias * (q + kv) + self.out_bias * self.d_model + self.others
 
     def products(self, work: Work) -> list[Product]:
-        Hkv, D, Dv = self.sizes
-        out = self.heads * Dv
-        if self.kv_model is None:
-            made = [Product("q, k, v", work.rows, self.d_model, self.heads * D + Hkv * (D + Dv))]
-        else:
-            made = [
-                Product("q", work.rows, self.d_model, self.heads * D),
-                Product("k, v", work.B * work.Lk, self.kv_model, Hkv * (D + Dv)),
-            ]
-        gate = [Product("gate", work.rows, self.d_model, out)] * self.gate
-        return [*made, *gate, Product("out", work.rows, out, self.d_model)]
+        d, (q, kv, out) = self.d_model, self.widths
+        made = [Product("q, k, v", work.rows, d, q + kv)]
+        if self.kv_model is not None:
+            made = [Product("q", work.rows, d, q), Product("k, v", work.B * work.Lk, self.kv_model, kv)]
+        gate = [Product("gate", work.rows, d, out)] * self.gate
+        return [*made, *gate, Product("out", work.rows, out, d)]
 
-    def calls(self, work: Work) -> list[Call]:
+    def calls(self, work: Work) -> list[CallSpec]:
         Hkv, D, Dv = self.sizes
         mask = work.narrowed(self.pattern)
-        return [Call(work.B, self.heads, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask)]
+        return [CallSpec(work.B, self.heads, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask)]
 
     @property
     def pattern(self) -> Mask | None:
         """The mask with the window."""
-        if self.window is None:
-            return self.mask
-        window = streaming(self.window, self.sinks)
-        return window if self.mask is None else window & self.mask
+        return self.mask if self.window is None else both(streaming(self.window, self.sinks), self.mask)
 
     @property
-    def kept(self) -> tuple[Rows, ...]:
+    def kept(self) -> tuple[KeptRows, ...]:
         Hkv, D, Dv = self.sizes
-        return Rows(Hkv, D), Rows(Hkv, Dv)
+        return KeptRows(Hkv, D), KeptRows(Hkv, Dv)
 
     @property
     def reads_cache(self) -> bool:
@@ -221,7 +223,7 @@ class Heads(Grouped):
 
 
 @dataclass(frozen=True)
-class Latent(Layer):
+class LatentSpec(LayerSpec):
     """Multi-head latent attention, as in `nn.LatentAttention`.
 
     Args:
@@ -241,73 +243,47 @@ class Latent(Layer):
     mask: Mask | None = None
 
     @property
-    def asked(self) -> int:
+    def q_width(self) -> int:
+        """Channels of all queries."""
         return self.heads * (self.nope_dim + self.rope_dim)
 
     @property
-    def up(self) -> int:
-        """Columns of `kv_up`."""
-        return self.heads * (self.nope_dim + self.value_dim)
-
-    @property
     def parameters(self) -> int:
-        low = self.asked if self.q_rank is None else self.q_rank
-        second = 0 if self.q_rank is None else self.q_rank * (self.asked + self.normed)
-        latent = self.rank + self.rope_dim
-        matrices = self.d_model * (low + latent + self.heads * self.value_dim)
-        biases = self.bias * (low + latent) + self.out_bias * self.d_model
-        return matrices + second + self.rank * (self.up + self.normed) + biases
+        first = (self.q_width if self.q_rank is None else self.q_rank) + self.rank + self.rope_dim
+        norms = self.normed * (self.rank + (self.q_rank or 0))
+        return self.weights + norms + self.bias * first + self.out_bias * self.d_model
 
     def products(self, work: Work) -> list[Product]:
-        way = self._absorbed(work) if self.absorbed else self._expanded(work)
-        return [
-            *self._asking(work.rows),
-            Product("latent", work.rows, self.d_model, self.rank + self.rope_dim),
-            *way,
-            Product("out", work.rows, self.heads * self.value_dim, self.d_model),
-        ]
-
-    def _asking(self, rows: int) -> list[Product]:
-        if self.q_rank is None:
-            return [Product("q", rows, self.d_model, self.asked)]
-        return [
-            Product("q, down", rows, self.d_model, self.q_rank),
-            Product("q, up", rows, self.q_rank, self.asked),
-        ]
-
-    def _expanded(self, work: Work) -> list[Product]:
-        """All keys are made anew, those of the cache too."""
-        return [Product("k, v, up", work.B * work.Lk, self.rank, self.up)]
-
-    def _absorbed(self, work: Work) -> list[Product]:
-        return [
-            Product("q into the latent", work.rows, self.nope_dim, self.rank, self.heads),
-            Product("v from the latent", work.rows, self.rank, self.value_dim, self.heads),
-        ]
-
-    def calls(self, work: Work) -> list[Call]:
-        mask = work.narrowed(self.mask)
-        B, H, L, Lk, dtype = work.B, self.heads, work.L, work.Lk, work.dtype
+        d, rows, H, nope, Dv = self.d_model, work.rows, self.heads, self.nope_dim, self.value_dim
+        q = [Product("q", rows, d, self.q_width)]
+        if self.q_rank is not None:
+            q = [Product("q, down", rows, d, self.q_rank), Product("q, up", rows, self.q_rank, self.q_width)]
+        # Keys and values are expanded anew for all tokens, those of the cache too.
+        way = [Product("k, v, up", work.B * work.Lk, self.rank, H * (nope + Dv))]
         if self.absorbed:
-            return [Call(B, H, L, self.rank + self.rope_dim, 1, Lk, self.rank, dtype, mask, shared=True)]
-        return [Call(B, H, L, self.nope_dim + self.rope_dim, H, Lk, self.value_dim, dtype, mask)]
+            way = [
+                Product("q into the latent", rows, nope, self.rank, H),
+                Product("v from the latent", rows, self.rank, Dv, H),
+            ]
+        latent = Product("latent", rows, d, self.rank + self.rope_dim)
+        return [*q, latent, *way, Product("out", rows, H * Dv, d)]
+
+    def calls(self, work: Work) -> list[CallSpec]:
+        H, D, Hkv, Dv = self.heads, self.nope_dim + self.rope_dim, self.heads, self.value_dim
+        if self.absorbed:
+            D, Hkv, Dv = self.rank + self.rope_dim, 1, self.rank
+        mask = work.narrowed(self.mask)
+        return [CallSpec(work.B, H, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask, shared=self.absorbed)]
 
     def inputs(self, work: Work) -> int:
         """x, compressed vectors, what `kv_up` made besides v (or queries before W_uk), the joined result."""
-        way = self.asked if self.absorbed else self.rank + self.heads * self.nope_dim
+        way = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
         return work.rows * (self.d_model + (self.q_rank or 0) + way + self.heads * self.value_dim)
 
     @property
-    def kept(self) -> tuple[Rows, ...]:
-        return (Rows(1, self.rank + self.rope_dim),)
+    def kept(self) -> tuple[KeptRows, ...]:
+        return (KeptRows(1, self.rank + self.rope_dim),)
 
     @property
     def reads_cache(self) -> bool:
         return self.absorbed
-
-
-def refuse(layer: Layer, work: Work, *names: str) -> None:
-    """Raise for what the layer has no form of."""
-    for name in names:
-        if (given := getattr(work, name)) not in (None, 0):
-            raise ValueError(f"{name}: expected none for {type(layer).__name__}, got {describe(given)}")

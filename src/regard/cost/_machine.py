@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Barrier
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from .._api.attention import attention
-from .._backends.native import attention as _native
+from .._backends.native import core
 from .._tools.measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
@@ -28,9 +29,8 @@ class Machine:
 
     threads: int
     fma: float  # FLOP/s in float32
-    read: tuple[
-        tuple[int, float], ...
-    ]  # (bytes read again and again, bytes/s), ascending: caches, then memory
+    # (bytes read again and again, bytes/s), ascending: caches, then memory
+    read: tuple[tuple[int, float], ...]
     call: float  # seconds of the smallest call of `regard.attention`
 
     def seconds_to_read(self, size: int) -> float:
@@ -51,7 +51,7 @@ def measure_machine(
         threads: default PyTorch's number.
         sizes: bytes that are read, ascending: from what a cache holds to several times that.
     """
-    if (missing := _native.reason_unavailable()) is not None:
+    if (missing := core.reason_unavailable()) is not None:
         raise RuntimeError(f"measure_machine: {missing}")
     threads = torch.get_num_threads() if threads is None else threads
     buffer = torch.ones(max(sizes) // 4)
@@ -70,7 +70,7 @@ def small_calls() -> None:
 
 
 def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
-    return together(lambda _: _native.fma_probe(rounds), threads)
+    return together(lambda _: core.fma_probe(rounds), threads)
 
 
 def read_rate(buffer: Tensor, threads: int) -> float:
@@ -79,7 +79,7 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
     def read(index: int) -> float:
         for _ in range(rounds):
-            _native.read_probe(buffer[part * index : part * (index + 1)])
+            core.read_probe(buffer[part * index : part * (index + 1)])
         return 4.0 * part * rounds
 
     return together(read, threads)
@@ -87,19 +87,14 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
 def together(work: Callable[[int], float], threads: int) -> float:
     """What the threads did in all, by second. The core releases the GIL."""
-    barrier = threading.Barrier(threads)
-    done: list[tuple[float, float, float]] = []
+    barrier = Barrier(threads)
 
-    def run(index: int) -> None:
+    def run(index: int) -> tuple[float, float, float]:
         barrier.wait()
         begin = perf_counter()
         amount = float(work(index))
-        done.append((begin, perf_counter(), amount))
+        return begin, perf_counter(), amount
 
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    begins, ends, amounts = zip(*done, strict=True)
+    with ThreadPoolExecutor(threads) as pool:
+        begins, ends, amounts = zip(*pool.map(run, range(threads)), strict=True)
     return float(sum(amounts) / (max(ends) - min(begins)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._layers import Layer, Part, Product, Work
+from ._layers import LayerSpec, PartSpec, Product, Work
 
 
 @dataclass(frozen=True)
-class FeedForward(Part):
+class FeedForwardSpec(PartSpec):
     """Token by token: up and down, with a gate three matrices; or experts of which a router chooses.
 
     Bytes are counted as if all tokens chose the same experts: the least that is read.
@@ -45,11 +45,8 @@ class FeedForward(Part):
     def products(self, work: Work) -> list[Product]:
         hidden = self.hidden * self.active + self.shared if self.experts else self.hidden
         router = [Product("router", work.rows, self.d_model, self.experts)] * (self.experts > 0)
-        return [
-            *router,
-            Product("feed-forward, up", work.rows, self.d_model, hidden * (1 + self.gated)),
-            Product("feed-forward, down", work.rows, hidden, self.d_model),
-        ]
+        up = Product("feed-forward, up", work.rows, self.d_model, hidden * (1 + self.gated))
+        return [*router, up, Product("feed-forward, down", work.rows, hidden, self.d_model)]
 
     def inputs(self, work: Work) -> int:
         """x, and what lies between the products."""
@@ -57,7 +54,7 @@ class FeedForward(Part):
 
 
 @dataclass(frozen=True)
-class Head(Part):
+class LogitsSpec(PartSpec):
     """The logits."""
 
     d_model: int
@@ -66,14 +63,11 @@ class Head(Part):
     def products(self, work: Work) -> list[Product]:
         return [Product("logits", work.rows, self.d_model, self.vocab)]
 
-    def inputs(self, work: Work) -> int:
-        return work.rows * self.d_model
-
 
 @dataclass(frozen=True)
-class Block:
-    attention: Layer
-    feed_forward: FeedForward
+class BlockSpec:
+    attention: LayerSpec
+    feed_forward: FeedForwardSpec
     norms: int = 0  # parameters
 
     @property
@@ -82,7 +76,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSpec:
     """Blocks between embeddings and a head of `vocab` logits.
 
     Args:
@@ -91,7 +85,7 @@ class Model:
         others: parameters of the last norm, a pooler and the like.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
     vocab: int
     d_model: int
     embeddings: int = 0
@@ -105,14 +99,14 @@ class Model:
         return tables * self.d_model + sum(block.parameters for block in self.blocks) + self.others
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[LayerSpec, ...]:
         return tuple(block.attention for block in self.blocks)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PartSpec, ...]:
         """All that has work to do."""
         around = [block.feed_forward for block in self.blocks]
-        return (*self.layers, *around, *[Head(self.d_model, self.vocab)] * self.head)
+        return (*self.layers, *around, *[LogitsSpec(self.d_model, self.vocab)] * self.head)
 
     @property
     def reach(self) -> int | None:

@@ -1,8 +1,9 @@
-"""Layers that leave pairs out, or do without the softmax, as numbers."""
+"""Specs of layers that leave pairs out, or do without the softmax."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .._call.linear import SEGMENT
 from ..masks import Blocks, Dilated, Documents, Lengths, Mask, Window
@@ -10,28 +11,25 @@ from ..nn import block_table
 from ..nn._sizes import sizes
 from ..nn.linear import Decay
 from ..nn.linformer import Sharing
-from ._call import Call
-from ._layers import Grouped, Layer, Product, Work, refuse
+from ._call import CallSpec
+from ._layers import GroupedSpec, LayerSpec, Product, Work
 
 
 @dataclass(frozen=True)
-class Projected(Layer):
-    """`query`, `key` and `value` of all heads, and `out`."""
+class ProjectedSpec(LayerSpec):
+    """Base of layers with `query`, `key` and `value` of all heads, and `out`."""
 
     head_dim: int | None = None
     bias: bool = True
     out: bool = True
+    refused: ClassVar[tuple[str, ...]] = ("past",)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _ = self.D  # checked there
 
     @property
     def D(self) -> int:
         return sizes(self.d_model, self.heads, head_dim=self.head_dim).head_dim
-
-    def check(self, work: Work) -> None:
-        refuse(self, work, "past")
 
     @property
     def inner(self) -> int:
@@ -48,13 +46,14 @@ class Projected(Layer):
         out = [Product("out", work.rows, self.inner, self.d_model)] * self.out
         return [Product("q, k, v", work.rows, self.d_model, 3 * self.inner), *out]
 
-    def _call(self, work: Work, mask: Mask | None, Lq: int | None = None) -> Call:
-        L = work.L if Lq is None else Lq
-        return Call(work.B, self.heads, L, self.D, self.heads, work.L, self.D, work.dtype, mask)
+    def _call(self, work: Work, mask: Mask | None, Lq: int | None = None, Lk: int | None = None) -> CallSpec:
+        """Returns a call with heads of D channels. Default lengths: all tokens."""
+        Lq, Lk = (work.L if L is None else L for L in (Lq, Lk))
+        return CallSpec(work.B, self.heads, Lq, self.D, Lk=Lk, dtype=work.dtype, mask=mask)
 
 
 @dataclass(frozen=True)
-class Longformer(Projected):
+class LongformerSpec(ProjectedSpec):
     """Windows of `window` tokens on each side and `globals` tokens that see all and are seen by all.
 
     Global rows are counted as in training: with keys and values of their own projections.
@@ -76,33 +75,29 @@ class Longformer(Projected):
         return super().parameters + self._projections(3)
 
     def products(self, work: Work) -> list[Product]:
-        if not self.globals:
-            return super().products(work)
         own = [
             Product("global q", work.B * self.globals, self.d_model, self.inner),
             Product("global k, v", work.rows, self.d_model, 2 * self.inner),
         ]
-        return [*own, *super().products(work)]
+        return [*own * (self.globals > 0), *super().products(work)]
 
-    def calls(self, work: Work) -> list[Call]:
+    def calls(self, work: Work) -> list[CallSpec]:
         left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         band: Mask = Window(left * self.dilation, right * self.dilation)
         band = band if self.dilation == 1 else band & Dilated(self.dilation)
         if not self.globals:
             return [self._call(work, work.narrowed(band))]
+        # The first tokens stand for all that could be chosen.
+        seen_by_all = Documents([0] * work.L, [0] * self.globals + [1] * (work.L - self.globals))
         rows = self._call(work, work.mask, self.globals)
         if self.dilation == 1:
-            return [self._call(work, work.narrowed(band | self._seen_by_all(work.L))), rows]
-        far = Call(work.B, self.heads, work.L, self.D, self.heads, self.globals, self.D, work.dtype)
-        return [self._call(work, work.narrowed(band & ~self._seen_by_all(work.L))), far, rows]
-
-    def _seen_by_all(self, L: int) -> Mask:
-        """The first tokens stand for all that could be chosen."""
-        return Documents([0] * L, [0] * self.globals + [1] * (L - self.globals))
+            return [self._call(work, work.narrowed(band | seen_by_all)), rows]
+        far = self._call(work, None, Lk=self.globals)
+        return [self._call(work, work.narrowed(band & ~seen_by_all)), far, rows]
 
 
 @dataclass(frozen=True)
-class BigBird(Projected):
+class BigBirdSpec(ProjectedSpec):
     """Blocks that see those around them, random ones and global ones."""
 
     block: int = 64
@@ -111,7 +106,7 @@ class BigBird(Projected):
     global_blocks: tuple[int, ...] = (0, -1)
     seed: int = 0
 
-    def calls(self, work: Work) -> list[Call]:
+    def calls(self, work: Work) -> list[CallSpec]:
         table = block_table(
             -(-work.L // self.block), self.heads, window=self.window, random=self.random,
             global_blocks=self.global_blocks, seed=self.seed,
@@ -120,30 +115,30 @@ class BigBird(Projected):
 
 
 @dataclass(frozen=True)
-class Linformer(Projected):
+class LinformerSpec(ProjectedSpec):
     """Attention to `rank` mixtures of up to `max_length` keys and values."""
 
     max_length: int = 512
     rank: int = 256
     sharing: Sharing = "heads"
+    refused: ClassVar[tuple[str, ...]] = ("past", "mask")
 
     def check(self, work: Work) -> None:
-        refuse(self, work, "past", "mask")
+        super().check(work)
         if self.max_length < work.L:
             raise ValueError(f"tokens: expected at most max_length = {self.max_length}, got {work.L}")
 
     @property
     def parameters(self) -> int:
-        matrices = 1 if self.sharing == "key-value" else 2
-        heads = self.heads if self.sharing == "none" else 1
-        return super().parameters + matrices * heads * self.max_length * self.rank
+        matrices = {"none": 2 * self.heads, "heads": 2, "key-value": 1}[self.sharing]
+        return super().parameters + matrices * self.max_length * self.rank
 
     def products(self, work: Work) -> list[Product]:
         mixed = Product("mixtures of keys and values", self.rank, work.L, 2 * self.D, work.B * self.heads)
         return [mixed, *super().products(work)]
 
-    def calls(self, work: Work) -> list[Call]:
-        return [Call(work.B, self.heads, work.L, self.D, self.heads, self.rank, self.D, work.dtype)]
+    def calls(self, work: Work) -> list[CallSpec]:
+        return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
         """x, and keys and values before they are mixed."""
@@ -151,22 +146,20 @@ class Linformer(Projected):
 
 
 @dataclass(frozen=True)
-class Performer(Projected):
+class PerformerSpec(ProjectedSpec):
     """Random features in place of the softmax, causal or not."""
 
     features: int = 256
-
-    def check(self, work: Work) -> None:
-        refuse(self, work, "past", "mask")
+    refused: ClassVar[tuple[str, ...]] = ("past", "mask")
 
     def products(self, work: Work) -> list[Product]:
         each = work.B * self.heads
-        own = [
+        return [
             Product("features of q and k", 2 * work.L, self.D, self.features, each),
             Product("keys into the state", self.features, work.L, self.D + 1, each),
             Product("queries to the state", work.L, self.features, self.D + 1, each),
+            *super().products(work),
         ]
-        return [*own, *super().products(work)]
 
     def inputs(self, work: Work) -> int:
         """x, q, k and v, and the features of q and k."""
@@ -174,7 +167,7 @@ class Performer(Projected):
 
 
 @dataclass(frozen=True)
-class Linear(Grouped):
+class LinearSpec(GroupedSpec):
     """Linear attention as in `nn.LinearAttention`: a state (D, Dv) for each key head.
 
     FLOPs are those of the recurrence: 2 D Dv for a token to enter the state and for a query to ask it.
@@ -187,45 +180,39 @@ class Linear(Grouped):
     gate: bool = False
     features: int | None = None  # channels of a key after the feature map; default head_dim
     others: int = 0  # parameters of a norm of the result
-
-    def check(self, work: Work) -> None:
-        refuse(self, work, "mask")
+    refused: ClassVar[tuple[str, ...]] = ("mask",)
 
     @property
     def parameters(self) -> int:
-        Hkv, D, Dv = self.sizes
-        made, out = self.heads * D + Hkv * (D + Dv), self.heads * Dv
-        gates = {None: 0, "head": Hkv, "token": Hkv * (self.d_model + 1)}[self.decay]
-        gates += self.delta * Hkv * (self.d_model + 1) + self.gate * self.d_model * out
-        return self.d_model * (made + out) + self.bias * (made + self.d_model) + gates + self.others
+        d, Hkv, (q, kv, out) = self.d_model, self.sizes[0], self.widths
+        gates = {None: 0, "head": Hkv, "token": Hkv * (d + 1)}[self.decay]
+        gates += self.delta * Hkv * (d + 1) + self.gate * d * out
+        return d * (q + kv + out) + self.bias * (q + kv + d) + gates + self.others
 
     def products(self, work: Work) -> list[Product]:
-        Hkv, D, Dv = self.sizes
-        out, each, F = self.heads * Dv, work.B * Hkv, self.state_rows
+        d, (Hkv, _, Dv), (q, kv, out) = self.d_model, self.sizes, self.widths
+        each, F, held = work.B * Hkv, self.state_rows, Dv + self.normalize
         gates = Hkv * ((self.decay == "token") + self.delta)
-        held = Dv + self.normalize
         return [
-            Product("q, k, v", work.rows, self.d_model, self.heads * D + Hkv * (D + Dv)),
-            *[Product("gates", work.rows, self.d_model, gates)] * (gates > 0),
+            Product("q, k, v", work.rows, d, q + kv),
+            *[Product("gates", work.rows, d, gates)] * (gates > 0),
             *[Product("what the state holds of k", work.L, F, Dv, each)] * self.delta,
             Product("keys into the state", F, work.L, held, each),
             Product("queries to the state", work.L, F, held, work.B * self.heads),
-            *[Product("gate", work.rows, self.d_model, out)] * self.gate,
-            Product("out", work.rows, out, self.d_model),
+            *[Product("gate", work.rows, d, out)] * self.gate,
+            Product("out", work.rows, out, d),
         ]
 
     def inputs(self, work: Work) -> int:
         """x, q, k and v, the result, the delta rule's errors, and the state before each segment."""
-        Hkv, _, Dv = self.sizes
-        F = self.state_rows
-        tokens = self.d_model + self.heads * (F + Dv) + Hkv * (F + Dv) + self.delta * Hkv * Dv
+        (Hkv, _, Dv), F = self.sizes, self.state_rows
+        tokens = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv
         wide = max(1, 4 // work.dtype.itemsize)  # states are in float32 at least
         return work.rows * tokens + work.B * -(-work.L // SEGMENT) * self.state * wide
 
     @property
     def state(self) -> int:
-        Hkv, _, Dv = self.sizes
-        return Hkv * self.state_rows * (Dv + self.normalize)
+        return self.sizes[0] * self.state_rows * (self.sizes[2] + self.normalize)
 
     @property
     def state_rows(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from ._cache import What, layers_of
-from ._call import Call, CallCost
+from ._call import CallCost, CallSpec
 from ._layers import Work
 from ._machine import Machine
 
@@ -30,7 +30,7 @@ START = 0.01  # of a call, to start and to end the rows of one key head
 ALONE = 500_000  # multiplications that are not worth a second thread
 
 
-def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
+def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Seconds of one call of `regard.attention` on this machine, in a forward pass, backward, or both.
 
     Products and memory take turns. In decoding, which reads ahead, they overlap, though not in full.
@@ -42,9 +42,8 @@ def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
     moved = cost.read_bytes + cost.written_bytes
     if passes == "forward" and cost.decodes:
         products = _decoding_flops(call, cost) / (fma * _busy(cost, machine))
-        return machine.call * (1 + START * call.B * (call.Hkv or call.Hq)) + math.cbrt(
-            products**3 + machine.seconds_to_read(moved) ** 3
-        )
+        start = machine.call * (1 + START * call.B * (call.Hkv or call.Hq))
+        return start + math.cbrt(products**3 + machine.seconds_to_read(moved) ** 3)
     forward = cost.forward.executed / (FORWARD * fma) + machine.seconds_to_read(moved) / TRAFFIC
     # What was saved and the gradient of the result come in, gradients of all inputs go out.
     back = machine.seconds_to_read(cost.saved_bytes + moved) / TRAFFIC
@@ -52,7 +51,7 @@ def predict(call: Call, machine: Machine, passes: Pass = "forward") -> float:
     return machine.call + (passes != "backward") * forward + (passes != "forward") * backward
 
 
-def _decoding_flops(call: Call, cost: CallCost) -> float:
+def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
     """What the products, softmax and conversion take, in multiply-adds at the peak."""
     rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # that share a key
     panel = PANEL // 2 if call.dtype is torch.float64 else PANEL

@@ -1,4 +1,4 @@
-"""Sockets and their limits: loopback by default, few connections, and none that waits for ever."""
+"""Sockets and their limits: loopback by default, few connections, and a deadline for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOTH = ("127.0.0.1", "::1")
 
 
 def listen(host: str | None, port: int) -> list[socket.socket]:
-    """Listening sockets on one port: of both loopbacks, or of the host that was asked for."""
+    """Returns listening sockets on one port: of both loopbacks, or of the given host."""
     first = _bound(host or BOTH[0], port)
     if host is not None:
         return [first]
@@ -25,20 +25,18 @@ def listen(host: str | None, port: int) -> list[socket.socket]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-    except OSError:
-        made.close()
-        raise
-    return made
+    if ":" not in host:
+        return socket.create_server((host, port))
+    both = socket.has_dualstack_ipv6()  # :: is also every IPv4 address
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=both)
 
 
 class Connection(H11Protocol):
-    """Closes when a request's headers take too long. When there are too many, the longest idle one goes,
-    so that slow clients cannot keep others out."""
+    """An HTTP connection with a deadline for the headers of a request.
+
+    If there are too many connections, the longest idle one is closed, so that slow clients cannot keep
+    others out.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
     _since = 0.0
@@ -69,7 +67,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait(self) -> None:
-        """For the headers of the next request."""
+        """Starts the deadline for the headers of the next request."""
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(HEADER_SECONDS, self._abort)
 

@@ -1,4 +1,4 @@
-"""Who may ask: the boundary in front of every route. What it refuses never reaches a handler."""
+"""Access control for every route: checks Host, Origin and token before a handler runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Guard:
         self._cookie = f"regard-{port}"  # cookies of one host are shared by its ports
 
     def link(self) -> str:
-        """The address with the token, which opens the page once."""
+        """Returns the address with the token, which opens the page once."""
         host = self._host if self._host not in (None, "0.0.0.0", "::") else "127.0.0.1"
         return f"http://{_bracketed(str(host))}:{self._port}/?token={self._token}"
 
@@ -48,8 +48,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        answer = self._refusal(scope) if scope["type"] == "http" else None
-        answer = answer or self._entry(scope)
+        answer = self._refusal(scope) or self._entry(scope)
 
         async def sealed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -59,7 +58,9 @@ class Guard:
         await (answer or self._app)(scope, receive, sealed)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Requests from elsewhere, whatever they know."""
+        """Refuses requests from other machines and sites, whatever secret they have."""
+        if scope["type"] != "http":
+            return _forbidden("only HTTP is spoken here")
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
@@ -87,9 +88,7 @@ class Guard:
         return self._host is not None and name == _bracketed(self._host)
 
     def _entry(self, scope: Scope) -> Response | None:
-        """None for who has the cookie. The token buys the cookie, once."""
-        if scope["type"] != "http":
-            return _forbidden("only HTTP is spoken here")
+        """Returns None for a request with the cookie. The token is exchanged for the cookie, once."""
         if _matches(_cookies(scope, self._cookie), self._session):
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])

@@ -1,4 +1,4 @@
-"""Explorers of texts, of tensors, and of what `see.capture` recorded."""
+"""Makes explorers of texts, of tensors, and of recordings of `see.capture`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SAMPLE = 256  # queries that are timed
 
 
 def text(*texts: str, model: Model = None) -> Explorer:
-    """What each head of a model makes of a text, or of two, to compare.
+    """Makes an explorer of one text, or of several to compare.
 
     Args:
-        texts: one or more. With none, the page that `serve` shows waits for a text.
-        model: a model of Transformers and its tokenizer, as a pair. With the gallery installed also a
-            directory of Transformers with safetensors, or a GGUF file, and MiniLM by default. Only data is
-            read from files: no code of a model is run, no pickle is opened, nothing is downloaded.
+        texts: one or more texts. With none, the page that `serve` shows waits for a text.
+        model: a pair of a model of Transformers and its tokenizer. With the gallery installed also the path
+            of a directory of Transformers with safetensors or of a GGUF file; MiniLM by default. Only data
+            is read from files: no code of a model is run, no pickle is opened, nothing is downloaded.
 
     Example:
-        >>> explore.text("The cat sat on the mat").save("page.html")
+        >>> explore.text("The cat sat on the mat", model=(model, tokenizer)).save("page.html")
     """
     read = reader(model)
     return Explorer(tuple(map(read, texts)), read)
@@ -43,7 +43,7 @@ def tensors(
     title: str = "",
     **options: Any,
 ) -> Explorer:
-    """Queries and keys of one call of attention, or a list of each for several layers.
+    """Makes an explorer of the queries and keys of one call of attention, or of lists for several layers.
 
     Args:
         q: (Hq, Lq, D), or (1, Hq, Lq, D), or (Lq, D). Fewer queries than keys are the last ones: at 100,000
@@ -65,7 +65,7 @@ def tensors(
 
 
 class Estimate(NamedTuple):
-    """What the facts of one call will take, without heads' roles by tokens, which are less."""
+    """The cost of the facts of one call. Roles that compare tokens are not included; they cost less."""
 
     flops: int
     seconds: float
@@ -75,9 +75,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
-    """What `tensors(q, k, **options)` will take, before it is asked: the last queries are timed.
+    """Estimates the cost of `tensors(q, k, **options)` by timing the last queries.
 
-    A mask or a bias must speak of positions: one given as a matrix does not fit the last queries alone.
+    A mask or a bias must depend on positions: one given as a matrix does not fit the last queries alone.
 
     Example:
         >>> print(explore.estimate(q, k, mask=masks.Causal()))   # then perhaps q[:, -1000:] instead
@@ -95,7 +95,7 @@ def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
 def captured(
     seen: see.Capture, tokens: Sequence[str] | None = None, *, sample: int = 0, title: str = ""
 ) -> Explorer:
-    """What `see.capture(model, keep="qk")` recorded, for one sample of the batch."""
+    """Makes an explorer of one sample of a `see.capture(model, keep="qk")` recording."""
     if not seen.layers:
         raise ValueError("seen: expected a capture that has recorded a call, got an empty one")
     keys = seen.layers[0].key_texts(sample) if tokens is None else tuple(tokens)

@@ -1,4 +1,4 @@
-"""A trace as JSON. The same for the server and for a file; arrays are compressed and in base64."""
+"""Converts a trace to JSON, for the server and for files. Arrays are compressed and in base64."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..masks import Causal, Window
+from ..masks import Window
 from ..see import Layer
 from ._trace import Array, Trace
 
 THUMBNAIL = 32  # the most blocks on a side
 TYPES = {"float32": "f4", "float16": "f2", "int32": "i4"}
+# Arrays of `Facts` with a row for each head, under the names that the page uses.
+ARRAYS = {"column": "column", "entropy": "entropy", "normalized": "normalized", "rowMax": "row_max"}
+ARRAYS |= {"delimiters": "delimiters", "topWeights": "top_weights", "topKeys": "top_keys"}
 
 Head = tuple[int, int]  # layer, head
 
 
 def pack(array: Array) -> dict[str, Any]:
-    data = zlib.compress(array.tobytes(), 1)
-    return {
-        "type": TYPES[str(array.dtype)],
-        "shape": list(array.shape),
-        "data": base64.b64encode(data).decode("ascii"),
-    }
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+    return {"type": TYPES[str(array.dtype)], "shape": list(array.shape), "data": data}
 
 
 def heads_of(trace: Trace) -> list[Head]:
@@ -34,9 +33,10 @@ def heads_of(trace: Trace) -> list[Head]:
 
 
 def overview(trace: Trace, heads: Iterable[Head]) -> dict[str, Any]:
-    """The tokens, and a small picture and a few numbers for each head."""
+    """Returns the tokens, and a small picture and a few numbers for each head."""
     heads = list(heads)
-    pictures = [_thumbnail(trace.facts(layer).mass)[head] for layer, head in heads]
+    levels = trace.facts(heads[0][0]).mass  # all layers have the same shapes
+    level = next(i for i, mass in enumerate(levels) if max(mass.shape[1:]) <= THUMBNAIL)
     roles = {layer: trace.roles(layer) for layer in {layer for layer, _ in heads}}
     same = trace.queries is trace.keys or trace.queries == trace.keys
     return {
@@ -47,8 +47,8 @@ def overview(trace: Trace, heads: Iterable[Head]) -> dict[str, Any]:
         "offset": trace.offset,
         "layers": [layer.name for layer in trace.layers],
         "heads": [_summary(trace, layer, head) | {"roles": roles[layer][head]} for layer, head in heads],
-        "thumbnails": pack(np.stack(pictures)),
-        "thumbnailBlock": trace.block << (_thumbnail_level(trace.facts(heads[0][0]).mass)),
+        "thumbnails": pack(np.stack([trace.facts(layer).mass[level][head] for layer, head in heads])),
+        "thumbnailBlock": trace.block << level,
     }
 
 
@@ -65,19 +65,13 @@ def _summary(trace: Trace, layer: int, head: int) -> dict[str, Any]:
     }
 
 
-def _thumbnail_level(levels: tuple[Array, ...]) -> int:
-    return next(i for i, level in enumerate(levels) if max(level.shape[1:]) <= THUMBNAIL)
-
-
-def _thumbnail(levels: tuple[Array, ...]) -> Array:
-    return levels[_thumbnail_level(levels)]
-
-
 def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[str, Any]:
-    """Everything about a head. `coarser` levels of its pyramids are left out at the fine end."""
+    """Returns all facts of a head. The finest `coarser` levels of its pyramids are left out."""
     facts = trace.facts(layer)
     block = trace.block << coarser
-    first, last = _ends(facts.by_distance[head])
+    found = np.flatnonzero(facts.by_distance[head])  # distances with any mass
+    first, end = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 1)
+    distances = pack(facts.by_distance[head][first:end])
     return {
         "layer": layer,
         "head": head,
@@ -85,26 +79,14 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
         "mass": pack(facts.mass[coarser][head]),
         # A block of one weight is its own maximum.
         "max": None if block == 1 else pack(facts.max[coarser][head]),
-        **{name: pack(getattr(facts, name)[head]) for name in ("column", "entropy", "normalized")},
-        **{name: pack(x[head]) for name, x in (("rowMax", facts.row_max), ("delimiters", facts.delimiters))},
-        "distances": {
-            "first": int(facts.distances[first]),
-            "mass": pack(facts.by_distance[head][first:last]),
-        },
-        "topWeights": pack(facts.top_weights[head]),
-        "topKeys": pack(facts.top_keys[head]),
+        **{name: pack(getattr(facts, field)[head]) for name, field in ARRAYS.items()},
+        "distances": {"first": int(facts.distances[first]), "mass": distances},
         "hasSink": trace.layers[layer].options.get("sink") is not None,
     }
 
 
-def _ends(mass: Array) -> tuple[int, int]:
-    """Where the distances that have any mass begin and end."""
-    found = np.flatnonzero(mass)
-    return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 1)
-
-
 def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
-    """What a browser needs to compute any row of the head: q and k in 16 bits, and the meaning of a score."""
+    """Returns what a browser needs to compute any row of a head: q and k in 16 bits, and score options."""
     call = trace.layers[layer]
     q, k = trace.queries_and_keys(call, head)
     left, right = _window(call)
@@ -135,8 +117,6 @@ def _window(layer: Layer) -> tuple[int | None, int | None]:
         raise ValueError('embed="qk": expected no bias, got one; pin rows with rows=[...] instead')
     if mask is None:
         return None, None
-    if isinstance(mask, Causal):
-        return None, 0
     if isinstance(mask, Window):
         return mask.left, mask.right
     raise ValueError(

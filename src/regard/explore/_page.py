@@ -24,7 +24,7 @@ UNSAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 @cache
 def files() -> dict[str, str]:
-    """Every file by its name. Requests are looked up here, so no path is ever joined."""
+    """Returns every file by its name. Requests are looked up here, so no path is ever joined."""
     folder = resources.files(__package__) / "page"
     return {
         file.name: file.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def media_type(name: str) -> str:
 
 
 def single(data: dict[str, Any]) -> str:
-    """The page with its styles, its scripts and the data inside."""
+    """Returns the page with its styles, its scripts and the data inside."""
     style, script = files()["style.css"], bundle("main")
     policy = POLICY.format(script=_hash(script), style=_hash(style))
     body = (
@@ -60,14 +60,14 @@ def escaped(value: Any) -> str:
 
 
 def bundle(name: str) -> str:
-    """A module with those that it imports, each in a function of its own, in one script."""
+    """Returns one script of a module and those that it imports, each in a function of its own."""
     order: list[str] = []
     _visit(name, order)
     return "".join(_wrapped(module) for module in order)
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Imports first. A module that imports itself through others is not in the page."""
+    """Appends modules in the order of their imports. The page has no import cycles."""
     for _, imported in IMPORT.findall(files()[f"{name}.js"]):
         if imported not in order:
             _visit(imported, order)

@@ -1,4 +1,4 @@
-"""Texts as a model sees them."""
+"""Reads texts with a model of Transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import see
+from .._tools.arguments import describe
 from ._trace import Trace, wanted
 
 MAX_TOKENS = 4096
@@ -18,6 +19,8 @@ Model = str | Path | tuple[Any, Any] | None
 def reader(model: Model = None) -> Callable[[str], Trace]:
     """Returns a function from a text to its trace. `model` is what `explore.text` takes."""
     network, tokenizer, name = _loaded(model)
+    if network.config.is_encoder_decoder:
+        raise ValueError(f"model: expected an encoder or a decoder alone, got {type(network).__name__}")
     known = getattr(network.config, "max_position_embeddings", MAX_TOKENS)
     limit = min(MAX_TOKENS, known, tokenizer.model_max_length)
 
@@ -36,20 +39,23 @@ def reader(model: Model = None) -> Callable[[str], Trace]:
 
 def _loaded(model: Model) -> tuple[Any, Any, str]:
     """Returns the network, its tokenizer and its name."""
-    if isinstance(model, tuple):
+    expected = "model: expected a pair of a model of Transformers and its tokenizer"
+    if isinstance(model, tuple) and len(model) == 2:
         network, tokenizer = model
         return network, tokenizer, network.config.name_or_path or type(network).__name__
+    if model is not None and not isinstance(model, str | Path):
+        raise TypeError(f"{expected}, or a path, got {describe(model)}")
     for point in entry_points(group=GROUP, name="load"):
         found: tuple[Any, Any, str] = point.load()(None if model is None else Path(model))
         return found
     raise ModuleNotFoundError(
-        f"model: expected a model of Transformers and its tokenizer as a pair, got {model!r}; the default "
-        "model and model files come with the gallery: pip install regard-gallery"
+        f"{expected}, got {model!r}; the default model and model files come with the gallery: pip install "
+        "regard-gallery"
     )
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[str, ...]:
-    """The tokens as they stand in the text; those that do not, as the tokenizer calls them."""
+    """Returns the tokens as they stand in the text, or as the tokenizer calls them if they do not."""
     found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     names = tokenizer.convert_ids_to_tokens(found["input_ids"])
     if not tokenizer.is_fast:

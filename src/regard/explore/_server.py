@@ -1,4 +1,4 @@
-"""The explorer on this machine: rows, blocks and texts are computed when the page asks for them."""
+"""The explorer's server: rows, blocks and texts are computed when the page requests them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Read = Callable[[str], Trace]
 
 
 class Site:
-    """The routes over some traces and, if there is a model, what reads a text with it."""
+    """The routes over some traces and, if there is a model, a function that reads texts with it."""
 
     def __init__(self, traces: list[Trace], read: Read | None) -> None:
         self._traces = dict(enumerate(traces))
@@ -62,25 +62,25 @@ class Site:
 
     async def overview(self, request: Request) -> Response:
         trace = self._trace(request)
-        return await self._computed(lambda: overview(trace, heads_of(trace)))
+        return _json(await self._run(lambda: overview(trace, heads_of(trace))))
 
     async def head(self, request: Request) -> Response:
         trace, layer, head = self._head(request)
-        return await self._computed(lambda: head_facts(trace, layer, head))
+        return _json(await self._run(lambda: head_facts(trace, layer, head)))
 
     async def row(self, request: Request) -> Response:
-        """The weights of one query, exact."""
+        """Answers with the exact weights of one query."""
         trace, layer, head = self._head(request)
         row = _index(request, "row", len(trace.queries))
-        return await self._computed(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows)
+        return _json(await self._run(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows))
 
     async def tile(self, request: Request) -> Response:
-        """The weights of a square of queries and keys, exact."""
+        """Answers with the exact weights of a square of queries and keys."""
         trace, layer, head = self._head(request)
         row, key = _index(request, "row", len(trace.queries)), _index(request, "key", len(trace.keys))
         queries = range(row, min(row + MAX_TILE, len(trace.queries)))
         keys = range(key, min(key + MAX_TILE, len(trace.keys)))
-        return await self._computed(lambda: {"tile": pack(trace.tile(layer, head, queries, keys))})
+        return _json(await self._run(lambda: {"tile": pack(trace.tile(layer, head, queries, keys))}))
 
     async def text(self, request: Request) -> Response:
         """Reads a text with the model that was chosen at the start."""
@@ -99,7 +99,7 @@ class Site:
         return _json({"trace": self._keep(trace)})
 
     def _keep(self, trace: Trace) -> int:
-        """The oldest text that was typed goes when there are too many."""
+        """Keeps a trace and drops the oldest typed text if there are too many. Returns its number."""
         typed = [number for number in self._traces if number >= self._given]
         if len(typed) >= MAX_TRACES:
             del self._traces[typed[0]]
@@ -122,11 +122,6 @@ class Site:
         for executor in (self._worker, self._rows):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _computed(
-        self, make: Callable[[], Any], executor: ThreadPoolExecutor | None = None
-    ) -> Response:
-        return _json(await self._run(make, executor))
-
     async def _run(self, make: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor or self._worker, make)
 
@@ -140,7 +135,7 @@ async def static(request: Request) -> Response:
 
 
 def _json(value: Any) -> Response:
-    """In ASCII, since tokens may hold what no encoding can say."""
+    """Returns ASCII JSON, since tokens may hold lone surrogates, which cannot be encoded."""
     return Response(json.dumps(value, allow_nan=False), media_type="application/json")
 
 
@@ -152,7 +147,7 @@ def _index(request: Request, name: str, count: int) -> int:
 
 
 async def _body(request: Request) -> bytes:
-    """At most MAX_BODY bytes, whatever the headers say."""
+    """Reads at most MAX_BODY bytes, whatever the headers say."""
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY:
         raise HTTPException(413)
@@ -195,17 +190,11 @@ class Server:
         self.link = self._guard.link()
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Until Ctrl-C. `started` is called when it answers."""
-        config = uvicorn.Config(
-            self._guard,
-            http=Connection,
-            ws="none",
-            log_level="critical",
-            access_log=False,  # it would show the token
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-        )
+        """Runs until Ctrl-C. `started` is called when the server answers."""
+        # An access log would show the token.
+        silent: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False}
+        limits: dict[str, Any] = {"ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+        config = uvicorn.Config(self._guard, http=Connection, **silent, **limits)
         self._uvicorn = uvicorn.Server(config)
         try:
             asyncio.run(self._serve(started))
@@ -221,5 +210,5 @@ class Server:
         await serving
 
     def stop(self) -> None:
-        """From another thread."""
+        """Stops the server. May be called from another thread."""
         self._uvicorn.should_exit = True

@@ -1,4 +1,4 @@
-"""What the explorer shows: a text, or other tokens, and what every head makes of it."""
+"""The explorer's data: tokens, and the facts of every head about them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .._api.attention import attention
+from .. import facts
 from .._api.evidence import evidence
-from ..facts import (
-    BlockMass,
-    BlockMax,
-    ColumnMass,
-    DistanceHistogram,
-    Entropy,
-    Fact,
-    MassOn,
-    RowMax,
-    Rows,
-    TopK,
-)
-from ..masks import Causal, Window
+from ..masks import Window
 from ..see import ROLES, Layer
-from ..see._tokens import is_delimiter
+from ..see._roles import lse
+from ..see._tokens import delimiters
 
 TOP = 8
 MAX_CELLS = 2**20  # of the finest level of a pyramid
@@ -38,7 +27,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the weights of one layer. All is exact; blocks are sums or maxima of weights."""
+    """The facts of one layer. All are exact; blocks are sums or maxima of weights."""
 
     mass: tuple[Array, ...]  # (Hq, nq, nk) each, finest first; every next one has blocks twice as large
     max: tuple[Array, ...]
@@ -53,22 +42,18 @@ class Facts:
     top_keys: Array  # (Hq, Lq, TOP), -1 where fewer keys are allowed
 
 
-def wanted(Lq: int, Lk: int, keys: Sequence[str]) -> tuple[Fact, ...]:
-    """Facts besides those that head roles need."""
+def wanted(Lq: int, Lk: int, keys: Sequence[str]) -> tuple[facts.Fact, ...]:
+    """Returns the facts that the explorer needs besides those of head roles."""
     block = finest_block(Lq, Lk)
-    return BlockMass(block), BlockMax(block), MassOn(delimiters(keys))
+    return facts.BlockMass(block), facts.BlockMax(block), facts.MassOn(delimiters(keys))
 
 
 def finest_block(Lq: int, Lk: int) -> int:
-    """Tokens on a side of the finest blocks: the smallest power of two with few enough of them."""
+    """Returns the tokens on a side of a block: the smallest power of two with at most MAX_CELLS blocks."""
     block = 1
     while -(-Lq // block) * -(-Lk // block) > MAX_CELLS:
         block *= 2
     return block
-
-
-def delimiters(keys: Sequence[str]) -> list[int]:
-    return [i for i, token in enumerate(keys) if i == 0 or is_delimiter(token)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,35 +87,31 @@ class Trace:
 
     @property
     def offset(self) -> int:
-        """Where query 0 stands among the keys."""
-        offset = self.layers[0].offset
-        if isinstance(offset, Tensor):
-            return int(offset.flatten()[self.sample if offset.numel() > 1 else 0])
-        return offset
+        """The position of query 0 among the keys."""
+        return self.layers[0].start(self.sample)
 
     @cached_property
     def _kept(self) -> dict[int, Facts]:
         return {}
 
     def facts(self, layer: int) -> Facts:
-        """Computed when they are first asked for, then kept."""
+        """Returns the facts of a layer. They are computed once."""
         if layer not in self._kept:
             self._kept[layer] = self._facts(self.layers[layer])
         return self._kept[layer]
 
     def _facts(self, layer: Layer) -> Facts:
-        mass, largest, delimiter = (
-            layer.fact(fact)
-            for fact in wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
-        )
-        entropy, distance, top = (layer.fact(x) for x in (Entropy(), DistanceHistogram(), TopK(TOP)))
+        own = wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
+        mass, largest, delimiter = map(layer.fact, own)
+        entropy, top = layer.fact(facts.Entropy()), layer.fact(facts.TopK(TOP))
+        distance = layer.fact(facts.DistanceHistogram())
         return Facts(
             mass=tuple(map(self._own, mass.levels)),
             max=tuple(map(self._own, largest.levels)),
-            column=self._own(layer.fact(ColumnMass())),
+            column=self._own(layer.fact(facts.ColumnMass())),
             entropy=self._own(entropy.nats),
             normalized=self._own(entropy.normalized),
-            row_max=self._own(layer.fact(RowMax()).weights),
+            row_max=self._own(layer.fact(facts.RowMax()).weights),
             delimiters=self._own(delimiter),
             distances=distance.distances.cpu().numpy(),
             by_distance=self._own(distance.mass),
@@ -143,53 +124,46 @@ class Trace:
         return own
 
     def rows(self, layer: int, head: int, queries: Sequence[int]) -> Array:
-        """Exact rows of weights, (R, Lk)."""
+        """Returns exact rows of weights (R, Lk)."""
         call, first, last = self.layers[layer], min(queries), max(queries)
         if not _goes_by_position(call):
             rows: Array = self._own(call.rows(list(queries)))[head]
             return rows
         if last - first + 1 > 2 * len(queries):
             return np.concatenate([self.rows(layer, head, [query]) for query in queries])
-        return np.take(self._range(call, head, first, last + 1), [query - first for query in queries], 0)
-
-    def _range(self, call: Layer, head: int, first: int, end: int) -> Array:
-        """Rows from one query to another of one head alone: what is not wanted is not computed."""
-        q, k, options = self._part(call, head, first, end)
-        (rows,) = evidence(q, k, None, Rows(range(end - first)), **options)
-        found: Array = rows[0].float().cpu().numpy()
-        return found
+        # Only this head and these queries are computed.
+        return np.take(_weights(*self._part(call, head, first, last + 1)), [i - first for i in queries], 0)
 
     def tile(self, layer: int, head: int, queries: range, keys: range) -> Array:
-        """Exact weights of some queries and keys that follow each other, (Q, K)."""
+        """Returns exact weights (Q, K) of consecutive queries and keys."""
         call = self.layers[layer]
         if not _goes_by_position(call):
             return self.rows(layer, head, queries)[:, keys.start : keys.stop]
         q, k, options = self._part(call, head, queries.start, queries.stop)
         inner = {**options, "offset": options["offset"] - keys.start, "sink": None}
         among = k[:, keys.start : keys.stop]
-        (rows,) = evidence(q, among, None, Rows(range(len(queries))), **inner)
-        # The rows sum to 1 over these keys alone; the two LSEs say what part of everything that is.
-        part, everything = _lse(q, among, inner), _lse(q, k, options)
+        # The rows sum to 1 over these keys alone; the two LSEs give their share of the whole row.
+        part, everything = lse(q, among, inner), lse(q, k, options)
         share = torch.where(part.isfinite(), (part - everything).exp(), 0.0)
-        found: Array = (rows * share[..., None])[0].float().cpu().numpy()
-        return found
+        weights: Array = _weights(q, among, inner) * share[0, :, None].cpu().numpy()
+        return weights
 
     def _part(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
+        """Returns q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
         q, k = self.queries_and_keys(call, head)
         sink = call.options.get("sink")
         own = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
         return q[None, first:end], k[None], {**call.options, **own}
 
     def queries_and_keys(self, call: Layer, head: int) -> tuple[Tensor, Tensor]:
-        """(Lq, D), (Lk, D)"""
+        """Returns q (Lq, D) and k (Lk, D) of one head."""
         assert call.q is not None  # checked when the trace was made
         assert call.k is not None
         q, k = call.q[self.sample], call.k[self.sample]
         return q[head], k[head // (len(q) // len(k))]
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
-        """The roles of each head that it has by their definitions, with scores."""
+        """Returns for each head the roles whose scores suffice, with the scores."""
         return [
             [(name, roles[name].score) for name, role in ROLES.items() if roles[name].score >= role.least]
             for roles in self.layers[layer].roles(self.sample)
@@ -199,10 +173,11 @@ class Trace:
 def _goes_by_position(call: Layer) -> bool:
     """Whether a query is known by its position alone, so that others can be left out."""
     mask = call.options.get("mask")
-    return call.options.get("bias") is None and (mask is None or isinstance(mask, Causal | Window))
+    return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))
 
 
-@torch.no_grad()
-def _lse(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    found: tuple[Tensor, Tensor] = attention(q, k, k[..., :1], **options, return_lse=True)
-    return found[1]
+def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Array:
+    """Returns all weights (Lq, Lk) of one head."""
+    (rows,) = evidence(q, k, None, facts.Rows(range(q.shape[1])), **options)
+    weights: Array = rows[0].float().cpu().numpy()
+    return weights

@@ -1,4 +1,4 @@
-"""`Explorer`: traces to look at, in a browser, from this machine or as one file."""
+"""`Explorer`: shows traces in a browser, from a local server or from one file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Explorer:
             raise ValueError("traces: expected at least one, or a model that reads texts, got neither")
 
     def __add__(self, other: Explorer) -> Explorer:
-        """Both in one page, to compare."""
+        """Shows both in one page, to compare."""
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
@@ -40,13 +40,13 @@ class Explorer:
         rows: Sequence[int] = (),
         embed: str = "facts",
     ) -> Path:
-        """Write the page as one file that needs no network and no server.
+        """Writes the page as one file that needs no network and no server.
 
         Args:
             path: the file, which is replaced if it exists.
-            heads: pairs (layer, head) to put in; all by default. Fewer heads have finer blocks.
-            rows: queries whose weights for all keys are put in, beside the largest of every query.
-            embed: "qk" puts q and k in, in 16 bits, so that the browser computes any row.
+            heads: pairs (layer, head) to include; all by default. Fewer heads have finer blocks.
+            rows: queries whose weights for all keys are included, beside the largest of every query.
+            embed: "qk" includes q and k in 16 bits, so that the browser computes any row.
 
         Returns:
             The path.
@@ -56,9 +56,9 @@ class Explorer:
         return Path(path)
 
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
-        """Answer on this machine until Ctrl-C. The printed link opens the page once.
+        """Serves the page on this machine until Ctrl-C. The printed link opens it once.
 
-        A `host` other than the loopback shows the page to others; the secret in the link stays.
+        A `host` other than the loopback makes the page reachable for others who have the link.
         """
         from ._server import Server
 
@@ -78,12 +78,12 @@ class Explorer:
             raise ValueError("save: expected a trace, got none; read a text first")
         chosen = [_chosen(trace, heads) for trace in self.traces]
         budget = CELLS // sum(map(len, chosen))
-        return {
-            "traces": [
-                _trace_data(trace, some, _rows(trace, rows), embed, budget)
-                for trace, some in zip(self.traces, chosen, strict=True)
-            ]
-        }
+        traces = []
+        for trace, some in zip(self.traces, chosen, strict=True):
+            known = _rows(trace, rows)
+            facts = [_head_data(trace, head, known, embed, budget) for head in some]
+            traces.append(overview(trace, some) | {"facts": facts})
+        return {"traces": traces}
 
 
 def _chosen(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
@@ -103,12 +103,6 @@ def _rows(trace: Trace, rows: Iterable[int]) -> list[int]:
     return found
 
 
-def _trace_data(trace: Trace, heads: list[Head], rows: list[int], embed: str, budget: int) -> dict[str, Any]:
-    data = overview(trace, heads)
-    data["facts"] = [_head_data(trace, head, rows, embed, budget) for head in heads]
-    return data
-
-
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:
     layer, head = which
     data = head_facts(trace, layer, head, _coarser(trace, layer, budget))
@@ -121,6 +115,6 @@ def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: i
 
 
 def _coarser(trace: Trace, layer: int, budget: int) -> int:
-    """The number of levels to leave out so that each head has at most `budget` blocks."""
+    """Returns how many levels to leave out so that each head has at most `budget` blocks."""
     levels = trace.facts(layer).mass
     return next((i for i, level in enumerate(levels) if level[0].size <= budget), len(levels) - 1)

@@ -11,9 +11,10 @@ from transformers.utils.output_capturing import _active_collector
 
 from .._api.attention import attention, weights
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._tools.arguments import describe
-from ..masks import Causal, Dense, Mask, Window, from_cu_seqlens
-from ._paged import attend_paged
+from ..masks import Dense, Mask, Window, from_cu_seqlens
+from ._paged import attend_paged, causal
 from ._standin import Kept, MaskTensor
 
 NAME = "regard"
@@ -23,7 +24,7 @@ HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
 })  # fmt: skip
-# What continuous batching passes besides; a `block_table` comes with kernels of a GPU alone.
+# Keywords of continuous batching. It passes a `block_table` only to GPU kernels.
 CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
 
 
@@ -46,10 +47,11 @@ def attention_forward(
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv), weights.
+    """Computes attention for a model of Transformers.
 
-    The weights (B, Hq, Lq, Lk) are None unless `output_attentions` is true. A `cache` is that of continuous
-    batching, which passes sequences end to end, B = 1, and says by their borders what a mask would say.
+    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and weights
+    (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. A `cache` is that of continuous
+    batching, which passes packed sequences (B = 1) with `cu_seq_lens_q` and `cu_seq_lens_k` and no mask.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
@@ -59,13 +61,18 @@ def attention_forward(
         layer: Any = module.layer_idx
         return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
     _check_others(others, HARMLESS)
-    seen = _seen(module, query, key, attention_mask, is_causal, sliding_window)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        seen = _without_mask(query.shape[2], causal, sliding_window)
+    else:
+        seen = _given(attention_mask, query.shape[2], key.shape[2])
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         seen = _inside_sequences(seen, cu_seq_lens_q, cu_seq_lens_k)
     bias = _sum(seen.bias, position_bias, query.dtype)
     options: dict[str, Any] = {"mask": seen.mask, "offset": seen.offset, "bias": bias, **scores}
     if dropout:
-        options |= {"dropout": dropout, "seed": _seed(query.device)}
+        # One seed for both calls, so that output and weights have the same dropout pattern.
+        options |= {"dropout": dropout, "seed": torch.randint(2**62, (), device=query.device)}
     out = _attend(query, key, value, options)
     wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
     return _joined(out), wanted
@@ -77,53 +84,41 @@ def _joined(out: Tensor) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What the queries see: arguments of `attention`."""
+    """The arguments of `attention` that say which keys the queries see."""
 
     mask: Mask | None = None
     offset: int | None = None
     bias: Tensor | None = None
 
 
-def _seen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    given: Tensor | None,
-    is_causal: bool | None,
-    window: int | None,
-) -> Seen:
-    """A mask that is given has the window in it already, as in every implementation of Transformers."""
-    if given is None:
-        _check_registered()
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return _without_mask(query.shape[2], causal, window)
-    if not isinstance(given, Tensor) or given.ndim != 4:
-        raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(given)}")
-    if isinstance(given, MaskTensor):
-        if given.shape[2:] != (query.shape[2], key.shape[2]):
-            raise ValueError(
-                f"attention_mask: expected (B, 1, Lq, Lk) with Lq = {query.shape[2]}, Lk = {key.shape[2]}, "
-                f"got {tuple(given.shape)}"
-            )
-        return Seen(given.mask, given.offset)
-    if given.dtype is torch.bool:
-        return Seen(Dense.borrow(given))
-    if not given.is_floating_point():
-        raise TypeError(f"attention_mask: expected bool (True = may attend) or float, got {describe(given)}")
-    return Seen(bias=given)
+def _given(mask: Any, Lq: int, Lk: int) -> Seen:
+    """Translates an attention_mask. It includes the window, as in every implementation of Transformers."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(mask)}")
+    if isinstance(mask, MaskTensor):
+        if mask.shape[2:] != (Lq, Lk):
+            wanted = f"(B, 1, Lq, Lk) with Lq = {Lq}, Lk = {Lk}"
+            raise ValueError(f"attention_mask: expected {wanted}, got {tuple(mask.shape)}")
+        return Seen(mask.mask, mask.offset)
+    if mask.dtype is torch.bool:
+        return Seen(Dense.borrow(mask))
+    if not mask.is_floating_point():
+        raise TypeError(f"attention_mask: expected bool (True = may attend) or float, got {describe(mask)}")
+    return Seen(bias=mask)
 
 
 def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Seen:
-    """Keys behind the last query, in a static cache that is not full, are hidden: query 0 meets key 0."""
+    """With several queries, query 0 has position 0, so the unused end of a static cache stays hidden."""
+    _check_registered()
     if not is_causal:
         return Seen(None if window is None else Window(window, window))
-    if Lq == 1:
-        return Seen(None if window is None else Window(window - 1))
-    return Seen(Causal() if window is None else Window(window - 1), 0)
+    if Lq == 1 and window is None:
+        return Seen()
+    return Seen(causal(window), None if Lq == 1 else 0)
 
 
 def _check_registered() -> None:
-    """Without a mask function every layer gets None for a mask, whatever padding there is."""
+    """Checks that the mask function is registered; without it every mask is None, whatever the padding."""
     if NAME not in AttentionMaskInterface._global_mapping:
         raise RuntimeError(
             f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
@@ -132,7 +127,7 @@ def _check_registered() -> None:
 
 
 def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | None) -> Seen:
-    """Several sequences packed end to end in one row, as the borders (N + 1,) say."""
+    """Restricts attention to packed sequences, given by cumulative lengths (N + 1,)."""
     if borders_q is None or borders_k is None:
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got one of them")
     if borders_q is borders_k or torch.equal(borders_q, borders_k):
@@ -158,7 +153,7 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
 
 
 def _are_wanted(output_attentions: bool | None) -> bool:
-    """Some models do not pass the keyword on; then their collector of outputs says what it waits for."""
+    """Returns whether the weights are wanted. Models that drop the keyword register it as an output."""
     if output_attentions is not None:
         return output_attentions
     collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
@@ -166,27 +161,21 @@ def _are_wanted(output_attentions: bool | None) -> bool:
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """In a dtype that `attention` takes beside queries of `dtype`."""
+    """Adds the biases, in a dtype that `attention` accepts for queries of `dtype`."""
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
     bias = position_bias if bias is None else bias
     return bias if bias is None or bias.dtype in (dtype, torch.float32) else bias.to(dtype)
 
 
-def _seed(device: torch.device) -> Tensor:
-    """Drawn from PyTorch's generator here, so that output and weights are of one pattern."""
-    return torch.randint(2**62, (), device=device)
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     found: Any
-    if not isinstance(key, Kept):
-        found = attention(query, key, value, **options)
-    elif "dropout" in options:
-        found = attention(query, key.clone(), value.clone(), **options)
-    else:
+    if isinstance(key, Kept) and "dropout" not in options:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        found = attend_stored(query if query.dtype is dtype else query.to(dtype), stored, **options)
-    out: Tensor = found
-    return out if out.dtype is query.dtype else out.to(query.dtype)
+        found = attend_stored(query.to(dtype), stored, Options(**options))
+    else:
+        k, v = (x.clone() if isinstance(x, Kept) else x for x in (key, value))
+        found = attention(query, k, v, **options)
+    out: Tensor = found.to(query.dtype)
+    return out

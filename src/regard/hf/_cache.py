@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from ._standin import Kept
 Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
 
 
-class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The tokens of one layer. What `update` gives is read where it is stored, by who knows how."""
+class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The keys and values of one layer, in a cache of `regard.cache`.
+
+    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in place.
+    """
 
     is_croppable = True
 
@@ -31,11 +35,11 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.held is None else self._kept(self.held.stored())[0]
+        return None if self.held is None else Kept(self.held.stored(), 0, self.outer)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.held is None else self._kept(self.held.stored())[1]
+        return None if self.held is None else Kept(self.held.stored(), 1, self.outer)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, Hkv, _, D = key_states.shape
@@ -45,7 +49,7 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Append; all that the new tokens' queries may see, as tensors (B, Hkv, Lk, D)."""
+        """Appends tokens. Returns the keys and values (B, Hkv, Lk, D) that the new queries may attend to."""
         if torch.compiler.is_compiling():
             return self._update_outside(key_states, value_states)
         return self._update(key_states, value_states)
@@ -56,18 +60,16 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         held: Any = self.held
         if k.dtype is not held.dtype or v.dtype is not held.dtype:
             k, v = k.to(held.dtype), v.to(held.dtype)
-        return self._kept(held.extend(k, v))
+        stored = held.extend(k, v)
+        return Kept(stored, 0, self.outer), Kept(stored, 1, self.outer)
 
     _update_outside = torch.compiler.disable(_update)  # a compiler cannot make stand-ins
-
-    def _kept(self, stored: Any) -> tuple[Tensor, Tensor]:
-        return Kept(stored, 0, self.outer), Kept(stored, 1, self.outer)
 
     def get_seq_length(self) -> int:
         return 0 if self.held is None else len(self.held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will give, and the position of the first."""
+        """Returns how many keys `update` will return, and the position of the first."""
         if self.held is None:
             return query_length, 0
         rows = self.held.rows_with(query_length)
@@ -83,7 +85,7 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.held.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens."""
+        """Removes the last -tokens_to_remove tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or a negative number, got {tokens_to_remove}")
         if self.held is not None and tokens_to_remove:
@@ -102,23 +104,23 @@ class Layer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.held.reorder(torch.arange(self.held.B)[indices.cpu()])
 
     def __repr__(self) -> str:
-        return "Layer(empty)" if self.held is None else repr(self.held)
+        return "CacheLayer(empty)" if self.held is None else repr(self.held)
 
 
 class Cache(hf.Cache):
-    """A cache for `generate(past_key_values=...)` that copies no old key when a token comes.
+    """A cache for `generate(past_key_values=...)` that never copies old keys when a token is appended.
 
-    Layers that see everything keep it in a `KVCache` or, with `bits`, in a `QuantizedCache`. Layers with a
-    window or chunks keep what these reach, in a `SlidingCache`, as numbers. The attention of regard reads the
-    storage in place; any other implementation gets plain tensors made from it.
+    Layers with full attention use a `KVCache` or, with `bits`, a `QuantizedCache`. Layers with a window or
+    chunks use an unquantized `SlidingCache` that keeps as many tokens as the window reaches. `regard`
+    attention reads the storage in place; other implementations get dense tensors made from it.
 
     Args:
-        config: the model's.
-        dtype: of the numbers kept. Default: as they come. With another one than the model's, queries are
-            rounded to it for attention.
-        bits: 8 or 4: codes, with a scale for each group of 32 channels.
-        capacity: room for so many tokens, allocated at once; a token more raises. None: grows, doubling.
-        rollback: layers with a window can always take back so many tokens (assisted generation).
+        config: the model's config.
+        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the model's,
+            queries are rounded to it for attention.
+        bits: 8 or 4 for quantized keys and values, with a scale for each group of 32 channels.
+        capacity: the largest number of tokens, allocated at once; one more raises. None: grows by doubling.
+        rollback: how many tokens layers with a window can always remove again (assisted generation).
     """
 
     def __init__(
@@ -130,12 +132,16 @@ class Cache(hf.Cache):
         capacity: int | None = None,
         rollback: int = 0,
     ) -> None:
-        def layer(kind: str, sliding_window: int | None = None, **unknown: Any) -> Layer:
+        def layer(kind: str, sliding_window: int | None = None, **unknown: Any) -> CacheLayer:
             if unknown or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
                 raise NotImplementedError(f"config: expected layers of attention alone, got {kind!r}")
             if sliding_window is not None:
-                return Layer(_sliding(sliding_window, rollback), dtype, sliding_window)
-            return Layer(_full(bits, capacity), dtype, None)
+                make: Maker = partial(SlidingCache, window=sliding_window, rollback=rollback)
+            elif bits is not None:
+                make = partial(QuantizedCache, bits=bits, capacity=capacity)
+            else:
+                make = partial(KVCache, capacity=capacity)
+            return CacheLayer(make, dtype, sliding_window)
 
         kinds, options = hf.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         super().__init__(layers=[layer(kind, **given) for kind, given in zip(kinds, options, strict=True)])
@@ -145,19 +151,3 @@ class Cache(hf.Cache):
         """Bytes of storage, filled or not."""
         layers: list[Any] = self.layers
         return sum(layer.held.nbytes for layer in layers if layer.held is not None)
-
-
-def _full(bits: int | None, capacity: int | None) -> Maker:
-    def make(*sizes: int, **where: Any) -> KVCache:
-        if bits is None:
-            return KVCache(*sizes, capacity=capacity, **where)
-        return QuantizedCache(*sizes, bits=bits, capacity=capacity, **where)
-
-    return make
-
-
-def _sliding(window: int, rollback: int) -> Maker:
-    def make(*sizes: int, **where: Any) -> KVCache:
-        return SlidingCache(*sizes, window=window, rollback=rollback, **where)
-
-    return make

@@ -1,8 +1,8 @@
 """The masks of Transformers as values.
 
-A model describes its mask by a function of four indices, built from a dozen parts of `masking_utils`. Each
-part is known here by its name and becomes an atom, so that neither tensor nor time of size Lq x Lk is spent.
-A function that is not known, as a user's own, is evaluated and becomes `Dense`.
+A model describes its mask by a function of four indices, composed of functions of `masking_utils`. Each of
+these is recognised by its name and becomes a mask atom, so that nothing of size Lq x Lk is computed. Any
+other function, such as a user's own, is evaluated and becomes `Dense`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import masking_utils as hf
 
 from ..masks import Causal, Dense, Documents, Mask, Window, padding
+from ..masks._both import both
 from ._standin import MaskTensor
 
 MaskFunction = Callable[..., Any]
@@ -25,7 +26,7 @@ CAUSAL = Causal()
 
 
 class Frame(NamedTuple):
-    """The rectangle of a call: query i is the token q_offset + i, key j the token kv_offset + j."""
+    """The shape of a mask: query i is token q_offset + i, key j is token kv_offset + j."""
 
     B: int
     Lq: int
@@ -39,11 +40,11 @@ class Frame(NamedTuple):
     def offset(self) -> int:
         return self.q_offset - self.kv_offset
 
-    def queries(self) -> Tensor:
-        return torch.arange(self.q_offset, self.q_offset + self.Lq, device=self.device)
-
-    def keys(self) -> Tensor:
-        return torch.arange(self.kv_offset, self.kv_offset + self.Lk, device=self.device)
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Returns the token indices of the queries (Lq,) and of the keys (Lk,)."""
+        sizes = (self.q_offset, self.Lq), (self.kv_offset, self.Lk)
+        q, k = (torch.arange(start, start + size, device=self.device) for start, size in sizes)
+        return q, k
 
 
 def mask_tensor(
@@ -60,7 +61,7 @@ def mask_tensor(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """What `AttentionMaskInterface` asks for: a mask (B, 1, Lq, Lk), or None where all is seen."""
+    """Returns a mask (B, 1, Lq, Lk) for `AttentionMaskInterface`, or None if every query sees every key."""
     if torch.compiler.is_compiling():
         made: Tensor | None = _dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -69,25 +70,21 @@ def mask_tensor(
         )  # fmt: skip
         return made
     frame = Frame(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
-    mask = _both(_translated(mask_function, frame), _real_keys(attention_mask, frame))
+    mask = both(_translated(mask_function, frame), _real_keys(frame, attention_mask))
     may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
     if mask is None and may_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)
-    carried: Tensor = MaskTensor(mask, frame.offset, shape, device)
-    return carried
+    standin: Tensor = MaskTensor(mask, frame.offset, shape, device)
+    return standin
 
 
-def _both(a: Mask | None, b: Mask | None) -> Mask | None:
-    return a & b if a is not None and b is not None else a if b is None else b
-
-
-def _real_keys(attention_mask: Tensor | None, frame: Frame) -> Mask | None:
-    """attention_mask: bool (B, tokens so far), True = real. Tokens beyond it do not exist yet."""
-    if attention_mask is None:
+def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
+    """Returns the padding mask of bool (B, tokens so far), True = real. Later tokens do not exist yet."""
+    if padding_mask is None:
         return None
     end = frame.kv_offset + frame.Lk
-    keep = attention_mask[:, frame.kv_offset : end].to(frame.device)
+    keep = padding_mask[:, frame.kv_offset : end].to(frame.device)
     if keep.shape[1] < frame.Lk:
         keep = torch.nn.functional.pad(keep, (0, frame.Lk - keep.shape[1]))
     return None if bool(keep.all()) else padding(keep)
@@ -97,14 +94,14 @@ def _real_keys(attention_mask: Tensor | None, frame: Frame) -> Mask | None:
 
 
 def _translated(function: MaskFunction, frame: Frame) -> Mask | None:
-    """None: all that is in the frame is seen."""
+    """Returns the mask of a function, or None if all of the frame is visible."""
     name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else ""
     part = PARTS.get(name.removeprefix(f"{hf.__name__}."))
     return _evaluated(function, frame) if part is None else part(frame, **_closure(function))
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
-    """What a function made by another one has kept of the arguments."""
+    """Returns the variables that a nested function has captured."""
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
@@ -118,7 +115,7 @@ def _evaluated(function: MaskFunction, frame: Frame) -> Mask:
 
 
 def _all_of(frame: Frame, mask_functions: tuple[MaskFunction, ...]) -> Mask | None:
-    return functools.reduce(_both, (_translated(part, frame) for part in mask_functions))
+    return functools.reduce(both, (_translated(part, frame) for part in mask_functions))
 
 
 def _any_of(frame: Frame, mask_functions: tuple[MaskFunction, ...]) -> Mask | None:
@@ -128,10 +125,6 @@ def _any_of(frame: Frame, mask_functions: tuple[MaskFunction, ...]) -> Mask | No
 
 def _causal(frame: Frame) -> Mask | None:
     return None if frame.offset >= frame.Lk - 1 else CAUSAL
-
-
-def _everything(frame: Frame) -> None:
-    return None
 
 
 def _last_tokens(frame: Frame, sliding_window: int) -> Mask | None:
@@ -147,32 +140,28 @@ def _around(frame: Frame, sliding_window: int) -> Mask | None:
 
 def _chunks(frame: Frame, chunk_size: int, left_padding: Tensor) -> Mask | None:
     first = left_padding[:, None]
-    return Documents((frame.queries() - first) // chunk_size, (frame.keys() - first) // chunk_size)
+    return Documents(*((x - first) // chunk_size for x in frame.positions()))
 
 
 def _sequences(frame: Frame, packed_sequence_mask: Tensor) -> Mask | None:
-    return Documents(packed_sequence_mask[:, frame.queries()], packed_sequence_mask[:, frame.keys()])
+    return Documents(*(packed_sequence_mask[:, x] for x in frame.positions()))
 
 
 def _blocks(frame: Frame, block_sequence_ids: Tensor) -> Mask | None:
-    """The same block, and not -1, which no key may then have."""
-    q_ids, k_ids = block_sequence_ids[:, frame.queries()], block_sequence_ids[:, frame.keys()]
+    """Tokens of one block see each other. Block -1 sees nothing, so no key may have it."""
+    q_ids, k_ids = (block_sequence_ids[:, x] for x in frame.positions())
     return Documents(q_ids, torch.where(k_ids < 0, torch.iinfo(torch.int64).min, k_ids.long()))
-
-
-def _padding(frame: Frame, padding_mask: Tensor) -> Mask | None:
-    return _real_keys(padding_mask, frame)
 
 
 PARTS: dict[str, Callable[..., Mask | None]] = {
     "and_masks.<locals>.and_mask": _all_of,
     "or_masks.<locals>.or_mask": _any_of,
     "causal_mask_function": _causal,
-    "bidirectional_mask_function": _everything,
+    "bidirectional_mask_function": lambda frame: None,
     "sliding_window_overlay.<locals>.inner_mask": _last_tokens,
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _around,
     "chunked_overlay.<locals>.inner_mask": _chunks,
     "packed_sequence_mask_function.<locals>.inner_mask": _sequences,
     "blockwise_overlay.<locals>.inner_mask": _blocks,
-    "padding_mask_function.<locals>.inner_mask": _padding,
+    "padding_mask_function.<locals>.inner_mask": _real_keys,
 }

@@ -1,10 +1,9 @@
-"""Continuous batching: sequences of different lengths in one row of tokens, their keys in pages.
+"""Continuous batching: packed sequences of different lengths, with their keys and values in pages.
 
-The cache of Transformers writes the new keys and values into its pages. Sequences with one new token then
-read all of theirs where they lie, in one call for all of them, by a table of pages. Sequences that have
-nothing but new tokens need no page. What is left, prompts that come in parts, and layers whose cache is a
-ring of the last tokens, is collected from the pages first: many queries meet each key then, or there are few
-keys.
+The cache of Transformers writes the new keys and values into its pages. Sequences with one new token are
+decoded in place by one call with a page table. Sequences that have only new tokens need no page. Chunked
+prompts, and layers whose cache is a ring buffer, are gathered from the pages first: either many queries use
+each key, or there are few keys.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._api.attention import attention
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._call.stored import Stored
 from ..masks import Causal, Mask, Window, from_cu_seqlens
 from ..packing import varlen_attention
@@ -29,16 +29,16 @@ CAUSAL = Causal()
 
 
 class Batch(NamedTuple):
-    """What continuous batching passes to every layer, of this layer's kind."""
+    """The indices of continuous batching for one kind of layer."""
 
-    borders_q: Tensor  # (N + 1,)
+    borders_q: Tensor  # (N + 1,), cumulative lengths
     borders_k: Tensor
-    read: Tensor  # (total_k,): the row of the cache that holds each key; empty: all keys are new
+    read: Tensor  # (total_k,): the cache row of each key; empty: all keys are new
     write: Tensor  # (total_q,)
 
 
 class Sequence(NamedTuple):
-    """One sequence of a batch: its queries are rows `start` to `start + Lq` of Lk keys."""
+    """One sequence of a batch: queries `start` to `start + Lq`, and the pages of its Lk keys."""
 
     start: int
     Lq: int
@@ -46,8 +46,8 @@ class Sequence(NamedTuple):
     pages: Tensor
 
 
-class Plan(NamedTuple):
-    """How the sequences of a batch are read, the same for all layers of a kind."""
+class PagePlan(NamedTuple):
+    """How the sequences of a batch are read. All layers of a kind share it."""
 
     rows: Tensor | None  # (n,): queries of sequences with one new token; None: all there are
     table: Tensor  # (n, pages) int32
@@ -60,9 +60,10 @@ _plans: Any = WeakIdKeyDictionary()  # by the batch's `read`, a tensor of its ow
 
 
 def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
+    """Writes k and v to the cache and computes attention.
 
-    `cache` and `batch` are what continuous batching passes to every layer, `options` those of scores.
+    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
+    `cache` and `batch` are what continuous batching passes to every layer; `options` go to `attention`.
     """
     allocator = cache.layer_to_allocator[layer]
     window = getattr(allocator, "sliding_window", None)
@@ -75,7 +76,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
     # With nothing to read, the allocator only writes.
     allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, own.read[:0], own.write)
     if not own.read.numel():
-        inside = from_cu_seqlens(own.borders_q) & _mask(window)
+        inside = from_cu_seqlens(own.borders_q) & causal(window)
         out: Tensor = attention(*qkv, mask=inside, offset=0, **options)
         return out
     plan = _plans.get(own.read)
@@ -84,12 +85,13 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
     return _in_place(allocator, layer, qkv, plan, options)
 
 
-def _mask(window: int | None) -> Mask:
+def causal(window: int | None) -> Mask:
+    """Returns a causal mask, or one of the last `window` tokens."""
     return CAUSAL if window is None else Window(window - 1)
 
 
 def _is_readable(allocator: Any, window: int | None) -> bool:
-    """Whether the kernels can read the pages."""
+    """Returns whether the kernels can read the pages in place."""
     page = allocator.tokens_per_page
     return window is None and allocator.supports_block_table and page >= 16 and not page & (page - 1)
 
@@ -102,15 +104,17 @@ def _tokens(x: Tensor) -> Tensor:
 # In place
 
 
-def _planned(batch: Batch, page: int) -> Plan:
+def _planned(batch: Batch, page: int) -> PagePlan:
     sequences = [
         Sequence(q0, q1 - q0, k1 - k0, batch.read[k0:k1:page] // page)
-        for (q0, q1), (k0, k1) in zip(_pairs(batch.borders_q), _pairs(batch.borders_k), strict=True)
+        for (q0, q1), (k0, k1) in zip(
+            *(pairwise(borders.tolist()) for borders in (batch.borders_q, batch.borders_k)), strict=True
+        )
         if q1 > q0
     ]
     single = [s for s in sequences if s.Lq == 1]
     integers = partial(torch.tensor, dtype=torch.int64, device=batch.read.device)
-    return Plan(
+    return PagePlan(
         rows=None if len(single) == len(sequences) else integers([s.start for s in single]),
         table=pad_sequence([s.pages.int() for s in single], batch_first=True) if single else integers([]),
         last=integers([s.Lk - 1 for s in single]),
@@ -119,11 +123,7 @@ def _planned(batch: Batch, page: int) -> Plan:
     )
 
 
-def _pairs(borders: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise(borders.tolist()))
-
-
-def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: Plan, options: dict[str, Any]) -> Tensor:
+def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dict[str, Any]) -> Tensor:
     k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
     page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
     pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
@@ -139,9 +139,9 @@ def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: Plan, options: dict[st
     return out
 
 
-def _last(q: Tensor, pages: Stored, plan: Plan, options: dict[str, Any]) -> Tensor:
-    """q (1, Hq, n, D): the last tokens of n sequences, as a batch."""
-    out: Any = attend_stored(q.transpose(0, 2), pages, mask=CAUSAL, offset=plan.last, **options)
+def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> Tensor:
+    """Computes attention of q (1, Hq, n, D), the last tokens of n sequences, as a batch of n."""
+    out: Any = attend_stored(q.transpose(0, 2), pages, Options(CAUSAL, plan.last, **options))
     joined: Tensor = out.transpose(0, 2)
     return joined
 
@@ -150,7 +150,7 @@ def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: di
     if sequence.Lk == sequence.Lq:
         return attention(*qkv, mask=CAUSAL, **options)
     own = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
-    return attend_stored(qkv[0], own, mask=CAUSAL, **options)
+    return attend_stored(qkv[0], own, Options(CAUSAL, **options))
 
 
 # Collected
@@ -162,6 +162,6 @@ def _gathered(
     q, k, v = (_tokens(x) for x in qkv)
     k, v = allocator.update(k, v, layer, batch.read, batch.write)
     alone = int(batch.borders_q.diff().max()) == 1  # then a query sees all keys of its sequence
-    mask = None if alone else _mask(window)
+    mask = None if alone else causal(window)
     out: Tensor = varlen_attention(q, k, v, batch.borders_q, batch.borders_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

@@ -13,7 +13,7 @@ from ._masks import mask_tensor
 
 
 def register() -> None:
-    """Make `attn_implementation="regard"` known to Transformers, for models loaded before or after.
+    """Registers `attn_implementation="regard"` with Transformers, for models loaded before or after.
 
     Example:
         >>> regard.hf.register()
@@ -26,7 +26,10 @@ def register() -> None:
 
 
 def _admit_to_continuous_batching() -> None:
-    """Its manager has a list of names in the code of a method, which refuses all others."""
+    """Adds `regard` to the implementations that continuous batching accepts.
+
+    Transformers has the list hard-coded in a method.
+    """
     refuse = ContinuousBatchingManager.switch_to_cb_friendly_attn
     if getattr(refuse, "_admits", None) == NAME:
         return

@@ -1,9 +1,9 @@
-"""Tensors that carry what they stand for through code that knows nothing of it.
+"""Tensor subclasses that carry a mask or a cache through the code of models.
 
-Transformers hands a mask from the mask function to the attention function, and keys and values from the cache
-to the attention function, through the code of several hundred models. Some of it looks at shape and dtype, a
-little of it computes. A stand-in has the shape and dtype of the dense tensor and no memory; the first
-operation on it makes the dense tensor, so whoever does not know it is right, only slower.
+Transformers passes a mask from the mask function to the attention function, and keys and values from the
+cache to the attention function, through the code of several hundred models. Some of it reads shape and dtype,
+a little of it computes. A stand-in has the shape and dtype of the dense tensor and no memory. An operation on
+it first makes the dense tensor, so code that does not know stand-ins is correct, only slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..masks import Mask
 
 
 class StandIn(Tensor):
-    """A tensor whose content is made when an operation asks for it."""
+    """A tensor without memory; operations on it receive the result of `dense`."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -41,12 +41,11 @@ class StandIn(Tensor):
 
 
 class MaskTensor(StandIn):
-    """A mask (B, 1, Lq, Lk), True = may attend, that the kernels take as a value."""
+    """A dense mask (B, 1, Lq, Lk), True = may attend, that carries a `Mask` value."""
 
     mask: Mask | None  # None: every query sees every key
     offset: int
 
-    @staticmethod
     def __new__(
         cls: Any, mask: Mask | None, offset: int, shape: tuple[int, ...], device: torch.device | str
     ) -> Any:
@@ -62,12 +61,11 @@ class MaskTensor(StandIn):
 
 
 class Kept(StandIn):
-    """The keys (B, Hkv, Lk, D) or values of a cache that the kernels read as they are stored."""
+    """The keys (B, Hkv, Lk, D) or values of a cache, which the kernels read in place."""
 
     stored: Stored
     which: int  # 0: keys, 1: values
 
-    @staticmethod
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
         source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
         shape = (*source.shape[:2], stored.length, size)

@@ -27,6 +27,7 @@ from ._flex import to_flex as to_flex
 from ._flex import to_flex_mask_mod as to_flex_mask_mod
 from ._mask import And as And
 from ._mask import Mask as Mask
+from ._mask import MaskKind as MaskKind
 from ._mask import Not as Not
 from ._mask import Or as Or
 from ._mask import PerHead as PerHead

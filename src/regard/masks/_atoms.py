@@ -4,74 +4,79 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from .._tools.arguments import (
-    bool_tensor,
-    brief,
-    broadcasts,
-    common_shape,
-    count,
-    describe,
-    int_tensor,
-    is_integer,
-    readable,
-)
-from ._mask import Grid, Mask, Sizes, column, row, value
+from .._tools.arguments import bool_tensor, broadcasts, count, describe, int_tensor, is_integer, readable
+from .._tools.values import value
+from ._mask import CallSizes, Mask, MaskKind, declare
+from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, column, cut, pick, row
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
 
 
-@value
-class Causal(Mask):
-    """Keys at or before the query's position."""
-
-    _cost: ClassVar[int] = 0
-
-    def __init__(self) -> None: ...
-
-    def _dense(self, grid: Grid) -> Tensor:
-        return grid.j <= grid.p
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.WINDOW, UNLIMITED, 0)
-
-
-@value
+@declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
     """Keys up to `left` before and `right` after the query's position; None means unlimited."""
 
-    _cost: ClassVar[int] = 0
     left: int | None
     right: int | None
 
     def __init__(self, left: int | None, right: int | None = 0) -> None:
         self._set(left=_reach("left", left), right=_reach("right", right))
 
-    def _dense(self, grid: Grid) -> Tensor:
-        seen = torch.ones_like(grid.j <= grid.p)
-        if self.left is not None:
-            seen &= grid.p - self.left <= grid.j
-        if self.right is not None:
-            seen &= grid.j <= grid.p + self.right
-        return seen
+    def __repr__(self) -> str:
+        return f"Window({self.left}, {self.right})"
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.WINDOW, *(UNLIMITED if reach is None else reach for reach in (self.left, self.right)))
+    def _sees(self, at: At) -> Tensor:
+        if self.left is None:
+            return at.j == at.j if self.right is None else at.j <= at.p + self.right
+        seen = at.p - self.left <= at.j
+        return seen if self.right is None else seen & (at.j <= at.p + self.right)
+
+    def _joined(self, other: Mask) -> Mask | None:
+        if not isinstance(other, Window):
+            return None
+        reaches = _nearer(self.left, other.left), _nearer(self.right, other.right)
+        for window in (self, other):
+            if (window.left, window.right) == reaches:
+                return window
+        return Window(*reaches)
+
+    def _arguments(self, pool: Pool) -> list[int]:
+        return [UNLIMITED if reach is None else reach for reach in (self.left, self.right)]
+
+    @classmethod
+    def _decode(cls, words: tuple[int, ...], tensors: Sequence[Tensor]) -> Self:
+        return cls._of(*(None if reach == UNLIMITED else reach for reach in words))
+
+
+@value
+class Causal(Window):
+    """Keys at or before the query's position."""
+
+    left, right = None, 0
+
+    def __init__(self) -> None: ...
+
+    def __repr__(self) -> str:
+        return "Causal()"
 
 
 def _reach(name: str, reach: int | None) -> int | None:
     return None if reach is None else count(f"Window({name})", reach)
 
 
-@value
+def _nearer(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+@declare(Op.LENGTHS, cost=0, n=0)
 class Lengths(Mask):
     """The first n keys of each sample are real. `n` is an int, or integers of the batch's shape, (B,)."""
 
-    _cost: ClassVar[int] = 0
     n: Tensor
 
     def __init__(self, n: int | Sequence[int] | Tensor) -> None:
@@ -84,19 +89,16 @@ class Lengths(Mask):
     def _longest(self) -> int:
         return int(self.n.max()) if readable(self.n) and self.n.numel() else 0
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         if not sizes.batch_fits(tuple(self.n.shape)):
             shape = tuple(self.n.shape)
             raise ValueError(f"Lengths(n): shape {shape} does not broadcast to the batch {sizes.batch}")
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return grid.j < (self.n[..., None, None, None] if self.n.ndim else self.n)
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.LENGTHS, pool.add(self.n, 0))
+    def _sees(self, at: At) -> Tensor:
+        return at.j < at.of_sample(self.n)
 
 
-@value
+@declare(Op.DOCUMENTS, Op.TOKENS, q_ids=1, k_ids=1)
 class Documents(Mask):
     """Tokens see the tokens that have the same id.
 
@@ -111,39 +113,35 @@ class Documents(Mask):
         keys = None if k_ids is None else int_tensor("Documents(k_ids)", k_ids, 1)
         self._set(q_ids=int_tensor("Documents(q_ids)", q_ids, 1), k_ids=keys)
 
-    def __repr__(self) -> str:
-        ids = [self.q_ids] if self.k_ids is None else [self.q_ids, self.k_ids]
-        return f"Documents({', '.join(map(brief, ids))})"
-
     def _sizes(self) -> tuple[int, int]:
         own = self.q_ids.shape[-1]
         return (0, own) if self.k_ids is None else (own, self.k_ids.shape[-1])
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         if self.k_ids is None:
             _check_ids("q_ids", self.q_ids, "Lk", sizes.Lk, sizes)
         else:
             _check_ids("q_ids", self.q_ids, "Lq", sizes.Lq, sizes)
             _check_ids("k_ids", self.k_ids, "Lk", sizes.Lk, sizes)
 
-    def _dense(self, grid: Grid) -> Tensor:
+    def _sees(self, at: At) -> Tensor:
         if self.k_ids is not None:
-            return column(self.q_ids) == row(self.k_ids)
-        ids, L = self.q_ids, self.q_ids.shape[-1]
-        inside = (grid.pos >= 0) & (grid.pos < L)
-        lead = common_shape(ids.shape[:-1], grid.pos.shape[:-1])
-        # One more column for the positions outside, so that there is something to gather.
-        padded = torch.nn.functional.pad(ids, (0, 1)).expand(*lead, L + 1)
-        at = torch.where(inside, grid.pos, L).expand(*lead, -1)
-        return (column(padded.gather(-1, at)) == row(ids)) & column(inside)
+            return at.at_query(self.q_ids) == at.at_key(self.k_ids)
+        own, inside = at.at_position(self.q_ids)
+        return inside & (own == at.at_key(self.q_ids))
 
     def _encode(self, pool: Pool) -> list[int]:
         if self.k_ids is None:
-            return node(Op.TOKENS, pool.add(self.q_ids, 1))
-        return node(Op.DOCUMENTS, pool.add(self.q_ids, 1), pool.add(self.k_ids, 1))
+            return node(Op.TOKENS, pool.add(self.q_ids, self._dims["q_ids"]))
+        return super()._encode(pool)
+
+    def _cut(self, part: Rectangle) -> Mask:
+        if self.k_ids is None:
+            return super()._cut(part)
+        return self._of(cut(self.q_ids, part.samples, part.rows), cut(self.k_ids, part.samples))
 
 
-def _check_ids(name: str, ids: Tensor, letter: str, length: int, sizes: Sizes) -> None:
+def _check_ids(name: str, ids: Tensor, letter: str, length: int, sizes: CallSizes) -> None:
     if ids.shape[-1] != length or not sizes.batch_fits(tuple(ids.shape[:-1])):
         raise ValueError(
             f"Documents({name}): shape {tuple(ids.shape)} is not (..., {letter}) for batch {sizes.batch}, "
@@ -151,24 +149,20 @@ def _check_ids(name: str, ids: Tensor, letter: str, length: int, sizes: Sizes) -
         )
 
 
-@value
+@declare(Op.PREFIX, kind=MaskKind.POSITION, cost=0)
 class Prefix(Mask):
     """Every query sees the keys j < n. For one number per sample use Lengths."""
 
-    _cost: ClassVar[int] = 0
     n: int
 
     def __init__(self, n: int) -> None:
         self._set(n=count("Prefix(n)", n))
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return (grid.j < self.n) & torch.ones_like(grid.i, dtype=torch.bool)
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.PREFIX, self.n)
+    def _sees(self, at: At) -> Tensor:
+        return at.j < self.n
 
 
-@value
+@declare(Op.GLOBAL, kind=MaskKind.POSITION, tokens=1)
 class Global(Mask):
     """The tokens at these positions see all keys and are seen by all queries.
 
@@ -181,7 +175,7 @@ class Global(Mask):
     def __init__(self, tokens: Sequence[int] | Tensor) -> None:
         self._set(tokens=_ascending(_positions(tokens)))
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         if not sizes.batch_fits(tuple(self.tokens.shape[:-1])):
             raise ValueError(
                 f"Global(tokens): shape {tuple(self.tokens.shape)} is not (..., n) for batch {sizes.batch}"
@@ -189,10 +183,21 @@ class Global(Mask):
 
     def _dense(self, grid: Grid) -> Tensor:
         queries = _among(grid.pos, self.tokens)
-        return column(queries) | row(_among(grid.key, self.tokens))
+        return column(queries) | row(_among(grid.j, self.tokens))
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.GLOBAL, pool.add(self.tokens, 1))
+    def _mod(self, scene: Scene) -> Mod:
+        tokens, size = self.tokens, max(scene.Lk, scene.highest + 1, 1)
+        # Tokens that are padding or beyond every position fall into one more column, which is cut off.
+        at = torch.where((tokens >= 0) & (tokens < size), tokens, size)
+        marks = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=scene.device)
+        marks = marks.scatter(1, at, True)[:, :size].contiguous()
+
+        def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            pair = Pair(scene, b, h, q, k)
+            marked, inside = pair.at_position(marks)
+            return (marked & inside) | pair.at_key(marks)
+
+        return mod
 
 
 def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
@@ -222,14 +227,13 @@ def _among(positions: Tensor, tokens: Tensor) -> Tensor:
     return ((positions[..., :, None] == tokens[..., None, :]) & (tokens >= 0)[..., None, :]).any(-1)
 
 
-@value
+@declare(Op.RANDOM, kind=MaskKind.POSITION, cost=2)
 class RandomBlocks(Mask):
     """Each block of `block` query positions sees `per_row` key blocks drawn at random.
 
     The draw depends on the seed, the row and the number of key blocks only: the same on every machine.
     """
 
-    _cost: ClassVar[int] = 2
     per_row: int
     block: int
     seed: int
@@ -243,12 +247,24 @@ class RandomBlocks(Mask):
 
     def _dense(self, grid: Grid) -> Tensor:
         rows, which = torch.unique(grid.pos.div(self.block, rounding_mode="floor"), return_inverse=True)
-        table = chosen_blocks(rows, -(-grid.Lk // self.block), self.per_row, self.seed)
-        seen = table[which][..., grid.key // self.block]
+        seen = self._table(rows, len(grid.j))[which][..., grid.j // self.block]
         return seen.unsqueeze(-3) if seen.ndim > 2 else seen
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.RANDOM, self.per_row, self.block, signed(self.seed))
+    def _mod(self, scene: Scene) -> Mod:
+        first, last = scene.lowest // self.block, scene.highest // self.block
+        table = self._table(torch.arange(first, last + 1, device=scene.device), scene.Lk)
+
+        def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return pick(table, Pair(scene, b, h, q, k).p // self.block - first, k // self.block)
+
+        return mod
+
+    def _table(self, rows: Tensor, Lk: int) -> Tensor:
+        """Bool (R, key blocks): those drawn for each of the block rows (R,)."""
+        return chosen_blocks(rows, -(-Lk // self.block), self.per_row, self.seed)
+
+    def _arguments(self, pool: Pool) -> list[int]:
+        return [self.per_row, self.block, signed(self.seed)]
 
 
 def _seed(seed: int) -> int:
@@ -259,24 +275,20 @@ def _seed(seed: int) -> int:
     return int(seed)
 
 
-@value
+@declare(Op.DILATED, kind=MaskKind.DISTANCE, cost=2)
 class Dilated(Mask):
     """Keys whose distance from the query's position is a multiple of `step`."""
 
-    _cost: ClassVar[int] = 2
     step: int
 
     def __init__(self, step: int) -> None:
         self._set(step=count("Dilated(step)", step, 1))
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return (grid.p - grid.j) % self.step == 0
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.DILATED, self.step)
+    def _sees(self, at: At) -> Tensor:
+        return (at.p - at.j) % self.step == 0
 
 
-@value
+@declare(Op.DENSE, cost=2, keep=3)
 class Dense(Mask):
     """A bool tensor, broadcastable to (..., Hq, Lq, Lk); True means "may attend".
 
@@ -284,7 +296,6 @@ class Dense(Mask):
     a mask for each sample is (B, 1, Lq, Lk).
     """
 
-    _cost: ClassVar[int] = 2
     keep: Tensor
 
     def __init__(self, keep: Tensor) -> None:
@@ -293,25 +304,23 @@ class Dense(Mask):
     @classmethod
     def borrow(cls, keep: Tensor) -> Dense:
         """A Dense that does not own its tensor: for a single call, which does not outlive it."""
-        mask = cls.__new__(cls)
-        mask._set(keep=keep)
-        return mask
+        return cls._of(keep)
 
     def _sizes(self) -> tuple[int, int]:
         Lq, Lk = self.keep.shape[-2:]
         return Lq if Lq > 1 else 0, Lk if Lk > 1 else 0
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return self.keep
+    def _sees(self, at: At) -> Tensor:
+        return at.at_block(self.keep, 1)
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.DENSE, pool.add(_with_heads(self.keep), 3))
+    def _cut(self, part: Rectangle) -> Mask:
+        return self.borrow(cut(self.keep, part.samples, part.heads, part.rows))
 
 
-@value
+@declare(Op.BLOCKS, table=3)
 class Blocks(Mask):
     """A bool table (..., Hq, ceil(Lq / block), ceil(Lk / block)) over squares of `block` queries and keys.
 
@@ -328,22 +337,23 @@ class Blocks(Mask):
         nq, nk = self.table.shape[-2:]
         return nq * self.block, nk * self.block
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         nq, nk = -(-sizes.Lq // self.block), -(-sizes.Lk // self.block)
         _check_matrix(f"Blocks(table, block={self.block})", self.table, sizes, nq, nk, broadcast=False)
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return self.table[..., grid.i // self.block, grid.j // self.block]
+    def _sees(self, at: At) -> Tensor:
+        return at.at_block(self.table, self.block)
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.BLOCKS, pool.add(_with_heads(self.table), 3), self.block)
+    def _cut(self, part: Rectangle) -> Mask:
+        """Written out, for blocks need not begin where the part does."""
+        rows = torch.arange(part.rows.start, part.rows.stop, device=self.device) // self.block
+        keys = torch.arange(part.Lk, device=self.device) // self.block
+        return Dense.borrow(cut(self.table, part.samples, part.heads)[..., rows[:, None], keys])
 
 
-def _with_heads(matrix: Tensor) -> Tensor:
-    return matrix if matrix.ndim > 2 else matrix[None]
-
-
-def _check_matrix(name: str, matrix: Tensor, sizes: Sizes, rows: int, columns: int, broadcast: bool) -> None:
+def _check_matrix(
+    name: str, matrix: Tensor, sizes: CallSizes, rows: int, columns: int, broadcast: bool
+) -> None:
     shape = tuple(matrix.shape)
     exact = broadcast or shape[-2:] == (rows, columns)
     heads = (*shape[-3:-2], 1)[0] if sizes.heads is None else sizes.heads

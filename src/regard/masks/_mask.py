@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._tools.arguments import Offset, brief, broadcasts, common_shape, count, first_position, readable, same
-from ._program import Op, Pool, Program, node
+from .._tools.arguments import Offset, broadcasts, common_shape, count, first_position
+from .._tools.values import Value, value
+from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, cut
+from ._program import Op, Pool, Program, node, nodes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 M = TypeVar("M", bound="Mask")
+_classes: dict[int, type[Mask]] = {}  # Op -> the class that reads it
 
 
-def value(cls: type[M]) -> type[M]:
-    """A frozen class whose equality, hash and repr come from Mask and whose `__init__` is its own."""
-    return dataclass(frozen=True, eq=False, repr=False, init=False)(cls)
+class MaskKind(Enum):
+    """What a mask speaks of. It decides where else than in its own call the mask can be applied."""
+
+    DISTANCE = "distance"  # the query's position less the key's
+    POSITION = "position"  # in a sequence of any length
+    INDEX = "index"  # the queries and keys of one call
 
 
-class Sizes(NamedTuple):
-    """What a mask is to be applied to; None means unknown."""
+class CallSizes(NamedTuple):
+    """The sizes of a call that a mask is to be applied to; None means unknown."""
 
     batch: tuple[int, ...] | None
     heads: int | None
@@ -39,41 +46,40 @@ class Sizes(NamedTuple):
         return self.batch is None or broadcasts(lead, self.batch)
 
 
-class Grid(NamedTuple):
-    """The positions a mask speaks of."""
+def declare(
+    *ops: Op, kind: MaskKind = MaskKind.INDEX, cost: int = 1, **dims: int
+) -> Callable[[type[M]], type[M]]:
+    """Declares what other code asks of a class of masks.
 
-    query: Tensor  # (Lq,)
-    pos: Tensor  # (Lq,), or (*batch, Lq) when the samples differ
-    key: Tensor  # (Lk,)
+    Args:
+        ops: its codes in a program; instances have the first, unless they say otherwise.
+        kind: what it speaks of.
+        cost: where AND puts this operand: 0 narrows cheaply, 2 comes last.
+        dims: its tensors, and how many trailing dims are their own. The dims before them are batch dims.
+    """
 
-    @property
-    def i(self) -> Tensor:
-        return column(self.query)
+    def declared(cls: type[M]) -> type[M]:
+        cls._op, cls._kind, cls._cost, cls._dims = ops[0], kind, cost, dims
+        _classes.update(dict.fromkeys(ops, cls))
+        return value(cls)
 
-    @property
-    def p(self) -> Tensor:
-        return column(self.pos)
-
-    @property
-    def j(self) -> Tensor:
-        return self.key
-
-    @property
-    def Lk(self) -> int:
-        return len(self.key)
+    return declared
 
 
-def column(x: Tensor) -> Tensor:
-    """(*batch, Lq) -> (*batch, 1, Lq, 1); without batch dims (Lq, 1)."""
-    return x[..., None, :, None] if x.ndim > 1 else x[:, None]
+def decode(code: tuple[int, ...], tensors: Sequence[Tensor]) -> Mask:
+    """The mask that lowers to this program. Its tensors are not copied."""
+    return _classes[code[0]]._decode(code[2:], tensors)
 
 
-def row(x: Tensor) -> Tensor:
-    """(*batch, Lk) -> (*batch, 1, 1, Lk); without batch dims (Lk,)."""
-    return x[..., None, None, :] if x.ndim > 1 else x
+def part_of(code: tuple[int, ...], tensors: Sequence[Tensor], part: Rectangle) -> Mask:
+    """The mask over a part of a call; `tensors` have their batch dims flattened to 1 or B.
+
+    Row 0 of the part stands `part.rows.start` further than row 0 of the call.
+    """
+    return decode(code, tensors)._cut(part)
 
 
-class Mask:
+class Mask(Value):
     """Which keys each query may attend to. True means "may attend".
 
     Query i stands at position `offset + i`, key j at position j. Masks are values: frozen, comparable,
@@ -81,8 +87,10 @@ class Mask:
     Combine them with `&`, `|`, `~`. `to_dense` defines what a mask means.
     """
 
-    # Where AND puts this operand: 0 narrows cheaply, 2 comes last.
-    _cost: ClassVar[int] = 1
+    _op: ClassVar[Op]
+    _kind: ClassVar[MaskKind]
+    _cost: ClassVar[int]
+    _dims: ClassVar[dict[str, int]]
 
     def to_dense(
         self,
@@ -99,7 +107,7 @@ class Mask:
         (any batch shape); the default is Lk - Lq. `heads` only checks PerHead and per-head tensors.
         """
         mask = self if device is None else self.to(device)
-        mask._check(Sizes(None, heads, count("Lq", Lq), count("Lk", Lk)))
+        mask._check(CallSizes(None, heads, count("Lq", Lq), count("Lk", Lk)))
         where = mask.device if device is None else torch.device(device)  # of a mask without tensors
         dense = mask._dense(_grid(Lq, Lk, offset, where))
         shape = common_shape(dense.shape, (Lq, Lk))
@@ -117,7 +125,7 @@ class Mask:
 
     def check_shapes(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
         """The part of `check` that looks at shapes only."""
-        self._check(Sizes(tuple(batch), heads, Lq, Lk))
+        self._check(CallSizes(tuple(batch), heads, Lq, Lk))
 
     def check_values(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
         """The part of `check` that looks at data: no length may exceed Lk.
@@ -131,9 +139,7 @@ class Mask:
 
     def to(self: M, device: torch.device | str) -> M:
         """The same mask with its tensors on `device`."""
-        moved = object.__new__(type(self))
-        moved.__dict__.update({name: _moved(content, device) for name, content in self._items()})
-        return moved
+        return self._map(lambda part: part.to(device))
 
     @property
     def device(self) -> torch.device:
@@ -194,16 +200,16 @@ class Mask:
         return _draw.html(_draw.picture(self, None, None, None, 0, 0))
 
     def __and__(self, other: object) -> Mask:
-        return And(self, other) if _combinable(other, "&") else NotImplemented
+        if not _combinable(other, "&"):
+            return NotImplemented
+        both = And(self, other)
+        return both if len(both.masks) > 1 else both.masks[0]
 
     def __or__(self, other: object) -> Mask:
         return Or(self, other) if _combinable(other, "|") else NotImplemented
 
-    def __rand__(self, other: object) -> Mask:
-        return And(other, self) if _combinable(other, "&") else NotImplemented
-
-    def __ror__(self, other: object) -> Mask:
-        return Or(other, self) if _combinable(other, "|") else NotImplemented
+    # Reached when the left operand is no mask: a tensor gets the message of `_combinable`.
+    __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Mask:
         return Not(self)
@@ -211,29 +217,10 @@ class Mask:
     def __bool__(self) -> bool:
         raise TypeError("a mask is neither true nor false; combine masks with &, |, ~, not with and, or, not")
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return self is other or all(_equal(content, getattr(other, name)) for name, content in self._items())
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        shown = ", ".join(brief(content) for _, content in self._items())
-        return f"{type(self).__name__}({shown})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self._items())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def _set(self, **content: object) -> None:
-        self.__dict__.update(content)
-
-    def _items(self) -> Iterator[tuple[str, Any]]:
-        return ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+    @property
+    def kinds(self) -> frozenset[MaskKind]:
+        """What the mask speaks of: distances, positions, or the indices of one call."""
+        return frozenset([self._kind])
 
     def _children(self) -> tuple[Mask, ...]:
         return ()
@@ -242,10 +229,6 @@ class Mask:
         yield from (content for _, content in self._items() if isinstance(content, Tensor))
         for child in self._children():
             yield from child._tensors()
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((type(self).__name__, *(_fingerprint(content) for _, content in self._items())))
 
     @functools.cached_property
     def _program(self) -> Program:
@@ -261,7 +244,7 @@ class Mask:
         """The largest length any Lengths in this mask gives, 0 if there is none."""
         return max((child._longest for child in self._children()), default=0)
 
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         for child in self._children():
             child._check(sizes)
 
@@ -270,17 +253,86 @@ class Mask:
         known = [child._sizes() for child in self._children()]
         return max((Lq for Lq, _ in known), default=0), max((Lk for _, Lk in known), default=0)
 
-    def _dense(self, grid: Grid) -> Tensor:
+    # What an atom states of itself, beside `declare`
+
+    def _sees(self, at: At) -> Tensor:
+        """The formula: whether each query may attend to each key."""
         raise NotImplementedError
 
+    def _dense(self, grid: Grid) -> Tensor:
+        return self._sees(grid)
+
+    def _mod(self, scene: Scene) -> Mod:
+        """The formula for FlexAttention. Tensors have one batch dim, of 1 or B."""
+        return lambda b, h, q, k: self._sees(Pair(scene, b, h, q, k))
+
+    def _joined(self, other: Mask) -> Mask | None:
+        """One mask that means `self & other`, if there is one."""
+        return None
+
     def _encode(self, pool: Pool) -> list[int]:
-        raise NotImplementedError
+        return node(self._op, *self._arguments(pool))
+
+    def _arguments(self, pool: Pool) -> list[int]:
+        """The fields as integers, tensors by their number in the pool."""
+        dims, given = self._dims, self.__dict__
+        return [pool.add(given[name], dims[name]) if name in dims else given[name] for name in self._names]
+
+    @classmethod
+    def _decode(cls: type[M], words: tuple[int, ...], tensors: Sequence[Tensor]) -> M:
+        fields = itertools.zip_longest(cls._names, words)
+        return cls._of(*(tensors[x] if name in cls._dims and x is not None else x for name, x in fields))
+
+    def _cut(self, part: Rectangle) -> Mask:
+        """The mask over a part of a call. Tensors have one batch dim, of 1 or B."""
+        return self._map(lambda x: x._cut(part) if isinstance(x, Mask) else cut(x, part.samples))
+
+    @classmethod
+    def _of(cls: type[M], *contents: object) -> M:
+        """A mask with these contents, neither checked nor copied."""
+        mask = cls.__new__(cls)
+        mask.__dict__.update(zip(cls._names, contents, strict=True))
+        return mask
+
+    def _map(self: M, change: Callable[[Any], Any]) -> M:
+        """The same mask with other tensors and masks in it."""
+        return self._of(*(_changed(content, change) for _, content in self._items()))
 
 
 @value
 class _Combination(Mask):
+    """A mask made of others."""
+
     masks: tuple[Mask, ...]
 
+    @property
+    def kinds(self) -> frozenset[MaskKind]:
+        return frozenset().union(*(mask.kinds for mask in self.masks))
+
+    def _children(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
+        """The formula, from those of the masks."""
+        raise NotImplementedError
+
+    def _dense(self, grid: Grid) -> Tensor:
+        return self._combined([mask._dense(grid) for mask in self.masks], grid)
+
+    def _mod(self, scene: Scene) -> Mod:
+        mods = [mask._mod(scene) for mask in self.masks]
+        return lambda b, h, q, k: self._combined([mod(b, h, q, k) for mod in mods], Pair(scene, b, h, q, k))
+
+    def _encode(self, pool: Pool) -> list[int]:
+        return node(self._op, children=[mask._encode(pool) for mask in self.masks])
+
+    @classmethod
+    def _decode(cls: type[M], words: tuple[int, ...], tensors: Sequence[Tensor]) -> M:
+        return cls._of(tuple(decode(code, tensors) for code in nodes(words)))
+
+
+@value
+class _Several(_Combination):
     def __init__(self, *masks: Any) -> None:
         for mask in masks:
             if not isinstance(mask, Mask):
@@ -288,74 +340,77 @@ class _Combination(Mask):
         if len(masks) < 2:
             raise ValueError(f"{type(self).__name__} combines at least two masks, got {len(masks)}")
         # Nested combinations of the same kind become one flat list.
-        flat = (m.masks if isinstance(m, type(self)) else (m,) for m in masks)
-        self._set(masks=tuple(part for parts in flat for part in parts))
+        flat = [m.masks if isinstance(m, type(self)) else (m,) for m in masks]
+        self._set(masks=self._simplified([part for parts in flat for part in parts]))
 
-    def _children(self) -> tuple[Mask, ...]:
-        return self.masks
+    def _simplified(self, masks: list[Mask]) -> tuple[Mask, ...]:
+        return tuple(masks)
 
 
-@value
-class And(_Combination):
-    """Keys that every one of the masks allows: `a & b`."""
+@declare(Op.AND)
+class And(_Several):
+    """Keys that every one of the masks allows: `a & b`. Windows among them are joined to one."""
+
+    def _simplified(self, masks: list[Mask]) -> tuple[Mask, ...]:
+        joined: list[Mask] = []
+        for mask in masks:
+            for n, known in enumerate(joined):
+                both = known._joined(mask)
+                if both is not None:
+                    joined[n] = both
+                    break
+            else:
+                joined.append(mask)
+        return tuple(joined)
 
     def __repr__(self) -> str:
         return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return functools.reduce(operator.and_, (m._dense(grid) for m in self.masks))
+    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
+        return functools.reduce(operator.and_, seen)
 
     def _encode(self, pool: Pool) -> list[int]:
         ordered = sorted(self.masks, key=lambda mask: mask._cost)
         return node(Op.AND, children=[mask._encode(pool) for mask in ordered])
 
 
-@value
-class Or(_Combination):
+@declare(Op.OR)
+class Or(_Several):
     """Keys that any one of the masks allows: `a | b`."""
 
     def __repr__(self) -> str:
         return " | ".join(repr(m) for m in self.masks)
 
-    def _dense(self, grid: Grid) -> Tensor:
-        return functools.reduce(operator.or_, (m._dense(grid) for m in self.masks))
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.OR, children=[mask._encode(pool) for mask in self.masks])
+    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
+        return functools.reduce(operator.or_, seen)
 
 
-@value
-class Not(Mask):
+@declare(Op.NOT)
+class Not(_Combination):
     """Keys that the mask does not allow: `~a`."""
-
-    mask: Mask
 
     def __init__(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):
             raise TypeError(f"Not inverts a mask, got {type(mask).__name__}")
-        self._set(mask=mask)
+        self._set(masks=(mask,))
+
+    @property
+    def mask(self) -> Mask:
+        return self.masks[0]
 
     def __invert__(self) -> Mask:
         return self.mask
 
     def __repr__(self) -> str:
-        return f"~({self.mask!r})" if isinstance(self.mask, _Combination) else f"~{self.mask!r}"
+        return f"~({self.mask!r})" if isinstance(self.mask, _Several) else f"~{self.mask!r}"
 
-    def _children(self) -> tuple[Mask, ...]:
-        return (self.mask,)
-
-    def _dense(self, grid: Grid) -> Tensor:
-        return ~self.mask._dense(grid)
-
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.NOT, children=[self.mask._encode(pool)])
+    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
+        return ~seen[0]
 
 
-@value
-class PerHead(Mask):
+@declare(Op.PERHEAD)
+class PerHead(_Combination):
     """Query head h follows `masks[h]`. There is one mask for each query head."""
-
-    masks: tuple[Mask, ...]
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         if isinstance(masks, (Mask, Tensor)) or not hasattr(masks, "__iter__"):
@@ -372,31 +427,18 @@ class PerHead(Mask):
     def __repr__(self) -> str:
         return f"PerHead([{', '.join(map(repr, self.masks))}])"
 
-    def _children(self) -> tuple[Mask, ...]:
-        return self.masks
-
-    def _check(self, sizes: Sizes) -> None:
+    def _check(self, sizes: CallSizes) -> None:
         if sizes.heads not in (None, len(self.masks)):
             raise ValueError(
                 f"PerHead has {len(self.masks)} masks, but there are Hq = {sizes.heads} query heads"
             )
         super()._check(sizes._replace(heads=len(self.masks)))
 
-    def _dense(self, grid: Grid) -> Tensor:
-        full = (len(grid.query), grid.Lk)
-        heads = [_one_head(mask._dense(grid), head) for head, mask in enumerate(self.masks)]
-        shape = common_shape(full, *(dense.shape for dense in heads))
-        return torch.stack([dense.expand(shape) for dense in heads], dim=-3)
+    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
+        return at.by_head(seen)
 
-    def _encode(self, pool: Pool) -> list[int]:
-        return node(Op.PERHEAD, children=[mask._encode(pool) for mask in self.masks])
-
-
-def _one_head(dense: Tensor, head: int) -> Tensor:
-    """(..., 1 or H, Lq, Lk) -> (..., Lq, Lk)."""
-    if dense.ndim < 3:
-        return dense
-    return dense.select(-3, head if dense.shape[-3] > 1 else 0)
+    def _cut(self, part: Rectangle) -> Mask:
+        return PerHead([mask._cut(part) for mask in self.masks[part.heads]])
 
 
 def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
@@ -412,23 +454,7 @@ def _combinable(other: object, symbol: str) -> bool:
     return isinstance(other, Mask)
 
 
-def _moved(content: Any, device: torch.device | str) -> Any:
-    if isinstance(content, (Tensor, Mask)):
-        return content.to(device)
+def _changed(content: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(content, tuple):
-        return tuple(_moved(part, device) for part in content)
-    return content
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same(a, b)
-    return bool(a == b)
-
-
-def _fingerprint(content: Any) -> object:
-    """Something hashable that is equal for equal contents, and cheap for large tensors."""
-    if not isinstance(content, Tensor):
-        return content
-    total = content.sum().item() if readable(content) else None
-    return content.dtype, tuple(content.shape), total
+        return tuple(_changed(part, change) for part in content)
+    return change(content) if isinstance(content, (Tensor, Mask)) else content

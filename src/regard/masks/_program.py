@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -61,13 +61,15 @@ def _flatten(tensor: Tensor, core: int, batch: tuple[int, ...]) -> Tensor:
 
 
 class Pool:
-    """Collects the tensors of a program; equal ones are stored once."""
+    """Collects the tensors of a program; equal ones are stored once. Own dims that are missing become 1."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.cores: list[int] = []
 
     def add(self, tensor: Tensor, core: int) -> int:
+        if tensor.ndim < core:
+            tensor = tensor[(None,) * (core - tensor.ndim)]
         for index, known in enumerate(self.tensors):
             if core == self.cores[index] and same(known, tensor):
                 return index
@@ -79,3 +81,10 @@ class Pool:
 def node(op: Op, *arguments: int, children: Iterable[list[int]] = ()) -> list[int]:
     body = [*arguments, *(word for child in children for word in child)]
     return [int(op), len(body) + 2, *body]
+
+
+def nodes(code: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The nodes that follow each other in a part of a program."""
+    while code:
+        yield code[: code[1]]
+        code = code[code[1] :]

@@ -1,7 +1,7 @@
 """Modules: attention with its projections, and the blocks that models are made of."""
 
-from ._call import Cache as Cache
-from ._call import Memory as Memory
+from ._options import CacheLike as CacheLike
+from ._options import Memory as Memory
 from .attention import Attention as Attention
 from .attention import CrossAttention as CrossAttention
 from .attention import GroupedQueryAttention as GroupedQueryAttention

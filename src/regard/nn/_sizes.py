@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from .._tools.arguments import count
+from ._module import CheckedModule
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     d_model: int
     heads: int
     kv_heads: int
@@ -21,20 +24,43 @@ def sizes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
-) -> Sizes:
-    """Those given, checked, and defaults for the others: Hkv = H, D = d_model / H, Dv = D."""
+) -> HeadSizes:
+    """Checks the sizes and fills in defaults: Hkv = H, D = d_model / H, Dv = D."""
     d_model, heads = count("d_model", d_model, 1), count("heads", heads, 1)
-    kv_heads = heads if kv_heads is None else count("kv_heads", kv_heads, 1)
+    kv_heads = count("kv_heads", heads if kv_heads is None else kv_heads, 1)
     if heads % kv_heads:
         raise ValueError(f"kv_heads: expected a divisor of heads = {heads}, got {kv_heads}")
-    head_dim = _share(d_model, heads) if head_dim is None else count("head_dim", head_dim, 1)
-    value_dim = head_dim if value_dim is None else count("value_dim", value_dim, 1)
-    return Sizes(d_model, heads, kv_heads, head_dim, value_dim)
+    if head_dim is None and d_model % heads:
+        expected = f"a multiple of heads = {heads}, or head_dim to be given"
+        raise ValueError(f"d_model: expected {expected}, got {d_model}")
+    head_dim = count("head_dim", d_model // heads if head_dim is None else head_dim, 1)
+    value_dim = count("value_dim", head_dim if value_dim is None else value_dim, 1)
+    return HeadSizes(d_model, heads, kv_heads, head_dim, value_dim)
 
 
-def _share(d_model: int, heads: int) -> int:
-    if d_model % heads:
-        raise ValueError(
-            f"d_model: expected a multiple of heads = {heads}, or head_dim to be given, got {d_model}"
-        )
-    return d_model // heads
+class GroupedHeads(CheckedModule):
+    """A module with `heads` query heads that share `kv_heads` key heads."""
+
+    def __init__(
+        self, d_model: int, heads: int, kv_heads: int | None, head_dim: int | None, value_dim: int | None
+    ) -> None:
+        super().__init__()
+        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
+        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """The channels of all queries, of all keys and of all values."""
+        keys = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Splits channels into heads: (..., L, H * D) -> (..., H, L, D), a view."""
+    split: Tensor = x.unflatten(-1, (heads, -1))
+    return split.transpose(-3, -2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """Joins the heads' channels: (..., H, L, D) -> (..., L, H * D)."""
+    return x.transpose(-3, -2).flatten(-2)

@@ -8,25 +8,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
-from .. import packing
-from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache
-from ..masks import Causal, Lengths, Mask
-from ..positions import Alibi, Positions, Relative, Rotary, rotate
-from ._call import Cache, Call, Context, Memory, both, check, is_nested, own_mask, places_after, places_in_row
-from ._nested import row
-from ._sizes import sizes
-from ._state import Whole
+from ..masks import Mask
+from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
+from ._layer import AttentionLayer
+from ._nested import packed_tokens
+from ._options import CacheLike, Context, LayerOptions, Memory, is_nested, own_mask
+from ._sizes import GroupedHeads, join_heads, split_heads
 
-Rule = Rotary | Alibi | Relative
-CAUSAL = Causal()
+Rule = Rotary | AlibiBias | Relative
 
 
-class Attention(Whole):
+class Attention(AttentionLayer, GroupedHeads):
     """Multi-head attention with its projections: self, cross or masked, with any grouping of heads.
 
     Args:
@@ -40,7 +38,7 @@ class Attention(Whole):
         bias: whether the projections of queries, keys and values have biases.
         out_bias: whether the last one has. Default: as `bias`.
         qk_norm: a norm of queries and keys, made by `qk_norm(head_dim)`, such as `nn.RMSNorm`.
-        position: `positions.Rotary`, `positions.Alibi` or `positions.Relative`. Layers may share one.
+        position: `positions.Rotary`, `positions.AlibiBias` or `positions.Relative`. Layers may share one.
         mask: a mask of every call, such as `masks.Causal()`.
         scale, softcap: as in `regard.attention`.
         sink: learn a logit for each head that takes probability and gives nothing.
@@ -53,31 +51,19 @@ class Attention(Whole):
         torch.Size([2, 100, 512])
     """
 
+    _shown = (
+        "heads", "kv_heads", "head_dim", "value_dim", "dropout", "kv_model", "mask", "scale", "softcap",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        kv_model: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        qk_norm: Callable[[int], nn.Module] | None = None,
-        position: Rule | None = None,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: bool = False,
-        dropout: float = 0.0,
-        gate: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
-        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
+        self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, kv_model: int | None = None, bias: bool = True,
+        out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
+        position: Rule | None = None, mask: Mask | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.scale, self.softcap, self.mask = scale, softcap, own_mask(mask)
         self.dropout = probability("dropout", dropout)
@@ -89,18 +75,15 @@ class Attention(Whole):
         self.sink = nn.Parameter(torch.zeros(heads, **made)) if sink else None
 
     def _make_projections(self, bias: bool, out_bias: bool, gate: bool, made: dict[str, Any]) -> None:
-        asked, out = self.heads * self.head_dim, self.heads * self.value_dim
+        queries, keys, values = self._widths
+        out = self.heads * self.value_dim
         if self.kv_model is None:
-            self.qkv = nn.Linear(self.d_model, asked + sum(self._kv_sizes), bias, **made)
+            self.qkv = nn.Linear(self.d_model, queries + keys + values, bias, **made)
         else:
-            self.q = nn.Linear(self.d_model, asked, bias, **made)
-            self.kv = nn.Linear(self.kv_model, sum(self._kv_sizes), bias, **made)
+            self.q = nn.Linear(self.d_model, queries, bias, **made)
+            self.kv = nn.Linear(self.kv_model, keys + values, bias, **made)
         self.gate = nn.Linear(self.d_model, out, False, **made) if gate else None
         self.out = nn.Linear(out, self.d_model, out_bias, **made)
-
-    @property
-    def _kv_sizes(self) -> tuple[int, int]:
-        return self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
 
     def forward(
         self,
@@ -112,9 +95,9 @@ class Attention(Whole):
         positions: Positions | None = None,
         cu_seqlens: Tensor | None = None,
         context_cu_seqlens: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: CacheLike | None = None,
     ) -> Tensor:
-        """Attention of x to the context, or to itself.
+        """Attends from x to the context, or to itself.
 
         Args:
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested
@@ -128,112 +111,70 @@ class Attention(Whole):
             context_cu_seqlens: those of a packed context.
             cache: a cache of `regard.cache`: appends the keys of x and attends causally to all it holds.
         """
-        call = Call(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
+        options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
         if is_nested("x", x):
-            return self._nested(x, context, call)
-        self._check(x, context, call)
+            return self._forward_nested(x, options, **self._nested_context(context))
+        self._check(x, context, options)
         q, k, v = self._projected(x, context)
-        q, k = self._placed(q, k, self._places(call, x.shape[-2]))
-        found = self._attended((q, k, v), call)
-        joined = found.transpose(-3, -2).flatten(-2)
+        q, k = self._placed(q, k, options.places(x.shape[-2]) if isinstance(self.position, Rotary) else 0)
+        allowed, dropout = self._mask_and_dropout(options)
+        if cache is None:
+            found = self._attend((q, k, v), options, allowed, dropout)
+        else:
+            padded = {} if lengths is None else {"lengths": lengths}
+            found = cache.attend(q, k, v, mask=allowed, **padded, **self._options())
+        joined = join_heads(found)
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
 
     def remember(self, context: Tensor) -> Memory:
-        """The keys and values of a context, for calls with the same one."""
+        """Returns the keys and values of a context, for calls with the same one."""
         self._check_context(context)
         return Memory(*self._keys(context))
 
     def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
-        """What `regard.attention` is called with for x: (q, k, v) and options; dropout aside.
+        """Returns the arguments of `regard.attention` for x: (q, k, v) and options, without dropout.
 
         So `regard.weights(*qkv, **options)` are the weights of this layer.
         """
-        self._check(x, None, Call())
+        self._check(x, None, LayerOptions())
         q, k, v = self._projected(x, None)
         return (*self._placed(q, k, positions), v), {"mask": self.mask, **self._options()}
 
     def new_cache(self, B: int, capacity: int | None = None) -> KVCache:
-        """An empty cache for B samples, of the dtype and on the device of the weights."""
+        """Returns an empty cache for B samples, of the dtype and on the device of the weights."""
         if self.kv_model not in (None, self.d_model):
             raise ValueError(
                 f"new_cache: expected self-attention, got kv_model = {self.kv_model}; for a context, "
                 "`remember` keeps keys and values"
             )
-        weight = self.out.weight
-        return KVCache(
-            B, self.kv_heads, self.head_dim, self.value_dim, capacity=capacity, dtype=weight.dtype,
-            device=weight.device,
-        )  # fmt: skip
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
-    ) -> Tensor:
-        """Attends without projections: q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
-
-        Scale, softcap, sink and bias are those of the layer. A subclass may compute it in another way.
-        """
-        out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
-        return out
-
-    def _attended(self, qkv: Trio, call: Call) -> Tensor:
-        """(..., Hq, L, D) and so on -> (..., Hq, L, Dv)"""
-        mask, options = both(self.mask, call.mask), self._options()
-        dropout = self.dropout if self.training else 0.0
-        if call.cache is not None:
-            if dropout:
-                raise ValueError("cache: expected None in training with dropout; call eval() first")
-            return self._decoded(qkv, mask, call.cache, call.lengths, options)
-        if call.lengths is not None:
-            mask = both(mask, Lengths(call.lengths))
-        if call.cu_seqlens is None:
-            return self.attend(*qkv, mask=mask, dropout=dropout)
-        q, k, v = (t.transpose(0, 1) for t in qkv)
-        packed: Tensor = packing.varlen_attention(
-            q, k, v, call.cu_seqlens, call.context_cu_seqlens, mask=mask, dropout=dropout, **options
-        )
-        return packed.transpose(0, 1)
-
-    @staticmethod
-    def _decoded(
-        qkv: Trio, mask: Mask | None, cache: Cache, lengths: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        """A cache is causal by itself."""
-        if lengths is not None:
-            options["lengths"] = lengths
-        out: Tensor = cache.attend(*qkv, mask=None if mask == CAUSAL else mask, **options)
-        return out
+        made, sizes = self.out.weight, (self.kv_heads, self.head_dim, self.value_dim)
+        return KVCache(B, *sizes, capacity=capacity, dtype=made.dtype, device=made.device)
 
     def _projected(self, x: Tensor, context: Context) -> Trio:
-        """q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)"""
+        """Returns q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
         if context is None and self.kv_model is None:
-            q, k, v = self.qkv(x).split((self.heads * self.head_dim, *self._kv_sizes), -1)
-            return self._split(q, self.heads), *self._normed_keys(k, v)
-        q = self._split(F.linear(x, *self._part(0)) if self.kv_model is None else self.q(x), self.heads)
+            q, k, v = self.qkv(x).split(self._widths, -1)
+            return split_heads(q, self.heads), *self._normed_keys(k, v)
+        q = split_heads(F.linear(x, *self._part(0)) if self.kv_model is None else self.q(x), self.heads)
         return q, *(context if isinstance(context, Memory) else self._keys(x if context is None else context))
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
         kv = F.linear(context, *self._part(1)) if self.kv_model is None else self.kv(context)
-        return self._normed_keys(*kv.split(self._kv_sizes, -1))
+        return self._normed_keys(*kv.split(self._widths[1:], -1))
 
     def _normed_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self._split(k, self.kv_heads), self._split(v, self.kv_heads)
+        k, v = split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _part(self, which: int) -> tuple[Tensor, Tensor | None]:
-        """The rows of `qkv` that make queries (0), or keys and values (1): matrix and bias."""
-        sizes = (self.heads * self.head_dim, sum(self._kv_sizes))
-        bias = self.qkv.bias
+        """Returns the rows of `qkv` that make queries (0), or keys and values (1): matrix and bias."""
+        queries, keys, values = self._widths
+        sizes, bias = (queries, keys + values), self.qkv.bias
         return self.qkv.weight.split(sizes)[which], None if bias is None else bias.split(sizes)[which]
 
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        """(..., L, H * D) -> (..., H, L, D), a view."""
-        split: Tensor = x.unflatten(-1, (heads, -1))
-        return split.transpose(-3, -2)
-
     def _placed(self, q: Tensor, k: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
-        """Queries normed, and both turned."""
+        """Norms the queries and rotates queries and keys."""
         q = q if self.q_norm is None else self.q_norm(q)
         if not isinstance(self.position, Rotary):
             return q, k
@@ -243,47 +184,35 @@ class Attention(Whole):
         return turned_q, rotate(k, cos, sin, layout=layout, inplace=own)
 
     def _owns(self, q: Tensor, k: Tensor) -> bool:
-        """Whether nobody else sees what the projections made: no gradient, no hook, no compiler."""
+        """Returns whether the projections' outputs may be overwritten: no gradient, no hook, no compiler."""
         projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
         hooked = any(p._forward_hooks for p in projections)
         return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
 
     def _options(self) -> dict[str, Any]:
-        bias = self.position() if isinstance(self.position, (Alibi, Relative)) else None
+        bias = self.position() if isinstance(self.position, (AlibiBias, Relative)) else None
         return {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": bias}
 
-    def _places(self, call: Call, L: int) -> Positions:
-        if call.positions is not None:
-            return call.positions
-        if not isinstance(self.position, Rotary):
-            return 0
-        if call.cu_seqlens is not None:
-            return places_in_row(call.cu_seqlens, L)
-        return 0 if call.cache is None else places_after(call.cache, L)
-
-    def _nested(self, x: Tensor, context: Context, call: Call) -> Tensor:
-        call.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
+    def _nested_context(self, context: Context) -> dict[str, Tensor]:
+        if context is None:
+            return {}
         if isinstance(context, Memory):
             raise TypeError("context: expected a nested tensor as x is, got a Memory")
-        own = row("x", x)
-        other = None if context is None else row("context", context)
-        tokens, borders = (None, None) if other is None else (other.tokens, other.borders)
-        found = self(
-            own.tokens, tokens, mask=call.mask, positions=call.positions, cu_seqlens=own.borders,
-            context_cu_seqlens=borders,
-        )  # fmt: skip
-        return own.nested(found)
+        packed = packed_tokens("context", context, self._context_width)
+        return {"context": packed.tokens, "context_cu_seqlens": packed.cu_seqlens}
 
-    def _check(self, x: Tensor, context: Context, call: Call) -> None:
-        if x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
-            raise ValueError(f"x: expected (..., L, d_model = {self.d_model}), got {describe(x)}")
-        check(call, x, context)
-        if isinstance(call.cache, LatentCache | LinearCache) or not (
-            call.cache is None or callable(getattr(call.cache, "attend", None))
-        ):
-            raise TypeError(f"cache: expected one of keys and values, as of new_cache, got {call.cache!r}")
+    @property
+    def _context_width(self) -> int:
+        return self.d_model if self.kv_model is None else self.kv_model
+
+    def _check(self, x: Tensor, context: Context, options: LayerOptions) -> None:
+        options.check(x, context, self.d_model)
+        cache = options.cache
+        is_other = isinstance(cache, LatentCache | LinearCache)
+        if is_other or not (cache is None or callable(getattr(cache, "attend", None))):
+            raise TypeError(f"cache: expected one of keys and values, as of new_cache, got {cache!r}")
         if not isinstance(self.position, Rotary):
-            call.refuse("without position=Rotary(...)", "positions")
+            options.refuse("without position=Rotary(...)", "positions")
         if context is None:
             if self.kv_model not in (None, self.d_model):
                 raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
@@ -296,7 +225,7 @@ class Attention(Whole):
             self._check_context(context)
 
     def _check_context(self, context: Tensor) -> None:
-        width = self.d_model if self.kv_model is None else self.kv_model
+        width = self._context_width
         if is_nested("context", context) or context.dim() not in (2, 3) or context.shape[-1] != width:
             raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
 
@@ -306,24 +235,16 @@ class Attention(Whole):
             if x.shape[-3::2] != size:
                 raise ValueError(f"context: expected a Memory of {shape} with {size}, got {describe(x)}")
 
-    def extra_repr(self) -> str:
-        given = {"kv_model": self.kv_model, "mask": self.mask, "scale": self.scale, "softcap": self.softcap}
-        shown = "".join(f", {name}={value}" for name, value in given.items() if value is not None)
-        return (
-            f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"value_dim={self.value_dim}, dropout={self.dropout:g}{shown}"
-        )
-
 
 # Arguments
 
 
 def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
-    if position is not None and not isinstance(position, Rotary | Alibi | Relative):
-        raise TypeError(f"position: expected Rotary, Alibi or Relative of regard.positions, got {position!r}")
+    if position is not None and not isinstance(position, Rotary | AlibiBias | Relative):
+        raise TypeError(f"position: expected Rotary, AlibiBias or Relative, got {position!r}")
     if isinstance(position, Rotary) and position.dims > module.head_dim:
         raise ValueError(f"position: expected dims up to head_dim = {module.head_dim}, got {position.dims}")
-    if isinstance(position, (Alibi, Relative)) and position().heads != module.heads:
+    if isinstance(position, (AlibiBias, Relative)) and position().heads != module.heads:
         raise ValueError(f"position: expected heads = {module.heads}, got {position().heads}")
     return position
 

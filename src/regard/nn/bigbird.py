@@ -7,19 +7,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
-from ._call import both
-from ._projected import Projected, checked_lengths
+from ..masks._both import both
+from ._lengths import checked_lengths
+from ._projected import Projected
 
 
 def block_table(
     blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
 ) -> Tensor:
-    """Which blocks see which, bool (heads, blocks, blocks).
+    """Returns which blocks attend to which, bool (heads, blocks, blocks).
 
     A block sees the `window` blocks around it (an odd number), the global blocks, and `random` others, drawn
     for each head and block from those that it would not see anyway. Global blocks see all; those beyond the
@@ -32,11 +34,10 @@ def block_table(
     chosen[[block for block in global_blocks if -blocks <= block < blocks]] = True
     near = (places[:, None] - places).abs() <= window // 2
     seen = (near | chosen | chosen[:, None]).expand(heads, -1, -1).clone()
-    free = min(random, blocks)
-    if not free:
+    if not min(random, blocks):
         return seen
     lots = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed))
-    drawn = lots.masked_fill(seen, -1).topk(free, -1)
+    drawn = lots.masked_fill(seen, -1).topk(min(random, blocks), -1)
     # Where fewer are left than wanted, topk gives some that are seen anyway.
     return seen.scatter(-1, drawn.indices, True)
 
@@ -69,25 +70,15 @@ class BigBirdAttention(Projected):
         torch.Size([1, 4096, 512])
     """
 
+    _shown = ("heads", "head_dim", "block", "window", "random", "global_blocks", "seed", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        block: int = 64,
-        window: int = 3,
-        random: int = 3,
-        global_blocks: Sequence[int] = (0, -1),
-        seed: int = 0,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
+        self, d_model: int, heads: int, *, block: int = 64, window: int = 3, random: int = 3,
+        global_blocks: Sequence[int] = (0, -1), seed: int = 0, head_dim: int | None = None,
+        bias: bool = True, out: bool = True, dropout: float = 0.0, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.block, self.random = count("block", block, 1), count("random", random)
         self.window, self.global_blocks = _odd(window), _integers(global_blocks)
         self.seed = count("seed", seed)
@@ -100,7 +91,7 @@ class BigBirdAttention(Projected):
         lengths: Tensor | None = None,
         table: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of x (B, L, d_model) to itself and to global tokens beside it.
+        """Attends from x (B, L, d_model) to itself and to global tokens beside it.
 
         Args:
             x: (B, L, d_model); L need not be a multiple of the block.
@@ -115,7 +106,7 @@ class BigBirdAttention(Projected):
         self._check(x)
         if global_x is None:
             return self._finished(self.attend(*self._projected(x), lengths=lengths, table=table))
-        lengths = checked_lengths(lengths, x)
+        lengths = checked_lengths(lengths, x, 1)
         self._check_beside(x, global_x, table)
         G, pad = global_x.shape[1], -global_x.shape[1] % self.block
         empty = x.new_zeros(x.shape[0], pad, self.d_model)
@@ -129,20 +120,21 @@ class BigBirdAttention(Projected):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, table: Tensor | None = None
     ) -> Tensor:
-        """The attention apart from the projections: q, k, v and the result are (B, H, L, D)."""
+        """Attends without projections: q, k, v and the result are (B, H, L, D)."""
         self._check_heads(q, k, v)
-        mask = self._pattern(q.shape[2], 0) if table is None else Blocks(table, self.block)
-        return self._attended((q, k, v), mask, checked_lengths(lengths, q.transpose(1, 2)))
+        mask = self._pattern(q.shape[2]) if table is None else Blocks(table, self.block)
+        return self._attended((q, k, v), mask, checked_lengths(lengths, q))
 
     def _attended(self, qkv: Trio, mask: Mask, lengths: Tensor | None) -> Tensor:
         padding = None if lengths is None else Lengths(lengths)
         return attention(*qkv, mask=both(mask, padding), dropout=self._dropped())
 
-    def _pattern(self, L: int, beside: int) -> Blocks:
+    def _pattern(self, L: int, beside: int = 0) -> Blocks:
+        """Returns the mask of L tokens behind `beside` blocks of global tokens."""
         own = -(-L // self.block)
-        return _pattern(
-            own, beside, self.heads, self.block, self.window, self.random, self.global_blocks, self.seed
-        )
+        inside = (beside + number % own for number in self.global_blocks if -own <= number < own)
+        everywhere = (*range(beside), *inside)
+        return _mask(own + beside, self.heads, self.block, self.window, self.random, everywhere, self.seed)
 
     def _check_beside(self, x: Tensor, global_x: Tensor, table: Tensor | None) -> None:
         if table is not None:
@@ -151,25 +143,13 @@ class BigBirdAttention(Projected):
             shape = f"(B = {x.shape[0]}, G, d_model = {self.d_model})"
             raise ValueError(f"global_x: expected {shape}, got {describe(global_x)}")
 
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, block={self.block}, window={self.window}, "
-            f"random={self.random}, global_blocks={self.global_blocks}, seed={self.seed}, "
-            f"dropout={self.dropout:g}"
-        )
-
 
 @functools.lru_cache(maxsize=32)
-def _pattern(
-    own: int, beside: int, heads: int, block: int, window: int, random: int, global_blocks: tuple[int, ...],
-    seed: int,
-) -> Blocks:  # fmt: skip
-    """The mask of a sequence of `own` blocks behind `beside` blocks of global tokens."""
-    inside = [beside + number % own for number in global_blocks if -own <= number < own]
-    seen = block_table(
-        own + beside, heads, window=window, random=random, global_blocks=[*range(beside), *inside], seed=seed
-    )
-    return Blocks(seen, block)
+def _mask(
+    blocks: int, heads: int, block: int, window: int, random: int, everywhere: tuple[int, ...], seed: int
+) -> Blocks:
+    table = block_table(blocks, heads, window=window, random=random, global_blocks=everywhere, seed=seed)
+    return Blocks(table, block)
 
 
 # Arguments

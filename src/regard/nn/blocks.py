@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import Causal, Mask
-from ._call import Cache, Context, Memory
-from ._state import Whole
+from ._module import CheckedModule
+from ._options import CacheLike, Context, Memory
 from .attention import Attention, CrossAttention
 from .feedforward import FeedForward
 from .latent import LatentAttention
@@ -19,7 +19,7 @@ from .norms import PreNorm
 Residual = Callable[[int, nn.Module], nn.Module]
 
 
-class Block(Whole):
+class Block(CheckedModule):
     """Attention, cross-attention if there is one, and a feed-forward layer, each in its own residual.
 
     Args:
@@ -67,20 +67,18 @@ class Block(Whole):
         out: Tensor = self.feed_forward(x)
         return out
 
-    def new_cache(self, B: int, capacity: int | None = None) -> Cache:
-        """An empty cache for B samples that fits the attention."""
-        cache: Cache = self.attention.sublayer.new_cache(B, capacity)  # type: ignore[operator, union-attr]
-        return cache
+    def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
+        """Returns an empty cache for B samples that fits the attention."""
+        return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
-        """The context's keys and values, to be given instead of it."""
+        """Returns the context's keys and values, to be passed in its place."""
         if self.cross is None:
             raise ValueError("context: this block has no cross-attention to remember it for")
-        memory: Memory = self.cross.sublayer.remember(context)  # type: ignore[operator, union-attr]
-        return memory
+        return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
 
 
-class Stack(Whole):
+class Stack(CheckedModule):
     """Blocks one after the other, and a norm at the end if one is given."""
 
     def __init__(self, blocks: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
@@ -92,7 +90,7 @@ class Stack(Whole):
         x: Tensor,
         context: Tensor | Sequence[Memory] | None = None,
         *,
-        caches: Sequence[Cache] | None = None,
+        caches: Sequence[CacheLike] | None = None,
         **options: Any,
     ) -> Tensor:
         """x (..., L, d_model) -> the same shape.
@@ -109,16 +107,16 @@ class Stack(Whole):
             x = block(x, own, **more)
         return x if self.norm is None else self.norm(x)
 
-    def new_caches(self, B: int, capacity: int | None = None) -> list[Cache]:
-        """An empty cache for each block, for B samples."""
+    def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
+        """Returns an empty cache for each block, for B samples."""
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
-        """The context's keys and values for each block, so that decoding projects it once."""
+        """Returns the context's keys and values for each block, so that decoding projects it once."""
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
 
     def _each(self, name: str, given: Any, one: type | tuple[()] = ()) -> Sequence[Any]:
-        """One for each block."""
+        """Returns a list with one entry for each block; a single value is repeated."""
         if given is None or isinstance(given, one):
             return [given] * len(self.blocks)
         if len(given) != len(self.blocks):
@@ -126,7 +124,7 @@ class Stack(Whole):
         return given  # type: ignore[no-any-return]
 
 
-class EncoderDecoder(Whole):
+class EncoderDecoder(CheckedModule):
     """An encoder reads the source, a decoder with cross-attention writes the target.
 
     Decoding step by step: `memory = model.decoder.remember(model.encoder(source))` once, then

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -15,16 +16,9 @@ class FeedForward(nn.Module):
     """down(dropout(activation(up(x)))), by default four times as wide inside."""
 
     def __init__(
-        self,
-        d_model: int,
-        hidden: int | None = None,
-        *,
-        activation: Activation = F.gelu,
-        dropout: float = 0.0,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, hidden: int | None = None, *, activation: Activation = F.gelu,
+        dropout: float = 0.0, bias: bool = True, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden = 4 * d_model if hidden is None else hidden
         self.up = nn.Linear(d_model, hidden, bias, device, dtype)
@@ -45,16 +39,9 @@ class GatedFeedForward(nn.Module):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        hidden: int | None = None,
-        *,
-        activation: Activation = F.silu,
-        dropout: float = 0.0,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, d_model: int, hidden: int | None = None, *, activation: Activation = F.silu,
+        dropout: float = 0.0, bias: bool = False, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden = -(-d_model // 3) * 8 if hidden is None else hidden
         self.gate_up = nn.Linear(d_model, 2 * hidden, bias, device, dtype)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._tools.arguments import count, describe, holds_integers, number, probability, tensor_of
-from ._state import Whole
+from ._module import CheckedModule
+from ._sizes import join_heads, split_heads
 
 
-class Rows(NamedTuple):
+class SortedEdges(NamedTuple):
     """The edges of all heads in one row, (H * E,): head h owns the nodes from h * n on."""
 
     source: Tensor  # (H * E,), sorted by target
@@ -39,19 +40,19 @@ class Graph:
             own = torch.arange(nodes, device=edges.device).expand(2, -1)
             edges = torch.cat([edges[:, edges[0] != edges[1]], own], 1)
         self.edges = edges[:, edges[1].argsort(stable=True)]
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, SortedEdges] = {}
 
-    def rows(self, heads: int) -> Rows:
-        """Kept for each number of heads."""
+    def rows(self, heads: int) -> SortedEdges:
+        """Returns the sorted edges of so many heads. They are computed once and kept."""
         if heads not in self._rows:
             self._rows[heads] = self._make_rows(heads)
         return self._rows[heads]
 
-    def _make_rows(self, heads: int) -> Rows:
+    def _make_rows(self, heads: int) -> SortedEdges:
         first = self.nodes * torch.arange(heads, device=self.edges.device)[:, None]
         source, target = ((end + first).flatten() for end in self.edges)
-        by_source = source.argsort(stable=True)
-        return Rows(source, self._starts(target, heads), target, by_source, self._starts(source, heads))
+        starts, source_starts = self._starts(target, heads), self._starts(source, heads)
+        return SortedEdges(source, starts, target, source.argsort(stable=True), source_starts)
 
     def _starts(self, ends: Tensor, heads: int) -> Tensor:
         return F.pad(ends.bincount(minlength=heads * self.nodes).cumsum(0), (1, 0))
@@ -99,7 +100,7 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, h: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, w: Tensor, h: Tensor, rows: SortedEdges) -> Tensor:
         ctx.save_for_backward(w, h)
         ctx.rows = rows
         return _weighted(w, h, rows.source, rows.starts)
@@ -116,14 +117,14 @@ class Gather(torch.autograd.Function):
         return dw, _weighted(w[back], d, rows.target[back], rows.source_starts), None
 
 
-PIECE = 2**18  # numbers that are worked on at a time: they stay in a core's cache
+PIECE = 2**18  # numbers in a chunk: they fit into a core's cache
 
 
 def _weighted(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:
     return F.embedding_bag(source, h, starts, mode="sum", per_sample_weights=w, include_last_offset=True)
 
 
-class GraphAttention(Whole):
+class GraphAttention(CheckedModule):
     """A graph attention layer (Velickovic et al., 2018): each node attends to those with an edge to it.
 
     h = W x;  score of the edge j -> i = leaky_relu(a_source . h_j + a_target . h_i), softmax over the edges
@@ -144,17 +145,12 @@ class GraphAttention(Whole):
         torch.Size([5, 32])
     """
 
+    _shown = ("heads", "d_head", "mean", "dropout")
+
     def __init__(
-        self,
-        d_in: int,
-        d_head: int,
-        heads: int = 1,
-        *,
-        mean: bool = False,
-        slope: float = 0.2,
-        dropout: float = 0.0,
-        bias: bool = True,
-    ) -> None:
+        self, d_in: int, d_head: int, heads: int = 1, *, mean: bool = False, slope: float = 0.2,
+        dropout: float = 0.0, bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.d_in, self.d_head = count("d_in", d_in, 1), count("d_head", d_head, 1)
         self.heads, self.mean, self.slope = count("heads", heads, 1), mean, number("slope", slope)
@@ -170,37 +166,26 @@ class GraphAttention(Whole):
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
         """x (n, d_in), dense or sparse -> (n, heads * d_head), or (n, d_head) with `mean`."""
         h = self._projected(x, graph)
-        found = self._gathered(self._dropped(self._weights(h, graph)), h, graph).transpose(0, 1)
-        out: Tensor = found.mean(1) if self.mean else found.flatten(1)
+        w = F.dropout(self._weights(h, graph), self.dropout, self.training)
+        found = Gather.apply(w.flatten(), h.flatten(0, 1), graph.rows(self.heads)).view_as(h)  # type: ignore[no-untyped-call]
+        out: Tensor = found.mean(0) if self.mean else join_heads(found)
         return out if self.bias is None else out + self.bias
 
     def weights(self, x: Tensor, graph: Graph) -> Tensor:
-        """The weight of each edge of `graph.edges` in each head, (H, E)."""
+        """Returns the weight of each edge of `graph.edges` in each head, (H, E)."""
         return self._weights(self._projected(x, graph), graph)
 
     def _projected(self, x: Tensor, graph: Graph) -> Tensor:
-        """(H, n, d_head)"""
+        """Projects x to (H, n, d_head)."""
         if x.dim() != 2 or x.shape != (graph.nodes, self.d_in):
             raise ValueError(f"x: expected ({graph.nodes}, d_in = {self.d_in}), got {describe(x)}")
         h: Tensor = torch.sparse.mm(x, self.project.weight.T) if x.is_sparse else self.project(x)
-        by_head: Tensor = h.unflatten(-1, (self.heads, -1))
-        return by_head.transpose(0, 1).contiguous()
+        return split_heads(h, self.heads).contiguous()
 
     def _weights(self, h: Tensor, graph: Graph) -> Tensor:
-        """(H, E)"""
+        """Returns the softmax weights (H, E)."""
         rows = graph.rows(self.heads)
         a, b = ((h @ part[:, :, None]).flatten() for part in (self.source, self.target))  # (H * n,)
         scores = F.leaky_relu(a.index_select(0, rows.source) + b.index_select(0, rows.target), self.slope)
         w: Tensor = EdgeSoftmax.apply(scores, rows.starts, rows.target)  # type: ignore[no-untyped-call]
         return w.view(self.heads, -1)
-
-    def _dropped(self, w: Tensor) -> Tensor:
-        return F.dropout(w, self.dropout, self.training)
-
-    def _gathered(self, w: Tensor, h: Tensor, graph: Graph) -> Tensor:
-        """w (H, E), h (H, n, d_head) -> (H, n, d_head)"""
-        out: Tensor = Gather.apply(w.flatten(), h.flatten(0, 1), graph.rows(self.heads))  # type: ignore[no-untyped-call]
-        return out.view_as(h)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, d_head={self.d_head}, mean={self.mean}, dropout={self.dropout:g}"

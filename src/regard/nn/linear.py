@@ -8,18 +8,18 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.linear_attention import FeatureMap, feature_map_of, linear_attention
 from .._tools.arguments import count, describe
 from ..cache import LinearCache
-from ._call import is_nested
-from ._sizes import sizes
-from ._state import Whole
+from ._options import is_nested
+from ._sizes import GroupedHeads, join_heads, split_heads
 
 Decay = Literal["head", "token"]
 
 
-class LinearAttention(Whole):
+class LinearAttention(GroupedHeads):
     """Linear attention with its projections: classic, with decay (RetNet, Mamba-2), or delta rule (DeltaNet).
 
     Args:
@@ -45,35 +45,23 @@ class LinearAttention(Whole):
         torch.Size([2, 100, 512])
     """
 
+    _shown = ("heads", "kv_heads", "causal", "normalize")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        feature_map: str | FeatureMap | None = None,
-        normalize: bool | None = None,
-        causal: bool = True,
-        decay: Decay | None = None,
-        delta: bool = False,
-        out_norm: Callable[[int], nn.Module] | None = None,
-        gate: bool = False,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
-        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
+        self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, feature_map: str | FeatureMap | None = None,
+        normalize: bool | None = None, causal: bool = True, decay: Decay | None = None, delta: bool = False,
+        out_norm: Callable[[int], nn.Module] | None = None, gate: bool = False, bias: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.feature_map = ("unit" if delta else "elu+1") if feature_map is None else feature_map
         feature_map_of(self.feature_map)
         self.normalize, self.causal = not delta if normalize is None else normalize, causal
         self._check_options(decay, delta)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         out = heads * self.value_dim
-        self.qkv = nn.Linear(d_model, sum(self._sizes), bias, **made)
+        self.qkv = nn.Linear(d_model, sum(self._widths), bias, **made)
         self.head_decay = nn.Parameter(_retention(self.kv_heads, made)) if decay == "head" else None
         self.token_decay = _forgetting(d_model, self.kv_heads, made) if decay == "token" else None
         self.beta = nn.Linear(d_model, self.kv_heads, True, **made) if delta else None
@@ -89,15 +77,10 @@ class LinearAttention(Whole):
         if not self.causal and (decay is not None or delta):
             raise ValueError("causal: expected True with decay or delta, which follow the order of tokens")
 
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        keys = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
-
     def forward(
         self, x: Tensor, *, lengths: Tensor | None = None, cache: LinearCache | None = None
     ) -> Tensor:
-        """Linear attention among the tokens of x.
+        """Applies linear attention among the tokens of x.
 
         Args:
             x: (B, L, d_model) or (L, d_model).
@@ -105,9 +88,8 @@ class LinearAttention(Whole):
             cache: what `new_cache` made: x follows the tokens that it has seen. Only with causal=True.
         """
         self._check(x, cache)
-        q, k, v = (
-            _heads(part, n) for part, n in zip(self.qkv(x).split(self._sizes, -1), self._counts, strict=True)
-        )
+        q, k, v = self.qkv(x).split(self._widths, -1)
+        q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         options: dict[str, Any] = {
             "feature_map": self.feature_map, "log_decay": self._log_decay(x), "beta": self._beta(x),
             "lengths": lengths,
@@ -117,40 +99,33 @@ class LinearAttention(Whole):
         else:
             found = linear_attention(q, k, v, causal=self.causal, normalize=self.normalize, **options)
         found = found if self.out_norm is None else self.out_norm(found)
-        joined = found.transpose(-3, -2).flatten(-2)
+        joined = join_heads(found)
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
-        """An empty cache for B samples. A state holds any number of tokens, so `capacity` changes nothing."""
+        """Returns an empty cache for B samples. `capacity` changes nothing: a state holds any length."""
         if capacity is not None:
             count("capacity", capacity, 1)
-        weight = self.qkv.weight
-        features = feature_map_of(self.feature_map)(weight.detach().new_ones(1, self.head_dim)).shape[-1]
-        return LinearCache(
-            B, self.kv_heads, features, self.value_dim, normalize=self.normalize, dtype=weight.dtype,
-            device=weight.device,
-        )  # fmt: skip
-
-    @property
-    def _counts(self) -> tuple[int, int, int]:
-        return self.heads, self.kv_heads, self.kv_heads
+        made = self.qkv.weight
+        features = feature_map_of(self.feature_map)(made.detach().new_ones(1, self.head_dim)).shape[-1]
+        sizes, normalize = (self.kv_heads, features, self.value_dim), self.normalize
+        return LinearCache(B, *sizes, normalize=normalize, dtype=made.dtype, device=made.device)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
-        """(Hkv,) or (..., Hkv, L)"""
+        """Returns the log decay, (Hkv,) or (..., Hkv, L)."""
         if self.head_decay is not None:
             return F.logsigmoid(self.head_decay)
         return None if self.token_decay is None else F.logsigmoid(self.token_decay(x)).transpose(-2, -1)
 
     def _beta(self, x: Tensor) -> Tensor | None:
-        """(..., Hkv, L)"""
+        """Returns beta (..., Hkv, L)."""
         return None if self.beta is None else self.beta(x).sigmoid().transpose(-2, -1)
 
     def _check(self, x: Tensor, cache: LinearCache | None) -> None:
         if is_nested("x", x) or x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
-            raise ValueError(
-                f"x: expected (B, L, d_model = {self.d_model}) or (L, d_model), got {describe(x)}"
-            )
+            shape = f"(B, L, d_model = {self.d_model}) or (L, d_model)"
+            raise ValueError(f"x: expected {shape}, got {describe(x)}")
         if cache is None:
             return
         if x.dim() != 3:
@@ -161,26 +136,15 @@ class LinearAttention(Whole):
             expected = f"a LinearCache with normalize={self.normalize}, as new_cache makes it"
             raise ValueError(f"cache: expected {expected}, got {describe(cache)}")
 
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, normalize={self.normalize}"
-        )
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """(..., L, H * D) -> (..., H, L, D), a view."""
-    split: Tensor = x.unflatten(-1, (heads, -1))
-    return split.transpose(-3, -2)
-
 
 def _retention(heads: int, made: dict[str, Any]) -> Tensor:
-    """(Hkv,) whose sigmoids are 1 - 2^(-5 - h)"""
+    """Returns logits (Hkv,) whose sigmoids are 1 - 2^(-5 - h)."""
     kept = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
     return torch.empty(heads, **made).copy_(kept.logit())
 
 
 def _forgetting(d_model: int, heads: int, made: dict[str, Any]) -> nn.Linear:
-    """A projection that at first keeps about 98 % of the state."""
+    """Returns a projection that initially keeps about 98 % of the state."""
     projection = nn.Linear(d_model, heads, True, **made)
     nn.init.constant_(projection.bias, 4.0)
     return projection

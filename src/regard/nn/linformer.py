@@ -6,18 +6,20 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.attention import attention
 from .._tools.arguments import count, describe
 from ..masks import Mask
-from ._call import Cache
-from ._projected import Projected, checked_lengths, real_tokens
-from ._state import Whole
+from ._lengths import checked_lengths, real_tokens
+from ._module import CheckedModule
+from ._options import CacheLike
+from ._projected import Projected
 
 Sharing = Literal["none", "heads", "key-value"]
 
 
-class LinformerProjection(Whole):
+class LinformerProjection(CheckedModule):
     """E and F: matrices that mix up to `max_length` keys, and values, into `rank` of them.
 
     Args:
@@ -28,16 +30,12 @@ class LinformerProjection(Whole):
         heads: the number of heads, for "none".
     """
 
+    _shown = ("max_length", "rank", "sharing", "heads")
+
     def __init__(
-        self,
-        max_length: int,
-        rank: int,
-        *,
-        sharing: Sharing = "heads",
-        heads: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, max_length: int, rank: int, *, sharing: Sharing = "heads", heads: int = 1,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.max_length, self.rank = count("max_length", max_length, 1), count("rank", rank, 1)
         if sharing not in get_args(Sharing):
@@ -45,26 +43,22 @@ class LinformerProjection(Whole):
         if sharing != "none" and heads != 1:
             raise ValueError(f"heads: expected 1 with sharing={sharing!r}, got {heads}")
         self.sharing, self.heads = sharing, count("heads", heads, 1)
-        shape = heads, max_length, rank
-        self.E = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.E = nn.Parameter(torch.empty(heads, max_length, rank, device=device, dtype=dtype))
         self.F = None if sharing == "key-value" else nn.Parameter(torch.empty_like(self.E))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(rank)."""
+        """Draws E and F uniformly within 1 / sqrt(rank)."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.rank**-0.5), self.rank**-0.5)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k (B, H, L, D) and v (B, H, L, Dv) -> (B, H, rank, D) and (B, H, rank, Dv)"""
+        """Mixes k (B, H, L, D) and v (B, H, L, Dv) into (B, H, rank, D) and (B, H, rank, Dv)."""
         L = k.shape[2]
         if self.max_length < L:
             raise ValueError(f"x: expected at most max_length = {self.max_length} tokens, got {L}")
         F = self.E if self.F is None else self.F
         return self.E[:, :L].mT @ k, F[:, :L].mT @ v
-
-    def extra_repr(self) -> str:
-        return f"max_length={self.max_length}, rank={self.rank}, sharing={self.sharing!r}, heads={self.heads}"
 
 
 class LinformerAttention(Projected):
@@ -89,21 +83,14 @@ class LinformerAttention(Projected):
         torch.Size([1, 3000, 512])
     """
 
+    _shown = ("heads", "head_dim", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        projection: LinformerProjection,
-        *,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
+        self, d_model: int, heads: int, projection: LinformerProjection, *, head_dim: int | None = None,
+        bias: bool = True, out: bool = True, dropout: float = 0.0, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         if not isinstance(projection, LinformerProjection):
             raise TypeError(f"projection: expected a LinformerProjection, got {describe(projection)}")
         if projection.heads not in (1, heads):
@@ -117,9 +104,9 @@ class LinformerAttention(Projected):
         *,
         lengths: Tensor | None = None,
         mask: Mask | Tensor | None = None,
-        cache: Cache | None = None,
+        cache: CacheLike | None = None,
     ) -> Tensor:
-        """Attention of x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
+        """Attends from x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
 
         `lengths` (B,): the first n tokens of the context are real, the rest is padding and adds nothing.
         A mask, such as `masks.Causal()`, or a cache raises: no key stands for one token.
@@ -127,29 +114,20 @@ class LinformerAttention(Projected):
         _refuse("mask", mask)
         _refuse("cache", cache)
         self._check(x)
-        source = x if context is None else context
-        self._check(source, "context")
-        q, k, v = (
-            self._by_head(self.query(x)),
-            self._by_head(self.key(source)),
-            self._by_head(self.value(source)),
-        )
-        return self._finished(self.attend(q, k, v, lengths=lengths))
+        self._check(x if context is None else context, "context")
+        return self._finished(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """The attention apart from the projections of tokens.
+        """Attends without the projections of tokens.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv)
         """
         self._check_heads(q, k, v, same_tokens=False)
-        lengths = checked_lengths(lengths, k.transpose(1, 2))
+        lengths = checked_lengths(lengths, k)
         if lengths is not None:
             padding = ~real_tokens(lengths, k)
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
         return attention(q, *self.projection(k, v), dropout=self._dropped())
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, head_dim={self.head_dim}, dropout={self.dropout:g}"
 
 
 def _refuse(name: str, given: object) -> None:

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
-from ._call import both
-from ._projected import Projected, checked_lengths
+from ..masks._both import both
+from ._lengths import checked_lengths
+from ._projected import Projected
+from ._sizes import split_heads
 
 Tokens = Tensor | Sequence[int]
 
@@ -27,16 +30,16 @@ class Chosen(NamedTuple):
 
     @property
     def real(self) -> Tensor:
-        """(B, n)"""
+        """Marks the slots that hold a token, (B, n)."""
         return self.at >= 0
 
     def rows(self, x: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, H, n, D)"""
+        """Gathers the global tokens: (B, H, L, D) -> (B, H, n, D)."""
         index = self.at.clamp(min=0)[:, None, :, None]
         return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
     def put(self, rows: Tensor, x: Tensor) -> Tensor:
-        """x (B, H, L, D) with the rows (B, H, n, D) at their places."""
+        """Writes the rows (B, H, n, D) into x (B, H, L, D)."""
         sample, slot = self.real.nonzero(as_tuple=True)
         places = sample, self.at[sample, slot]
         tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
@@ -68,25 +71,16 @@ class LongformerAttention(Projected):
         torch.Size([1, 4096, 512])
     """
 
+    _shown = ("heads", "head_dim", "window", "dilation", "dropout")
+
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        window: int | tuple[int, int],
-        dilation: int | Sequence[int] = 1,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        made = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=dropout, made=made)
-        inner = heads * self.head_dim
+        self, d_model: int, heads: int, *, window: int | tuple[int, int], dilation: int | Sequence[int] = 1,
+        head_dim: int | None = None, bias: bool = True, out: bool = True, dropout: float = 0.0,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.query_global, self.key_global, self.value_global = (
-            nn.Linear(d_model, inner, bias, **made) for _ in range(3)
+            nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
         )
         self.window, self.dilation = _sides(window), _steps(dilation, heads)
         self.mask = _local_mask(self.window, self.dilation)
@@ -94,7 +88,7 @@ class LongformerAttention(Projected):
     def forward(
         self, x: Tensor, *, global_tokens: Tokens | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        """Attention of x (B, L, d_model) to itself.
+        """Attends from x (B, L, d_model) to itself.
 
         Args:
             x: (B, L, d_model).
@@ -103,9 +97,9 @@ class LongformerAttention(Projected):
             lengths: (B,): the first n tokens of each sample are real, the rest is padding.
         """
         self._check(x)
-        lengths = checked_lengths(lengths, x)
-        chosen, padding = _chosen(global_tokens, x, lengths), _padding(lengths)
-        local = self._local(self._projected(x), chosen, padding)
+        qkv = self._projected(x)
+        chosen, padding = _chosen_and_padding(qkv[0], global_tokens, lengths)
+        local = self._local(qkv, chosen, padding)
         return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
@@ -117,21 +111,19 @@ class LongformerAttention(Projected):
         global_tokens: Tokens | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """The attention apart from the projections, which then are the same for global tokens and others.
+        """Attends without projections; global tokens have the same queries, keys and values as others.
 
         q, k, v and the result are (B, H, L, D).
         """
         self._check_heads(q, k, v)
-        tokens = q.transpose(1, 2)
-        lengths = checked_lengths(lengths, tokens)
-        chosen, padding = _chosen(global_tokens, tokens, lengths), _padding(lengths)
+        chosen, padding = _chosen_and_padding(q, global_tokens, lengths)
         local = self._local((q, k, v), chosen, padding)
         if chosen is None:
             return local
         return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
 
     def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
-        """(B, H, L, D): windows and global keys.
+        """Attends to windows and global keys: (B, H, L, D).
 
         Dilated windows are dense in their residue classes, but with global keys they are not: two calls.
         """
@@ -150,16 +142,15 @@ class LongformerAttention(Projected):
         return merge(*zip(near, far, strict=True))[0]
 
     def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """(B, H, n, D): the global tokens attend all tokens."""
-        tokens = chosen.rows(x[:, None])[:, 0]
-        q = self._by_head(self.query_global(tokens))
+        """Attends from the global tokens to all tokens by their own projections: (B, H, n, D)."""
+        q = split_heads(self.query_global(chosen.rows(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
             return self._absorbed(q, x[:, None], padding)
-        k, v = self._by_head(self.key_global(x)), self._by_head(self.value_global(x))
+        k, v = split_heads(self.key_global(x), self.heads), split_heads(self.value_global(x), self.heads)
         return attention(q, k, v, mask=padding, dropout=self._dropped())
 
     def _absorbs(self, n: int) -> bool:
-        """Whether n global tokens are too few to be worth keys and values of all tokens.
+        """Returns whether n global tokens are too few to be worth keys and values of all tokens.
 
         Multiplications for each token and head: 2 n d_model, or 2 d_model D to make them and 2 n D to use
         them. In training they are made, because dropout and hooks of the projections speak of them.
@@ -169,23 +160,15 @@ class LongformerAttention(Projected):
         return plain and fewer and not self.training
 
     def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
-        """q (B, H, n, D), x (B, 1, L, d_model): (q W_k).x is q.(W_k x), and W_v comes after the sum.
+        """Attends from q (B, H, n, D) to x (B, 1, L, d_model): (q W_k).x is q.(W_k x), W_v follows the sum.
 
         The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
         """
-        W_k, W_v = (
-            part.weight.unflatten(0, (self.heads, -1)) for part in (self.key_global, self.value_global)
-        )
+        W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
         found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
         if self.value_global.bias is not None:
             found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
         return found
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, window={self.window}, dilation={self.dilation}, "
-            f"dropout={self.dropout:g}"
-        )
 
 
 def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
@@ -201,10 +184,6 @@ def _band(window: tuple[int, int], step: int) -> Mask:
 
 
 # Arguments
-
-
-def _padding(lengths: Tensor | None) -> Mask | None:
-    return None if lengths is None else Lengths(lengths)
 
 
 def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
@@ -223,11 +202,19 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
     return tuple(count(f"dilation[{head}]", step, 1) for head, step in enumerate(dilation))
 
 
+def _chosen_and_padding(
+    x: Tensor, tokens: Tokens | None, lengths: Tensor | None
+) -> tuple[Chosen | None, Mask | None]:
+    """Checks the options of a call with x (B, H, L, D)."""
+    lengths = checked_lengths(lengths, x)
+    return _chosen(tokens, x, lengths), None if lengths is None else Lengths(lengths)
+
+
 def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:
-    """The global tokens of x (B, L, ...); None if there are none."""
+    """Finds the global tokens of x (B, H, L, D). Returns None if there are none."""
     if tokens is None:
         return None
-    B, L = x.shape[:2]
+    B, L = len(x), x.shape[2]
     at = Global(tokens).tokens.to(x.device)
     _check_tokens(tokens, L)
     if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
@@ -243,16 +230,14 @@ def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Marks of all tokens, or positions; marks of 0 and 1 would be taken for the positions 0 and 1."""
+    """Raises for marks of the wrong length, and for marks of 0 and 1, which read as the positions 0 and 1."""
     given = tensor_of("global_tokens", tokens)
     if given.dtype == torch.bool:
         if given.shape[-1] != L:
             raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(given)}")
     elif L > 2 and given.shape[-1] == L and readable(given) and bool(((given == 0) | (given == 1)).all()):
-        raise ValueError(
-            f"global_tokens: expected bool marks or positions, got {describe(given)} of 0 and 1; "
-            "give `mask.bool()` if 1 means global"
-        )
+        found = f"{describe(given)} of 0 and 1; give `mask.bool()` if 1 means global"
+        raise ValueError(f"global_tokens: expected bool marks or positions, got {found}")
 
 
 def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
@@ -262,7 +247,5 @@ def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
     beyond = (at >= ends.to(at.device)[:, None]).nonzero()
     if len(beyond):
         sample, slot = beyond[0].tolist()
-        raise ValueError(
-            f"global_tokens: expected positions below the length {int(ends[sample])} of sample {sample}, "
-            f"got {int(at[sample, slot])}"
-        )
+        below, place = f"the length {int(ends[sample])} of sample {sample}", int(at[sample, slot])
+        raise ValueError(f"global_tokens: expected positions below {below}, got {place}")

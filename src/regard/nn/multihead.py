@@ -7,20 +7,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from .. import packing
 from .._api.attention import attention
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
-from ._call import is_nested
-from ._nested import Row, row
-from ._state import Whole
-from ._torch_masks import Sizes, arguments
+from ._lengths import real_tokens
+from ._module import CheckedModule
+from ._nested import PackedTokens, packed_tokens
+from ._options import is_nested
+from ._torch_masks import arguments
 from ._weights import attend_with_weights, dense_weights
 
 
-class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
+class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on Regard's kernels.
 
     Arguments, results, parameter names and initialisation are PyTorch's. What differs:
@@ -39,28 +41,18 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True,
+        add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None,
+        vdim: int | None = None, batch_first: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if num_heads > 0 and embed_dim % num_heads:
             raise ValueError(f"embed_dim: expected a multiple of num_heads = {num_heads}, got {embed_dim}")
         super().__init__(
             embed_dim, num_heads, probability("dropout", dropout), bias, add_bias_kv, add_zero_attn, kdim,
             vdim, batch_first, device, dtype,
         )  # fmt: skip
-        # nn.TransformerEncoderLayer runs a kernel of its own in evaluation instead of calling its attention,
-        # unless there are hooks.
-        self.register_forward_pre_hook(_asked)
+        self.register_forward_pre_hook(no_fast_path)
 
     def forward(
         self,
@@ -73,7 +65,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of `query` to `key` and `value`.
+        """Attends from `query` to `key` and `value`.
 
         Args:
             query: (Lq, B, E), (B, Lq, E) with `batch_first`, (Lq, E), or nested (B, j, E).
@@ -89,9 +81,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         if is_nested("query", query):
             if attn_mask is not None or key_padding_mask is not None:
                 name = "attn_mask" if attn_mask is not None else "key_padding_mask"
-                raise ValueError(
-                    f"{name}: expected None with nested tensors, which have no padding; got a mask"
-                )
+                raise ValueError(f"{name}: expected None with nested tensors, got a mask")
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         is_batched = self._checked(query, key, value)
         if not is_batched:
@@ -99,8 +89,7 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, extra = self._extended(k, v)
-        sizes = Sizes(q.shape[0], self.num_heads, q.shape[2], k.shape[2] - extra, extra, q.dtype)
-        given = arguments(attn_mask, key_padding_mask, is_causal, sizes)
+        given = arguments(attn_mask, key_padding_mask, is_causal, q, k.shape[2] - extra, extra)
         dropout, w = self.dropout if self.training else 0.0, None
         if need_weights:
             out, w = attend_with_weights((q, k, v), given, dropout, average_attn_weights)
@@ -113,40 +102,39 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
 
     @property
     def _batch(self) -> int:
-        """The dim of samples."""
+        """The batch dimension."""
         return 0 if self.batch_first else 1
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Trio:
-        """q, k, v (..., H, D), by one product where the inputs are the same tensor."""
+        """Returns q, k, v (..., H, D). Inputs that are one tensor share one matrix product."""
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
-        if W is None:
-            matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            biases = (None,) * 3 if b is None else b.chunk(3)
-        elif query is key and key is value:
-            return _three(self._split(F.linear(query, W, b), 3))
-        elif key is value:
+        if W is not None and query is key and key is value:
+            q, k, v = self._split(F.linear(query, W, b), 3)
+            return q, k, v
+        if W is not None and key is value:
             Wq, Wkv = W.split((E, 2 * E))
             bq, bkv = (None, None) if b is None else b.split((E, 2 * E))
-            return _three((*self._split(F.linear(query, Wq, bq)), *self._split(F.linear(key, Wkv, bkv), 2)))
-        else:
-            matrices, biases = W.chunk(3), (None,) * 3 if b is None else b.chunk(3)
-        each = zip((query, key, value), matrices, biases, strict=True)
-        return _three(self._split(F.linear(*x))[0] for x in each)
+            k, v = self._split(F.linear(key, Wkv, bkv), 2)
+            return self._split(F.linear(query, Wq, bq))[0], k, v
+        matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else W.chunk(3)
+        each = zip((query, key, value), matrices, (None,) * 3 if b is None else b.chunk(3), strict=True)
+        q, k, v = (self._split(F.linear(*x))[0] for x in each)
+        return q, k, v
 
     def _split(self, x: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
-        """(..., parts * E) -> each part (..., H, D), views."""
+        """Splits (..., parts * E) into parts (..., H, D), views."""
         return x.unflatten(-1, (parts, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
+        """Moves heads to the front: (B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, L, E) or (L, B, E)."""
+        """Joins heads: (B, H, L, D) -> (B, L, E) or (L, B, E)."""
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values after the last that all may attend to: learned ones, and zeros."""
+        """Appends the learned and the zero key that all queries may attend to. Also returns their number."""
         more: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             shape = (1, self.num_heads, 1, self.head_dim)
@@ -160,19 +148,16 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
         return k, torch.cat([v, *(b.to(v.dtype).expand(one) for _, b in more)], 2), len(more)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether there is a batch."""
+        """Checks the shapes. Returns whether there is a batch dimension."""
         given = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
         for name, x, width in given:
             if is_nested(name, x) or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
-                raise ValueError(
-                    f"{name}: expected (L, {width}) or a batch of it, like the others, got {_shapes(*given)}"
-                )
+                expected = f"(L, {width}) or a batch of it, like the others"
+                raise ValueError(f"{name}: expected {expected}, got {_shapes(*given)}")
         batch = self._batch
         if query.dim() == 3 and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
-            raise ValueError(
-                f"query, key, value: expected one batch in dim {batch} (batch_first={self.batch_first}), "
-                f"got {_shapes(*given)}"
-            )
+            expected = f"one batch in dim {batch} (batch_first={self.batch_first})"
+            raise ValueError(f"query, key, value: expected {expected}, got {_shapes(*given)}")
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(f"value: expected as many tokens as key, got {_shapes(*given)}")
         return query.dim() == 3
@@ -180,62 +165,52 @@ class MultiheadAttention(Whole, torch.nn.MultiheadAttention):
     def _nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(N, jq, E), (N, jk, Ek), (N, jk, Ev) -> (N, jq, E); the weights padded, (N, H, Lq, Lk)."""
+        """Attends over nested (N, jq, E), (N, jk, Ek), (N, jk, Ev). Weights are padded, (N, H, Lq, Lk)."""
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn: expected neither with nested tensors")
-        rows_q = row("query", query)
-        rows_k = rows_q if key is query else row("key", key)
-        rows_v = rows_k if value is key else row("value", value)
-        self._check_rows(rows_q, rows_k, rows_v)
-        q, k, v = self._projected(rows_q.tokens, rows_k.tokens, rows_v.tokens)
-        mask, offset = (Causal(), 0) if is_causal else (None, None)
+        asking = packed_tokens("query", query, self.embed_dim)
+        asked = asking if key is query else packed_tokens("key", key, self.kdim)
+        values = asked if value is key else packed_tokens("value", value, self.vdim)
+        _check_lengths(asking, asked, values)
+        q, k, v = self._projected(asking.tokens, asked.tokens, values.tokens)
+        dropout, other = self.dropout if self.training else 0.0, asked is not asking
         out = packing.varlen_attention(
-            q, k, v, rows_q.borders, None if rows_k is rows_q else rows_k.borders,
-            mask=mask, offset=offset if rows_k is not rows_q else None,
-            dropout=self.dropout if self.training else 0.0,
+            q, k, v, asking.cu_seqlens, asked.cu_seqlens if other else None,
+            mask=Causal() if is_causal else None, offset=0 if is_causal and other else None, dropout=dropout,
         )  # fmt: skip
         w = None
         if need_weights:
-            w = _padded_weights((q, rows_q.borders), (k, rows_k.borders), is_causal)
+            w = _padded_weights((q, asking.cu_seqlens), (k, asked.cu_seqlens), is_causal)
             w = w.mean(1) if average else w
-        return rows_q.nested(self.out_proj(out.flatten(1))), w
+        return asking.nested(self.out_proj(out.flatten(1))), w
 
-    def _check_rows(self, query: Row, key: Row, value: Row) -> None:
-        widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        for name, found, width in widths:
-            if found.tokens.shape[-1] != width:
-                raise ValueError(
-                    f"{name}: expected a nested tensor (N, j, {width}), got width {found.tokens.shape[-1]}"
-                )
-        if len(query.borders) != len(key.borders):
-            raise ValueError(
-                f"key: expected as many sequences as query, {len(query.borders) - 1}, "
-                f"got {len(key.borders) - 1}"
-            )
-        if value is not key and not torch.equal(key.borders, value.borders):
-            raise ValueError("value: expected sequences as long as those of key")
+
+def _check_lengths(query: PackedTokens, key: PackedTokens, value: PackedTokens) -> None:
+    asking, asked = len(query.cu_seqlens) - 1, len(key.cu_seqlens) - 1
+    if asking != asked:
+        raise ValueError(f"key: expected as many sequences as query, {asking}, got {asked}")
+    if value is not key and not torch.equal(key.cu_seqlens, value.cu_seqlens):
+        raise ValueError("value: expected sequences as long as those of key")
 
 
 def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
-    """(N, H, Lq, Lk) of packed (total, H, D) and borders; zeros where there is no query or no key."""
-    q, k = (packing.unpack(x.transpose(0, 1), borders) for x, borders in (asking, asked))
-    lengths, seen = packing.lengths(asking[1]), Lengths(packing.lengths(asked[1]))
+    """Unpacks q and k (total, H, D) and returns padded weights (N, H, Lq, Lk), zeros in the padding."""
+    q, k = (packing.unpack(x.transpose(0, 1), cu_seqlens) for x, cu_seqlens in (asking, asked))
+    seen = Lengths(packing.lengths(asked[1]))
     given = Arguments(seen & Causal(), offset=0) if is_causal else Arguments(seen)
-    real = torch.arange(q.shape[2], device=q.device) < lengths[:, None]
-    return dense_weights(q, k, given) * real[:, None, :, None]
+    return dense_weights(q, k, given) * real_tokens(packing.lengths(asking[1]), q)
 
 
-def _asked(module: torch.nn.Module, args: Any) -> None:
-    """Changes nothing."""
+def no_fast_path(module: torch.nn.Module, args: Any) -> None:
+    """A forward pre-hook that does nothing.
 
-
-def _three(found: Any) -> Trio:
-    q, k, v = found
-    return q, k, v
+    In evaluation `nn.TransformerEncoderLayer` runs a kernel of its own instead of calling its attention,
+    unless the attention has hooks.
+    """
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> Trio:
-    """With a batch dim; tensors that were the same stay the same."""
+    """Adds a batch dim. Inputs that were one tensor stay one."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)
     return q, k, k if value is key else value.unsqueeze(dim)

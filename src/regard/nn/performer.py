@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from .._api.linear_attention import linear_attention
 from .._tools.arguments import count, describe, number
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
-from ._projected import Projected, checked_lengths, real_tokens
+from ._lengths import checked_lengths, real_tokens
+from ._projected import Projected
 
 CHUNK = 1024  # tokens whose features are held at a time
 Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
@@ -49,35 +51,24 @@ class PerformerAttention(Projected):
     schedule: Tensor  # (3,) integers: seed, draws so far, calls in training
 
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        features: int | None = None,
-        kernel: Kernel = "softmax",
-        causal: bool = False,
-        redraw: int | None = 1000,
-        seed: int | None = None,
-        eps: float | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out: bool = True,
-        device: torch.device | str | None = None,
+        self, d_model: int, heads: int, *, features: int | None = None, kernel: Kernel = "softmax",
+        causal: bool = False, redraw: int | None = 1000, seed: int | None = None, eps: float | None = None,
+        head_dim: int | None = None, bias: bool = True, out: bool = True, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, head_dim=head_dim, bias=bias, out=out, dropout=0.0, made=made)
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, heads, head_dim, bias, out, 0.0, device, dtype)
         default = max(1, int(self.head_dim * math.log(self.head_dim)))
         self.features = default if features is None else count("features", features, 1)
         self.kernel, self.causal, self.eps = _kernel(kernel), causal, _epsilon(eps, kernel)
         self.redraw_every = None if redraw is None else count("redraw", redraw, 1)
         first = int(torch.randint(2**31, ())) if seed is None else count("seed", seed)
         self.register_buffer("schedule", torch.tensor([first, 0, 0], device=device))
-        self.register_buffer("projection", torch.empty(self.features, self.head_dim, **made))
+        projection = torch.empty(self.features, self.head_dim, device=device, dtype=dtype)
+        self.register_buffer("projection", projection)
         self.redraw()
 
     def forward(self, x: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Attention of x (B, L, d_model) to itself.
+        """Attends from x (B, L, d_model) to itself.
 
         `lengths` (B,): the first n tokens of each sample are real, the rest is padding.
         """
@@ -87,12 +78,12 @@ class PerformerAttention(Projected):
         return self._finished(self.attend(*self._projected(x), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """The attention apart from the projections.
+        """Attends without projections.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
         self._check_heads(q, k, v, same_tokens=self.causal)
-        lengths = checked_lengths(lengths, k.transpose(1, 2))
+        lengths = checked_lengths(lengths, k)
         if not q.shape[2] or not k.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         if self.causal:
@@ -103,7 +94,7 @@ class PerformerAttention(Projected):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """New random features, the next ones of the seed. On the meta device there is nothing to draw."""
+        """Draws the seed's next random features. On the meta device there is nothing to draw."""
         if self.schedule.is_meta:
             return
         seed, draws, _ = self.schedule.tolist()
@@ -118,7 +109,7 @@ class PerformerAttention(Projected):
         self.schedule[2] += 1
 
     def _asked(self, q: Tensor) -> Tensor:
-        """Features of queries. For softmax they sum to 1: exp(w.q - |q|^2 / 2) over the sum is a softmax."""
+        """Returns features of queries. For softmax they sum to 1: normalised exp(w.q - |q|^2 / 2)."""
         if isinstance(self.kernel, str):
             return self._mapped(q, partial(torch.softmax, dim=-1))
         return self._mapped(q, self.kernel) + self.eps
@@ -127,16 +118,13 @@ class PerformerAttention(Projected):
         return generalized_features(_wide(x), self.projection, kernel, scale=self.head_dim**-0.5)
 
     def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, H, m, Dv + 1): phi(k) v^T and, in the last column, phi(k), summed over keys.
+        """Sums phi(k) v^T over keys, and phi(k) in the last column: (B, H, m, Dv + 1).
 
         Some keys at a time, so that their features stay in the processor's caches. All is divided by the
         largest feature exp(top) so far, which the quotient cancels, and eps is relative to that of all keys.
         """
-        real = None if lengths is None else real_tokens(lengths, k)
         sums, top, total = _wide(k.new_zeros(())), _wide(k.new_full((), -torch.inf)), _wide(k.new_zeros(()))
-        for first in range(0, k.shape[2], CHUNK):
-            some = slice(first, first + CHUNK)
-            hidden = None if real is None else ~real[:, :, some]
+        for some, hidden in _chunks(k, lengths):
             phi, own = self._held(k[:, :, some], hidden)
             values = F.pad(_wide(v[:, :, some]), (0, 1), value=1.0)
             values = values if hidden is None else values.masked_fill(hidden, 0)
@@ -146,7 +134,7 @@ class PerformerAttention(Projected):
         return sums + self.eps * total
 
     def _held(self, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
+        """Returns features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
         if not isinstance(self.kernel, str):
             phi = self._mapped(k, self.kernel)
             return phi if hidden is None else phi.masked_fill(hidden, 0), phi.new_zeros(())
@@ -159,18 +147,15 @@ class PerformerAttention(Projected):
         return found if hidden is None else found.masked_fill(hidden, -torch.inf)
 
     def _one_way(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Causal: the largest feature so far grows from token to token; what came before decays as much."""
-        real = None if lengths is None else real_tokens(lengths, k)
+        """Causal attention. The largest feature so far grows over the tokens; the state decays as much."""
         state, top, parts = None, None, []
-        for first in range(0, k.shape[2], CHUNK):
-            some = slice(first, first + CHUNK)
-            phi, log_decay, top = self._growing(
-                k[:, :, some], None if real is None else ~real[:, :, some], top
-            )
+        for some, hidden in _chunks(k, lengths):
+            phi, log_decay, top = self._growing(k[:, :, some], hidden, top)
+            real = _rest(lengths, some.start, phi.shape[2])
             part, state = linear_attention(
                 self._asked(q[:, :, some]).to(q.dtype), (phi + self.eps).to(k.dtype), v[:, :, some],
-                causal=True, normalize=True, lengths=_rest(lengths, first, phi.shape[2]), log_decay=log_decay,
-                state=state, return_state=True,
+                causal=True, normalize=True, lengths=real, log_decay=log_decay, state=state,
+                return_state=True,
             )  # fmt: skip
             parts.append(part)
         return torch.cat(parts, 2)
@@ -178,9 +163,9 @@ class PerformerAttention(Projected):
     def _growing(
         self, k: Tensor, hidden: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Features of keys, each divided by the largest up to it; the decay that follows; the last of them.
+        """Returns features of keys divided by the running maximum, the log decay, and the last maximum.
 
-        `before` (B, H, 1) is the last one of the keys that came before.
+        `before` (B, H, 1) is the maximum of the keys before.
         """
         if not isinstance(self.kernel, str):
             return self._held(k, hidden)[0], None, None
@@ -191,15 +176,20 @@ class PerformerAttention(Projected):
         phi = exponents.sub_(top[..., 1:, None]).exp_()
         return phi, -top.diff(dim=-1), top[..., -1:]
 
-    def _seed(self) -> int | None:
-        return None if self.schedule.is_meta else int(self.schedule[0])
-
     def extra_repr(self) -> str:
         named = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", self.kernel)
+        seed = None if self.schedule.is_meta else int(self.schedule[0])
         return (
             f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}, kernel={named}, "
-            f"causal={self.causal}, redraw={self.redraw_every}, seed={self._seed()}, eps={self.eps:g}"
+            f"causal={self.causal}, redraw={self.redraw_every}, seed={seed}, eps={self.eps:g}"
         )
+
+
+def _chunks(k: Tensor, lengths: Tensor | None) -> list[tuple[slice, Tensor | None]]:
+    """Cuts keys (B, H, L, D) into chunks of tokens. Returns the slices and their padding (B, 1, L, 1)."""
+    slices = [slice(first, first + CHUNK) for first in range(0, k.shape[2], CHUNK)]
+    padding = None if lengths is None else ~real_tokens(lengths, k)
+    return [(some, None if padding is None else padding[:, :, some]) for some in slices]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -207,17 +197,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _largest(exponents: Tensor) -> Tensor:
-    """(B, H, L, m) -> (B, H, L): of each key; finite also where it is hidden."""
+    """Returns the largest exponent of each key, (B, H, L, m) -> (B, H, L), finite also for hidden keys."""
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
 
 
 def _rest(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """How many of the L tokens from `first` on are real."""
+    """Returns how many of the L tokens from `first` on are real."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 
 def _divided(found: Tensor) -> Tensor:
-    """(..., Dv + 1) -> (..., Dv): by the last column, the sum of weights; zeros where that is 0."""
+    """Divides by the last column, the sum of weights: (..., Dv + 1) -> (..., Dv). A sum of 0 gives zeros."""
     weights = found[..., -1:]
     return found[..., :-1] / weights.masked_fill(weights == 0, 1)
 

@@ -3,7 +3,7 @@
 Positions are an int, the place of the first token, or an integer tensor with the place of every token.
 """
 
-from ._biases import Alibi as Alibi
+from ._biases import AlibiBias as AlibiBias
 from ._biases import Relative as Relative
 from ._biases import alibi_slopes as alibi_slopes
 from ._embeddings import Learned as Learned
@@ -11,7 +11,7 @@ from ._embeddings import Sinusoidal as Sinusoidal
 from ._embeddings import sinusoidal as sinusoidal
 from ._frequencies import NTK as NTK
 from ._frequencies import Frequencies as Frequencies
-from ._frequencies import Linear as Linear
+from ._frequencies import LinearScaling as LinearScaling
 from ._frequencies import Llama3 as Llama3
 from ._frequencies import Scaling as Scaling
 from ._frequencies import YaRN as YaRN

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import scores
 from .._tools.arguments import count
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slopes (H,) of the ALiBi paper."""
+    """Returns the slopes (H,) of the ALiBi paper."""
     return scores.Alibi.standard(heads).slopes
 
 
-class Alibi(nn.Module):
+class AlibiBias(nn.Module):
     """`-slope[h] * |pos - j|` for each head, slopes as in the paper; `learned` makes them a parameter."""
 
     slopes: Tensor
 
-    def __init__(
-        self, heads: int, *, learned: bool = False, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, heads: int, *, learned: bool = False, device: Device = None) -> None:
         super().__init__()
         slopes = alibi_slopes(heads).to(device)
         if learned:
@@ -50,7 +49,7 @@ class Relative(nn.Module):
         num_buckets: int = 32,
         max_distance: int = 128,
         bidirectional: bool = True,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -65,13 +64,9 @@ class Relative(nn.Module):
 
     def forward(self) -> scores.RelativeBias:
         """The `bias` of `regard.attention`."""
-        return scores.RelativeBias(
-            self.table, bidirectional=self.bidirectional, max_distance=self.max_distance
-        )
+        both, far = self.bidirectional, self.max_distance
+        return scores.RelativeBias(self.table, bidirectional=both, max_distance=far)
 
     def extra_repr(self) -> str:
-        buckets, heads = self.table.shape
-        return (
-            f"{heads}, num_buckets={buckets}, max_distance={self.max_distance}, "
-            f"bidirectional={self.bidirectional}"
-        )
+        (buckets, heads), both = self.table.shape, self.bidirectional
+        return f"{heads}, num_buckets={buckets}, max_distance={self.max_distance}, bidirectional={both}"

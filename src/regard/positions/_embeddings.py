@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .._tools.arguments import count, describe, readable
 from ._frequencies import frequencies
@@ -20,9 +21,11 @@ def sinusoidal(positions: Tensor, d_model: int, *, base: float = 10000.0) -> Ten
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
 
 
-def _check_width(x: Tensor, d_model: int) -> None:
+def _places(x: Tensor, d_model: int, positions: Positions) -> Tensor:
+    """Returns the place of each token of x (..., L, d_model)."""
     if x.dim() < 2 or x.shape[-1] != d_model:
         raise ValueError(f"x: expected (..., L, d_model = {d_model}), got {describe(x)}")
+    return places(positions, x.shape[-2], x.device)
 
 
 class Sinusoidal(nn.Module):
@@ -35,8 +38,7 @@ class Sinusoidal(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
         """Positions: an int, the place of the first token, or the place of every one, (L,) or (B, L)."""
-        _check_width(x, self.d_model)
-        at = places(positions, x.shape[-2], x.device)
+        at = _places(x, self.d_model, positions)
         return x + sinusoidal(at, self.d_model, base=self.base).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -47,12 +49,7 @@ class Learned(nn.Module):
     """x (..., L, d_model) plus a learned row of `weight` (length, d_model) for each place."""
 
     def __init__(
-        self,
-        length: int,
-        d_model: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, length: int, d_model: int, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         size = (count("length", length, 1), count("d_model", d_model, 1))
@@ -64,19 +61,12 @@ class Learned(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
         """Positions as in `Sinusoidal`; a place beyond the table raises."""
-        _check_width(x, self.weight.shape[1])
-        at = places(positions, x.shape[-2], x.device)
+        at = _places(x, self.weight.shape[1], positions)
         if at.numel() and readable(at):
-            self._check(int(at.min()), int(at.max()))
+            first, last, end = int(at.min()), int(at.max()), len(self.weight) - 1
+            if first < 0 or last > end:
+                raise ValueError(f"positions: expected places from 0 to {end}, got {first} to {last}")
         return x + nn.functional.embedding(at, self.weight)
-
-    def _check(self, first: int, last: int) -> None:
-        length = len(self.weight)
-        if first < 0 or last >= length:
-            raise ValueError(
-                f"positions: expected places from 0 to {length - 1}, got {first} to {last}; "
-                "a learned table has no others"
-            )
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, {self.weight.shape[1]}"

@@ -18,16 +18,16 @@ class Scaling:
     """A rule that changes the frequencies of `frequencies`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
-        """(dims / 2,) float32: radians for each step of position."""
+        """Returns radians for each step of position, (dims / 2,) float32."""
         raise NotImplementedError
 
     def gain(self) -> float:
-        """The attention factor: it multiplies cos and sin, and so the scores by its square."""
+        """Returns the attention factor. It multiplies cos and sin, and so the scores by its square."""
         return 1.0
 
 
 def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None) -> tuple[Tensor, float]:
-    """The frequencies (dims / 2,) of rotary embeddings, `base ** (-2i / dims)`, and the attention factor."""
+    """Returns the frequencies `base ** (-2i / dims)` (dims / 2,), scaled, and the attention factor."""
     if count("dims", dims, 2) % 2:
         raise ValueError(f"dims: expected an even number of channels to turn in pairs, got {dims}")
     if not number("base", base) > 1:
@@ -35,7 +35,7 @@ def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None
     if scaling is None:
         return _plain(dims, base), 1.0
     if not isinstance(scaling, Scaling):
-        raise TypeError(f"scaling: expected Linear, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
+        raise TypeError(f"scaling: expected LinearScaling, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
     return scaling.turns(dims, base), scaling.gain()
 
 
@@ -44,35 +44,36 @@ def _plain(dims: int, base: float) -> Tensor:
 
 
 def _periods(dims: int, base: float) -> Tensor:
-    """(dims / 2,): steps of position for one radian. On the CPU even where another default device is set."""
+    """Returns steps of position for one radian, (dims / 2,), on the CPU whatever the default device is."""
     even: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
     return torch.pow(base, even)
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
-    """Position interpolation: every place divided by `factor`."""
+class Stretching(Scaling):
+    """A rule for texts `factor` times as long as those of training."""
 
     factor: float
 
     def __post_init__(self) -> None:
-        _at_least_one("factor", self.factor)
+        if not number("factor", self.factor) >= 1:
+            raise ValueError(f"factor: expected a number from 1 on, got {self.factor!r}")
+
+
+@dataclass(frozen=True)
+class LinearScaling(Stretching):
+    """Position interpolation: divides every position by `factor`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
         return _plain(dims, base) / self.factor
 
 
 @dataclass(frozen=True)
-class NTK(Scaling):
-    """A larger base: fast pairs stay, the slowest pair is stretched by `factor`.
+class NTK(Stretching):
+    """A larger base: keeps the fast pairs and stretches the slowest one by `factor`.
 
     "Dynamic" NTK at a length n, trained for m, is `NTK(factor * n / m - (factor - 1))`.
     """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _at_least_one("factor", self.factor)
 
     def turns(self, dims: int, base: float) -> Tensor:
         if dims < 4:
@@ -81,14 +82,13 @@ class NTK(Scaling):
 
 
 @dataclass(frozen=True)
-class YaRN(Scaling):
-    """Fast pairs stay, slow pairs are interpolated, those between are blended; scores grow with `factor`.
+class YaRN(Stretching):
+    """Keeps fast pairs, interpolates slow pairs, blends those between; scores grow with `factor`.
 
     A pair that turns more than `beta_fast` times in `original_length` is fast, less than `beta_slow` slow.
     `mscale` and `mscale_all_dim` are those of DeepSeek; `attention_factor` overrules them.
     """
 
-    factor: float
     original_length: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -98,13 +98,11 @@ class YaRN(Scaling):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _at_least_one("factor", self.factor)
+        super().__post_init__()
         count("original_length", self.original_length, 1)
-        if not 0 < self.beta_slow <= self.beta_fast:
-            raise ValueError(
-                "beta_slow and beta_fast: expected 0 < slow <= fast, "
-                f"got {self.beta_slow} and {self.beta_fast}"
-            )
+        slow, fast = self.beta_slow, self.beta_fast
+        if not 0 < slow <= fast:
+            raise ValueError(f"beta_slow and beta_fast: expected 0 < slow <= fast, got {slow} and {fast}")
 
     def turns(self, dims: int, base: float) -> Tensor:
         periods = _periods(dims, base)
@@ -119,11 +117,11 @@ class YaRN(Scaling):
         return self.growth()
 
     def growth(self, mscale: float = 1.0) -> float:
-        """How much the paper lets cos and sin grow with `factor`, DeepSeek's `yarn_get_mscale`."""
+        """Returns the paper's growth of cos and sin with `factor`, DeepSeek's `yarn_get_mscale`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
-        """(dims / 2,): 0 for fast pairs, 1 for slow ones."""
+        """Returns 0 for fast pairs and 1 for slow ones, (dims / 2,)."""
 
         def pair(rotations: float) -> float:
             return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -137,8 +135,8 @@ class YaRN(Scaling):
 
 
 @dataclass(frozen=True)
-class Llama3(Scaling):
-    """Llama 3.1: slow pairs are interpolated, those between are blended by their wavelength."""
+class Llama3(Stretching):
+    """Llama 3.1: interpolates slow pairs, blends those between by their wavelength."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -146,13 +144,12 @@ class Llama3(Scaling):
     original_length: int = 8192
 
     def __post_init__(self) -> None:
-        _at_least_one("factor", self.factor)
+        super().__post_init__()
         count("original_length", self.original_length, 1)
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "low_freq_factor and high_freq_factor: expected 0 < low < high, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}"
-            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 0 < low < high:
+            names = "low_freq_factor and high_freq_factor"
+            raise ValueError(f"{names}: expected 0 < low < high, got {low} and {high}")
 
     def turns(self, dims: int, base: float) -> Tensor:
         turns = _plain(dims, base)
@@ -189,8 +186,3 @@ class Frequencies(Scaling):
 
     def __repr__(self) -> str:
         return f"Frequencies({len(self.values)} pairs, attention_factor={self.attention_factor:g})"
-
-
-def _at_least_one(name: str, value: float) -> None:
-    if not number(name, value) >= 1:
-        raise ValueError(f"{name}: expected a number from 1 on, got {value!r}")

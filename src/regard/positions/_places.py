@@ -11,13 +11,11 @@ Positions = int | Tensor
 
 
 def places(positions: Positions, L: int, device: torch.device) -> Tensor:
-    """The place of each token, integers (L,), (1, L) or (B, L)."""
+    """Returns the place of each token, integers (L,), (1, L) or (B, L)."""
     if isinstance(positions, Tensor):
         if not holds_integers(positions) or positions.ndim < 1 or positions.shape[-1] != L:
-            raise ValueError(
-                f"positions: expected an int or integers of shape (..., L) with L = {L}, "
-                f"got {describe(positions)}"
-            )
+            expected = f"an int or integers of shape (..., L) with L = {L}"
+            raise ValueError(f"positions: expected {expected}, got {describe(positions)}")
         return positions.to(device)
     if not is_integer(positions):
         raise TypeError(f"positions: expected an int or an integer tensor, got {describe(positions)}")

@@ -24,14 +24,14 @@ Pair = tuple[Tensor, Tensor]
 def rotary_table(
     positions: Tensor, turns: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Pair:
-    """cos and sin (..., L, dims / 2) of integers (..., L), computed in float32 (float64 for float64)."""
+    """Returns cos and sin (..., L, dims / 2) of positions (..., L), in float32 inside, or float64."""
     exact = torch.float64 if dtype is torch.float64 else torch.float32
     angles = positions[..., None].to(exact) * turns.to(positions.device, exact)
     return (angles.cos() * factor).to(dtype or exact), (angles.sin() * factor).to(dtype or exact)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace: bool = False) -> Tensor:
-    """x (..., L, D) with its first channels turned: pair (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotates the first channels of x (..., L, D): pair (a, b) -> (a cos - b sin, b cos + a sin).
 
     Args:
         x: queries or keys, any strides.
@@ -51,13 +51,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
     if _is_followed(x, cos, sin):
         return _formula(x, cos, sin, layout)
     if x.requires_grad and torch.is_grad_enabled():
-        turned: Tensor = _Turn.apply(x, cos, sin, layout)  # type: ignore[no-untyped-call]
-        return turned
+        return _Turn.apply(x, cos, sin, layout)  # type: ignore[no-any-return, no-untyped-call]
     return _turn(x, cos, sin, layout)
 
 
 def _is_followed(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether something must see plain operations: a compiler, a transform, forward mode."""
+    """Returns whether plain operations are needed: for a compiler, a transform or forward mode."""
     return is_watched(x, cos, sin) or forward_ad._current_level >= 0 or is_legacy_batchedtensor(x)
 
 
@@ -67,19 +66,15 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     if not x.is_floating_point() or x.dim() < 2:
         raise ValueError(f"x: expected floats (..., L, D), got {describe(x)}")
     if cos.shape != sin.shape or cos.shape[-2] != x.shape[-2] or 2 * cos.shape[-1] > x.shape[-1]:
-        raise ValueError(
-            "cos and sin: expected (..., L, dims / 2) with dims up to D, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
-        )
+        given = f"{tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
+        raise ValueError(f"cos and sin: expected (..., L, dims / 2) with dims up to D, got {given}")
     if cos.dim() > 2 and not broadcasts(cos.shape[:-2], x.shape[:-2]):
-        raise ValueError(
-            f"positions: expected places for each of the samples of x {tuple(x.shape)}, got cos and sin "
-            f"{tuple(cos.shape)}"
-        )
+        given = f"x {tuple(x.shape)}, got cos and sin {tuple(cos.shape)}"
+        raise ValueError(f"positions: expected places for each of the samples of {given}")
 
 
 def _pairs(x: Tensor, half: int, layout: str) -> Pair:
-    """The first and second channels (..., L, half) of all pairs, as views."""
+    """Returns the first and second channels (..., L, half) of all pairs, as views."""
     if layout == "half":
         return x[..., :half], x[..., half : 2 * half]
     return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -104,15 +99,12 @@ def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """In plain operations."""
+    """Rotates by plain operations, which compilers and transforms follow."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
-    c, d = a * cos - b * sin, b * cos + a * sin
-    turned = (
-        torch.cat((c, d), -1)
-        if layout == "half"
-        else torch.stack((c, d), -1).reshape(*c.shape[:-1], 2 * half)
-    )
+    pairs = a * cos - b * sin, b * cos + a * sin
+    joined = torch.cat if layout == "half" else torch.stack
+    turned = joined(pairs, -1).reshape(*a.shape[:-1], 2 * half)  # legacy vmap has no rule for flatten
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
@@ -137,7 +129,8 @@ class Rotary(nn.Module):
     Args:
         dims: how many channels turn, even, at most D.
         base: the slowest pair turns once in about `2 pi base` steps.
-        scaling: `Linear`, `NTK`, `YaRN` or `Llama3`, for lengths beyond those of training, or `Frequencies`.
+        scaling: `LinearScaling`, `NTK`, `YaRN` or `Llama3`, for texts longer than those of training, or
+            `Frequencies`.
         layout: "half" (Llama, GPT-NeoX) or "interleaved" (GPT-J).
     """
 
@@ -153,12 +146,12 @@ class Rotary(nn.Module):
         self._tables: dict[tuple[torch.device, torch.dtype], Pair] = {}
 
     def forward(self, x: Tensor, positions: Positions = 0, *, inplace: bool = False) -> Tensor:
-        """x (..., H, L, D) turned. Positions: an int, (L,), or (B, L) for x (B, H, L, D)."""
+        """Rotates x (..., H, L, D). Positions: an int, (L,), or (B, L) for x (B, H, L, D)."""
         cos, sin = self.table(x, positions)
         return rotate(x, cos, sin, layout=self.layout, inplace=inplace)
 
     def table(self, x: Tensor, positions: Positions = 0) -> Pair:
-        """cos and sin (L, dims / 2), or (B, 1, L, dims / 2), in x's dtype, for tensors like x."""
+        """Returns cos and sin (L, dims / 2), or (B, 1, L, dims / 2), in x's dtype, for tensors like x."""
         if x.dim() < 2:
             raise ValueError(f"x: expected (..., H, L, D), got {describe(x)}")
         L = x.shape[-2]
@@ -170,7 +163,7 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _remembered(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """The table of at least the first `length` places; it doubles when it grows."""
+        """Returns the table of at least the first `length` positions. It doubles when it grows."""
         found = self._tables.get((device, dtype))
         if found is None or len(found[0]) < length:
             size = max(length, 2 * len(found[0]) if found is not None else 0)

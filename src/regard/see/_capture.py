@@ -1,11 +1,10 @@
-"""Recording evidence while a model runs."""
+"""Records evidence while a model runs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from .._tools.arguments import describe
 from .._tools.listeners import listening
 from ..convert import replaced_attention
 from ..masks import Documents
-from ..nn._call import both
-from . import _tokens
+from ..masks._both import both
+from . import _html, _tokens
 from ._layer import Head, Layer, Link, on_cpu
 from ._roles import WANTED, of_tokens
 
@@ -34,20 +33,20 @@ def capture(
     want: Sequence[facts.Fact] = (),
     keep: str | None = None,
 ) -> Capture:
-    """Record facts about the weights of every attention of a model, while it runs inside a `with` block.
+    """Records facts about the weights of every attention of a model that runs inside a `with` block.
 
-    Heard are `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models
-    of Hugging Face Transformers. The last two are switched to Regard's kernels for the block and are as they
-    were after it, also if it raises. What is recorded is O(n) for each call, never the n x n weights.
+    Records `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models of
+    Hugging Face Transformers. The last two use Regard's kernels inside the block and are restored after it,
+    also if it raises. A recording has size O(n) for each call, never the n x n weights.
 
     Args:
-        model: what will be called. Each call of attention in it becomes a `Layer`, in order.
-        tokens: a list of strings, or one for each sample of the batch. A list that is shorter than the
-            longest says that the rest is padding, which then counts for nothing.
-        tokenizer: of Transformers: tokens are then read from the model's `input_ids`.
+        model: the module to watch. Each call of attention in it becomes a `Layer`, in order.
+        tokens: a list of strings, or one list for each sample of the batch. If a list is shorter than the
+            longest, the rest of the sample is padding and is not counted.
+        tokenizer: a tokenizer of Transformers: tokens are then read from the model's `input_ids`.
         want: facts besides those that head roles need, such as `regard.BlockMass(64)`.
-        keep: "qk" also keeps queries and keys, O(n) too, so that rows, heat maps and every other fact can be
-            computed later.
+        keep: "qk" also keeps queries and keys, again O(n), so that rows, heat maps and every other fact can
+            be computed later.
 
     Example:
         >>> with see.capture(model, tokenizer=tokenizer, keep="qk") as seen:
@@ -63,12 +62,11 @@ def capture(
     for fact in want:
         if not isinstance(fact, facts.Fact):
             raise TypeError(f"want: expected facts such as regard.BlockMass(64), got {describe(fact)}")
-    recorder = _Recorder(_tokens.samples(tokens), (*dict.fromkeys((*WANTED, *want)),), keep == "qk")
-    return Capture(model, recorder, tokenizer)
+    return Capture(model, _Recorder(_tokens.samples(tokens), want, keep == "qk"), tokenizer)
 
 
 def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
-    """Run a model of Transformers on a text and look: `capture` with queries and keys kept.
+    """Runs a model of Transformers on a text inside `capture`, with queries and keys kept.
 
     Example:
         >>> seen = see.read(model, tokenizer, "The cat sat on the mat")
@@ -92,9 +90,8 @@ def record(
     want: Sequence[facts.Fact] = (),
     **options: Any,
 ) -> Layer:
-    """What `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
-    recorder = _Recorder(_tokens.samples(tokens), (*dict.fromkeys((*WANTED, *want)),), True)
-    return recorder.layer(name, q, k, options)
+    """Returns what `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
+    return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 
 
 class Capture:
@@ -123,9 +120,7 @@ class Capture:
             return self[layer].head(head)
         if isinstance(which, str):
             return self._named(which)
-        if not -len(self) <= which < len(self):
-            raise IndexError(f"layer: expected below {len(self)}, got {which}")
-        return self.layers[which]
+        return self.layers[_tokens.index("layer", which, len(self))]
 
     def _named(self, name: str) -> Layer:
         found = [layer for layer in self if layer.name == name]
@@ -135,11 +130,11 @@ class Capture:
         return found[0]
 
     def heads(self, sample: int = 0) -> Iterator[Head]:
-        """Every head of every layer."""
-        return (layer.head(head, sample) for layer in self for head in range(layer.heads))
+        """Iterates over every head of every layer."""
+        return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
-        """How much each head lets one token attend to another, the largest weight first."""
+        """Returns the weight of one token for another in every head, the largest first."""
         found = []
         for layer in self:
             i = _tokens.find(layer.texts(sample), query)
@@ -149,15 +144,21 @@ class Capture:
         return sorted(found, key=lambda link: -link.weight)
 
     def entropy_map(self, sample: int = 0) -> list[Tensor]:
-        """For each layer (Hq,): the entropy of a head, 0 (one key) to 1 (all alike), mean over queries."""
-        return [
-            torch.stack([layer.head(head, sample).entropy.mean() for head in range(layer.heads)])
-            for layer in self
-        ]
+        """Returns for each layer the entropy (Hq,) of its heads: 0 (one key) to 1 (all alike), query mean."""
+        return [torch.stack([head.entropy.mean() for head in layer._of_sample(sample)]) for layer in self]
 
     def rollout(self, token: int | str, sample: int = 0) -> Tensor:
-        """(n,): what reaches one token from each, through all layers, as attention rollout counts it."""
-        return _rolled(self.layers, token, sample)
+        """Returns attention rollout (n,): what reaches one token from each token through all layers."""
+        if not self.layers:
+            raise ValueError("rollout: expected at least one layer, got none")
+        for layer in self:
+            if layer.q is None:
+                raise ValueError('rollout: expected capture(model, keep="qk"), got layers without q and k')
+            if layer.shape[2] != layer.shape[3]:
+                raise ValueError(f"rollout: expected self-attention in every layer, got {layer!r}")
+        kept: list[Any] = [(layer.q, layer.k, layer.options) for layer in self]
+        texts = self[0].texts(sample)
+        return rollout(kept, _tokens.find(texts, token))[sample, : len(texts)].cpu()
 
     def __repr__(self) -> str:
         if not self.layers:
@@ -166,9 +167,7 @@ class Capture:
         return f"Capture({len(self)} layers, {heads} heads, {self.layers[0].shape[2]} queries)"
 
     def _repr_html_(self) -> str:
-        from ._html import capture
-
-        return capture(self)
+        return _html.capture(self)
 
     # Recording
 
@@ -188,9 +187,7 @@ class Capture:
             self._running = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._running is not None
         self._running.close()
         self._running = None
@@ -211,7 +208,7 @@ class Capture:
             )
 
     def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        """Know when this module is called, and for the model itself with which tokens."""
+        """Adds hooks that keep the names of the running modules, and read the tokens of the model's input."""
 
         def entered(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != self._thread:
@@ -244,10 +241,10 @@ class Capture:
 
 
 class _Recorder:
-    """Makes layers of calls."""
+    """Makes a `Layer` of each call."""
 
-    def __init__(self, tokens: Tokens | None, want: tuple[facts.Fact, ...], keep: bool) -> None:
-        self.want, self.keep = want, keep
+    def __init__(self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool) -> None:
+        self.want, self.keep = tuple(dict.fromkeys((*WANTED, *want))), keep
         self.layers: list[Layer] = []
         self.tokens = tokens
         self.length = 0 if tokens is None else max(map(len, tokens))  # with padding
@@ -265,7 +262,8 @@ class _Recorder:
         found = evidence(q, k, None, *self.want, **options)
         kept: dict[str, Any] = {}
         if self.keep:
-            kept = {"q": q.clone(), "k": k.clone(), "options": _detached(options)}
+            detached = tree.tree_map_only(Tensor, Tensor.detach, options)
+            kept = {"q": q.clone(), "k": k.clone(), "options": detached}
         return Layer(
             name, len(self.layers), (B, Hq, Lq, Lk), Lk - Lq if offset is None else offset,
             dict(zip(self.want, on_cpu(found), strict=True)),
@@ -273,34 +271,16 @@ class _Recorder:
         )  # fmt: skip
 
     def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
-        """Those of a call about itself with as many tokens; others are known by position."""
+        """Returns the tokens if the call is self-attention over all of them. Others have positions only."""
         return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
 
     def _without_padding(
         self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int
     ) -> dict[str, Any]:
-        """Queries that are padding see nothing, so that no fact counts them."""
+        """Hides all keys from queries that are padding, so that no fact counts them."""
         if tokens is None or all(len(sample) == Lk for sample in tokens):
             return options
-        real = torch.tensor([[-(i >= len(sample)) for i in range(Lk)] for sample in tokens])
-        mask = options.get("mask")
-        real_rows = Documents(real.to(q.device), torch.zeros(len(tokens), Lk, dtype=torch.long).to(q.device))
-        return options | {"mask": both(real_rows, mask)}
-
-
-def _detached(options: dict[str, Any]) -> dict[str, Any]:
-    return tree.tree_map_only(Tensor, Tensor.detach, options)  # type: ignore[no-any-return]
-
-
-def _rolled(layers: Sequence[Layer], token: int | str, sample: int) -> Tensor:
-    kept = []
-    for layer in layers:
-        if layer.q is None or layer.k is None:
-            raise ValueError('rollout: expected capture(model, keep="qk"), got layers without q and k')
-        if layer.shape[2] != layer.shape[3]:
-            raise ValueError(f"rollout: expected self-attention in every layer, got {layer!r}")
-        kept.append((layer.q, layer.k, layer.options))
-    if not kept:
-        raise ValueError("rollout: expected at least one layer, got none")
-    row = rollout(kept, _tokens.find(layers[0].texts(sample), token))
-    return row[sample, : len(layers[0].texts(sample))].cpu()
+        real = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]
+        queries = torch.tensor(real, device=q.device)
+        real_rows = Documents(queries, torch.zeros_like(queries))
+        return options | {"mask": both(real_rows, options.get("mask"))}

@@ -1,4 +1,4 @@
-"""What notebooks show. Inline HTML that needs nothing installed; every token is escaped."""
+"""HTML for notebooks. It is inline and needs nothing installed; every token is escaped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from ._roles import ROLES, Role
-from ._style import MIXED, ROLE_COLOURS
+from ._roles import ROLES, Role, named
+from ._style import ROLE_COLOURS
 from ._tokens import label
 
 if TYPE_CHECKING:
@@ -21,91 +21,84 @@ FRAME = '<div style="font-family:ui-monospace,monospace;font-size:12px;color:inh
 
 
 def capture(seen: Capture) -> str:
-    """A cell for each head, coloured by role."""
+    """Shows a cell for each head, coloured by role."""
     if not len(seen):
-        return f"{FRAME}{escape(repr(seen))}</div>"
+        return _page(seen)
     shown = seen.layers[:MOST_LAYERS]
-    lines = [
-        f"<tr><td>{layer.index}</td>{''.join(map(_cell, layer))}<td>{escape(layer.name)}</td></tr>"
-        for layer in shown
-    ]
-    heads = "".join(f"<th>{head}</th>" for head in range(max(layer.heads for layer in shown)))
-    more = f"<div>and {len(seen) - len(shown)} more layers</div>" if len(seen) > len(shown) else ""
-    return (
-        f"{FRAME}<div>{escape(repr(seen))}</div>{_strip(seen.layers[0].texts())}"
-        f'<table style="border-collapse:collapse"><tr><th>layer</th>{heads}<th></th></tr>{"".join(lines)}'
-        f"</table>{more}{_legend()}</div>"
-    )
+    heads = map(str, range(max(layer.heads for layer in shown)))
+    lines = (f"<td>{x.index}</td>{''.join(map(_cell, x))}<td>{escape(x.name)}</td>" for x in shown)
+    table = _table(("layer", *heads, ""), lines, len(seen) - len(shown), "layers")
+    return _page(seen, _strip(seen[0].texts()), table, _legend())
 
 
 def layer(layer: Layer) -> str:
-    """A line for each head: its scores."""
-    names = "".join(f'<th style="padding:2px 8px">{escape(name)}</th>' for name in ROLES)
-    lines = "".join(f"<tr><td>{head.index}</td>{_scores(head.roles)}</tr>" for head in layer)
-    return (
-        f"{FRAME}<div>{escape(repr(layer))}</div>{_strip(layer.texts())}"
-        f'<table style="border-collapse:collapse"><tr><th>head</th>{names}</tr>{lines}</table></div>'
-    )
+    """Shows a line for each head with its scores."""
+    lines = (f"<td>{head.index}</td>{_scores(head.roles)}" for head in layer)
+    return _page(layer, _strip(layer.texts()), _table(("head", *ROLES), lines))
 
 
 def head(head: Head) -> str:
-    """Who is read, and what each token attends to most."""
+    """Shows which keys are attended to, and what each token attends to most."""
     tokens = head.tokens[:MOST_TOKENS]
     taken = (head.column_mass / max(1, len(head.tokens)))[:MOST_TOKENS].tolist()
-    lines = "".join(
-        f"<tr><td>{i}</td><td>{_token(token)}</td><td>{_list(head, i)}</td></tr>"
-        for i, token in enumerate(tokens)
+    lines = (
+        f"<td>{i}</td><td>{_token(token)}</td><td>{_list(head, i)}</td>" for i, token in enumerate(tokens)
     )
-    hidden = len(head.tokens) - len(tokens)
-    more = f"<div>and {hidden} more tokens</div>" if hidden else ""
-    return (
-        f"{FRAME}<div>{escape(repr(head))}</div>"
-        f"<div>share of the mass by key: {_strip(head.key_tokens, taken)}</div>"
-        f'<table style="border-collapse:collapse"><tr><th></th><th>query</th><th>attends to</th></tr>{lines}'
-        f"</table>{more}</div>"
-    )
+    table = _table(("", "query", "attends to"), lines, len(head.tokens) - len(tokens), "tokens")
+    return _page(head, f"<div>share of the mass by key: {_strip(head.key_tokens, taken)}</div>", table)
+
+
+def _page(shown: object, *parts: str) -> str:
+    return f"{FRAME}<div>{escape(repr(shown))}</div>{''.join(parts)}</div>"
+
+
+def _table(names: Iterable[str], lines: Iterable[str], hidden: int = 0, what: str = "") -> str:
+    """Returns a table of lines of cells, and below it how many are hidden."""
+    head = "".join(f'<th style="padding:2px 5px">{escape(name)}</th>' for name in names)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    more = f"<div>and {hidden} more {what}</div>" if hidden else ""
+    return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>{more}'
+
+
+def _mark(tag: str, text: str, background: str, style: str, title: str = "") -> str:
+    """Returns an element on a background, with a title that shows when it is pointed at."""
+    return f'<{tag} title="{escape(title)}" style="background:{background};{style}">{escape(text)}</{tag}>'
 
 
 def _cell(head: Head) -> str:
     role = head.role
-    colour = MIXED if role is None else ROLE_COLOURS[role.name]
-    text = escape(f"{head.title}: {'mixed' if role is None else role}")
+    colour = ROLE_COLOURS["mixed" if role is None else role.name]
+    style = f"{_ink(colour)};padding:2px 5px;border:1px solid rgba(128,128,128,.5);text-align:right"
     score = "" if role is None else f"{role.score:.2f}"
-    return (
-        f'<td title="{text}" style="background:{colour};color:{_ink(colour)};padding:2px 5px;'
-        f'border:1px solid rgba(128,128,128,.5);text-align:right">{score}</td>'
-    )
+    return _mark("td", score, colour, style, f"{head.title}: {named(role)}")
 
 
 def _ink(colour: str) -> str:
-    """Black or white, whichever is read better on #rrggbb."""
+    """Returns black or white, whichever is read better on #rrggbb."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else "#111"
+    return f"color:{'#fff' if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else '#111'}"
 
 
 def _scores(roles: dict[str, Role]) -> str:
+    style = "padding:2px 8px;text-align:right"
     return "".join(
-        f'<td title="{escape(str(role))}" style="background:rgba({BLUE},{0.6 * role.score:.2f});'
-        f'padding:2px 8px;text-align:right">{role.score:.2f}</td>'
+        _mark("td", f"{role.score:.2f}", f"rgba({BLUE},{0.6 * role.score:.2f})", style, str(role))
         for role in roles.values()
     )
 
 
-def _strip(texts: Sequence[str], shares: Iterable[float] | None = None) -> str:
-    """Tokens in a line, shaded by share."""
+def _strip(texts: Sequence[str], shares: Sequence[float] = ()) -> str:
+    """Returns the tokens in a line, shaded by share."""
     shown = texts[:MOST_TOKENS]
-    depths = [0.0] * len(shown) if shares is None else list(shares)
-    marks = "".join(_token(text, depth) for text, depth in zip(shown, depths, strict=False))
+    marks = "".join(map(_token, shown, shares or [0.0] * len(shown)))
     more = f" … {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
     return f'<div style="line-height:1.9">{marks}{more}</div>'
 
 
 def _token(text: str, share: float = 0.0) -> str:
-    depth = min(1.0, max(0.0, share)) ** 0.5
-    return (
-        f'<span title="{share:.3f}" style="background:rgba({BLUE},{0.7 * depth:.2f});padding:1px 3px;'
-        f'margin:1px;border:1px solid rgba(128,128,128,.4)">{escape(label(text))}</span>'
-    )
+    depth = 0.7 * min(1.0, max(0.0, share)) ** 0.5
+    style = "padding:1px 3px;margin:1px;border:1px solid rgba(128,128,128,.4)"
+    return _mark("span", label(text), f"rgba({BLUE},{depth:.2f})", style, f"{share:.3f}")
 
 
 def _list(head: Head, query: int) -> str:
@@ -114,9 +107,6 @@ def _list(head: Head, query: int) -> str:
 
 
 def _legend() -> str:
-    marks = (
-        f'<span style="background:{colour};color:{_ink(colour)};padding:1px 6px;margin-right:4px">'
-        f"{escape(name)}</span>"
-        for name, colour in (*ROLE_COLOURS.items(), ("mixed", MIXED))
-    )
+    style = "padding:1px 6px;margin-right:4px"
+    marks = (_mark("span", name, tone, f"{_ink(tone)};{style}") for name, tone in ROLE_COLOURS.items())
     return f'<div style="line-height:2">{"".join(marks)}</div>'

@@ -1,10 +1,10 @@
-"""What was recorded of one call of attention, and of one head of it."""
+"""The recorded evidence of one call of attention, and of one head of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,14 @@ from torch.utils import _pytree as tree
 from .. import facts
 from .._api.evidence import evidence
 from .._tools.arguments import count
-from . import _tokens
-
-if TYPE_CHECKING:
-    from ._roles import Role
+from . import _html, _tokens
+from ._roles import Role, chosen, named, of_layer
 
 MOST_WEIGHTS = 2**26  # of all heads, when a matrix is asked for
 
 
 def on_cpu(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Results of facts, where pictures and people need them."""
+    """Moves results of facts to the CPU."""
     return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in found)
 
 
@@ -69,25 +67,27 @@ class Layer:
         return self.heads
 
     def __iter__(self) -> Iterator[Head]:
-        return (Head(self, head) for head in range(self.heads))
+        return iter(self._of_sample())
 
     def __getitem__(self, head: int) -> Head:
         return self.head(head)
 
     def head(self, head: int, sample: int = 0) -> Head:
-        for name, value, size in (("head", head, self.shape[1]), ("sample", sample, self.shape[0])):
-            if not -size <= value < size:
-                raise IndexError(f"{name}: expected below {size}, got {value}")
-        return Head(self, head % self.shape[1], sample % self.shape[0])
+        B, Hq, _, _ = self.shape
+        return Head(self, _tokens.index("head", head, Hq), _tokens.index("sample", sample, B))
+
+    def _of_sample(self, sample: int = 0) -> list[Head]:
+        """Returns every head for one sample."""
+        return [self.head(head, sample) for head in range(self.heads)]
 
     def fact(self, fact: Any) -> Any:
-        """The result of a fact: recorded, or computed now from `q` and `k`, if they were kept."""
+        """Returns the result of a fact: recorded, or computed now from `q` and `k`, if they were kept."""
         if fact not in self.found:
             self.found[fact] = self.ask(fact)
         return self.found[fact]
 
     def ask(self, fact: Any) -> Any:
-        """As `fact`, but not remembered."""
+        """Computes a fact from `q` and `k` without storing the result."""
         if self.q is None or self.k is None:
             raise ValueError(
                 f"{fact!r} was not recorded of {self.name!r}; capture(model, want=[...]) records it, "
@@ -96,32 +96,29 @@ class Layer:
         return on_cpu(evidence(self.q, self.k, None, fact, **self.options))[0]
 
     def rows(self, queries: list[int]) -> Tensor:
-        """Exact rows of weights of all samples and heads, (B, Hq, R, Lk)."""
+        """Returns exact rows of weights of all samples and heads, (B, Hq, R, Lk)."""
         rows: Tensor = self.ask(facts.Rows(torch.tensor(queries)))
         return rows
 
     def texts(self, sample: int = 0) -> tuple[str, ...]:
-        """The tokens of the queries of a sample; their positions, if tokens are not known."""
-        if self.tokens is not None:
-            return self.tokens[sample]
-        start = self.start(sample)
-        return tuple(str(start + i) for i in range(self.shape[2]))
+        """Returns the tokens of the queries of a sample, or their positions if tokens are not known."""
+        return self._texts(sample, self.start(sample), self.shape[2])
 
     def start(self, sample: int = 0) -> int:
-        """The position of query 0."""
+        """Returns the position of query 0."""
         if isinstance(self.offset, Tensor):
             return int(self.offset.flatten()[sample if self.offset.numel() > 1 else 0])
         return self.offset
 
     def key_texts(self, sample: int = 0) -> tuple[str, ...]:
-        if self.tokens is not None:
-            return self.tokens[sample]
-        return tuple(map(str, range(self.shape[3])))
+        """Returns the tokens of the keys of a sample, or their positions if tokens are not known."""
+        return self._texts(sample, 0, self.shape[3])
+
+    def _texts(self, sample: int, first: int, n: int) -> tuple[str, ...]:
+        return tuple(map(str, range(first, first + n))) if self.tokens is None else self.tokens[sample]
 
     def roles(self, sample: int = 0) -> list[dict[str, Role]]:
-        """The scores of each head, by role: docs/seeing.md has the definitions."""
-        from ._roles import of_layer
-
+        """Returns the scores of each head, by role: docs/seeing.md has the definitions."""
         if sample not in self._roles:
             self._roles[sample] = of_layer(self, sample)
         return self._roles[sample]
@@ -132,9 +129,7 @@ class Layer:
         return f"Layer({self.index}, {self.name!r}: {B} x {Hq} heads, {Lq} queries x {Lk} keys{kept})"
 
     def _repr_html_(self) -> str:
-        from ._html import layer
-
-        return layer(self)
+        return _html.layer(self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,12 +164,12 @@ class Head:
 
     @property
     def column_mass(self) -> Tensor:
-        """(Lk,), what each key is given by all queries together."""
+        """(Lk,), the sum of each key's weights over all queries."""
         return self._own(self.layer.fact(facts.ColumnMass()))[: len(self.key_tokens)]
 
     @property
     def distances(self) -> tuple[Tensor, Tensor]:
-        """How far back the query looks, and the mass it gives there; negative is ahead."""
+        """How far a key lies before its query, and the mass there. Negative distances are ahead."""
         found = self.layer.fact(facts.DistanceHistogram())
         return found.distances, self._own(found.mass)
 
@@ -185,27 +180,25 @@ class Head:
     @property
     def role(self) -> Role | None:
         """The first role, in the order of `see.ROLES`, whose score is large enough; None: mixed."""
-        from ._roles import chosen
-
         return chosen(self.roles)
 
     def row(self, token: int | str) -> Tensor:
-        """(Lk,), the exact weights of one query, given by position or by its text."""
+        """Returns the exact weights (Lk,) of one query, given by position or by its text."""
         row = self._own(self.layer.rows([_tokens.find(self.tokens, token)]))
         return row[0, : len(self.key_tokens)]
 
     def top(self, token: int | str, k: int = 8) -> list[Key]:
-        """The keys that one query attends to most, the largest weight first."""
+        """Returns the keys that one query attends to most, the largest weight first."""
         count("k", k, 1)
         at, texts = _tokens.find(self.tokens, token), self.key_tokens
         known = [fact for fact in self.layer.found if isinstance(fact, facts.TopK) and fact.k >= k]
         found = self.layer.fact(known[0] if known else facts.TopK(k))
         keys, weights = (self._own(x)[at, :k].tolist() for x in (found.keys, found.weights))
         pairs = zip(keys, weights, strict=True)
-        return [Key(key, texts[key], weight) for key, weight in pairs if key >= 0]
+        return [Key(key, texts[key], weight) for key, weight in pairs if 0 <= key < len(texts)]
 
     def weights(self) -> Tensor:
-        """(Lq, Lk), exact. For short texts: beyond some thousand tokens it refuses."""
+        """Returns the exact weights (Lq, Lk). Raises if all heads together have more than 2**26."""
         B, Hq, Lq, Lk = self.layer.shape
         if B * Hq * Lq * Lk > MOST_WEIGHTS:
             raise ValueError(
@@ -219,10 +212,7 @@ class Head:
         return result[self.sample, self.index]
 
     def __repr__(self) -> str:
-        role = self.role
-        return f"Head({self.title} of {self.layer.name!r}: {'mixed' if role is None else role})"
+        return f"Head({self.title} of {self.layer.name!r}: {named(self.role)})"
 
     def _repr_html_(self) -> str:
-        from ._html import head
-
-        return head(self)
+        return _html.head(self)

@@ -1,4 +1,4 @@
-"""How figures look: two palettes, told apart by lightness alone, and how they are written."""
+"""The look of all figures: a light and a dark palette, titles, labels, colour scales, files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._tokens import label
+from ._tokens import escaped, label
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -32,7 +32,8 @@ LIGHT = Palette(
 DARK = Palette(
     "#14161a", "#e9e6df", "#3a3e46", "#f0a03c", ("#1d2026", "#1f4468", "#2f7fb3", "#8cc7e0", "#fdf6d8")
 )
-# Okabe and Ito's colours, which every kind of colour vision tells apart; black is left to the ink.
+# Okabe and Ito's colours, which every kind of colour vision tells apart; black is left to the ink. Heads
+# without a role are mixed.
 ROLE_COLOURS = {
     "induction": "#d55e00",
     "duplicate": "#cc79a7",
@@ -41,35 +42,59 @@ ROLE_COLOURS = {
     "broad": "#009e73",
     "delimiter or sink": "#e69f00",
     "sharp": "#8a6fb5",
+    "mixed": "#8c8c8c",
 }
-MIXED = "#8c8c8c"
 
 
-def palette(dark: bool) -> Palette:
-    return DARK if dark else LIGHT
+class Drawing:
+    """A figure with one plot in the colours of a palette. `frame` draws the left and the bottom axis."""
 
+    def __init__(self, width: float, height: float, dark: bool, *, frame: bool = False) -> None:
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.layout_engine import ConstrainedLayoutEngine
+        except ImportError as error:
+            raise ImportError("pictures of attention need matplotlib: pip install 'regard[plot]'") from error
+        self.colours = DARK if dark else LIGHT
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+        self.figure = Figure(figsize=(width, height), layout=layout, facecolor=self.colours.paper)
+        self.axes: Any = self.figure.subplots()
+        self.axes.set_facecolor(self.colours.paper)
+        self.axes.tick_params(colors=self.colours.ink, labelsize=8, length=2 if frame else 0)
+        for side, spine in self.axes.spines.items():
+            spine.set_visible(frame and side in ("left", "bottom"))
+            spine.set_color(self.colours.faint)
 
-def new_figure(width: float, height: float, colours: Palette) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("pictures of attention need matplotlib: pip install 'regard[plot]'") from error
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    return Figure(figsize=(width, height), layout=layout, facecolor=colours.paper)
+    def title(self, text: str, below: str) -> None:
+        """Writes what is shown and, below it, how to read it; lines are wrapped to the width."""
+        most = int((self.figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
+        lines = "\n".join(line for part in (text, below) for line in textwrap.wrap(part, most))
+        ink = self.colours.ink
+        self.figure.suptitle(lines, x=0.02, ha="left", fontsize=TITLE, color=ink, parse_math=False)
 
+    def name_axes(self, x: str, y: str = "") -> None:
+        self.axes.set_xlabel(x, color=self.colours.ink, fontsize=9)
+        self.axes.set_ylabel(y, color=self.colours.ink, fontsize=9)
 
-def finished(figure: Figure, path: Path) -> Figure:
-    """Written if there is a path: PNG, or PDF and SVG with text as text."""
-    from matplotlib import rc_context
+    def scale(self, image: Any, ticks: Sequence[float], name: str) -> None:
+        """Draws the colour scale of an image beside the plot."""
+        bar = self.figure.colorbar(image, ax=self.axes, shrink=0.6, pad=0.02, aspect=24, ticks=list(ticks))
+        bar.ax.set_yticklabels([f"{tick:.3g}" for tick in ticks], color=self.colours.ink, fontsize=8)
+        bar.ax.tick_params(colors=self.colours.ink, length=0)
+        bar.set_label(name, fontsize=8, color=self.colours.ink)
+        bar.outline.set_visible(False)
 
-    if path is not None:
-        with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-            # No date and no version: the same bytes on every run.
-            same = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-            kind = os.fspath(path).rpartition(".")[2].lower()
-            figure.savefig(path, dpi=DPI, metadata=same.get(kind))
-    return figure
+    def finished(self, path: Path) -> Figure:
+        """Returns the figure, written to a path if there is one: PNG, or PDF and SVG with text as text."""
+        from matplotlib import rc_context
+
+        if path is not None:
+            with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+                # No date and no version: the same bytes on every run.
+                same = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+                kind = os.fspath(path).rpartition(".")[2].lower()
+                self.figure.savefig(path, dpi=DPI, metadata=same.get(kind))
+        return self.figure
 
 
 @functools.cache
@@ -79,43 +104,16 @@ def colormap(colours: Palette) -> Colormap:
     return LinearSegmentedColormap.from_list("regard", colours.ramp)
 
 
-def dress(axes: Any, colours: Palette, *, frame: bool = False) -> None:
-    axes.set_facecolor(colours.paper)
-    axes.tick_params(colors=colours.ink, labelsize=8, length=2 if frame else 0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(frame and side in ("left", "bottom"))
-        spine.set_color(colours.faint)
-
-
-def title(figure: Figure, text: str, below: str, colours: Palette) -> None:
-    """What is shown, and under it how to read it; lines are broken to fit."""
-    most = int((figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
-    lines = [line for part in (text, below) for line in textwrap.wrap(part, most)]
-    figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=TITLE, color=colours.ink, parse_math=False)
-
-
 def labels(tokens: Sequence[str]) -> list[str]:
-    """Tokens as the font can show them: a letter that it has not is written as an escape."""
+    """Returns tokens as the font can show them: a letter without a glyph is written as an escape."""
     from matplotlib.font_manager import FontProperties, findfont
 
     has = _glyphs(findfont(FontProperties()))
-    return [
-        "".join(x if ord(x) in has else x.encode("unicode_escape").decode() for x in label(token))
-        for token in tokens
-    ]
+    return ["".join(escaped(letter, has.__contains__) for letter in label(token)) for token in tokens]
 
 
 @functools.cache
-def _glyphs(font: str) -> frozenset[int]:
+def _glyphs(font: str) -> frozenset[str]:
     from matplotlib.font_manager import get_font
 
-    return frozenset(get_font(font).get_charmap())
-
-
-def bar(figure: Figure, image: Any, axes: Any, ticks: Sequence[float], name: str, colours: Palette) -> None:
-    """The scale of colours beside a map, with numbers as they are."""
-    scale = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02, aspect=24, ticks=list(ticks))
-    scale.ax.set_yticklabels([f"{tick:.3g}" for tick in ticks], color=colours.ink, fontsize=8)
-    scale.ax.tick_params(colors=colours.ink, length=0)
-    scale.set_label(name, fontsize=8, color=colours.ink)
-    scale.outline.set_visible(False)
+    return frozenset(map(chr, get_font(font).get_charmap()))

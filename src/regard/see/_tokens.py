@@ -1,9 +1,9 @@
-"""Tokens: as they are compared, and as people read them."""
+"""Tokens as text: comparison, search, and labels for people."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
 def samples(tokens: Texts | None) -> tuple[tuple[str, ...], ...] | None:
-    """The tokens of each sample. A list of strings is one sample."""
+    """Returns the tokens of each sample. A list of strings is one sample."""
     if tokens is None:
         return None
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
@@ -35,7 +35,7 @@ def samples(tokens: Texts | None) -> tuple[tuple[str, ...], ...] | None:
 
 
 def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str, ...], ...]:
-    """The tokens of ids (B, L), without the padding at the end that `real` (B, L), 1 or 0, says."""
+    """Returns the tokens of ids (B, L), without padding at the end, where `real` (B, L) is 0."""
     ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
     lengths = [ids.shape[1]] * len(ids)
     if real is not None and real.shape == ids.shape:
@@ -48,34 +48,46 @@ def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str,
 
 
 def numbers(sample: Sequence[str]) -> list[int]:
-    """Equal tokens have equal numbers."""
+    """Numbers the tokens. Equal tokens have equal numbers."""
     number: dict[str, int] = {}
     return [number.setdefault(token, len(number)) for token in sample]
 
 
 def is_delimiter(token: str) -> bool:
-    """Special tokens such as [SEP] and <s>, and punctuation."""
+    """Returns whether a token is special, such as [SEP] and <s>, or punctuation."""
     bare = token.strip("".join(SPACES))
     if len(bare) > 2 and (bare[0], bare[-1]) in (("[", "]"), ("<", ">")):
         return True
     return bool(bare) and all(unicodedata.category(letter)[0] == "P" for letter in bare)
 
 
+def delimiters(sample: Sequence[str]) -> list[int]:
+    """Returns the positions of the first token and of delimiters."""
+    return [i for i, token in enumerate(sample) if i == 0 or is_delimiter(token)]
+
+
 def label(token: str, most: int = MOST_LETTERS) -> str:
-    """Short, visible, on one line."""
-    shown = "".join(SPACES.get(letter, letter) for letter in token)
-    shown = "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in shown
-    )
+    """Returns a token short, visible and on one line."""
+    shown = "".join(escaped(SPACES.get(letter, letter), str.isprintable) for letter in token)
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
+def escaped(letter: str, fits: Callable[[str], bool]) -> str:
+    """Returns a letter, or its escape if it does not fit."""
+    return letter if fits(letter) else letter.encode("unicode_escape").decode()
+
+
+def index(name: str, value: int, size: int, what: str = "") -> int:
+    """Returns an index as a non-negative one. Raises IndexError if it is out of range."""
+    if not -size <= value < size:
+        raise IndexError(f"{name}: expected {what}below {size}, got {value}")
+    return value % size
+
+
 def find(tokens: Sequence[str], token: int | str) -> int:
-    """The position of a token that is given as one, or by its text, which must be there once."""
+    """Returns the position of a token given by position, or by a text that occurs once."""
     if isinstance(token, int):
-        if not -len(tokens) <= token < len(tokens):
-            raise IndexError(f"token: expected a position below {len(tokens)}, got {token}")
-        return token % len(tokens)
+        return index("token", token, len(tokens), "a position ")
     bare = "".join(SPACES)
     found = [i for i, text in enumerate(tokens) if token in (text, text.strip(bare))]
     if len(found) != 1:

@@ -30,8 +30,8 @@ class Recipe:
 class Application(ABC):
     """One task: its data, a model, what it is trained for, and the plain baselines it must beat.
 
-    The constructor loads the data. With `quick` it is the same task on less of the same data, for tests.
-    Whatever is random is drawn from `seed`: the same seed gives the same split and the same model.
+    With `quick` it is the same task on less of the same data, for tests. Whatever is random is drawn from
+    `seed`: the same seed gives the same split and the same model.
     """
 
     name: ClassVar[str]
@@ -40,13 +40,22 @@ class Application(ABC):
     peers: ClassVar[tuple[str, ...]] = ()  # of `baselines` those that stand beside it, not to be beaten
     request: ClassVar[str]  # what `use` takes, for the help
     seeds: ClassVar[int] = 1  # how many a full run averages over
+    full: ClassVar[Recipe]  # how a full run trains
+    trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # how a quick one does
+    tested: Any  # held-out data, as `measure` takes it
+    validated: Any  # likewise, apart from training and test
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         self.quick, self.seed = quick, seed
+        self.load()
 
     @property
+    def recipe(self) -> Recipe:
+        return self.trial if self.quick else self.full
+
     @abstractmethod
-    def recipe(self) -> Recipe: ...
+    def load(self) -> None:
+        """Loads the data and splits it."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -60,12 +69,16 @@ class Application(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
     @abstractmethod
-    def validation(self, model: nn.Module) -> float:
-        """How good the model is on data apart from training and test; more is better. The best is kept."""
+    def measure(self, model: nn.Module, held: Any) -> Scores:
+        """Returns the measures, `more` and `less`, on `tested` or `validated`."""
 
-    @abstractmethod
+    def validation(self, model: nn.Module) -> float:
+        """Returns how good the model is in validation; more is better. The best model is kept."""
+        first, *_ = self.more + self.less
+        return self.measure(model, self.validated)[first] * (1 if first in self.more else -1)
+
     def scores(self, model: nn.Module) -> Scores:
-        """The measures, `more` and `less`, on held-out data."""
+        return self.measure(model, self.tested)
 
     @abstractmethod
     def baselines(self) -> dict[str, Scores]:
@@ -100,6 +113,11 @@ class Application(ABC):
             if name not in self.peers
             for measure in self.more + self.less
         }
+
+
+def shuffled(count: int, seed: int) -> Tensor:
+    """Returns a random order of 0, ..., count - 1."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def _better(own: float, other: float, more: bool) -> bool:

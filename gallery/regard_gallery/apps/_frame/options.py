@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,18 +34,3 @@ class Options:
 
     def checkpoint(self, name: str, seed: int | None = None) -> Path:
         return self.place(name, f"-{self.seed if seed is None else seed}.safetensors")
-
-
-def arguments(description: str | None) -> Options:
-    """Those of a script's command line."""
-    parser = ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="less data, few steps: a trial")
-    parser.add_argument("--attention", choices=("regard", "torch"), default=Options.attention)
-    parser.add_argument("--resume", action="store_true", help="go on where a run was interrupted")
-    parser.add_argument("--seed", type=int, default=Options.seed)
-    parser.add_argument("--seeds", type=int, default=Options.seeds, help="how many, from --seed on")
-    parser.add_argument("--out", type=Path, default=Options.out, help="for checkpoints and pictures")
-    try:
-        return Options(**vars(parser.parse_args()))
-    except ValueError as error:
-        parser.error(str(error))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.masks import Causal, Window
-from regard.nn import Attention, Block, Cache, Stack, SwiGLU
+from regard.nn import Attention, Block, CacheLike, Stack, SwiGLU
 from regard.positions import Rotary
 
 from ...models.generate import Sampling
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.zeros_(weight)
 
-    def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, caches: Sequence[CacheLike] | None = None) -> Tensor:
         """With caches, `tokens` are those that are new."""
         scores: Tensor = self.stack(self.words(tokens), caches=caches) @ self.words.weight.T
         return scores

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...models._tokenizers import trained as trained_tokenizer
 from ...models.generate import Sampling
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.pictures import BLUE, GREY, figure, save
 from .decoder import Decoder, write
 from .ngram import NGrams
@@ -37,24 +37,23 @@ class LanguageApp(Application):
     sequences: ClassVar[int]  # of a batch
     held_out: ClassVar[tuple[int, int]]  # documents for the test and for validation
     near: ClassVar[int | None] = None  # of the decoder
-    steps: ClassVar[int]
+    full = Recipe(4000, rate=4e-3, decay=0.1, warmup=200, every=500)
     sampling: ClassVar[Sampling]
 
     @classmethod
     @abstractmethod
     def documents(cls) -> list[str]: ...
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         texts = self.documents()
-        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-        cut = 20_000 if quick else None
-        texts = [texts[i][:cut] for i in (order[:10] if quick else order)]
-        tested, validated = (2, 1) if quick else self.held_out
+        order = shuffled(len(texts), self.seed).tolist()
+        cut = 20_000 if self.quick else None
+        texts = [texts[i][:cut] for i in (order[:10] if self.quick else order)]
+        tested, validated = (2, 1) if self.quick else self.held_out
         self.tested = texts[:tested]
         self.validated = [text[:VALIDATED] for text in texts[tested : tested + validated]]
         self.trained = texts[tested + validated :]
-        size = 300 if quick else self.vocabulary
+        size = 300 if self.quick else self.vocabulary
         self.tokenizer = trained_tokenizer(self.trained, size, control=[END], first_space=False)
         self.size: int = self.tokenizer.get_vocab_size()
         self.tokens = self.encode(self.trained)
@@ -63,12 +62,6 @@ class LanguageApp(Application):
         """(n,): an end stands before the first document and after each."""
         found = [[0], *([*own.ids, 0] for own in self.tokenizer.encode_batch(texts))]
         return torch.tensor([token for own in found for token in own])
-
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(self.steps, rate=4e-3, decay=0.1, warmup=self.steps // 20, every=self.steps // 8)
 
     def model(self) -> nn.Module:
         return Decoder(self.size, near=self.near)
@@ -81,14 +74,9 @@ class LanguageApp(Application):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    def validation(self, model: nn.Module) -> float:
-        return -self._bits_per_byte(model, self.validated)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"bits per byte": self._bits_per_byte(model, self.tested)}
-
-    def _bits_per_byte(self, model: nn.Module, texts: list[str]) -> float:
-        return float(self.bits(model, self.encode(texts)).double().sum()) / count_bytes(texts)
+    def measure(self, model: nn.Module, held: list[str]) -> Scores:
+        bits = self.bits(model, self.encode(held)).double().sum()
+        return {"bits per byte": float(bits) / count_bytes(held)}
 
     def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Of each token after the first, (n - 1,).

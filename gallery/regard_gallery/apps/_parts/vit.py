@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.nn import EncoderBlock, Stack
-
+from .blocks import Blocks
 from .images import check_images
 from .looking import layer_rows
+
+BLOCKS = Blocks()
 
 
 class ViT(nn.Module):
@@ -24,25 +25,21 @@ class ViT(nn.Module):
         size: int,
         patch: int,
         outputs: int,
+        blocks: Blocks = BLOCKS,
         *,
         channels: int = 1,
-        d_model: int = 64,
-        heads: int = 4,
-        layers: int = 3,
-        hidden: int | None = None,
-        dropout: float = 0.0,
         patches: nn.Module | None = None,
         place_scale: float = 0.02,
     ) -> None:
         super().__init__()
+        d_model = blocks.d_model
         if size % patch:
             raise ValueError(f"patch: expected a divisor of size = {size}, got {patch}")
         self.shape, self.side = (channels, size, size), size // patch
         self.patches = nn.Conv2d(channels, d_model, patch, patch) if patches is None else patches
         self.first = nn.Parameter(torch.zeros(d_model))
         self.places = nn.Parameter(torch.randn(1 + self.side**2, d_model) * place_scale)
-        blocks = (EncoderBlock(d_model, heads, hidden=hidden, dropout=dropout) for _ in range(layers))
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        self.stack = blocks.stack()
         self.head = nn.Linear(d_model, outputs)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -108,16 +108,11 @@ class App(Application):
     more = ("return",)
     request = "a seed for the start of an episode, such as 7"
     history = HISTORY
+    full = Recipe(steps=80, rate=1e-3, warmup=10, clip=0.5, every=5)
+    tested, validated = (TESTED, TEST_SEED), (VALIDATED, VALIDATION_SEED)  # episodes, the first seed
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
-        self.limits = (20, 20) if quick else (TRAINED_LIMIT, LIMIT)
-
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, rate=3e-3, every=2)
-        return Recipe(steps=80, rate=1e-3, warmup=10, clip=0.5, every=5)
+    def load(self) -> None:
+        self.limits = (20, 20) if self.quick else (TRAINED_LIMIT, LIMIT)
 
     def model(self) -> nn.Module:
         return HistoryPolicy(len(SEEN), ACTIONS, self.history)
@@ -137,15 +132,11 @@ class App(Application):
         gained: Tensor = (taken * normed).mean() + ENTROPY * entropy
         return F.mse_loss(values, returns) - gained
 
-    def validation(self, model: nn.Module) -> float:
-        return self._mean_return(model, VALIDATED, VALIDATION_SEED)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"return": self._mean_return(model, TESTED, TEST_SEED)}
-
-    def _mean_return(self, model: nn.Module, episodes: int, seed: int) -> float:
+    def measure(self, model: nn.Module, held: tuple[int, int]) -> Scores:
         """The steps until the pole falls, in episodes in which the best action is taken."""
-        return play(model, episodes, seed + self.seed, self.limits[1]).lengths.double().mean().item()
+        episodes, seed = held
+        lengths = play(model, episodes, seed + self.seed, self.limits[1]).lengths
+        return {"return": lengths.double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
         rival = WithoutHistory(quick=self.quick, seed=self.seed)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from regard.masks import Window
-from regard.nn import Cache, DecoderBlock, Stack
+from regard.nn import CacheLike, DecoderBlock
 from regard.positions import Rotary
 
+from .._parts.blocks import Blocks
 from .._parts.looking import layer_weights
+
+BLOCKS = Blocks(layers=2)
 
 
 class HistoryPolicy(nn.Module):
@@ -19,17 +22,14 @@ class HistoryPolicy(nn.Module):
     Each layer attends to the present and `history` observations before it. With 0 the policy has no memory.
     """
 
-    def __init__(
-        self, observed: int, actions: int, history: int, *, d_model: int = 64, heads: int = 4, layers: int = 2
-    ) -> None:
+    def __init__(self, observed: int, actions: int, history: int, blocks: Blocks = BLOCKS) -> None:
         super().__init__()
-        position, mask = Rotary(d_model // heads), Window(history, 0)
+        d_model, position = blocks.d_model, Rotary(blocks.d_model // blocks.heads)
         self.embed = nn.Linear(observed, d_model)
-        blocks = (DecoderBlock(d_model, heads, position=position, mask=mask) for _ in range(layers))
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        self.stack = blocks.stack(DecoderBlock, position=position, mask=Window(history, 0))
         self.act, self.value = nn.Linear(d_model, actions), nn.Linear(d_model, 1)
 
-    def forward(self, seen: Tensor, caches: Sequence[Cache] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, seen: Tensor, caches: Sequence[CacheLike] | None = None) -> tuple[Tensor, Tensor]:
         """With caches, `seen` are the observations that are new."""
         states = self.stack(self.embed(seen), caches=caches)
         return self.act(states), self.value(states).squeeze(-1)

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import FOLDER, bounded, first_of
 from .._frame.pictures import figure, save
+from .._parts.blocks import Blocks
 from .._parts.encoder import encode, minilm
 from .._parts.vit import ViT, convolved
 from ..text import padded
@@ -97,21 +98,19 @@ class App(Application):
     name = "emoji"
     more = ("recall@5",)
     request = 'words, such as "a fast car"'
+    full = Recipe(steps=1200, rate=1e-3, decay=0.1, warmup=40, every=60)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         folder, found = emoji()
-        found = found[::20] if quick else found
+        found = found[::20] if self.quick else found
         self._encoder, self._tokenizer = minilm()
         families = sorted({one.family for one in found})
-        order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = shuffled(len(families), self.seed).tolist()
         tested, validated = (round(share * len(families)) for share in (TESTED, TESTED + VALIDATED))
-        rank = {families[place]: i for i, place in enumerate(order)}
-        self.tested = self._part(folder, [one for one in found if rank[one.family] < tested], skins=False)
-        self.validated = self._part(
-            folder, [one for one in found if tested <= rank[one.family] < validated], skins=False
-        )
-        self.trained = self._part(folder, [one for one in found if rank[one.family] >= validated], skins=True)
+        part = {families[place]: (i >= tested) + (i >= validated) for i, place in enumerate(order)}
+        split = [[one for one in found if part[one.family] == which] for which in range(3)]
+        self.tested, self.validated = (self._part(folder, own, skins=False) for own in split[:2])
+        self.trained = self._part(folder, split[2], skins=True)
 
     def _part(self, folder: Path, chosen: list[Emoji], *, skins: bool) -> Part:
         files = [one.files if skins else one.files[:1] for one in chosen]
@@ -128,17 +127,10 @@ class App(Application):
             found.append(self._encoder.eval()(tokens, lengths).sum(1))  # zeros in the padding
         return F.normalize(torch.cat(found), dim=-1)
 
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(steps=1200, rate=1e-3, decay=0.1, warmup=40, every=60)
-
     def model(self) -> nn.Module:
         """Images go where MiniLM has their names: a projection of names would have to be learned from few."""
-        image = ViT(
-            SIZE, PATCH, SENTENCE, channels=3, d_model=STATES, dropout=0.1, patches=convolved(3, STATES)
-        )
+        blocks = Blocks(STATES, dropout=0.1)
+        image = ViT(SIZE, PATCH, SENTENCE, blocks, channels=3, patches=convolved(3, STATES))
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -158,8 +150,8 @@ class App(Application):
         found = model(self.validated.plain, self.validated.sentences)
         return (1 / ranks(found)).mean().item()
 
-    def scores(self, model: nn.Module) -> Scores:
-        return {"recall@5": recall(model(self.tested.plain, self.tested.sentences))}
+    def measure(self, model: nn.Module, held: Part) -> Scores:
+        return {"recall@5": recall(model(held.plain, held.sentences))}
 
     def baselines(self) -> dict[str, Scores]:
         """The names nearest by MiniLM to that of the training image with the nearest pixels."""

@@ -43,20 +43,15 @@ class App(Application):
     name = "forecast"
     less = ("MAE in MW",)
     request = "a day of the test, such as 2014-12-15"
+    full = Recipe(1200, rate=1e-3, decay=0.05, warmup=50)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         self.series = demand()
         borders = [int(len(self.series) * part) for part in (0.7, 0.8, 1.0)]
         # Where forecasts begin: a week is before them, a day behind.
         self.trained = range(WEEK, borders[0] - DAY + 1)
-        self.validated = range(borders[0], borders[1] - DAY + 1, 40 if quick else 4)
-        self.tested = range(borders[1], borders[2] - DAY + 1, 40 if quick else 1)
-
-    @property
-    def recipe(self) -> Recipe:
-        steps, every = (3, 3) if self.quick else (1200, 100)
-        return Recipe(steps, rate=1e-3, decay=0.05, warmup=50, every=every)
+        self.validated = range(borders[0], borders[1] - DAY + 1, 40 if self.quick else 4)
+        self.tested = range(borders[1], borders[2] - DAY + 1, 40 if self.quick else 1)
 
     def model(self) -> nn.Module:
         return PatchForecaster(self.series.shape[1], WEEK, DAY)
@@ -76,16 +71,10 @@ class App(Application):
         series, wanted = batch
         return F.l1_loss(model(series), wanted)
 
-    def validation(self, model: nn.Module) -> float:
-        return -self._error(model, self.validated)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"MAE in MW": self._error(model, self.tested)}
-
-    def _error(self, model: nn.Module, begins: range) -> float:
-        parts = [self.windows(list(begins[i : i + 256])) for i in range(0, len(begins), 256)]
+    def measure(self, model: nn.Module, held: range) -> Scores:
+        parts = [self.windows(list(held[i : i + 256])) for i in range(0, len(held), 256)]
         total = sum(float((model(series) - wanted).abs().double().sum()) for series, wanted in parts)
-        return 1000 * total / (len(begins) * DAY)
+        return {"MAE in MW": 1000 * total / (len(held) * DAY)}
 
     def baselines(self) -> dict[str, Scores]:
         return {

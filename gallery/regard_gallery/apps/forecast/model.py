@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn import EncoderBlock, PreNorm, Stack
+from regard.nn import PreNorm
+
+from .._parts.blocks import Blocks
 
 
 class LinearForecaster(nn.Module):
@@ -44,36 +46,17 @@ class PatchForecaster(nn.Module):
     tokens hold the other channels. The correction begins as nothing.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        past: int,
-        ahead: int,
-        *,
-        patch: int = 8,
-        d_model: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        dropout: float = 0.2,
-    ) -> None:
+    def __init__(self, channels: int, past: int, ahead: int, *, patch: int = 8) -> None:
         super().__init__()
+        d_model, dropout = 64, 0.2
         if past % patch or ahead % patch:
             raise ValueError(f"past, ahead: expected multiples of patch = {patch}, got {past}, {ahead}")
         self.past, self.ahead, self.patch = past, ahead, patch
         self.line = LinearForecaster(channels, past, ahead)
         self.embed = nn.Linear(channels * patch, d_model)
         self.places = nn.Parameter(0.02 * torch.randn((past + ahead) // patch, d_model))
-        blocks = [
-            EncoderBlock(
-                d_model,
-                heads,
-                hidden=2 * d_model,
-                residual=partial(PreNorm, dropout=dropout),
-                dropout=dropout,
-            )
-            for _ in range(layers)
-        ]
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        blocks = Blocks(d_model, layers=2, hidden=2 * d_model, dropout=dropout)
+        self.stack = blocks.stack(residual=partial(PreNorm, dropout=dropout))
         self.out = nn.Linear(d_model, patch)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)

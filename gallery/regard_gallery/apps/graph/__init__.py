@@ -7,6 +7,7 @@ random split; the 83.0 % of the paper on GAT are for one fixed split, which is n
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.nn import Graph
 
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import package_file, parquet
 from .._frame.pictures import COLOURS, GREY, figure, save
 from .._frame.training import rival_scores
@@ -57,11 +58,12 @@ class App(Application):
     request = "the number of a paper, such as 31336"
     peers = (PEER,)
     seeds = 10
+    full = Recipe(steps=200, rate=0.01, decay=0.1, falls=False, every=5)
+    trial = replace(full, steps=10)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         self.data = cora()
-        order = torch.randperm(len(self.data.y), generator=torch.Generator().manual_seed(seed))
+        order = shuffled(len(self.data.y), self.seed)
         subjects = self.data.y[order]
         train = [(subjects == c).nonzero()[:LABELLED, 0] for c in range(self.classes)]
         chosen = torch.cat(train)
@@ -72,10 +74,6 @@ class App(Application):
     @property
     def classes(self) -> int:
         return len(SUBJECTS)
-
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(steps=10 if self.quick else 200, rate=0.01, decay=0.1, falls=False, every=5)
 
     def model(self) -> nn.Module:
         return GAT(self.data.x.shape[1], self.classes)
@@ -94,9 +92,9 @@ class App(Application):
         right = (scores.argmax(-1) == y).double().mean()
         return float(right - 1e-3 * F.cross_entropy(scores, y))
 
-    def scores(self, model: nn.Module) -> Scores:
-        found = model(self.data.x, self.data.graph)[self.tested].argmax(-1)
-        return {"accuracy": (found == self.data.y[self.tested]).double().mean().item()}
+    def measure(self, model: nn.Module, held: Tensor) -> Scores:
+        found = model(self.data.x, self.data.graph)[held].argmax(-1)
+        return {"accuracy": (found == self.data.y[held]).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
         rivals = {"MLP without edges": WithoutEdges, PEER: OfGeometric}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._frame.application import Application, Recipe, Scores
 from .._frame.data import FOLDER, bounded, first_of
 from .._frame.pictures import figure, save
+from .._parts.blocks import Blocks
 from .._parts.vit import ViT, convolved
 
 PLACES = ("/usr/share/datasets/fashion-mnist", FOLDER / "usr/share/datasets/fashion-mnist")
@@ -67,31 +68,18 @@ class App(Application):
     name = "image"
     more = ("accuracy",)
     request = "the number of a test image, such as 7"
+    full = Recipe(steps=4500, rate=2e-3, decay=0.05, warmup=100, every=250)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
-        trained, validated, tested = (1000, 100, 200) if quick else (None, VALIDATED, None)
-        given = fashion("train", None if trained is None else trained + validated, seed)
+    def load(self) -> None:
+        trained, validated, tested = (1000, 100, 200) if self.quick else (None, VALIDATED, None)
+        given = fashion("train", None if trained is None else trained + validated, self.seed)
         self.validated, self.trained = given.part(0, validated), given.part(validated, None)
         self.tested = fashion("t10k", tested)
 
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(steps=4500, rate=2e-3, decay=0.05, warmup=100, every=250)
-
     def model(self) -> nn.Module:
-        return ViT(
-            SIZE,
-            PATCH,
-            len(KINDS),
-            d_model=WIDTH,
-            layers=2,
-            hidden=2 * WIDTH,
-            patches=nn.Sequential(nn.InstanceNorm2d(1), convolved(1, WIDTH)),  # without its brightness
-            place_scale=0.3,
-        )
+        patches = nn.Sequential(nn.InstanceNorm2d(1), convolved(1, WIDTH))  # without its brightness
+        blocks = Blocks(WIDTH, layers=2, hidden=2 * WIDTH)
+        return ViT(SIZE, PATCH, len(KINDS), blocks, patches=patches, place_scale=0.3)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Images:
         chosen = torch.randint(len(self.trained.y), (BATCH,), generator=generator)
@@ -100,11 +88,10 @@ class App(Application):
     def loss(self, model: nn.Module, batch: Images) -> Tensor:
         return F.cross_entropy(model(batch.x), batch.y)
 
-    def validation(self, model: nn.Module) -> float:
-        return accuracy(model, self.validated)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"accuracy": accuracy(model, self.tested)}
+    def measure(self, model: nn.Module, held: Images) -> Scores:
+        parts = zip(held.x.split(500), held.y.split(500), strict=True)
+        right = [model(x).argmax(-1) == y for x, y in parts]
+        return {"accuracy": torch.cat(right).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
         """The strength of the penalty is chosen on the validation images."""
@@ -148,8 +135,3 @@ class App(Application):
             below.imshow(heat.numpy(), cmap="magma", alpha=0.6)
             above.set_title(KINDS[int(found[i])], fontsize=8)
         save(made, path)
-
-
-def accuracy(model: nn.Module, images: Images) -> float:
-    right = [model(x).argmax(-1) == y for x, y in zip(images.x.split(500), images.y.split(500), strict=True)]
-    return torch.cat(right).double().mean().item()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .._frame.application import Application, Recipe, Scores
 from .._frame.data import bounded, package_file
 from .._frame.pictures import ORANGE, figure, save
+from .._parts.blocks import Blocks
 from .model import Segmenter
 
 FILE = ("nilearn", "nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
@@ -91,23 +92,17 @@ class App(Application):
     name = "medical"
     more = ("Dice grey", "Dice white", "grey, even light", "white, even light")
     request = f"the number of a slice, {TESTED.start} to {TESTED.stop - 1}"
+    full = Recipe(steps=1000, rate=2e-3, decay=0.01, warmup=50)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         volumes = brain()
-        parts = (range(60, 64), range(94, 95), TESTED[:2]) if quick else (TRAINED, VALIDATED, TESTED)
+        parts = (range(60, 64), range(94, 95), TESTED[:2]) if self.quick else (TRAINED, VALIDATED, TESTED)
         self.trained, self.validated, self.even = (cut(volumes, chosen) for chosen in parts)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.seed)
         self.validated, self.tested = self.validated.shaded(generator), self.even.shaded(generator)
 
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(steps=1000, rate=2e-3, decay=0.01, warmup=50, every=100)
-
     def model(self) -> nn.Module:
-        return Segmenter(HEIGHT, WIDTH, len(TISSUES), dropout=0.1)
+        return Segmenter(HEIGHT, WIDTH, len(TISSUES), Blocks(dropout=0.1))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
         """Some slices, each perhaps mirrored, under a new light."""
@@ -124,9 +119,8 @@ class App(Application):
     def validation(self, model: nn.Module) -> float:
         return sum(dices(self._found(model, self.validated), self.validated)) / 2
 
-    def scores(self, model: nn.Module) -> Scores:
-        both = (self.tested, self.even)
-        return self._scores([dices(self._found(model, slices), slices) for slices in both])
+    def measure(self, model: nn.Module, held: Slices) -> Scores:
+        return self._scores([dices(self._found(model, slices), slices) for slices in (held, self.even)])
 
     def _scores(self, found: list[tuple[float, float]]) -> Scores:
         return dict(zip(self.more, (value for pair in found for value in pair), strict=True))

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn import EncoderBlock, Stack
-
+from .._parts.blocks import Blocks
 from .._parts.images import check_images
 from .._parts.looking import layer_rows
+
+BLOCKS = Blocks()
 
 
 class Segmenter(nn.Module):
@@ -27,14 +28,12 @@ class Segmenter(nn.Module):
         height: int,
         width: int,
         classes: int,
+        blocks: Blocks = BLOCKS,
         *,
         channels: tuple[int, ...] = (8, 16, 32),
-        d_model: int = 64,
-        heads: int = 4,
-        layers: int = 3,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        d_model = blocks.d_model
         self.stride = 2 ** len(channels)
         if height % self.stride or width % self.stride:
             raise ValueError(f"height, width: expected multiples of {self.stride}, got {height} and {width}")
@@ -43,8 +42,7 @@ class Segmenter(nn.Module):
         self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in pairwise(channels))
         self.patches = nn.Conv2d(channels[-1], d_model, 3, 2, 1)
         self.places = nn.Parameter(torch.randn(self.grid[0] * self.grid[1], d_model) * 0.02)
-        blocks = (EncoderBlock(d_model, heads, dropout=dropout) for _ in range(layers))
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        self.stack = blocks.stack()
         ways = list(pairwise((d_model, *reversed(channels))))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ways)
         self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in ways)

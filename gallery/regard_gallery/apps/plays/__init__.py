@@ -29,7 +29,6 @@ class App(LanguageApp):
     vocabulary = 1024
     length, sequences = 512, 2
     held_out = (3, 2)
-    steps = 4000
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
 
     @classmethod

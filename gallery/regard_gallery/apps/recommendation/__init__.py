@@ -47,21 +47,17 @@ class App(Application):
     name = "recommendation"
     more = ("HR@10", "NDCG@10")
     request = "titles of films that were seen, the latest last, separated by semicolons: 'Star Wars; Alien'"
+    full = Recipe(1600, rate=4e-3, decay=0.01, warmup=100)
+    tested, validated = 1, 2  # how far from the end of a history the film stands that is to be found
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         self.histories, self.titles = ratings()
-        if quick:
+        if self.quick:
             self.histories = self.histories[:60]
         self.trained = [seen[:-2] for seen in self.histories]
 
-    @property
-    def recipe(self) -> Recipe:
-        steps, every = (3, 3) if self.quick else (1600, 100)
-        return Recipe(steps, rate=4e-3, decay=0.01, warmup=100, every=every)
-
     def model(self) -> nn.Module:
-        return SASRec(len(self.titles) - 1, LENGTH, dropout=0.3)
+        return SASRec(len(self.titles) - 1, LENGTH)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
         """(B, LENGTH + 1): a piece of the history of each of some users."""
@@ -80,10 +76,10 @@ class App(Application):
         return F.cross_entropy(scores.masked_fill(known, -torch.inf), following[real])
 
     def validation(self, model: nn.Module) -> float:
-        return quality(self._ranks(model, 2))["NDCG@10"]
+        return self.measure(model, self.validated)["NDCG@10"]
 
-    def scores(self, model: nn.Module) -> Scores:
-        return quality(self._ranks(model, 1))
+    def measure(self, model: nn.Module, held: int) -> Scores:
+        return quality(self._ranks(model, held))
 
     def _ranks(self, model: nn.Module, back: int) -> Tensor:
         """The rank of the film that is `back` from the end of each history, after those before it."""

@@ -7,7 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from regard.nn import DecoderBlock, PreNorm, Stack
+from regard.nn import DecoderBlock, PreNorm
+
+from .._parts.blocks import Blocks
 
 PADDING = 0
 
@@ -18,28 +20,15 @@ class SASRec(nn.Module):
     Places are counted from the end, so that the latest item is always at the same one.
     """
 
-    def __init__(
-        self,
-        items: int,
-        length: int,
-        d_model: int = 64,
-        *,
-        heads: int = 2,
-        layers: int = 2,
-        dropout: float = 0.2,
-    ) -> None:
+    def __init__(self, items: int, length: int, d_model: int = 64, *, dropout: float = 0.3) -> None:
         super().__init__()
         self.items = nn.Embedding(items + 1, d_model, padding_idx=PADDING)
         self.places = nn.Embedding(length, d_model)
         nn.init.normal_(self.items.weight, std=d_model**-0.5)
         nn.init.normal_(self.places.weight, std=d_model**-0.5)
         self.dropout = nn.Dropout(dropout)
-        residual = partial(PreNorm, dropout=dropout)
-        blocks = [
-            DecoderBlock(d_model, heads, hidden=2 * d_model, residual=residual, dropout=dropout)
-            for _ in range(layers)
-        ]
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
+        blocks = Blocks(d_model, heads=2, layers=2, hidden=2 * d_model, dropout=dropout)
+        self.stack = blocks.stack(DecoderBlock, residual=partial(PreNorm, dropout=dropout))
         self.bias = nn.Parameter(torch.zeros(items + 1))
 
     def forward(self, seen: Tensor) -> Tensor:

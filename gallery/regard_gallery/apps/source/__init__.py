@@ -23,7 +23,6 @@ class App(LanguageApp):
     length, sequences = 512, 2
     near = 128
     held_out = (10, 4)
-    steps = 4000
     sampling = Sampling(max_tokens=200, temperature=0.3)
 
     @classmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import package_file
 from .._frame.pictures import ORANGE, figure, save
 from .baseline import Templates, of_recordings, of_words
@@ -72,24 +72,17 @@ class App(Application):
     less = ("digit errors",)
     peers = (WARPING,)  # it keeps all recordings, of the same speakers
     request = "digits, such as 3141: recordings of the test are joined and read"
+    full = Recipe(steps=1500, rate=2e-3, decay=0.05, warmup=100)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
+    def load(self) -> None:
         everything = recordings()
-        order = torch.randperm(len(everything.digits), generator=torch.Generator().manual_seed(seed))
-        tested, validated, end = (50, 62, 170) if quick else (TESTED, TESTED + VALIDATED, len(order))
+        order = shuffled(len(everything.digits), self.seed)
+        tested, validated, end = (50, 62, 170) if self.quick else (TESTED, TESTED + VALIDATED, len(order))
         chosen = (order[:tested], order[tested:validated], order[validated:end])
         parts = [everything.part(own) for own in chosen]
         spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of training, for all
-        self.tested, self.validated, self.trained = (part.scaled(mean, spread) for part in parts)
-        self.tested_strings = cut(self.tested, seed)
-        self.validated_strings = cut(self.validated, seed)
-
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(steps=1500, rate=2e-3, decay=0.05, warmup=100, every=100)
+        self.held, kept, self.trained = (part.scaled(mean, spread) for part in parts)
+        self.tested, self.validated = cut(self.held, self.seed), cut(kept, self.seed)
 
     def model(self) -> nn.Module:
         return Recogniser(self.trained.frames[0].shape[1], DIGITS)
@@ -106,15 +99,8 @@ class App(Application):
     def loss(self, model: nn.Module, batch: Strings) -> Tensor:
         return ctc(model(batch.frames, batch.lengths), batch.lengths, batch.spoken)
 
-    def validation(self, model: nn.Module) -> float:
-        return -self._errors(model, self.validated_strings)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"digit errors": self._errors(model, self.tested_strings)}
-
-    def _errors(self, model: nn.Module, heard: Strings) -> float:
-        found = greedy(model(heard.frames, heard.lengths), heard.lengths)
-        return errors(found, heard)
+    def measure(self, model: nn.Module, held: Strings) -> Scores:
+        return {"digit errors": errors(greedy(model(held.frames, held.lengths), held.lengths), held)}
 
     def baselines(self) -> dict[str, Scores]:
         frames, symbols = self.trained.frames, self.trained.digits + 1
@@ -125,8 +111,8 @@ class App(Application):
     def _best(self, tried: list[Templates]) -> float:
         """Of these, and of what a digit more may cost, by the best in validation."""
         pairs = [(templates, penalty) for templates in tried for penalty in PENALTIES]
-        best = min(pairs, key=lambda pair: _template_errors(self.validated_strings, *pair))
-        return _template_errors(self.tested_strings, *best)
+        best = min(pairs, key=lambda pair: _template_errors(self.validated, *pair))
+        return _template_errors(self.tested, *best)
 
     def answer(self, model: nn.Module, request: str) -> str:
         heard = self._string(request)
@@ -137,11 +123,11 @@ class App(Application):
         """Recordings of the test for these digits, each time the next one of a digit."""
         if not (request.isascii() and request.isdecimal()):
             raise ValueError(f"use: expected {self.request}, got {request!r}")
-        places = [(self.tested.digits == int(digit)).nonzero()[:, 0] for digit in request]
+        places = [(self.held.digits == int(digit)).nonzero()[:, 0] for digit in request]
         if not all(map(len, places)):
             raise ValueError(f"use: expected digits of which the test has recordings, got {request!r}")
         chosen = [own[request[:i].count(request[i]) % len(own)] for i, own in enumerate(places)]
-        return strings(self.tested, [torch.stack(chosen)])
+        return strings(self.held, [torch.stack(chosen)])
 
     @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:

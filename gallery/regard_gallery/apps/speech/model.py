@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn import EncoderBlock, Stack
 from regard.positions import Rotary
 
+from .._parts.blocks import Blocks
 from .._parts.looking import layer_weights
 
 BLANK = 0
+BLOCKS = Blocks(dropout=0.1)
 
 
 class Recogniser(nn.Module):
@@ -20,22 +21,11 @@ class Recogniser(nn.Module):
     The first symbol is CTC's blank. A convolution sees the frames around, attention the whole recording.
     """
 
-    def __init__(
-        self,
-        features: int,
-        symbols: int,
-        *,
-        d_model: int = 64,
-        heads: int = 4,
-        layers: int = 3,
-        dropout: float = 0.1,
-    ) -> None:
+    def __init__(self, features: int, symbols: int, blocks: Blocks = BLOCKS) -> None:
         super().__init__()
-        self.near = nn.Conv1d(features, d_model, 5, padding=2)
-        position = Rotary(d_model // heads)
-        blocks = (EncoderBlock(d_model, heads, position=position, dropout=dropout) for _ in range(layers))
-        self.stack = Stack(blocks, nn.LayerNorm(d_model))
-        self.head = nn.Linear(d_model, 1 + symbols)
+        self.near = nn.Conv1d(features, blocks.d_model, 5, padding=2)
+        self.stack = blocks.stack(position=Rotary(blocks.d_model // blocks.heads))
+        self.head = nn.Linear(blocks.d_model, 1 + symbols)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
         states = self.stack(self._embedded(frames), lengths=lengths)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import package_file, parquet
 from .._frame.pictures import BLUE, ORANGE, figure, save
 from .._parts.encoder import TextClassifier, encode, minilm
@@ -44,7 +44,7 @@ def reviews(seed: int) -> Reviews:
     for text, rating in zip(found["Review Text"], found["Rating"], strict=True):
         if text is not None and text.strip():
             stars.setdefault(text, rating)
-    order = torch.randperm(len(stars), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = shuffled(len(stars), seed).tolist()
     texts, ratings = list(stars), list(stars.values())
     return Reviews([texts[i] for i in order], torch.tensor([ratings[i] >= GOOD for i in order]).long())
 
@@ -53,25 +53,18 @@ class App(Application):
     name = "text"
     more = ("accuracy",)
     request = "a review in quotes"
+    full = Recipe(steps=400, rate=2e-4, decay=0.01, warmup=40)
+    trial = Recipe(steps=2, rate=1e-4, every=2)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
-        tested, validated, trained = (16, 8, 200) if quick else (TESTED, VALIDATED, None)
-        everything = reviews(seed)
+    def load(self) -> None:
+        tested, validated, trained = (16, 8, 224) if self.quick else (TESTED, VALIDATED, None)
+        everything = reviews(self.seed)
         self.tested = everything.part(0, tested)
         self.validated = everything.part(tested, tested + validated)
-        self.trained = everything.part(
-            tested + validated, None if trained is None else tested + validated + trained
-        )
-        self.size = 4 if quick else BATCH
+        self.trained = everything.part(tested + validated, trained)
+        self.size = 4 if self.quick else BATCH
         self._tokenizer: Any = minilm()[1]
         self.tokens = encode(self._tokenizer, self.trained.texts, LIMIT)
-
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, rate=1e-4, every=2)
-        return Recipe(steps=400, rate=2e-4, decay=0.01, warmup=40, every=100)
 
     def model(self) -> nn.Module:
         model = TextClassifier(minilm()[0], 2)
@@ -87,14 +80,9 @@ class App(Application):
         tokens, lengths, good = batch
         return F.cross_entropy(model(tokens, lengths), good)
 
-    def validation(self, model: nn.Module) -> float:
-        return self._accuracy(model, self.validated)
-
-    def scores(self, model: nn.Module) -> Scores:
-        return {"accuracy": self._accuracy(model, self.tested)}
-
-    def _accuracy(self, model: nn.Module, of: Reviews) -> float:
-        return (self._chances(model, of.texts).argmax(-1) == of.good).double().mean().item()
+    def measure(self, model: nn.Module, held: Reviews) -> Scores:
+        right = self._chances(model, held.texts).argmax(-1) == held.good
+        return {"accuracy": right.double().mean().item()}
 
     def _chances(self, model: nn.Module, texts: list[str]) -> Tensor:
         """(n, 2)"""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models._tokenizers import by_word, trained
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import FOLDER, bounded, first_of
 from .._frame.pictures import figure, save
 from .baseline import lexicon, word_by_word
@@ -81,7 +81,7 @@ def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list
         french[source].append(target)
     found: dict[str, Held] = {}
     english = list(french)
-    order = torch.randperm(len(english), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = shuffled(len(english), seed).tolist()
     for source in (english[i] for i in order):
         if len(found) < count:
             found.setdefault(bare(source), Held(source, french[source]))
@@ -94,24 +94,18 @@ class App(Application):
     name = "translation"
     more = ("BLEU", "chrF")
     request = "an English sentence in quotes"
+    full = Recipe(steps=800, rate=4e-3, warmup=100, every=200)
 
-    def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
-        super().__init__(quick=quick, seed=seed)
-        tested, validated, lines = (12, 8, 3000) if quick else (TESTED, VALIDATED, None)
-        held, self.trained = hold_out(tatoeba(lines), tested + validated, seed)
+    def load(self) -> None:
+        tested, validated, lines = (12, 8, 3000) if self.quick else (TESTED, VALIDATED, None)
+        held, self.trained = hold_out(tatoeba(lines), tested + validated, self.seed)
         self.tested, self.validated = held[:tested], held[tested:]
         self.tokenizer: Any = self._learned_tokens()
 
     def _learned_tokens(self) -> Any:
-        order = torch.randperm(len(self.trained), generator=torch.Generator().manual_seed(self.seed))
+        order = shuffled(len(self.trained), self.seed)
         texts = [text for i in order[:READ].tolist() for text in self.trained[i]]
         return trained(texts, VOCABULARY, control=["<start>", "<end>"])
-
-    @property
-    def recipe(self) -> Recipe:
-        if self.quick:
-            return Recipe(steps=2, every=2)
-        return Recipe(steps=800, rate=4e-3, warmup=100, every=200)
 
     def model(self) -> nn.Module:
         return Translator(self.tokenizer.get_vocab_size())
@@ -141,9 +135,9 @@ class App(Application):
         pairs = [(one.source, reference) for one in self.validated for reference in one.references]
         return -float(self.loss(model, self._batch(pairs)))
 
-    def scores(self, model: nn.Module) -> Scores:
-        found = self.translate(model, [one.source for one in self.tested])
-        return quality([self.text(written.tokens) for written in found], self.tested)
+    def measure(self, model: nn.Module, held: list[Held]) -> Scores:
+        found = self.translate(model, [one.source for one in held])
+        return quality([self.text(written.tokens) for written in found], held)
 
     def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
         """Each in French. Sentences of about the same length go together."""

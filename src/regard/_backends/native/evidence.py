@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem, Spec
-from . import attention as _native
-
-# The core's Facts, in its order.
-FIELDS = (
-    "k", "top_weights", "top_keys", "nats", "choices", "column_mass", "row_weights", "row_weights_batch",
-    "histogram", "distance_low", "distances", "sets", "chosen", "mass_on", "block", "block_mass", "block_max",
-    "n_rows", "rows", "row_values",
-)  # fmt: skip
+from ..._call.spec import Problem, Spec
+from .attention import extras_of, prepare
+from .core import _core
 
 
 class Room(NamedTuple):
@@ -28,23 +22,27 @@ class Room(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """The parts of each fact, (B, Hq, ...); integers as they are, others in the dtype of the LSE."""
-    found: dict[F.Fact, list[Tensor]] = {}
+    """The parts of each fact."""
+    found: dict[F.Fact, F.Parts] = {}
     for together in _calls(want):
         rooms = [(kind, maker(problem, kind)) for maker, kind in together.items()]
         fields = {name: x for _, room in rooms for name, x in room.fields.items()}
-        _native.look(problem, [_number(fields.get(name)) for name in FIELDS])
+        _look(problem, _core.Facts(**{name: _number(x) for name, x in fields.items()}))
         for kind, room in rooms:
-            found |= {fact: [_rounded(problem.spec, x) for x in room.parts(fact)] for fact in kind}
+            found |= {fact: room.parts(fact) for fact in kind}
     return [found[fact] for fact in want]
+
+
+def _look(problem: Problem, facts: _core.Facts) -> None:
+    spec, q, k = problem[:3]
+    call, *_ = spec.memo.get("native") or prepare(spec, q)
+    extras, alive = extras_of(problem)
+    call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, extras, facts)
+    del alive
 
 
 def _number(x: int | Tensor | None) -> int:
     return x.data_ptr() if isinstance(x, Tensor) else x or 0
-
-
-def _rounded(spec: Spec, x: Tensor) -> Tensor:
-    return x.to(spec.lse_dtype) if x.is_floating_point() else x
 
 
 def _calls(want: Sequence[F.Fact]) -> list[dict[Maker, list[Any]]]:
@@ -70,16 +68,10 @@ def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Room:
-    spec, k = problem.spec, max(fact.k if isinstance(fact, F.TopK) else 1 for fact in facts)
+    spec, k = problem.spec, max(fact.k for fact in facts)
     weights, keys = _zeros(spec, spec.Lq, k), _zeros(spec, spec.Lq, k, dtype=torch.int64)
     fields = {"k": k, "top_weights": weights, "top_keys": keys}
-
-    def parts(fact: F.TopK | F.RowMax) -> F.Parts:
-        if isinstance(fact, F.RowMax):
-            return weights[..., 0], keys[..., 0]
-        return weights[..., : fact.k], keys[..., : fact.k]
-
-    return Room(fields, parts)
+    return Room(fields, lambda fact: (weights[..., : fact.k], keys[..., : fact.k]))
 
 
 def _entropy(problem: Problem, facts: list[F.Entropy]) -> Room:
@@ -97,8 +89,8 @@ def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
 
 
 def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Room:
-    distances = F.distances_of(problem)
-    mass, count = _zeros(problem.spec, len(distances), dtype=torch.float64), len(distances)
+    mass, distances = facts[0].empty(problem)
+    count = len(distances)
     low = int(distances[0]) if count else 0
     fields = {"histogram": mass, "distance_low": low, "distances": count}
     return Room(fields, lambda fact: (mass, distances))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from .attention import INF, _sink, _softmax
 
 
@@ -21,24 +21,20 @@ class Matrix(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """The parts of each fact, (B, Hq, ...); integers as they are, others in the dtype of the LSE."""
+    """The parts of each fact."""
     visible, p, lse = _softmax(problem)
     p = torch.where(visible, p, 0.0)
     p_sink = torch.where(lse == -INF, 0.0, torch.exp(_sink(problem)[..., 0] - lse))
     matrix = Matrix(problem, visible, p, p_sink)
-    return [[_rounded(problem, x) for x in FACTS[type(fact)](matrix, fact)] for fact in want]
-
-
-def _rounded(problem: Problem, x: Tensor) -> Tensor:
-    return x.to(problem.spec.lse_dtype) if x.is_floating_point() else x
+    return [FACTS[type(fact)](matrix, fact) for fact in want]
 
 
 def _rows(m: Matrix, fact: F.Rows) -> F.Parts:
     return (m.p[:, :, fact.places(m.problem.spec.Lq)],)
 
 
-def _row_max(m: Matrix, fact: F.RowMax) -> F.Parts:
-    return [x[..., 0] for x in F.largest(m.p, m.visible, 1)]
+def _largest(m: Matrix, fact: F.TopK | F.RowMax) -> F.Parts:
+    return F.largest(m.p, m.visible, fact.k)
 
 
 def _column_mass(m: Matrix, fact: F.ColumnMass) -> F.Parts:
@@ -56,8 +52,7 @@ def _entropy(m: Matrix, fact: F.Entropy) -> F.Parts:
 
 
 def _distance_histogram(m: Matrix, fact: F.DistanceHistogram) -> F.Parts:
-    spec, distances = m.problem.spec, F.distances_of(m.problem)
-    mass = m.p.new_zeros(spec.B, spec.Hq, len(distances))
+    spec, (mass, distances) = m.problem.spec, fact.empty(m.problem)
     if not len(distances):
         return mass, distances
     first = m.problem.offset if m.problem.offset is not None else torch.tensor([spec.offset])
@@ -76,7 +71,6 @@ def _blocks(m: Matrix, fact: F.BlockMass) -> F.Parts:
 
 
 FACTS: dict[type[F.Fact], Callable[[Matrix, Any], F.Parts]] = {
-    F.Rows: _rows, F.TopK: lambda m, fact: F.largest(m.p, m.visible, fact.k), F.RowMax: _row_max,
-    F.ColumnMass: _column_mass, F.Entropy: _entropy, F.DistanceHistogram: _distance_histogram,
-    F.MassOn: _mass_on, F.BlockMass: _blocks, F.BlockMax: _blocks,
+    F.Rows: _rows, F.TopK: _largest, F.RowMax: _largest, F.ColumnMass: _column_mass, F.Entropy: _entropy,
+    F.DistanceHistogram: _distance_histogram, F.MassOn: _mass_on, F.BlockMass: _blocks, F.BlockMax: _blocks,
 }  # fmt: skip

@@ -62,15 +62,16 @@ function put(pixels, at, table, index) {
   pixels[at + 3] = 255;
 }
 
-export function cssColor(value, palette) {
+function colorOf(value, palette) {
   const pixel = [0, 0, 0, 0];
   paint(pixel, 0, value, palette);
-  return `rgb(${pixel[0]} ${pixel[1]} ${pixel[2]})`;
+  return pixel.slice(0, 3);
 }
+
+export const cssColor = (value, palette) => `rgb(${colorOf(value, palette).join(" ")})`;
 
 // Whether black is read better than white on this colour.
 export function isLight(value, palette) {
-  const pixel = [0, 0, 0, 0];
-  paint(pixel, 0, value, palette);
-  return 0.299 * pixel[0] + 0.587 * pixel[1] + 0.114 * pixel[2] > 130;
+  const [red, green, blue] = colorOf(value, palette);
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 130;
 }

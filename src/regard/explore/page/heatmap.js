@@ -1,4 +1,5 @@
 // The heat map of a head, with its tracks: one canvas, queries down and keys across, in units of tokens.
+import { sized, summary } from "./canvas.js";
 import { cssColor, paint } from "./colors.js";
 import { listen } from "./gestures.js";
 import { EXACT, atBlocks, number, percent, shown } from "./labels.js";
@@ -20,8 +21,7 @@ export class HeatMap {
   }
 
   show(head, trace) {
-    const same = this.trace && this.trace.keys.length === trace.keys.length
-      && this.trace.queries.length === trace.queries.length;
+    const same = this.trace && haveOneSize(this.trace, trace);
     Object.assign(this, { head, trace, tile: null });
     if (same) this.moved(); else this.all();
   }
@@ -96,16 +96,12 @@ export class HeatMap {
 
   draw() {
     if (!this.head || !this.canvas.clientWidth) return;
-    const scale = window.devicePixelRatio || 1, { clientWidth: width, clientHeight: height } = this.canvas;
-    this.canvas.width = Math.round(width * scale);
-    this.canvas.height = Math.round(height * scale);
-    this.context = this.canvas.getContext("2d");
-    this.context.scale(scale, scale);
+    const { context, width, height, ink } = sized(this.canvas);
+    Object.assign(this, { context, ink });
     const narrow = width < NARROW, left = narrow ? 56 : LEFT;
     const tracks = narrow ? 0 : ROW_TRACKS.length * (TRACK + GAP);
     const top = TOP + TRACK + GAP;
     this.plot = { x: left, y: top, w: width - left - tracks, h: height - top - 2 };
-    this.ink = getComputedStyle(this.canvas).color;
     this.drawBlocks();
     this.drawDots();
     this.drawTokens();
@@ -174,13 +170,8 @@ export class HeatMap {
     for (const [i, text] of this.labels(y, h, this.plot.h, this.trace.queries)) {
       c.fillText(text, this.plot.x - 4, this.toPixel(0, i + 0.5)[1], this.plot.x - 6);
     }
-    c.textAlign = "left";
     for (const [j, text] of this.labels(x, w, this.plot.w, this.trace.keys)) {
-      c.save();
-      c.translate(this.toPixel(j + 0.5, 0)[0], TOP - 4);
-      c.rotate(-Math.PI / 2);
-      c.fillText(text, 0, 0, TOP - 8);
-      c.restore();
+      this.writeUp(text, this.toPixel(j + 0.5, 0)[0], TOP - 4, TOP - 8);
     }
   }
 
@@ -213,11 +204,7 @@ export class HeatMap {
       const bar = (p, value) => c.fillRect(x, plot.y + p, value * TRACK, 1);
       this.eachPixel(this.head[name], view.y, view.h, plot.h, bar);
       c.strokeRect(x - 0.5, plot.y - 0.5, TRACK, plot.h + 1);
-      c.save();
-      c.translate(x + TRACK / 2, plot.y - 6);
-      c.rotate(-Math.PI / 2);
-      this.caption(`${text}, 0 to 1`, 0, 0, TOP);
-      c.restore();
+      this.writeUp(`${text}, 0 to 1`, x + TRACK / 2, plot.y - 6, TOP);
     });
   }
 
@@ -236,6 +223,15 @@ export class HeatMap {
   caption(text, x, y, width) {
     this.context.textAlign = "left";
     this.context.fillText(text, x, y, width);
+  }
+
+  // A caption that runs upwards.
+  writeUp(text, x, y, width) {
+    this.context.save();
+    this.context.translate(x, y);
+    this.context.rotate(-Math.PI / 2);
+    this.caption(text, 0, 0, width);
+    this.context.restore();
   }
 
   // The chosen query, and tokens that were looked for.
@@ -301,6 +297,9 @@ export class HeatMap {
   }
 }
 
+export const haveOneSize = (a, b) =>
+  a.keys.length === b.keys.length && a.queries.length === b.queries.length;
+
 // The first block of a stretch of tokens, and the one after its last.
 function blocksIn(start, size, block, count) {
   return [Math.max(0, Math.floor(start / block)), Math.min(count, Math.ceil((start + size) / block))];
@@ -309,16 +308,4 @@ function blocksIn(start, size, block, count) {
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return Math.max(1, [1, 2, 5, 10].find((n) => n * power >= least) * power);
-}
-
-// The largest value and the mean of the tokens from a to b, both as fractions of tokens.
-export function summary(values, a, b) {
-  const first = Math.max(0, Math.floor(a));
-  const end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));
-  let largest = 0, sum = 0;
-  for (let i = first; i < end; i++) {
-    sum += values[i];
-    if (values[i] > largest) largest = values[i];
-  }
-  return { largest, mean: sum / Math.max(1, end - first) };
 }

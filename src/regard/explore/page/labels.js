@@ -9,12 +9,13 @@ export function atBlocks(block) {
   return { name: `exact at block resolution, ${block} × ${block} tokens`, kind: "block" };
 }
 
-export function labelElement(label) {
-  const element = document.createElement("span");
-  element.className = `label ${label.kind}`;
-  element.textContent = label.name;
-  return element;
+export function element(tag, properties, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
 }
+
+export const labelElement = ({ kind, name }) => element("span", { className: `label ${kind}` }, name);
 
 export const percent = (share) => `${(100 * share).toPrecision(3)} %`;
 export const number = (value) => (value === 0 ? "0" : value.toPrecision(4));

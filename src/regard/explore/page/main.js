@@ -1,6 +1,6 @@
 // The page: what is chosen, and who is told when that changes.
 import { FLOORS, PALETTES, cssColor, lowest, setLowest } from "./colors.js";
-import { HeatMap } from "./heatmap.js";
+import { HeatMap, haveOneSize } from "./heatmap.js";
 import { atBlocks, labelElement, number, shown } from "./labels.js";
 import { badge, drawOverview, headName, sorted } from "./overview.js";
 import { drawDistances, drawStrip, listTop, ranked, rowLabel, shareText } from "./row.js";
@@ -12,20 +12,18 @@ const source = openSource();
 const state = {
   traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false,
 };
-const first = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
-const second = { map: null, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
+const first = newPane($("map"), $("caption")), second = newPane($("otherMap"), $("otherCaption"));
 let asked = 0;  // answers to older questions are dropped
 
-first.map = newMap($("map"), first, $("caption"));
-second.map = newMap($("otherMap"), second, $("otherCaption"));
-
-function newMap(canvas, pane, caption) {
-  return new HeatMap(canvas, {
+function newPane(canvas, caption) {
+  const pane = { caption, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
+  pane.map = new HeatMap(canvas, {
     onSelect: (row) => { canvas.focus({ preventScroll: true }); guarded(() => selectRow(row)); },
     onHover: (at) => say(pane, at),
-    onView: () => { describeView(pane, caption); link(pane); },
+    onView: () => { describeView(pane); link(pane); },
     onNeedTile: (row, key) => loadTile(pane, row, key).catch(complain),
   });
+  return pane;
 }
 
 async function traceOf(number) {
@@ -115,15 +113,14 @@ async function loadRow(pane) {
 }
 
 function showRow() {
-  const { map, trace, head, ranking, whole } = first, share = $("share").value / 100;
+  const { map, trace, ranking, whole } = first, share = $("share").value / 100;
   map.draw();
   if (!ranking) return;
-  $("rowTitle").textContent = `“${shown(trace.queries[state.row])}” (${state.row}) reads`;
-  rowLabel($("rowLabel"), ranking, head, state.row);
+  const token = shown(trace.queries[state.row]);
+  showRanking(first, `“${token}” (${state.row}) reads`, share, ["rowTitle", "rowLabel", "top"]);
   drawStrip($("strip"), ranking, whole, trace.keys.length);
   $("shareText").textContent = `${$("share").value} %`;
   $("shareResult").textContent = shareText(ranking, share);
-  listTop($("top"), ranking, share, trace, chooseKey);
   showTokens();
   showOtherRow(share);
 }
@@ -133,9 +130,14 @@ function showOtherRow(share) {
   if ($("otherRow").hidden) return;
   second.map.draw();
   const token = shown(second.trace.queries[state.row]);
-  $("otherRowTitle").textContent = `${headName(second.head)}: “${token}” reads`;
-  rowLabel($("otherRowLabel"), second.ranking, second.head, state.row);
-  listTop($("otherTop"), second.ranking, share, second.trace, chooseKey);
+  const title = `${headName(second.head)}: “${token}” reads`;
+  showRanking(second, title, share, ["otherRowTitle", "otherRowLabel", "otherTop"]);
+}
+
+function showRanking({ trace, head, ranking }, text, share, [title, label, list]) {
+  $(title).textContent = text;
+  rowLabel($(label), ranking, head, state.row);
+  listTop($(list), ranking, share, trace, chooseKey);
 }
 
 function showTokens() {
@@ -160,8 +162,8 @@ function say(pane, at) {
   $("status").replaceChildren(text, " ", labelElement(label));
 }
 
-function describeView(pane, caption) {
-  const { map } = pane, { x, y, w, h } = map.view;
+function describeView({ map, caption }) {
+  const { x, y, w, h } = map.view;
   const label = map.shownBlock === 1 && map.tileCovers() ? map.tile.label : atBlocks(map.shownBlock);
   const dots = map.hasDots ? " · small squares: the largest weights of each query, exact" : "";
   const end = (from, size) => Math.ceil(from + size) - 1;
@@ -178,7 +180,7 @@ async function loadTile(pane, row, key) {
   if (!found || pane.tile !== name) return;
   pane.map.tile = { ...found, row, key };
   pane.map.draw();
-  describeView(pane, pane === first ? $("caption") : $("otherCaption"));
+  describeView(pane);
 }
 
 // --- comparing ---
@@ -205,14 +207,11 @@ async function showOther(number, which) {
   if (state.row !== null) await selectRow(state.row);
 }
 
-const haveOneSize = () => first.trace.keys.length === second.trace.keys.length
-  && first.trace.queries.length === second.trace.queries.length;
-
 let isLinking = false;
 
 // Both maps show the same part, if they have the same tokens.
 function link(pane) {
-  if (isLinking || !state.compared || !second.head || !haveOneSize()) return;
+  if (isLinking || !state.compared || !second.head || !haveOneSize(first.trace, second.trace)) return;
   isLinking = true;
   (pane === first ? second : first).map.setView(pane.map.view);
   isLinking = false;
@@ -223,7 +222,7 @@ const nextHead = (heads) => heads[(heads.findIndex(isFirst) + 1) % heads.length]
 
 function updateDifference() {
   if (!state.compared || !second.head) return;
-  const fits = haveOneSize() && first.head.block === second.head.block;
+  const fits = haveOneSize(first.trace, second.trace) && first.head.block === second.head.block;
   $("otherShows").disabled = !fits;
   if (!fits) $("otherShows").value = "head";
   second.map.minus = $("otherShows").value === "difference" ? first.head : null;
@@ -342,6 +341,8 @@ const KEYS = {
   "/": () => $("search").focus(), "?": () => $("help").showModal(),
 };
 
+const BUTTONS = { zoomIn: "+", zoomOut: "-", zoomAll: 0, zoomRow: "Enter", pin: "c", helpButton: "?" };
+
 function pressed(event) {
   const writes = event.target.matches("input, textarea, select, dialog *");
   const activates = event.target.matches("button") && event.key === "Enter";
@@ -369,12 +370,7 @@ function complain(error) {
 function listen() {
   document.addEventListener("keydown", pressed);
   const on = (id, event, action) => $(id).addEventListener(event, (what) => guarded(() => action(what)));
-  on("zoomIn", "click", KEYS["+"]);
-  on("zoomOut", "click", KEYS["-"]);
-  on("zoomAll", "click", KEYS[0]);
-  on("zoomRow", "click", KEYS.Enter);
-  on("pin", "click", KEYS.c);
-  on("helpButton", "click", KEYS["?"]);
+  for (const [id, key] of Object.entries(BUTTONS)) on(id, "click", KEYS[key]);
   on("kind", "change", () => setKind($("kind").value));
   on("sort", "change", () => { state.order = $("sort").value; showOverview(); });
   on("palette", "change", () => { state.palette = $("palette").value; redraw(); });

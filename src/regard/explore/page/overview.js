@@ -1,5 +1,6 @@
 // All heads as small pictures with their roles.
 import { paint } from "./colors.js";
+import { element } from "./labels.js";
 
 const MIXED = ["mixed", null];
 
@@ -25,32 +26,23 @@ export function sorted(trace, order) {
 
 export function drawOverview(place, trace, order, palette, onChoose) {
   place.replaceChildren(...sorted(trace, order).map((head) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.role = "option";
-    button.dataset.layer = head.layer;
-    button.dataset.head = head.head;
-    const name = document.createElement("small");
-    name.textContent = `${head.layer} · ${head.head}`;
-    button.append(thumbnail(trace, head.index, palette), name, badge(head.roles[0] ?? MIXED));
-    button.ariaLabel = [headName(head), ...head.roles.map(([role]) => role)].join(", ");
-    button.onclick = () => onChoose(head.layer, head.head);
+    const picture = thumbnail(trace, head.index, palette), role = badge(head.roles[0] ?? MIXED);
+    const button = element("button", {
+      type: "button", role: "option", onclick: () => onChoose(head.layer, head.head),
+      ariaLabel: [headName(head), ...head.roles.map(([name]) => name)].join(", "),
+    }, picture, element("small", {}, `${head.layer} · ${head.head}`), role);
+    Object.assign(button.dataset, { layer: head.layer, head: head.head });
     return button;
   }));
 }
 
 export function badge([role, score]) {
-  const element = document.createElement("small");
-  element.className = "badge";
-  element.textContent = score === null ? role : `${role} ${score.toFixed(2)}`;
-  return element;
+  return element("small", { className: "badge" }, score === null ? role : `${role} ${score.toFixed(2)}`);
 }
 
 // Mass of a block as a share of its queries; the last row of blocks may have fewer of them.
 function thumbnail(trace, index, palette) {
-  const [rows, cols] = trace.thumbnailShape, canvas = document.createElement("canvas");
-  canvas.width = cols;
-  canvas.height = rows;
+  const [rows, cols] = trace.thumbnailShape, canvas = element("canvas", { width: cols, height: rows });
   const image = new ImageData(cols, rows), block = trace.thumbnailBlock;
   for (let i = 0; i < rows; i++) {
     const queries = Math.min(block, trace.queries.length - i * block);

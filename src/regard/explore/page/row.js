@@ -1,6 +1,6 @@
 // One query: its largest weights with their text, and how few keys carry how much.
-import { summary } from "./heatmap.js";
-import { EXACT, NOT_COMPUTED, labelElement, number, percent, shown } from "./labels.js";
+import { sized, summary } from "./canvas.js";
+import { EXACT, NOT_COMPUTED, element, labelElement, number, percent, shown } from "./labels.js";
 
 const LISTED = 60;
 const AROUND = 4;  // tokens of text on both sides of a key
@@ -57,38 +57,23 @@ export function listTop(place, ranking, share, trace, onChoose) {
   const { count } = carriers(ranking, share), many = count ?? ranking.keys.length;
   const lines = ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose));
   place.replaceChildren(...lines);
-  if ((count ?? 0) > LISTED) {
-    const more = document.createElement("li");
-    more.textContent = `and ${count - LISTED} more`;
-    place.append(more);
-  }
+  if ((count ?? 0) > LISTED) place.append(element("li", {}, `and ${count - LISTED} more`));
 }
 
 function item(key, weight, trace, onChoose) {
-  const line = document.createElement("li"), value = document.createElement("span");
-  const button = document.createElement("button"), bar = document.createElement("meter");
-  value.textContent = number(weight);
-  value.dataset.key = key;
-  value.dataset.weight = weight;
-  const name = document.createElement("bdi");
-  name.textContent = shown(trace.keys[key]);
-  button.type = "button";
-  button.append(name, ` (${key}) `, context(trace.keys, key));
-  button.onclick = () => onChoose(key);
-  bar.value = weight;
-  bar.ariaLabel = percent(weight);
-  line.append(value, button, bar);
-  return line;
+  const value = element("span", {}, number(weight)), name = element("bdi", {}, shown(trace.keys[key]));
+  Object.assign(value.dataset, { key, weight });
+  const chooser = { type: "button", onclick: () => onChoose(key) };
+  const button = element("button", chooser, name, ` (${key}) `, context(trace.keys, key));
+  return element("li", {}, value, button, element("meter", { value: weight, ariaLabel: percent(weight) }));
 }
 
 function context(tokens, key) {
-  const element = document.createElement("bdi"), near = [];
+  const near = [];
   for (let i = Math.max(0, key - AROUND); i < Math.min(tokens.length, key + AROUND + 1); i++) {
     near.push(i === key ? `[${shown(tokens[i])}]` : shown(tokens[i]));
   }
-  element.className = "context";
-  element.textContent = near.join(" ");
-  return element;
+  return element("bdi", { className: "context" }, near.join(" "));
 }
 
 // Weights over all keys, or bars for the largest alone; a pixel shows the largest of its keys.
@@ -133,14 +118,3 @@ export function drawDistances(canvas, text, head) {
 
 const bucketOf = (distance) => Math.sign(distance) * (1 + Math.floor(Math.log2(Math.abs(distance) || 1)));
 const bucketName = (bucket) => (bucket === 0 ? "0" : `${Math.sign(bucket) * 2 ** (Math.abs(bucket) - 1)}`);
-
-function sized(canvas) {
-  const scale = window.devicePixelRatio || 1;
-  const width = Math.max(1, canvas.clientWidth), height = Math.max(1, canvas.clientHeight);
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  context.fillStyle = getComputedStyle(canvas).color;
-  return { context, width, height };
-}

@@ -1,6 +1,6 @@
 // The text as tokens that can be chosen; behind each, how much the chosen query reads it.
 import { cssColor, isLight, lowest } from "./colors.js";
-import { shown } from "./labels.js";
+import { element, shown } from "./labels.js";
 
 const MOST = 400;
 
@@ -14,9 +14,8 @@ export function drawTokens(place, trace, { at, ranking, row, marks, palette, onC
   const [first, end] = windowAround(trace.keys.length, at);
   const found = new Set(marks), chosen = row === null ? -1 : row + trace.offset;
   place.replaceChildren(...trace.keys.slice(first, end).map((token, n) => {
-    const key = first + n, button = document.createElement("button"), weight = ranking?.at(key) ?? 0;
-    button.type = "button";
-    button.textContent = shown(token);
+    const key = first + n, weight = ranking?.at(key) ?? 0;
+    const button = element("button", { type: "button", onclick: () => onChoose(key) }, shown(token));
     button.dataset.key = key;
     if (key === chosen) button.classList.add("chosen");
     if (found.has(key)) button.classList.add("found");
@@ -24,7 +23,6 @@ export function drawTokens(place, trace, { at, ranking, row, marks, palette, onC
       button.style.background = cssColor(weight, palette);
       button.style.color = isLight(weight, palette) ? "#000" : "#fff";
     }
-    button.onclick = () => onChoose(key);
     return button;
   }));
 }

@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("gymnasium")
 
+from regard_gallery.apps._parts.blocks import Blocks
 from regard_gallery.apps.control import DISCOUNT, SEEN, TRACE, UNITS, App, Played, advantages, observed, play
 from regard_gallery.apps.control.model import HistoryPolicy
 
 
 def policy(history: int) -> HistoryPolicy:
     torch.manual_seed(0)
-    return HistoryPolicy(2, 2, history, d_model=16, heads=2).eval()
+    return HistoryPolicy(2, 2, history, Blocks(16, 2, 2)).eval()
 
 
 @pytest.mark.parametrize(("history", "reach"), [(0, 0), (3, 6)])

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from regard_gallery.apps import image
+from regard_gallery.apps._parts.blocks import Blocks
 from regard_gallery.apps._parts.vit import ViT, convolved
 
 
 def vit() -> ViT:
     torch.manual_seed(0)
-    return ViT(12, 4, 5, d_model=16, heads=2, layers=2).eval()
+    return ViT(12, 4, 5, Blocks(16, 2, 2)).eval()
 
 
 def test_first_token_is_read_and_patches_know_their_places() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from regard_gallery.apps._parts.blocks import Blocks
 from regard_gallery.apps.medical import (
     NOISE,
     TESTED,
@@ -94,7 +95,7 @@ def test_shading_is_smooth_bounded_and_keeps_the_tissue() -> None:
 
 def test_segmenter() -> None:
     torch.manual_seed(0)
-    model = Segmenter(24, 16, 3, d_model=16, heads=2, layers=2).eval()
+    model = Segmenter(24, 16, 3, Blocks(16, 2, 2)).eval()
     images = torch.rand(2, 1, 24, 16)
     assert model(images).shape == (2, 3, 24, 16)
     looks = model.looks(images[0], 1, 1)

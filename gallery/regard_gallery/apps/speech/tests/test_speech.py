@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard_gallery.apps._parts.blocks import Blocks
 from regard_gallery.apps.speech import Recordings, cut, distance, errors, strings
 from regard_gallery.apps.speech.baseline import Templates, of_recordings, of_words
 from regard_gallery.apps.speech.model import Recogniser, ctc, greedy
@@ -36,7 +37,7 @@ def test_greedy_joins_repetitions_and_ends_with_the_recording() -> None:
 
 def test_padding_changes_nothing() -> None:
     torch.manual_seed(0)
-    model = Recogniser(13, 10, d_model=16, heads=2, layers=2).eval()
+    model = Recogniser(13, 10, Blocks(16, 2, 2)).eval()
     of = Recordings([torch.randn(n, 13) for n in (9, 17)], torch.tensor([3, 8]))
     together = strings(of, [torch.tensor([0]), torch.tensor([1])])
     alone = strings(of, [torch.tensor([0])])

@@ -1,0 +1,187 @@
+// The door between Python and the core: named structs and addresses in, integers out. No arithmetic, no
+// tensors.
+#include "bind/bind.h"
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <new>
+
+#include "bind/fields.h"
+#include "kernels/kernels.h"
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
+#include "passes/backward.h"
+#include "passes/decode.h"
+#include "passes/evidence.h"
+#include "passes/forward.h"
+#include "passes/linear.h"
+#include "passes/write.h"
+
+using namespace nb::literals;
+using namespace regard;
+
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+bool signal_pending() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+constexpr Interrupt kSignals{signal_pending};
+
+template <class Work>
+void run(Work work) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release release;
+    outcome = work();
+  }
+  if (outcome == Outcome::kInterrupted) throw nb::python_error();
+  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
+  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
+}
+
+Call call_of(const Extras& extras, int64_t q, int64_t k, int64_t v, int64_t offset) {
+  Call call = extras;
+  set(call.q, q), set(call.k, k), set(call.v, v);
+  call.offset = offset;
+  call.tensors = extras.tensors.data();
+  return call;
+}
+
+// One checked call, with everything but its data.
+class Attention {
+ public:
+  Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
+
+  void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
+               const Extras& extras) const {
+    Call call = call_of(extras, q, k, v, offset);
+    set(call.out, out), set(call.lse, lse);
+    run([&] { return regard::forward(spec_, call, code_, kSignals); });
+  }
+
+  // Over the first Lk of the stored keys. The last one is written first if it is given as a token.
+  void decode(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, int64_t Lk,
+              int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Extras& extras,
+              const Token* token) const {
+    Call call = call_of(extras, q, k, v, offset);
+    set(call.out, out), set(call.lse, lse), set(call.k_scale, k_scale), set(call.v_scale, v_scale);
+    set(call.table, table), call.table_stride = table_stride;
+    Spec spec = spec_;
+    spec.Lk = Lk;
+    if (token) run([&] { return write_token(spec, call, *token); });
+    run([&] { return regard::decode(spec, call, code_, kSignals); });
+  }
+
+  bool decodes() const { return regard::decodes(spec_); }
+
+  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Extras& extras,
+                const Gradients& gradients) const {
+    const Call call = call_of(extras, q, k, v, offset);
+    run([&] { return regard::backward(spec_, call, gradients, code_, kSignals); });
+  }
+
+  void evidence(int64_t q, int64_t k, int64_t offset, const Extras& extras, const Facts& facts) const {
+    const Call call = call_of(extras, q, k, k, offset);
+    run([&] { return regard::evidence(spec_, call, facts, code_, kSignals); });
+  }
+
+  std::map<std::string, int64_t> cost(int64_t offset, const Extras& extras) const {
+    const Call call = call_of(extras, 0, 0, 0, offset);
+    const Cost c = measure(Spans(code_, spec_, call), spec_, rows_together(spec_));
+    const Cut plan = cut(spec_, call, code_);
+    return {{"pairs", c.pairs},        {"touched", c.touched},
+            {"full", c.full},          {"partial", c.partial},
+            {"empty", c.empty},        {"tasks", plan.tasks},
+            {"threads", plan.threads}, {"scratch_bytes", plan.scratch_bytes * plan.threads}};
+  }
+
+  // (begin, end, set of rows as bits) of the keys that rows row, row + step, ... see.
+  std::vector<std::tuple<int64_t, int64_t, uint32_t>> runs(int64_t batch, int64_t head, int64_t row,
+                                                           int64_t step, int count, int64_t offset,
+                                                           const Extras& extras) const {
+    const Call call = call_of(extras, 0, 0, 0, offset);
+    Runs found;
+    Spans(code_, spec_, call).find({batch, head, row, step, count}, found);
+    std::vector<std::tuple<int64_t, int64_t, uint32_t>> list;
+    for (const Run& r : found) list.emplace_back(r.begin, r.end, r.lanes);
+    return list;
+  }
+
+ private:
+  Spec spec_;
+  Ints code_;
+};
+
+void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
+  if (rows.sides.empty()) throw nb::value_error("sides: expected at least one");
+  if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
+    throw nb::value_error("starts, counts: expected one for each sample");
+  run([&] { return regard::write(rows, starts, counts); });
+}
+
+void bind_attention(nb::module_& m) {
+  nb::class_<Attention>(m, "Attention")
+      .def(nb::init<const Spec&, Ints>(), "spec"_a, "code"_a)
+      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "extras"_a)
+      .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
+           "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "extras"_a, "token"_a.none())
+      .def("decodes", &Attention::decodes)
+      .def("backward", &Attention::backward, "q"_a, "k"_a, "v"_a, "offset"_a, "extras"_a, "gradients"_a)
+      .def("evidence", &Attention::evidence, "q"_a, "k"_a, "offset"_a, "extras"_a, "facts"_a)
+      .def("cost", &Attention::cost, "offset"_a, "extras"_a)
+      .def("runs", &Attention::runs, "batch"_a, "head"_a, "row"_a, "step"_a, "count"_a, "offset"_a,
+           "extras"_a);
+  m.def("write", &write_rows, "rows"_a, "starts"_a, "counts"_a);
+}
+
+void bind_linear(nb::module_& m) {
+  m.attr("LINEAR_SEGMENT") = kLinearChunk * kLinearSegment;
+  m.def(
+      "linear_forward",
+      [](const LinearSpec& spec, const LinearCall& call) {
+        run([&] { return linear_forward(spec, call, kSignals); });
+      },
+      "spec"_a, "call"_a);
+  m.def(
+      "linear_backward",
+      [](const LinearSpec& spec, const LinearCall& call, const LinearGradients& gradients) {
+        run([&] { return linear_backward(spec, call, gradients, kSignals); });
+      },
+      "spec"_a, "call"_a, "gradients"_a);
+}
+
+void bind_machine(nb::module_& m) {
+  m.def("compiled", &compiled);
+  m.def("runnable", &runnable);
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("use", &use, "name"_a);
+  m.def("open_pool", &open_pool, "library"_a);
+  m.def("threads", &threads);
+  m.def("compiler", [] { return std::string("C++ " __VERSION__); });
+  m.def(
+      "fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); }, "rounds"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_probe",
+      [](int64_t data, int64_t count) {
+        return kernels().read_probe(reinterpret_cast<const float*>(data), count);
+      },
+      "data"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // cached calls live as long as the process
+  bind_structs(m);
+  bind_attention(m);
+  bind_linear(m);
+  bind_machine(m);
+}

@@ -1,0 +1,636 @@
+// A chunk of keys in backward: tiles of queries pass by, each adds to the chunk's dk and dv and gets its
+// share of dq. With w the unnormalised weight 2^(s - shift) and dout already divided by the row's sum:
+//   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
+#include "kernels/arena.inl.h"
+#include "kernels/exact_gradients.inl.h"
+#include "kernels/gemm.inl.h"
+#include "kernels/scores.inl.h"
+
+namespace {
+
+// ds of one vector of pairs. A weight that was dropped is negative.
+template <class V, bool Dropped>
+inline V score_gradient(V weight, V dp, V delta) {
+  if (Dropped) dp = keep(not_less(weight, Lanes<V>::zero()), dp);
+  return (Dropped ? abs(weight) : weight) * (dp - delta);
+}
+
+// x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
+template <class V>
+inline bool all_finite(const typename V::Scalar* x, int64_t n) {
+  V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
+  int64_t i = 0;
+  for (; i + 4 * V::N <= n; i += 4 * V::N)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const V y = Lanes<V>::load(x + i + j * V::N);
+      zero[j] = zero[j] + (y - y);
+    }
+  for (; i < n; ++i) zero[0] = zero[0] + Lanes<V>::set(x[i] - x[i]);
+  const V sum = (zero[0] + zero[1]) + (zero[2] + zero[3]);
+  return bits(differs(sum, sum)) == 0;
+}
+
+template <class V, class S>
+struct Backward {
+  using Scalar = typename V::Scalar;
+  static constexpr int P = kPanel<V>;
+  static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
+  static constexpr int64_t kKeys = kBackwardBlock;
+  static constexpr int64_t kTileKeys = kKeys / kLanesRows;  // tiles of keys in a block
+  static constexpr int64_t kBlockSize = kKeys * P;
+
+  // A panel's queries[D][P] (scaled), dout[Dv][P], dq[D][P], and what its lanes need.
+  struct State {
+    Scalar *queries, *dout, *dq, *shift, *delta;
+    uint32_t *low, *high;
+    int64_t run;
+  };
+
+  const Chunk& chunk;
+  const Spec& spec;
+  const Call& call;
+  const Gradients& grads;
+  int64_t q_slices, v_slices;         // of P columns
+  Scalar *q_rows, *dout_rows;         // [slice][kTilePanels * P][P]
+  Scalar *weights, *ds;               // [panel][kKeys][P]
+  Scalar *slopes, *factor, *ignored;  // [kKeys][P], of the softcap; [P]; [P]
+  Scalar *dk_sum, *dv_sum;            // [key][slice * P]
+  Scalar *keys, *values;              // copies, where needed
+  Scalar* table;                      // a tile's and block's sums by distance
+  State states[kTilePanels];
+  bool want_ds, want_k, want_v;
+  enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
+  int64_t ldk, ldv;
+  const Scalar *k, *v;
+
+  explicit Backward(const Chunk& c) : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads) {
+    q_slices = (spec.D + P - 1) / P;
+    v_slices = (spec.Dv + P - 1) / P;
+    want_k = grads.dk && !chunk.bias_only;
+    want_v = grads.dv && !chunk.bias_only;
+    want_ds = grads.dq || grads.dk || grads.dbias || grads.dby_head;
+    lay_out(Arena{static_cast<char*>(c.scratch)});
+  }
+
+  void find_rows() {
+    k = where(call.k, spec.k, chunk.copy_k, spec.D, keys, ldk);
+    v = where(call.v, spec.v, chunk.copy_v, spec.Dv, values, ldv);
+  }
+
+  // The order matters: what stays between calls of one chunk comes first, at places that do not move.
+  Arena lay_out(Arena a) {
+    const int64_t n = round_up(chunk.end - chunk.begin, kKeys), tile = kTilePanels * P;
+    dk_sum = a.take<Scalar>(want_k ? n * q_slices * P : 0);
+    dv_sum = a.take<Scalar>(want_v ? n * v_slices * P : 0);
+    keys = a.take<Scalar>(chunk.copy_k ? n * spec.D : 0);
+    values = a.take<Scalar>(chunk.copy_v ? n * spec.Dv : 0);
+    for (State& s : states)
+      s = {a.take<Scalar>(spec.D * P), a.take<Scalar>(spec.Dv * P),
+           a.take<Scalar>(spec.D * P), a.take<Scalar>(P),
+           a.take<Scalar>(P),          a.take<uint32_t>(P),
+           a.take<uint32_t>(P),        0};
+    q_rows = a.take<Scalar>(q_slices * tile * P);
+    dout_rows = a.take<Scalar>(v_slices * tile * P);
+    weights = a.take<Scalar>(kTilePanels * kBlockSize);
+    ds = a.take<Scalar>(kTilePanels * kBlockSize);
+    slopes = a.take<Scalar>(spec.softcap > 0 ? kBlockSize : 0);
+    factor = a.take<Scalar>(P);
+    ignored = a.take<Scalar>(P);
+    table = a.take<Scalar>(spec.bias == kRelative ? kKeys + P : 0);
+    return a;
+  }
+
+  static int64_t scratch_bytes(const Spec& spec, const Gradients& grads, int64_t n, bool copy_k,
+                               bool copy_v) {
+    Chunk c{};
+    c.spec = &spec;
+    c.grads = &grads;
+    c.end = n;
+    c.copy_k = copy_k;
+    c.copy_v = copy_v;
+    const Call call{};
+    c.call = &call;
+    char* const nowhere = reinterpret_cast<char*>(64);
+    return Backward(c).lay_out(Arena{nowhere}).free - nowhere;
+  }
+
+  int64_t position() const { return call.offsets ? call.offsets[chunk.batch] : call.offset; }
+
+  const S* key_row(const void* base, const Strides& s, int64_t key) const {
+    return static_cast<const S*>(base) + chunk.batch * s.b + chunk.kv_head * s.h +
+           (chunk.key + key * chunk.key_step) * s.l;
+  }
+
+  // Row chunk.begin of K or V, and the distance of rows.
+  const Scalar* where(const void* base, const Strides& s, bool copy, int64_t width, const Scalar* copied,
+                      int64_t& ld) const {
+    ld = copy ? width : s.l * chunk.key_step;
+    return copy ? copied : reinterpret_cast<const Scalar*>(key_row(base, s, chunk.begin));
+  }
+
+  void open() {
+    const int64_t n = chunk.end - chunk.begin;
+    if (want_k) start(dk_sum, n, q_slices, spec.D, grads.dk_exact, 1 / spec.scale);
+    if (want_v) start(dv_sum, n, v_slices, spec.Dv, grads.dv_exact, 1);
+    if (chunk.copy_k)
+      copy_rows<V>(key_row(call.k, spec.k, chunk.begin), spec.k.l * chunk.key_step, spec.k.d, n, spec.D,
+                   spec.D, keys);
+    if (chunk.copy_v)
+      copy_rows<V>(key_row(call.v, spec.v, chunk.begin), spec.v.l * chunk.key_step, spec.v.d, n, spec.Dv,
+                   spec.Dv, values);
+  }
+
+  // Zeros, or what marked rows have given already.
+  void start(Scalar* sum, int64_t n, int64_t slices, int64_t width, const double* exact,
+             double factor) const {
+    for (int64_t i = 0; i < n * slices * P; ++i) sum[i] = 0;
+    const double* head = exact ? exact + (chunk.batch * spec.Hkv + chunk.kv_head) * spec.Lk * width : nullptr;
+    for (int64_t j = 0; head && j < n; ++j)
+      for (int64_t d = 0; d < width; ++d)
+        sum[j * slices * P + d] =
+            static_cast<Scalar>(head[(chunk.key + (chunk.begin + j) * chunk.key_step) * width + d] * factor);
+  }
+
+  // Queries
+
+  // Asked at most once for a tile.
+  bool rows_are_finite(int count) {
+    if (finite_rows != kUnknown) return finite_rows == kYes;
+    const int64_t tile = kTilePanels * P * P;
+    bool finite = true;
+    for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<V>(q_rows + c * tile, count * P * P);
+    for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<V>(dout_rows + c * tile, count * P * P);
+    finite_rows = finite ? kYes : kNo;
+    return finite;
+  }
+
+  void load_panel(const Panel& p, State& s, int i) {
+    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    const S* q =
+        static_cast<const S*>(call.q) + chunk.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
+    const Strides& g = grads.dout_stride;
+    const S* dout = static_cast<const S*>(grads.dout) + chunk.batch * g.b + p.head * g.h + p.row * g.l;
+    const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
+    const uint32_t left_out = load_lanes(p, s);
+    if (p.rows < P) clear(s, i);
+    pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
+    pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
+    for (int64_t d = 0; d < spec.Dv; ++d)
+      for (int r = 0; r < P; r += V::N)
+        Lanes<V>::store(s.dout + d * P + r, Lanes<V>::load(s.dout + d * P + r) * Lanes<V>::load(factor + r));
+    pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
+    for (int t = 0; t < P; ++t) factor[t] = 1;
+    pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
+    for (int t = 0; t < P && left_out; ++t)
+      if (left_out >> t & 1) clear_row(s, i, t);
+    for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
+    s.run = 0;
+  }
+
+  // Each lane's shift, delta and the factor of its dout; zeros beyond the rows. Returns the rows that take no
+  // part: those that see nothing, and those that forward has marked. Their weights must vanish, too.
+  uint32_t load_lanes(const Panel& p, State& s) {
+    const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
+    const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
+    const Scalar* delta = static_cast<const Scalar*>(grads.delta) + head * spec.Lq + p.row;
+    uint32_t left_out = 0;
+    for (int t = 0; t < P; ++t) {
+      const int64_t at = t * chunk.row_step;
+      const bool counts = t < p.rows && !(shift[rows + at] <= 0);
+      factor[t] = counts ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
+      s.delta[t] = counts ? delta[at] / shift[rows + at] : 0;
+      const bool finite = counts && shift[at] > -static_cast<Scalar>(__builtin_inf());  // else it sees a NaN
+      s.shift[t] = finite ? shift[at] : counts || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
+      left_out |= t < p.rows && !counts ? 1u << t : 0;
+    }
+    if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
+    return left_out;
+  }
+
+  void clear_row(State& s, int i, int t) {
+    for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
+    for (int64_t d = 0; d < spec.Dv; ++d) s.dout[d * P + t] = 0;
+    for (int64_t d = 0; d < q_slices * P; ++d) row_of(q_rows, i, t, d) = 0;
+    for (int64_t d = 0; d < v_slices * P; ++d) row_of(dout_rows, i, t, d) = 0;
+  }
+
+  // Element d of row t of panel i.
+  static Scalar& row_of(Scalar* rows, int i, int t, int64_t d) {
+    return rows[((d / P * kTilePanels + i) * P + t) * P + d % P];
+  }
+
+  void clear(State& s, int i) {
+    for (int64_t d = 0; d < spec.D * P; ++d) s.queries[d] = 0;
+    for (int64_t d = 0; d < spec.Dv * P; ++d) s.dout[d] = 0;
+    for (int64_t c = 0; c < q_slices; ++c)
+      for (int64_t d = 0; d < P * P; ++d) q_rows[(c * kTilePanels + i) * P * P + d] = 0;
+    for (int64_t c = 0; c < v_slices; ++c)
+      for (int64_t d = 0; d < P * P; ++d) dout_rows[(c * kTilePanels + i) * P * P + d] = 0;
+  }
+
+  // Weights and ds of keys [from, to), which some row of the panel sees, in the block that starts at `begin`.
+  void weigh(const Panel& p, const State& s, const Run* runs, int64_t begin, int64_t from, int64_t to,
+             bool partial, Scalar* w, Scalar* g) {
+    const int64_t n = to - from, at = from - chunk.begin;
+    w += (from - begin) * P;
+    g += (from - begin) * P;
+    const Place place{
+        chunk.batch,    p.head, p.row, chunk.row_step, position() + p.row, chunk.key + from * chunk.key_step,
+        chunk.key_step, p.rows};
+    const Scalar *keys_at = k + at * ldk, *values_at = v + at * ldv;
+    if (partial || spec.softcap > 0 || spec.bias != kNoBias || !weigh_plainly(s, keys_at, n, w))
+      weigh_carefully(s, place, runs, partial, keys_at, from, to, w);
+    if (spec.drop_below) drop<V, Negated>(s.low, s.high, place, spec.drop_below, n, w);
+    if (want_ds) {
+      spec.drop_below ? find_ds<true>(s, values_at, n, w, g) : find_ds<false>(s, values_at, n, w, g);
+      if (partial) hide<V>(runs, from, to, kAllLanes, 0, g);
+      if (excludes()) exclude(w, n, g);
+      learn(place, n, g);
+      if (spec.softcap > 0)
+        for (int64_t i = 0; i < n * P; i += V::N) {
+          const V x = Lanes<V>::load(g + i);
+          Lanes<V>::store(g + i, keep(differs(x, Lanes<V>::zero()), x * Lanes<V>::load(slopes + i)));
+        }
+    }
+    if (spec.drop_below)
+      for (int64_t i = 0; i < n * P; i += V::N)
+        Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
+  }
+
+  // The same for neighbouring runs: long ones that all rows see are spared what partial ones need.
+  void weigh_stretches(const Panel& p, const State& s, const Run* run, int64_t begin, int64_t from,
+                       int64_t to, Scalar* w, Scalar* g) {
+    const auto is_long = [](const Run* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
+    while (from < to) {
+      const Run* first = run;
+      int64_t stop;
+      bool partial = false;
+      do {
+        partial |= run->lanes != kAllLanes;
+        stop = run->end < to ? run->end : to;
+        ++run;
+      } while (stop < to && !is_long(first) && !is_long(run));
+      weigh(p, s, first, begin, from, stop, partial, w, g);
+      from = stop;
+    }
+  }
+
+  // False when a shift is too large, or D, for the quick way.
+  bool weigh_plainly(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
+    const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
+    if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
+    const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
+    multiply_rows<V>(rows, ldk, n, s.queries, spec.D, [&](int64_t c, int i, V score) {
+      Lanes<V>::store(w + (2 * c + i) * V::N, power[i](score));
+    });
+    return true;
+  }
+
+  void weigh_carefully(const State& s, const Place& place, const Run* runs, bool partial, const Scalar* rows,
+                       int64_t from, int64_t to, Scalar* w) {
+    const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
+    V ignored_top[2] = {shift[0], shift[1]};
+    const int64_t n = to - from;
+    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, ignored_top);
+    if (spec.softcap > 0) cap(w, n);
+    add_bias<V, S>(spec, call, place, n, w);
+    if (partial) hide<V>(runs, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
+    exponentiate<V>(w, n, shift, ignored);
+  }
+
+  template <bool Dropped>
+  void find_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
+    const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
+    const auto finish = [&](int64_t c, int i, V dp) {
+      const int64_t at = (2 * c + i) * V::N;
+      Lanes<V>::store(g + at, score_gradient<V, Dropped>(Lanes<V>::load(w + at), dp, delta[i]));
+    };
+    if (spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
+    V ignored_top[2] = {delta[0], delta[1]};
+    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, ignored_top);
+    for (int64_t c = 0; c < n; ++c)
+      for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
+  }
+
+  // A bias of -inf hides a key from a row, which nothing but the weight can tell.
+  bool excludes() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
+
+  static void exclude(const Scalar* w, int64_t n, Scalar* g) {
+    for (int64_t i = 0; i < n * P; i += V::N)
+      Lanes<V>::store(g + i, keep(differs(Lanes<V>::load(w + i), Lanes<V>::zero()), Lanes<V>::load(g + i)));
+  }
+
+  // Caps the scores and keeps the cap's derivative 1 - tanh^2.
+  void cap(Scalar* scores, int64_t n) {
+    const Scalar cap = static_cast<Scalar>(spec.softcap * kLog2E);
+    soft_cap<V>(scores, n * kPanel<V>, cap);
+    const V back = Lanes<V>::set(1 / cap), one = Lanes<V>::set(1);
+    for (int64_t i = 0; i < n * P; i += V::N) {
+      const V t = Lanes<V>::load(scores + i) * back;
+      Lanes<V>::store(slopes + i, one - t * t);
+    }
+  }
+
+  // Gradients of what was added to the scores.
+
+  void learn(const Place& at, int64_t n, const Scalar* g) {
+    if (grads.dbias && (chunk.bias_only || !bias_is_shared(spec, grads))) learn_bias(at, n, g);
+    if (chunk.by_head && spec.bias == kAlibi) learn_slope(at, n, g);
+    if (chunk.by_head && spec.bias == kRelative) learn_table(at, n, g);
+  }
+
+  void learn_bias(const Place& at, int64_t n, const Scalar* g) {
+    const Strides& s = grads.dbias_stride;
+    const int64_t first = at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
+    if (!bias_is_shared(spec, grads)) return write_bias(at, n, g, first);
+    if (bias_has_pairs(spec, grads))
+      return unpack_add<V>(g, n, 1, at.rows, static_cast<Scalar*>(grads.dbias) + first, s.l * at.row_step,
+                           s.d * at.key_step);
+    double* into = static_cast<double*>(grads.dbias) + first;
+    for (int t = 0; t < at.rows; ++t)
+      for (int64_t c = 0; c < n; ++c)
+        into[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
+  }
+
+  // In the bias's own dtype: nothing else is added to these elements.
+  void write_bias(const Place& at, int64_t n, const Scalar* g, int64_t first) {
+    const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
+    for (int t = 0; t < P; ++t) factor[t] = 1;
+    if (spec.bias_dtype == spec.dtype)
+      return unpack<V>(g, n, factor, at.rows, static_cast<S*>(grads.dbias) + first, rows, cols, Whole<V>());
+    unpack<V>(g, n, factor, at.rows, static_cast<Scalar*>(grads.dbias) + first, rows, cols, Whole<V>());
+  }
+
+  double* share(const Place& at, int64_t columns) const {
+    return chunk.by_head + (at.head - chunk.kv_head * (spec.Hq / spec.Hkv)) * columns;
+  }
+
+  // Of -slope * |position - key|.
+  void learn_slope(const Place& at, int64_t n, const Scalar* g) {
+    const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
+    V sum = Lanes<V>::zero();
+    for (int64_t c = 0; c < n; ++c)
+      for (int r = 0; r < P; r += V::N) {
+        const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
+        const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
+        sum = fma(distance, Lanes<V>::load(g + c * P + r), sum);
+      }
+    *share(at, 1) -= static_cast<double>(sum_of(sum));
+  }
+
+  // Sums along the diagonals of the block, then into the columns of the table.
+  void learn_table(const Place& at, int64_t n, const Scalar* g) {
+    double* into = share(at, call.distances);
+    if (at.row_step != 1) {
+      for (int64_t c = 0; c < n; ++c)
+        for (int t = 0; t < at.rows; ++t) into[column(at, c, t)] += static_cast<double>(g[c * P + t]);
+      return;
+    }
+    for (int64_t i = 0; i < n + P; ++i) table[i] = 0;
+    for (int64_t c = 0; c < n; ++c)
+      for (int r = 0; r < P; r += V::N) {
+        Scalar* d = table + n - 1 - c + r;
+        Lanes<V>::store(d, Lanes<V>::load(d) + Lanes<V>::load(g + c * P + r));
+      }
+    for (int64_t i = 0; i < n - 1 + P; ++i)
+      into[column(at, n - 1, static_cast<int>(i))] += static_cast<double>(table[i]);
+  }
+
+  int64_t column(const Place& at, int64_t c, int64_t t) const {
+    return clamped(at.position + t * at.row_step - (at.key + c * at.key_step) - call.distance_low,
+                   call.distances);
+  }
+
+  // Products
+
+  void add_queries_of(const Panel& p, State& s, const Run* runs, int64_t begin, int64_t from, int64_t to,
+                      const Scalar* g) {
+    const Scalar* rows = k + (from - chunk.begin) * ldk;
+    if (keys_are_safe(runs, from, to))
+      return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+    each_pair(p, from, to, [&](int64_t key, int t) {
+      const Scalar x = g[(key - begin) * P + t];
+      for (int64_t d = 0; d < spec.D && !(excludes() && x == 0); ++d)
+        s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
+    });
+  }
+
+  // Calls visit(key, lane) for the pairs of a panel in keys [from, to).
+  template <class Visit>
+  void each_pair(const Panel& p, int64_t from, int64_t to, Visit visit) const {
+    for (const Run* r = p.runs; r < p.runs + p.n_runs; ++r)
+      for (int64_t key = r->begin > from ? r->begin : from; key < r->end && key < to; ++key)
+        for (int t = 0; t < p.rows; ++t)
+          if (r->lanes >> t & 1) visit(key, t);
+  }
+
+  // Whether keys that some lane must not meet are finite.
+  bool keys_are_safe(const Run* runs, int64_t from, int64_t to) const {
+    bool finite = true;
+    for (int64_t key = from; key < to; ++runs) {
+      const int64_t stop = runs->end < to ? runs->end : to;
+      const bool partial = excludes() || runs->lanes != kAllLanes;
+      for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
+      key = stop;
+    }
+    return finite;
+  }
+
+  // dk or dv of the block that starts `at` keys into the chunk. `seen[tile]` has the panels that touch it.
+  void add_keys(int64_t at, int64_t n, const uint32_t* seen, const Scalar* a, const Scalar* rows,
+                int64_t slices, Scalar* sum) {
+    for (int64_t c = 0; c < slices; ++c)
+      for (int64_t tile = 0; tile * kLanesRows < n; ++tile) {
+        const int64_t first = tile * kLanesRows, left = n - first < kLanesRows ? n - first : kLanesRows;
+        if (seen[tile])
+          add_lanes<V>(left, a + first * P, kBlockSize, seen[tile], rows + c * kTilePanels * P * P,
+                       sum + (at + first) * slices * P + c * P, slices * P);
+      }
+  }
+
+  // The same pair by pair: a pair that is hidden must not meet a NaN of its query's row.
+  void add_keys_by_pairs(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
+                         Scalar* rows, int64_t slices, Scalar* sum) {
+    for (int i = 0; i < count; ++i)
+      each_pair(panels[i], begin, end, [&](int64_t key, int t) {
+        const Scalar x = a[i * kBlockSize + (key - begin) * P + t];
+        for (int64_t d = 0; d < slices * P && !(excludes() && x == 0); ++d)
+          sum[(key - chunk.begin) * slices * P + d] += x * row_of(rows, i, t, d);
+      });
+  }
+
+  void zero_rows(int panel, int64_t from, int64_t to) {
+    for (int64_t i = from * P; i < to * P; ++i)
+      weights[panel * kBlockSize + i] = ds[panel * kBlockSize + i] = 0;
+  }
+
+  // A panel's part in the block [begin, end). Returns whether it sees all of it.
+  bool panel_block(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* seen) {
+    Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
+    bool whole = false;
+    while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
+    for (int64_t i = s.run; i < p.n_runs && p.runs[i].begin < end;) {
+      const Run* first = p.runs + i;
+      const int64_t from = first->begin > begin ? first->begin : begin;
+      int64_t to = from;
+      bool partial = false;
+      for (; i < p.n_runs && to < end && p.runs[i].begin <= to; ++i) {
+        partial |= p.runs[i].lanes != kAllLanes;
+        to = p.runs[i].end < end ? p.runs[i].end : end;
+      }
+      mark(panel, from - begin, to - begin, end - begin, seen);
+      weigh_stretches(p, s, first, begin, from, to, w, g);
+      if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
+      whole = !partial && from == begin && to == end;
+    }
+    return whole;
+  }
+
+  // Tiles of keys [from, to): the panel takes part in them, with zeros where it sees nothing.
+  void mark(int panel, int64_t from, int64_t to, int64_t n, uint32_t* seen) {
+    const int64_t first = from / kLanesRows, last = (to - 1) / kLanesRows;
+    if (!(seen[first] >> panel & 1)) zero_rows(panel, first * kLanesRows, from);
+    const int64_t stop = (last + 1) * kLanesRows;
+    zero_rows(panel, to, stop < n ? stop : n);
+    for (int64_t tile = first; tile <= last; ++tile) seen[tile] |= 1u << panel;
+  }
+
+  void block(const Panel* panels, int count, int64_t begin, int64_t end) {
+    uint32_t seen[kTileKeys] = {};
+    bool whole = spec.bias == kNoBias || spec.bias == kAlibi;
+    for (int i = 0; i < count; ++i) whole &= panel_block(panels[i], states[i], i, begin, end, seen);
+    const int64_t at = begin - chunk.begin, n = end - begin;
+    if (whole || rows_are_finite(count)) {
+      if (want_v) add_keys(at, n, seen, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_keys(at, n, seen, ds, q_rows, q_slices, dk_sum);
+    } else {
+      if (want_v) add_keys_by_pairs(panels, count, begin, end, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_keys_by_pairs(panels, count, begin, end, ds, q_rows, q_slices, dk_sum);
+    }
+  }
+
+  void tile(const Panel* panels, int count) {
+    find_rows();
+    for (int i = 0; i < count; ++i) load_panel(panels[i], states[i], i);
+    for (int64_t begin = chunk.begin; begin < chunk.end; begin += kKeys)
+      block(panels, count, begin, begin + kKeys < chunk.end ? begin + kKeys : chunk.end);
+  }
+
+  void add_queries(const Panel* panels, int count) {
+    for (int i = 0; i < count; ++i) {
+      const Panel& p = panels[i];
+      Scalar* dq =
+          static_cast<Scalar*>(grads.dq_sum) + ((chunk.batch * spec.Hq + p.head) * spec.Lq + p.row) * spec.D;
+      unpack_add<V>(states[i].dq, spec.D, static_cast<Scalar>(spec.scale), p.rows, dq,
+                    spec.D * chunk.row_step, 1);
+    }
+  }
+
+  void write(const Scalar* sum, int64_t slices, int64_t width, Scalar scale, void* base, const Strides& s) {
+    S* target = static_cast<S*>(base) + chunk.batch * s.b + chunk.kv_head * s.h;
+    for (int64_t j = chunk.begin; j < chunk.end; ++j, sum += slices * P) {
+      S* at = target + (chunk.key + j * chunk.key_step) * s.l;
+      int64_t d = 0;
+      for (; s.d == 1 && d + V::N <= width; d += V::N)
+        Lanes<V>::store(at + d, Lanes<V>::load(sum + d) * Lanes<V>::set(scale));
+      for (; d < width; ++d) from_float(at + d * s.d, sum[d] * scale);
+    }
+  }
+
+  void close() {
+    if (want_k) write(dk_sum, q_slices, spec.D, static_cast<Scalar>(spec.scale), grads.dk, grads.dk_stride);
+    if (want_v) write(dv_sum, v_slices, spec.Dv, 1, grads.dv, grads.dv_stride);
+  }
+};
+
+template <class V, class S>
+void copy_row(const typename V::Scalar* source, S* target, int64_t n) {
+  int64_t i = 0;
+  for (; i + V::N <= n; i += V::N) Lanes<V>::store(target + i, Lanes<V>::load(source + i));
+  for (; i < n; ++i) from_float(target + i, source[i]);
+}
+
+// delta = dout . out - dlse
+template <class V, class S>
+struct BackwardRows {
+  using Scalar = typename V::Scalar;
+  const Spec& spec;
+  const Call& call;
+  const Gradients& grads;
+  int64_t batch, head;
+
+  // Of row `at` of the tensors of rows; `i` of its head.
+  Scalar delta(int64_t i, int64_t at) const {
+    const Strides &o = spec.out, &g = grads.dout_stride;
+    const int64_t row = batch * o.b + head * o.h + i * o.l;
+    const S* y = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h + i * g.l;
+    Scalar sum = dot(static_cast<const S*>(grads.out) + row, y);
+    if (grads.rest) sum += dot(static_cast<const S*>(grads.rest) + row, y);
+    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[at] : sum;
+  }
+
+  Scalar dot(const S* x, const S* y) const {
+    const int64_t dx = spec.out.d, dy = grads.dout_stride.d;
+    V sum = Lanes<V>::zero();
+    int64_t d = 0;
+    for (; d + V::N <= spec.Dv; d += V::N) sum = fma(lanes(x + d * dx, dx), lanes(y + d * dy, dy), sum);
+    Scalar total = sum_of(sum);
+    for (; d < spec.Dv; ++d)
+      total =
+          fma_once(static_cast<Scalar>(to_float(x[d * dx])), static_cast<Scalar>(to_float(y[d * dy])), total);
+    return total;
+  }
+
+  // The same sums for any stride.
+  static V lanes(const S* x, int64_t stride) {
+    if (stride == 1) return Lanes<V>::load(x);
+    Scalar each[V::N];
+    for (int i = 0; i < V::N; ++i) each[i] = to_float(x[i * stride]);
+    return Lanes<V>::load(each);
+  }
+
+  // What the sink has of a row's softmax; all of it where the row sees nothing.
+  double sink_share(Scalar shift, Scalar total) const {
+    if (total == 0) return 1;
+    const Scalar sink = static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E);
+    Scalar power[V::N];
+    Lanes<V>::store(power, exp2(Lanes<V>::set(sink) - finite_shift(Lanes<V>::set(shift))));
+    return static_cast<double>(power[0]) / static_cast<double>(total);
+  }
+
+  // Fills in delta; returns the rows' share of the sink's gradient.
+  double run(int64_t begin, int64_t end) const {
+    const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
+    const Scalar* stats = static_cast<const Scalar*>(grads.stats);
+    double dsink = 0;
+    for (int64_t i = begin, at = first + begin; i < end; ++i, ++at) {
+      Scalar& d = static_cast<Scalar*>(grads.delta)[at];
+      const Scalar total = stats[rows + at];
+      d = total == 0 ? (grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[at] : 0) : delta(i, at);
+      if (grads.dsink && !(total < 0)) dsink -= sink_share(stats[at], total) * static_cast<double>(d);
+    }
+    return dsink;
+  }
+};
+
+template <class V, class S>
+constexpr BackwardKernels backward_kernels() {
+  using B = Backward<V, S>;
+  return {B::scratch_bytes,
+          [](const Spec& spec, const Call& call, const Gradients& grads, int64_t batch, int64_t head,
+             int64_t begin,
+             int64_t end) { return BackwardRows<V, S>{spec, call, grads, batch, head}.run(begin, end); },
+          [](const Chunk& c) { B(c).open(); },
+          [](const Chunk& c, const Panel* panels, int count) { B(c).tile(panels, count); },
+          [](const Chunk& c, const Panel* panels, int count) { B(c).add_queries(panels, count); },
+          [](const Chunk& c) { B(c).close(); },
+          [](const void* source, void* target, int64_t count) {
+            copy_row<V>(static_cast<const typename V::Scalar*>(source), static_cast<S*>(target), count);
+          },
+          [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
+}
+
+}  // namespace
+
+const BackwardKernels REGARD_TABLE(backward)[4] = REGARD_EACH_DTYPE(backward_kernels);

@@ -1,0 +1,605 @@
+// Few query rows against many keys. A piece of the keys of one head is read once for all query rows of its
+// group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
+// are enough rows to fill a panel, over rows.
+#include "kernels/exact.inl.h"
+#include "kernels/gemm.inl.h"
+#include "kernels/rows.inl.h"
+#include "kernels/stored.inl.h"
+
+namespace {
+
+// Rows that share what is loaded of a key or value.
+template <class V>
+constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
+
+// Rows between what is read and what is asked for. The processor's own prefetching loses its way among
+// several rows at once. Keys and values that fit into the L2 cache are likely to be there.
+constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys, kNearBytes = 512 << 10;
+
+// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
+// that is read asks for the one `ahead` elements further on, if that is not 0.
+template <class V, int R, class K>
+REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R],
+                     int64_t D, int64_t ahead) {
+  constexpr int C = V::N / R, kLine = FloatRow<V, K>::kLine;
+  V sum[V::N];
+#pragma GCC unroll 16
+  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  const auto step = [&](int64_t d, int i) REGARD_ALWAYS {
+    V q[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * ldq + d + i);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      const V k = keys[c].load(d, i);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + kLine <= D; d += kLine) {
+    if (ahead) {
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kLine; i += V::N) step(d, i);
+  }
+  for (; d + V::N <= D; d += V::N) step(d, 0);
+  const V found = sum_each(sum);
+  if (d == D) return found;
+  typename V::Scalar rest[V::N];
+  for (int i = 0; i < V::N; ++i) {
+    rest[i] = 0;
+    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
+  }
+  return found + Lanes<V>::load(rest);
+}
+
+// The same for codes. One query takes the products of a group before it scales them; several share numbers.
+template <class V, int R, StoreKind Kind>
+REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
+                     int64_t D, int64_t ahead) {
+  using Row = CodeRow<V, Kind>;
+  constexpr int C = V::N / R;
+  V sum[V::N];
+#pragma GCC unroll 16
+  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  for (int64_t g = 0; g * kGroup < D; ++g) {
+    const typename V::Scalar* q = queries + g * kGroup;
+    if (ahead) {
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) keys[c].prefetch(g, ahead);
+    }
+    if constexpr (R == 1) {
+      V total = Lanes<V>::load(q);
+#pragma GCC unroll 8
+      for (int i = V::N; i < kGroup; i += V::N) total = total + Lanes<V>::load(q + i);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) {
+        V products = Lanes<V>::zero();
+#pragma GCC unroll 8
+        for (int u = 0; u < Row::kUnits; ++u) {
+          V x[Row::kVectors];
+          keys[c].load(g, u, x);
+#pragma GCC unroll 2
+          for (int n = 0; n < Row::kVectors; ++n)
+            products = fma(Lanes<V>::load(q + Row::place(u, n)), x[n], products);
+        }
+        sum[c] = fma(products, keys[c].scale(g), sum[c]);
+        if constexpr (Kind == kInt4) sum[c] = fma(total, keys[c].least(g), sum[c]);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int u = 0; u < Row::kUnits; ++u) {
+        V x[C][Row::kVectors];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) {
+          keys[c].load(g, u, x[c]);
+#pragma GCC unroll 2
+          for (int n = 0; n < Row::kVectors; ++n) x[c][n] = keys[c].number(x[c][n], g);
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < R * Row::kVectors; ++t) {
+          const int r = t / Row::kVectors, n = t % Row::kVectors;
+          const V each = Lanes<V>::load(q + r * ldq + Row::place(u, n));
+#pragma GCC unroll 16
+          for (int c = 0; c < C; ++c) sum[r * C + c] = fma(each, x[c][n], sum[r * C + c]);
+        }
+      }
+    }
+  }
+  return sum_each(sum);
+}
+
+// scores[R][ld_scores] of a tile of n keys
+template <class V, int R, class Tile>
+void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n,
+                int64_t ahead, typename V::Scalar* scores, int64_t ld_scores) {
+  constexpr int C = V::N / R;
+  for (int64_t c = 0; c < n; c += C) {
+    typename Tile::Row key[C];
+    for (int i = 0; i < C; ++i) key[i] = keys.row(c + i < n ? c + i : n - 1);
+    const V found = dots<V, R>(queries, ldq, key, D, ahead * keys.ld);
+    const int64_t left = n - c;
+    if (R == 1 && left >= C) {
+      Lanes<V>::store(scores + c, found);
+      continue;
+    }
+    typename V::Scalar lane[V::N];
+    Lanes<V>::store(lane, found);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int i = 0; i < C; ++i)
+        if (i < left) scores[r * ld_scores + c + i] = lane[r * C + i];
+  }
+}
+
+template <class V>
+REGARD_INLINE void add_to(typename V::Scalar* at, V x) {
+  Lanes<V>::store(at, Lanes<V>::load(at) + x);
+}
+
+// out[R][Count vectors from d on] += weights[R][n] * values[n]
+template <class V, int R, int Count, class K>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
+                               const FloatTile<V, K>& values, int64_t d, int64_t n, int64_t ahead,
+                               typename V::Scalar* out, int64_t ldo) {
+  V sum[R][Count];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) sum[r][i] = Lanes<V>::zero();
+  for (int64_t c = 0; c < n; ++c) {
+    const FloatRow<V, K> row = values.row(c);
+    V w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) {
+      if (ahead && i * V::N % row.kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
+      const V v = row.load(d, i * V::N);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r][i] = fma(w[r], v, sum[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
+}
+
+// The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
+template <class V, int R, int Units, StoreKind Kind>
+REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
+                               const CodeTile<V, Kind>& values, int64_t first, int64_t n, int64_t ahead,
+                               typename V::Scalar* out, int64_t ldo) {
+  using Row = CodeRow<V, Kind>;
+  V sum[R][Units][Row::kVectors], low[Units];
+#pragma GCC unroll 8
+  for (int u = 0; u < Units; ++u) {
+    low[u] = Lanes<V>::zero();
+#pragma GCC unroll 8
+    for (int t = 0; t < R * Row::kVectors; ++t) sum[t / Row::kVectors][u][t % Row::kVectors] = low[u];
+  }
+  for (int64_t c = 0; c < n; ++c) {
+    const Row row = values.row(c);
+    V w[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
+    V factor = w[0];
+#pragma GCC unroll 8
+    for (int u = 0; u < Units; ++u) {
+      const int64_t group = (first + u) / Row::kUnits;
+      const int unit = static_cast<int>((first + u) % Row::kUnits);
+      if (R == 1 && u % Row::kUnits == 0) {
+        factor = w[0] * row.scale(group);
+        if constexpr (Kind == kInt4) low[u] = fma(w[0], row.least(group), low[u]);
+      }
+      if (ahead && unit == 0) row.prefetch(group, ahead * values.ld);
+      V x[Row::kVectors];
+      row.load(group, unit, x);
+#pragma GCC unroll 2
+      for (int i = 0; i < Row::kVectors; ++i) {
+        const V v = R == 1 ? x[i] : row.number(x[i], group);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int u = 0; u < Units; ++u) {
+    const int64_t group = (first + u) / Row::kUnits;
+    const int unit = static_cast<int>((first + u) % Row::kUnits);
+#pragma GCC unroll 8
+    for (int t = 0; t < R * Row::kVectors; ++t) {
+      const int r = t / Row::kVectors, i = t % Row::kVectors;
+      const V least = low[u - u % Row::kUnits];
+      add_to(out + r * ldo + group * kGroup + Row::place(unit, i), sum[r][u][i] + least);
+    }
+  }
+}
+
+// out[R][Dv] += weights[R][n] * values[n][Dv]
+template <class V, int R, class K>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const FloatTile<V, K>& values, int64_t n,
+              int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+  constexpr int Count = 8 / R;
+  int64_t d = 0;
+  for (; d + Count * V::N <= Dv; d += Count * V::N)
+    add_columns<V, R, Count>(weights, ld_weights, values, d, n, ahead, out, ldo);
+  for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values, d, n, ahead, out, ldo);
+  for (; d < Dv; ++d)
+    for (int r = 0; r < R; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < n; ++c)
+        sum +=
+            static_cast<double>(weights[r * ld_weights + c]) * static_cast<double>(values.row(c).element(d));
+      out[r * ldo + d] += static_cast<typename V::Scalar>(sum);
+    }
+}
+
+template <class V, int R, StoreKind Kind>
+void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
+              int64_t n, int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+  using Row = CodeRow<V, Kind>;
+  constexpr int kUnits = Row::kUnits, kMost = 8 / R / Row::kVectors;  // sums stay in registers
+  constexpr int Units = R == 1 ? (kMost < kUnits ? kUnits : kMost / kUnits * kUnits) : kMost > 0 ? kMost : 1;
+  const int64_t units = round_up(Dv, kGroup) / kGroup * kUnits;
+  int64_t u = 0;
+  for (; u + Units <= units; u += Units)
+    add_columns<V, R, Units>(weights, ld_weights, values, u, n, ahead, out, ldo);
+  constexpr int kLeft = R == 1 ? kUnits : 1;
+  for (; u < units; u += kLeft) add_columns<V, R, kLeft>(weights, ld_weights, values, u, n, ahead, out, ldo);
+}
+
+// Calls work(Count<R>, first row) for blocks of R rows that together are rows r on.
+template <class V, class Work>
+inline void row_blocks(int64_t r, int64_t rows, Work work) {
+  for (; r + kRowsTogether<V> <= rows; r += kRowsTogether<V>) work(Count<kRowsTogether<V>>{}, r);
+  for (; r + 2 <= rows; r += 2) work(Count<2>{}, r);
+  for (; r < rows; ++r) work(Count<1>{}, r);
+}
+
+// Keys that the panels of rows take at once: long enough for sums in registers.
+constexpr int64_t kPanelKeys = 96;
+
+// Rows that pass over a piece together, so that their scores stay in L2. The piece does, too.
+constexpr int64_t kRowSet = 64;
+
+// Rows that lie in panels. A panel that is nearly full is worth it.
+template <class V>
+inline int64_t panel_rows(int64_t rows) {
+  constexpr int64_t P = kPanel<V>;
+  const int64_t left = rows % P;
+  return 4 * left >= 3 * P ? rows : rows - left;
+}
+
+template <class V, class S>
+struct Decode {
+  using Scalar = typename V::Scalar;
+  static constexpr int P = kPanel<V>;
+
+  // What a piece of the keys gives to each row: its softmax's shift and sum, and the weighted values.
+  struct Part {
+    Scalar *shift, *total, *out;
+  };
+
+  const Piece& piece;
+  const Spec& spec;
+  const Call& call;
+  int64_t ldq, ldo;         // distances of rows of queries and results: whole groups of channels
+  int64_t group, all_rows;  // row r is query r % Lq of head r / Lq of the group
+  int64_t first = 0, rows;  // the set of rows at work
+  int64_t paneled = 0;      // so many of them are in panels
+  Stored<V, S> keys, values;
+  Arena arena;
+  Scalar *queries, *scores, *tile, *scales, *sum;
+  Scalar *query_panels, *out_panels, *block;  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
+  double* exact;
+
+  explicit Decode(const Piece& p)
+      : piece(p),
+        spec(*p.spec),
+        call(*p.call),
+        ldq(round_up(spec.D, kGroup)),
+        ldo(round_up(spec.Dv, kGroup)),
+        group(spec.Hq / spec.Hkv),
+        all_rows(group * spec.Lq),
+        rows(most_rows(spec)),
+        paneled(panel_rows<V>(rows)),
+        keys(Stored<V, S>::keys(p)),
+        values(Stored<V, S>::values(p)),
+        arena{static_cast<char*>(p.scratch)} {
+    const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
+    queries = arena.take<Scalar>(rows * ldq);
+    scores = arena.take<Scalar>(rows * kPieceKeys);
+    tile = arena.take<Scalar>(Stored<V, S>::tile_size(width, tile_keys(rows)));
+    scales = arena.take<Scalar>(Stored<V, S>::scales_size(width, tile_keys(rows)));
+    sum = arena.take<Scalar>(spec.Dv);
+    exact = arena.take<double>(spec.Dv);
+    query_panels = arena.take<Scalar>(panels() * P * spec.D);
+    out_panels = arena.take<Scalar>(panels() * P * spec.Dv);
+    block = arena.take<Scalar>(paneled ? P * kPanelKeys : 0);
+  }
+
+  static int64_t most_rows(const Spec& s) {
+    const int64_t rows = s.Hq / s.Hkv * s.Lq;
+    return rows < kRowSet ? rows : kRowSet;
+  }
+  int64_t panels() const { return (paneled + P - 1) / P; }
+  static int64_t tile_keys(int64_t rows) { return panel_rows<V>(rows) ? kPanelKeys : kTileKeys; }
+
+  static int64_t scratch_bytes(const Spec& s) {
+    const int64_t rows = most_rows(s), width = s.D > s.Dv ? s.D : s.Dv;
+    const int64_t n = tile_keys(rows), lanes = round_up(panel_rows<V>(rows), P);
+    const int64_t numbers = rows * (round_up(s.D, kGroup) + kPieceKeys) + Stored<V, S>::tile_size(width, n) +
+                            Stored<V, S>::scales_size(width, n) + 3 * s.Dv + lanes * (s.D + s.Dv) +
+                            (lanes ? P * kPanelKeys : 0);
+    return numbers * sizeof(Scalar) + 9 * 64;
+  }
+
+  static int64_t part_bytes(const Spec& s) {
+    const int64_t rows = s.Hq / s.Hkv * s.Lq;
+    return round_up(rows * (round_up(s.Dv, kGroup) + 2) * sizeof(Scalar), 64);
+  }
+
+  Part part(int64_t index) const {
+    Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(piece.part) + index * part_bytes(spec));
+    return {at, at + all_rows, at + 2 * all_rows};
+  }
+
+  int64_t head(int64_t r) const { return piece.kv_head * group + r / spec.Lq; }
+  int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
+  const RunList& runs(int64_t r) const { return piece.sight.heads[piece.sight.by_head ? r / spec.Lq : 0]; }
+
+  // Which key of the piece key j of the call is.
+  int64_t at(int64_t j) const { return (j - piece.key) / piece.key_step; }
+
+  RowPlace place(int64_t r, int64_t begin) const {
+    const int64_t offset = call.offsets ? call.offsets[piece.batch] : call.offset;
+    return {piece.batch,   head(r), lane(r), offset + lane(r), piece.key + begin * piece.key_step,
+            piece.key_step};
+  }
+
+  const S* query(int64_t r) const {
+    return static_cast<const S*>(call.q) + piece.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
+  }
+
+  // A piece of the keys
+
+  bool is_near() const {
+    return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kNearBytes;
+  }
+
+  void start_queries() {
+    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    for (int64_t r = 0; r < rows; ++r) {
+      Scalar* row = queries + r * ldq;
+      copy_rows<V>(query(first + r), 0, spec.q.d, 1, spec.D, 0, row);
+      for (int64_t d = 0; d < spec.D; ++d) row[d] *= static_cast<Scalar>(scale);
+      for (int64_t d = spec.D; d < ldq; ++d) row[d] = 0;
+    }
+    each_panel([&](int64_t i, int count) {
+      Scalar* panel = query_panels + i * P * spec.D;
+      if (count < P)
+        for (int64_t d = 0; d < P * spec.D; ++d) panel[d] = 0;
+      pack<V>(queries + i * P * ldq, ldq, 1, count, spec.D, Scaled<V>{1}, panel);
+    });
+  }
+
+  // work(panel, rows in it)
+  template <class Work>
+  void each_panel(Work work) const {
+    for (int64_t i = 0; i < panels(); ++i)
+      work(i, static_cast<int>(paneled - i * P < P ? paneled - i * P : P));
+  }
+
+  // Calls work(first key, keys, tile of rows) for all keys that are seen.
+  template <class Work>
+  void walk(Stored<V, S>& stored, Work work) {
+    for (int64_t i = 0; i < piece.n_seen; ++i) {
+      const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
+      const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
+      for (int64_t j = begin, n; j < end; j += n) {
+        n = end - j < tile_keys(rows) ? end - j : tile_keys(rows);
+        visit(stored, j, n, work);
+      }
+    }
+  }
+
+  // Rows as they lie, if one block of query rows is all that uses them; else converted once for all.
+  template <class Work>
+  void visit(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
+    const int64_t c = j - piece.begin;
+    int64_t ld = 0;
+    if constexpr (sizeof(Scalar) == sizeof(float)) {
+      if (spec.store == kInt8 && rows <= kRowsTogether<V>)
+        if (const auto codes = stored.template codes_in_place<kInt8>(j, n, scales); codes.codes)
+          return work(c, n, codes);
+      if (spec.store == kInt4 && rows <= kRowsTogether<V>)
+        if (const auto codes = stored.template codes_in_place<kInt4>(j, n, scales); codes.codes)
+          return work(c, n, codes);
+    }
+    if (sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>)
+      if (const S* at = stored.in_place(j, n, ld)) return work(c, n, FloatTile<V, S>{at, ld});
+    const Scalar* at = stored.rows(j, n, tile, scales, ld);
+    work(c, n, FloatTile<V, Scalar>{at, ld});
+  }
+
+  void score() {
+    walk(keys, [&](int64_t c, int64_t n, const auto& k) {
+      score_panels(k, c, n);
+      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
+        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, is_near() ? 0 : kAheadKeys,
+                                   scores + r * kPieceKeys + c, kPieceKeys);
+      });
+    });
+  }
+
+  void score_panels(const FloatTile<V, Scalar>& k, int64_t c, int64_t n) {
+    Scalar ones[P];
+    for (Scalar& one : ones) one = 1;
+    each_panel([&](int64_t i, int count) {
+      V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
+      score_keys<V>(k.at, k.ld, n, query_panels + i * P * spec.D, spec.D, block, unused);
+      unpack<V>(block, n, ones, count, scores + i * P * kPieceKeys + c, kPieceKeys, 1, Whole<V>());
+    });
+  }
+
+  void add_panels(const FloatTile<V, Scalar>& v, int64_t c, int64_t n) {
+    each_panel([&](int64_t i, int count) {
+      pack<V>(scores + i * P * kPieceKeys + c, kPieceKeys, 1, count, n, Scaled<V>{1}, block);
+      ::add_values<V>(v.at, v.ld, n, block, spec.Dv, out_panels + i * P * spec.Dv);
+    });
+  }
+
+  // Panels take converted rows alone; `visit` sees to it.
+  template <class Tile>
+  void score_panels(const Tile&, int64_t, int64_t) {}
+  template <class Tile>
+  void add_panels(const Tile&, int64_t, int64_t) {}
+
+  // Raw scores -> weights, in the contract's order.
+  void soften(int64_t r, const Part& p) {
+    Scalar* row = scores + r * kPieceKeys;
+    const int64_t n = piece.end - piece.begin, filled = round_up(n, V::N);
+    const RowPlace at = place(first + r, piece.begin);
+    if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
+    if (spec.bias != kNoBias) add_bias_row<V, S>(spec, call, at, n, row);
+    hide_row<V>(runs(first + r), lane(first + r), piece.begin, piece.end, row);
+    const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
+    p.shift[r] = first_of(shift);
+    p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
+    if (spec.drop_below)
+      drop_row<V>(dropout_stream(call.seed, piece.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
+                  row);
+  }
+
+  void add_values(const Part& p) {
+    for (int64_t i = paneled * ldo; i < rows * ldo; ++i) p.out[i] = 0;
+    for (int64_t i = 0; i < panels() * P * spec.Dv; ++i) out_panels[i] = 0;
+    walk(values, [&](int64_t c, int64_t n, const auto& v) {
+      add_panels(v, c, n);
+      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
+        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, is_near() ? 0 : kAheadValues,
+                                 p.out + r * ldo, ldo, spec.Dv);
+      });
+    });
+    Scalar ones[P];
+    for (Scalar& one : ones) one = 1;
+    each_panel([&](int64_t i, int count) {
+      unpack<V>(out_panels + i * P * spec.Dv, spec.Dv, ones, count, p.out + i * P * ldo, ldo, 1, Whole<V>());
+    });
+  }
+
+  bool run() {
+    for (first = 0; first < all_rows; first += rows) {
+      if (all_rows - first < rows) rows = all_rows - first, paneled = panel_rows<V>(rows);
+      const Part all = part(0), p{all.shift + first, all.total + first, all.out + first * ldo};
+      start_queries();
+      score();
+      for (int64_t r = 0; r < rows; ++r) soften(r, p);
+      add_values(p);
+    }
+    return !keys.is_broken() && !values.is_broken();
+  }
+
+  // All pieces together
+
+  struct Softmax {
+    Scalar shift, total;
+    bool only_sink;
+  };
+
+  // Adds up the parts of row r in `sum`, at the largest shift; the sink is there before any key.
+  Softmax merge(int64_t r) {
+    V first_shift, first_total;
+    start_softmax<V>(call, head(r), first_shift, first_total);
+    const Scalar before = first_of(first_shift);
+    Scalar top = before;
+    for (int64_t i = 0; i < piece.n_parts; ++i)
+      if (const Scalar shift = part(i).shift[r]; shift > top) top = shift;
+    const Scalar shift = first_of(finite_shift(Lanes<V>::set(top)));
+    Scalar total = first_of(first_total * exp2(first_shift - Lanes<V>::set(shift)));
+    bool only_sink = call.sink;
+    for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
+    for (int64_t i = 0; i < piece.n_parts; ++i) {
+      const Part p = part(i);
+      if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
+      const Scalar factor = first_of(exp2(Lanes<V>::set(p.shift[r] - shift)));
+      const Scalar *out = p.out + r * ldo, added = p.total[r] * factor;
+      total += added;
+      only_sink &= added == 0;
+      for (int64_t d = 0; d < spec.Dv; ++d) sum[d] += out[d] * factor;
+    }
+    return {top, total, only_sink};
+  }
+
+  // Whether the row's sum or output is NaN or infinite: x - x is 0 for all others.
+  bool is_finite(const Softmax& s) const {
+    V zero = Lanes<V>::set(s.total - s.total);
+    int64_t d = 0;
+    for (; d + V::N <= spec.Dv; d += V::N) zero = zero + (Lanes<V>::load(sum + d) - Lanes<V>::load(sum + d));
+    for (; d < spec.Dv; ++d) zero = zero + Lanes<V>::set(sum[d] - sum[d]);
+    return !bits(differs(zero, zero));
+  }
+
+  // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
+  bool is_hopeless(const S* q, const Panel& p, int t) const {
+    bool nan = false;
+    for (int64_t d = 0; d < spec.D; ++d) nan |= to_float(q[d * spec.q.d]) != to_float(q[d * spec.q.d]);
+    return nan && sees(p, t) && spec.bias != kTensorBias;
+  }
+
+  void write(S* out, Scalar factor) const {
+    int64_t d = 0;
+    for (; spec.out.d == 1 && d + V::N <= spec.Dv; d += V::N)
+      Lanes<V>::store(out + d, Lanes<V>::load(sum + d) * Lanes<V>::set(factor));
+    for (; d < spec.Dv; ++d) from_float(out + d * spec.out.d, sum[d] * factor);
+  }
+
+  void finish_row(int64_t r, const Task& task) {
+    const Panel p{head(r), 0, static_cast<int>(spec.Lq), runs(r).runs, runs(r).count};
+    const int t = lane(r);
+    const Softmax s = merge(r);
+    S* out = static_cast<S*>(call.out) + piece.batch * spec.out.b + p.head * spec.out.h + t * spec.out.l;
+    Scalar* lse = static_cast<Scalar*>(call.lse);
+    if (lse) lse += (piece.batch * spec.Hq + p.head) * spec.Lq + t;
+    ExactRow<V, S> row{task, p, t, exact, 0, 0};
+    write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
+    if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
+    if (is_finite(s) || is_hopeless(query(r), p, t)) return;
+    row.walk([&](int64_t j, const S* q, bool kept) {
+      int64_t ld;
+      const double score = row.score(q, keys.rows(at(j), 1, tile, scales, ld), 1, j);
+      row.add(score, values.rows(at(j), 1, tile, scales, ld), 1, kept);
+    });
+    row.write(out, 0, lse);
+  }
+
+  bool finish() {
+    Task task{};
+    task.spec = &spec;
+    task.call = &call;
+    task.batch = piece.batch;
+    task.kv_head = piece.kv_head;
+    task.row_step = 1;
+    task.key = piece.key;
+    task.key_step = piece.key_step;
+    for (int64_t r = 0; r < all_rows; ++r) finish_row(r, task);
+    return !keys.is_broken() && !values.is_broken();
+  }
+};
+
+template <class V, class S>
+constexpr DecodeKernels decode_kernels() {
+  using D = Decode<V, S>;
+  return {D::part_bytes, D::scratch_bytes, [](const Piece& p) { return D(p).run(); },
+          [](const Piece& p) { return D(p).finish(); }};
+}
+
+}  // namespace
+
+const DecodeKernels REGARD_TABLE(decode)[4] = REGARD_EACH_DTYPE(decode_kernels);

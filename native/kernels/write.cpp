@@ -1,0 +1,139 @@
+// New rows for a cache: copied, or as codes of 8 or 4 bits with their scales (see StoreKind).
+#include "kernels/pack.inl.h"
+
+namespace {
+
+// To the nearest integer, ties to even, for |x| < 2^22.
+inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+
+// 0 / 0, in a group whose numbers are all equal, is code 0.
+inline float code_of(float x, float least, float top) {
+  x = x == x ? x : 0;
+  x = x > least ? x : least;
+  return nearest(x < top ? x : top);
+}
+
+inline float as_half(float x, Half* kept) {
+  from_float(kept, x);
+  return to_float(*kept);
+}
+
+// A group of numbers, and what is known of all of them. Channels beyond the row repeat its last one.
+struct Group {
+  static constexpr int kSide = 8;  // so many of each result, which compilers turn into vectors
+  float x[kGroup];
+
+  template <class S>
+  Group(const S* row, int64_t stride, int64_t n) {
+    for (int64_t i = 0; i < kGroup; ++i)
+      x[i] = static_cast<float>(to_float(row[(i < n ? i : n - 1) * stride]));
+  }
+
+  bool is_finite() const {
+    float zero[kSide] = {};
+    for (int i = 0; i < kGroup; ++i) zero[i % kSide] += x[i] - x[i];
+    float sum = 0;
+    for (const float z : zero) sum += z;
+    return sum == 0;
+  }
+
+  bool has_nan() const {
+    bool nan = false;
+    for (const float value : x) nan |= value != value;
+    return nan;
+  }
+
+  // The largest of sign * x, or of |x| when the sign is 0; of finite numbers.
+  float largest(float sign) const {
+    float top[kSide];
+    for (int i = 0; i < kGroup; ++i) {
+      const float value = sign == 0 ? fabsf(x[i]) : sign * x[i];
+      top[i % kSide] = i < kSide || value > top[i % kSide] ? value : top[i % kSide];
+    }
+    for (const float t : top) top[0] = t > top[0] ? t : top[0];
+    return top[0];
+  }
+};
+
+inline void encode_bytes(const Group& group, int64_t n, int8_t* codes, Half* scale) {
+  constexpr float kTop = 127;
+  const float top = group.is_finite() ? group.largest(0)
+                    : group.has_nan() ? __builtin_nanf("")
+                                      : __builtin_inff();
+  const float step = as_half(top / kTop, scale);
+  for (int64_t i = 0; i < kGroup; ++i)
+    codes[i] = i < n ? static_cast<int8_t>(code_of(group.x[i] / step, -kTop, kTop)) : 0;
+}
+
+// The line low + step * code through the numbers: least squares for the codes of the full range.
+inline void fit_line(const Group& group, Half* line) {
+  constexpr float kTop = 15;
+  const float low = -group.largest(-1), step = (group.largest(1) - low) / kTop;
+  double c_sum = 0, cc_sum = 0, x_sum = 0, cx_sum = 0;
+  for (const float x : group.x) {
+    const double c = code_of((x - low) / step, 0, kTop), value = x;
+    c_sum += c, cc_sum += c * c, x_sum += value, cx_sum += c * value;
+  }
+  const double spread = cc_sum - c_sum * c_sum / kGroup;
+  const float fitted =
+      static_cast<float>(spread > 0 ? (cx_sum - c_sum * x_sum / kGroup) / spread : static_cast<double>(step));
+  from_float(line, fitted);
+  from_float(line + 1, static_cast<float>((x_sum - static_cast<double>(fitted) * c_sum) / kGroup));
+}
+
+inline void encode_nibbles(const Group& group, int64_t n, uint8_t* codes, Half* line) {
+  constexpr int64_t kHalf = kGroup / 2;
+  if (group.is_finite())
+    fit_line(group, line);
+  else
+    from_float(line, __builtin_nanf("")), from_float(line + 1, __builtin_nanf(""));
+  const float step = to_float(line[0]), low = to_float(line[1]);
+  float code[kGroup];
+  for (int64_t i = 0; i < kGroup; ++i) code[i] = code_of((group.x[i] - low) / step, 0, 15);
+  for (int64_t i = n; i < kGroup; ++i) code[i] = 0;
+  for (int64_t i = 0; i < kHalf; ++i)
+    codes[i] = static_cast<uint8_t>(static_cast<int>(code[i]) | static_cast<int>(code[i + kHalf]) << 4);
+}
+
+template <class S>
+void encode_row(const NewRows& rows, const S* source, uint8_t* codes, Half* scales) {
+  const bool bytes = rows.store == kInt8;
+  for (int64_t at = 0; at < rows.width; at += kGroup) {
+    const int64_t n = rows.width - at < kGroup ? rows.width - at : kGroup;
+    const Group group(source + at * rows.stride, rows.stride, n);
+    if (bytes)
+      encode_bytes(group, n, reinterpret_cast<int8_t*>(codes), scales);
+    else
+      encode_nibbles(group, n, codes, scales);
+    codes += bytes ? kGroup : kGroup / 2;
+    scales += bytes ? 1 : 2;
+  }
+}
+
+template <class S>
+void copy_row(const NewRows& rows, const S* source, S* target) {
+  if (rows.stride == 1)
+    __builtin_memcpy(target, source, static_cast<size_t>(rows.width) * sizeof(S));
+  else
+    for (int64_t d = 0; d < rows.width; ++d) target[d] = source[d * rows.stride];
+}
+
+template <class S>
+void write_rows(const NewRows& rows) {
+  const S* source = static_cast<const S*>(rows.source);
+  for (int64_t r = 0; r < rows.count; ++r, source += rows.row_stride)
+    if (rows.store == kFloats)
+      copy_row(rows, source, static_cast<S*>(rows.target) + r * rows.target_stride);
+    else
+      encode_row(rows, source, static_cast<uint8_t*>(rows.target) + r * rows.target_stride,
+                 static_cast<Half*>(rows.scales) + r * rows.scale_stride);
+}
+
+template <class V, class S>
+constexpr WriteKernels write_kernels() {
+  return {write_rows<S>};
+}
+
+}  // namespace
+
+const WriteKernels REGARD_TABLE(write)[4] = REGARD_EACH_DTYPE(write_kernels);

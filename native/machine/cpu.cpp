@@ -1,0 +1,74 @@
+#include "machine/cpu.h"
+
+#include <atomic>
+
+namespace regard {
+namespace {
+
+struct Entry {
+  const Kernels* kernels;
+  bool (*can_run)();
+  bool by_default;  // `wide` exists to test the kernels at another width
+};
+
+bool always() { return true; }
+
+#ifdef REGARD_HAVE_AVX2
+// The builtins look at CPUID and at what the operating system saves.
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+const Entry kEntries[] = {
+#ifdef REGARD_HAVE_AVX2
+    {&regard_kernels_avx2, has_avx2, true},
+#endif
+    {&regard_kernels_generic, always, true},
+#ifdef REGARD_HAVE_WIDE
+    {&regard_kernels_wide, always, false},
+#endif
+};
+
+const Kernels* best() {
+  for (const Entry& e : kEntries)
+    if (e.by_default && e.can_run()) return e.kernels;
+  return &regard_kernels_generic;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+std::vector<std::string> compiled() {
+  std::vector<std::string> names;
+  for (const Entry& e : kEntries) names.push_back(e.kernels->name);
+  return names;
+}
+
+std::vector<std::string> runnable() {
+  std::vector<std::string> names;
+  for (const Entry& e : kEntries)
+    if (e.can_run()) names.push_back(e.kernels->name);
+  return names;
+}
+
+const Kernels& kernels() {
+  const Kernels* now = chosen.load(std::memory_order_relaxed);
+  if (!now) chosen.store(now = best(), std::memory_order_relaxed);
+  return *now;
+}
+
+int panel_rows(DType dtype) { return dtype == kFloat64 ? kernels().panel_double : kernels().panel_float; }
+
+bool use(const std::string& name) {
+  for (const Entry& e : kEntries)
+    if (name == e.kernels->name && e.can_run()) {
+      chosen.store(e.kernels);
+      return true;
+    }
+  return false;
+}
+
+}  // namespace regard

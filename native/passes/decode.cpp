@@ -1,0 +1,213 @@
+#include "passes/decode.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "machine/cpu.h"
+#include "machine/parallel.h"
+#include "mask/spans.h"
+
+namespace regard {
+namespace {
+
+constexpr int64_t kBridged = 8;  // hidden keys between seen ones that are not worth a cut
+constexpr int64_t kRows = 16;
+constexpr double kInlineWork = 5e5;  // multiplications that are not worth a second thread
+
+// Keys [begin, end) of a piece, and which of `seen` lie in it.
+struct Slice {
+  int64_t begin, end, first_seen, n_seen;
+};
+
+// What the rows of one or more groups of heads see, and the pieces that follow from it.
+struct Seen {
+  int64_t key;
+  std::vector<Runs> runs;  // of each head, or of all
+  std::vector<RunList> lists;
+  std::vector<Run> seen;  // by any of them
+  std::vector<Slice> slices;
+};
+
+// The union of the lists, small gaps closed.
+std::vector<Run> together(const std::vector<Runs>& lists) {
+  std::vector<Run> all;
+  for (const Runs& runs : lists) all.insert(all.end(), runs.begin(), runs.end());
+  if (lists.size() > 1)
+    std::sort(all.begin(), all.end(), [](const Run& a, const Run& b) { return a.begin < b.begin; });
+  size_t last = 0;
+  for (size_t i = 1; i < all.size(); ++i)
+    if (all[i].begin <= all[last].end + kBridged)
+      all[last].end = std::max(all[last].end, all[i].end);
+    else
+      all[++last] = all[i];
+  all.resize(std::min(all.size(), last + 1));
+  return all;
+}
+
+// Pieces start at multiples of their size, so that they do not depend on what else is seen. There is one at
+// least: someone must write the results.
+std::vector<Slice> slices_of(const std::vector<Run>& seen) {
+  std::vector<Slice> slices;
+  for (size_t i = 0; i < seen.size(); ++i)
+    for (int64_t at = seen[i].begin; at < seen[i].end;) {
+      const int64_t border = (at / kPieceKeys + 1) * kPieceKeys, end = std::min(border, seen[i].end);
+      if (!slices.empty() && slices.back().begin / kPieceKeys == at / kPieceKeys)
+        slices.back().end = end, ++slices.back().n_seen;
+      else
+        slices.push_back({at, end, static_cast<int64_t>(i), 1});
+      at = end;
+    }
+  if (slices.empty()) slices.push_back({0, 0, 0, 0});
+  return slices;
+}
+
+class Decode {
+ public:
+  Decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
+      : spec_(spec),
+        call_(call),
+        spans_(code, spec, call),
+        kernels_(kernels().decode[spec.dtype]),
+        stopper_(interrupt),
+        step_(spec.Lq == 1 && !spans_.dilation_varies() ? spans_.dilation(0) : 1) {
+    look();
+    first_piece_.push_back(0);
+    for (int64_t set = 0; set < spec.B * spec.Hkv; ++set)
+      first_piece_.push_back(first_piece_.back() + static_cast<int64_t>(seen_by(set).slices.size()));
+  }
+
+  int64_t pieces() const { return first_piece_.back(); }
+
+  int workers() const {
+    const double rows = static_cast<double>(spec_.Hq / spec_.Hkv * spec_.Lq * (spec_.D + spec_.Dv));
+    double work = 0;
+    for (int64_t set = 0; set < spec_.B * spec_.Hkv && work < kInlineWork; ++set)
+      for (const Slice& s : seen_by(set).slices) work += rows * static_cast<double>(s.end - s.begin);
+    return work < kInlineWork ? 1 : static_cast<int>(std::min<int64_t>(threads(), pieces()));
+  }
+
+  // Of one thread; the parts of all pieces belong to the calling one.
+  int64_t scratch_bytes() const { return kernels_.scratch_bytes(spec_); }
+  int64_t parts_bytes() const { return pieces() * kernels_.part_bytes(spec_); }
+
+  Outcome run() {
+    const int count = workers();
+    for (int i = 0; i < count; ++i) scratch_.push_back(scratch(i, scratch_bytes()));
+    scratch_.push_back(parts_ = static_cast<char*>(scratch(count, parts_bytes())));
+    for (void* room : scratch_)
+      if (!room) return Outcome::kOutOfMemory;
+    left_ = std::vector<std::atomic<int64_t>>(spec_.B * spec_.Hkv);
+    for (size_t set = 0; set < left_.size(); ++set) left_[set] = first_piece_[set + 1] - first_piece_[set];
+    parallel(count, work, this);
+    return wrong_page_ ? Outcome::kWrongPage : stopper_.outcome();
+  }
+
+ private:
+  int64_t group() const { return spec_.Hq / spec_.Hkv; }
+
+  // A set is the rows of one group of heads of one sample. Sets whose mask is the same share what they see.
+  const Seen& seen_by(int64_t set) const {
+    const int64_t batch = spans_.varies_by_batch() ? set / spec_.Hkv : 0,
+                  head = spans_.varies_by_head() ? set % spec_.Hkv : 0;
+    return seen_[batch * (spans_.varies_by_head() ? spec_.Hkv : 1) + head];
+  }
+
+  void look() {
+    const int64_t samples = spans_.varies_by_batch() ? spec_.B : 1;
+    const int64_t groups = spans_.varies_by_head() ? spec_.Hkv : 1,
+                  heads = spans_.varies_by_head() ? group() : 1;
+    seen_.resize(samples * groups);
+    for (size_t i = 0; i < seen_.size(); ++i) {
+      const int64_t batch = static_cast<int64_t>(i) / groups, head = static_cast<int64_t>(i) % groups * heads;
+      Seen& s = seen_[i];
+      s.runs.resize(heads);
+      for (int64_t h = 0; h < heads; ++h) {
+        spans_.find({batch, head + h, 0, step_, static_cast<int>(spec_.Lq)}, s.runs[h]);
+        s.lists.push_back({s.runs[h].data(), static_cast<int64_t>(s.runs[h].size())});
+      }
+      s.key = spans_.first_key({batch, head, 0, step_, 1});
+      s.seen = together(s.runs);
+      s.slices = slices_of(s.seen);
+    }
+  }
+
+  static void work(int worker, void* self) {
+    Decode& d = *static_cast<Decode*>(self);
+    int64_t set = 0;
+    for (int64_t i; (i = d.next_.fetch_add(1)) < d.pieces() && !Stopper::ask(&d.stopper_);) {
+      while (d.first_piece_[set + 1] <= i) ++set;
+      d.piece(set, i, d.scratch_[worker]);
+    }
+  }
+
+  Piece piece_of(int64_t set, void* room) const {
+    const Seen& s = seen_by(set);
+    Piece p{};
+    p.spec = &spec_;
+    p.call = &call_;
+    p.batch = set / spec_.Hkv;
+    p.kv_head = set % spec_.Hkv;
+    p.key = s.key;
+    p.key_step = step_;
+    p.sight = {s.lists.data(), spans_.varies_by_head()};
+    p.scratch = room;
+    return p;
+  }
+
+  void* part(int64_t index) const { return parts_ + index * kernels_.part_bytes(spec_); }
+
+  // Whoever does a set's last piece puts its parts together.
+  void piece(int64_t set, int64_t index, void* room) {
+    const Seen& s = seen_by(set);
+    const Slice& slice = s.slices[index - first_piece_[set]];
+    Piece p = piece_of(set, room);
+    p.begin = slice.begin;
+    p.end = slice.end;
+    p.seen = s.seen.data() + slice.first_seen;
+    p.n_seen = slice.n_seen;
+    p.part = part(index);
+    if (!kernels_.piece(p)) return stop_wrong_page();
+    if (left_[set].fetch_sub(1) > 1) return;
+    p.part = part(first_piece_[set]);
+    p.n_parts = first_piece_[set + 1] - first_piece_[set];
+    if (!kernels_.finish(p)) stop_wrong_page();
+  }
+
+  void stop_wrong_page() { wrong_page_ = true; }
+
+  const Spec& spec_;
+  const Call& call_;
+  Spans spans_;
+  const DecodeKernels& kernels_;
+  Stopper stopper_;
+  int64_t step_;
+  std::vector<Seen> seen_;
+  std::vector<int64_t> first_piece_;  // of each set
+  std::vector<void*> scratch_;
+  char* parts_ = nullptr;
+  std::vector<std::atomic<int64_t>> left_;  // pieces of each set that are not done
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> wrong_page_{false};
+};
+
+}  // namespace
+
+// The panels of the other kernel hold rows of one head, so few rows leave lanes empty; here rows of a group's
+// heads lie side by side. What is not dense would have to be gathered first for the other kernel.
+bool decodes(const Spec& spec) {
+  const bool dense = spec.store == kFloats && !spec.page;
+  const int64_t filled = ceil_div(spec.Lq, kRows) * kRows;
+  return spec.Lq <= kMaxPanel && (!dense || spec.Lq <= kRows || 4 * spec.Lq < 3 * filled);
+}
+
+Outcome decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
+  if (spec.B * spec.Hq * spec.Lq == 0) return Outcome::kDone;
+  return Decode(spec, call, code, interrupt).run();
+}
+
+Cut cut_decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
+  const Decode d(spec, call, code, {});
+  return {d.pieces(), d.scratch_bytes() + d.parts_bytes() / d.workers(), d.workers()};
+}
+
+}  // namespace regard

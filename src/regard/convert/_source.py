@@ -1,0 +1,82 @@
+"""What is converted: a module of self-attention, and tokens as it meets them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from .._tools.arguments import describe
+from ..nn import Attention
+from ..positions import Rotary
+
+
+def source(module: nn.Module) -> Attention:
+    """Returns the module that is converted: self-attention, as `regard.nn.Attention`."""
+    if isinstance(module, nn.MultiheadAttention):
+        return from_multihead(module)
+    if not isinstance(module, Attention):
+        raise TypeError(
+            f"module: expected regard.nn.Attention or a MultiheadAttention, got {type(module).__name__}"
+        )
+    if module.kv_model is not None:
+        raise ValueError(
+            f"module: expected self-attention, got cross-attention with kv_model = {module.kv_model}"
+        )
+    return module
+
+
+def from_multihead(module: nn.MultiheadAttention) -> Attention:
+    """Returns `regard.nn.Attention` with copies of the weights: (B, L, d_model) -> (B, L, d_model)."""
+    if module.in_proj_weight is None:
+        raise ValueError(
+            f"module: expected keys and values of width embed_dim = {module.embed_dim}, "
+            f"got kdim = {module.kdim}, vdim = {module.vdim}"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ValueError("module: expected no extra keys, got add_bias_kv or add_zero_attn")
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    own = Attention(
+        module.embed_dim, module.num_heads, bias=bias is not None, dropout=module.dropout,
+        device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    state = {"qkv.weight": weight, "qkv.bias": bias}
+    state |= {f"out.{name}": value for name, value in module.out_proj.named_parameters()}
+    own.load_state_dict({name: value for name, value in state.items() if value is not None})
+    return own.train(module.training)
+
+
+def widened(module: Attention) -> Attention:
+    """Returns the module, or a float32 copy if it has 16 bits: rounding should not blur a proof."""
+    return module if module.out.weight.itemsize >= 4 else copy.deepcopy(module).float()
+
+
+def refuse(module: Attention, names: Iterable[str], why: str) -> None:
+    """Raises ValueError if the module has one of these, which a conversion cannot keep."""
+    has = {name: getattr(module, name) is not None for name in ("gate", "sink", "softcap")}
+    has["qk_norm"] = module.q_norm is not None
+    has["position other than Rotary"] = not isinstance(module.position, Rotary | None)
+    for name in names:
+        if has[name]:
+            raise ValueError(f"module: expected no {name}{why}")
+
+
+def tokens(name: str, x: Tensor, module: Attention) -> Tensor:
+    """Checks calibration data (B, L, d_model) and returns it in the dtype of the module."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != module.d_model or not x.numel():
+        raise ValueError(f"{name}: expected tokens (B, L, d_model = {module.d_model}), got {describe(x)}")
+    return x.detach().to(module.out.weight)
+
+
+def split(module: Attention, calibration: Tensor, held_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns calibration and held-out samples: by default the last quarter of the first is held out."""
+    x = tokens("calibration", calibration, module)
+    if held_out is not None:
+        return x, tokens("held_out", held_out, module)
+    if len(x) < 2:
+        raise ValueError(
+            "calibration: expected 2 samples or more, of which the last quarter is held out, or held_out"
+        )
+    kept = len(x) - max(1, len(x) // 4)
+    return x[:kept], x[kept:]

@@ -1,0 +1,19 @@
+"""Two optional masks at once: the mask of a layer and the one of a call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._tools.arguments import describe
+from ._atoms import Dense
+from ._mask import Mask
+
+
+def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
+    """Returns the mask of what a and b allow together; None, on either side, allows everything."""
+    if not (b is None or isinstance(b, Mask | Tensor)):
+        raise TypeError(f"mask: expected a Mask or a bool tensor (True = may attend), got {describe(b)}")
+    other = Dense(b) if isinstance(b, Tensor) else b
+    if a is None or other is None:
+        return other if a is None else a
+    return a & other

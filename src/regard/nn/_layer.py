@@ -1,0 +1,65 @@
+"""What `Attention` and `LatentAttention` share: masks, dropout, packed and nested tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import packing
+from .._api.attention import attention
+from .._call.spec import Trio
+from ..masks import Causal, Lengths, Mask
+from ..masks._both import both
+from ._module import CheckedModule
+from ._nested import packed_tokens
+from ._options import LayerOptions
+
+CAUSAL = Causal()
+
+
+class AttentionLayer(CheckedModule):
+    """A layer with a mask of its own and dropout, over batches, packed tokens or nested tensors."""
+
+    d_model: int
+    mask: Mask | None
+    dropout: float
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Attends without projections: q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
+
+        Scale, softcap, sink and bias are those of the layer. A subclass may compute it in another way.
+        """
+        out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
+        return out
+
+    def _options(self) -> dict[str, Any]:
+        """Returns the options of `regard.attention` besides mask and dropout."""
+        raise NotImplementedError
+
+    def _mask_and_dropout(self, options: LayerOptions) -> tuple[Mask | None, float]:
+        """Returns the mask and the dropout of a call. A cache is causal by itself."""
+        mask, dropout = both(self.mask, options.mask), self.dropout if self.training else 0.0
+        if options.cache is None:
+            return mask if options.lengths is None else both(mask, Lengths(options.lengths)), dropout
+        if dropout:
+            raise ValueError("cache: expected None in training with dropout; call eval() first")
+        return None if mask == CAUSAL else mask, dropout
+
+    def _attend(self, qkv: Trio, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
+        """Attends over a batch (..., H, L, D), or within the sequences of packed tokens (H, total, D)."""
+        if options.cu_seqlens is None:
+            return self.attend(*qkv, mask=mask, dropout=dropout)
+        q, k, v = (t.transpose(0, 1) for t in qkv)
+        cu_q, cu_k, more = options.cu_seqlens, options.context_cu_seqlens, self._options()
+        packed: Tensor = packing.varlen_attention(q, k, v, cu_q, cu_k, mask=mask, dropout=dropout, **more)
+        return packed.transpose(0, 1)
+
+    def _forward_nested(self, x: Tensor, options: LayerOptions, **more: Any) -> Tensor:
+        """Runs `forward` over nested x (N, j, d_model) as packed tokens."""
+        options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
+        packed = packed_tokens("x", x, self.d_model)
+        same = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
+        return packed.nested(self(packed.tokens, **same, **more))
