@@ -12,8 +12,9 @@ from .._api.linear_attention import FeatureMap, linear_attention
 from .._call.linear import LinearState
 from .._tools.arguments import count, describe
 from . import _checks as checks
-from ._checks import Integers, State
+from ._checks import Integers, Lengths, State
 from ._counts import Count, as_tensor, chosen, each, most, plus, shared, shown
+from ._rows import layout_of
 
 
 class LinearCache:
@@ -42,12 +43,11 @@ class LinearCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        self.B, self.Hkv, self.D = count("B", B, 1), count("Hkv", Hkv, 1), count("D", D, 1)
-        self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
+        self.B, layout = count("B", B, 1), layout_of(Hkv, D, Dv, "float", dtype, device)
+        self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize: expected a bool, got {describe(normalize)}")
-        self.normalize, self.dtype = normalize, checks.check_float(dtype)
-        self.device = torch.empty(0, device=device).device
+        self.normalize = normalize
         self._lengths: Count = 0
         self.reset()
 
@@ -88,18 +88,10 @@ class LinearCache:
         return f"LinearCache({sizes}, lengths={held}, normalize={self.normalize}, dtype={self.dtype})"
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        lengths: Integers | None = None,
-        feature_map: str | FeatureMap | None = None,
-        log_decay: Tensor | float | None = None,
-        beta: Tensor | float | None = None,
-        scale: float | None = None,
-        impl: str = "auto",
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths = None,
+        feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
+        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """Linear attention of q (B, Hq, L, D) over the tokens so far and k (B, Hkv, L, D), v (B, Hkv, L, Dv).
 
         Options as in `linear_attention`; of sample b only the first lengths[b] tokens are real. If anything
