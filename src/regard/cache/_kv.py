@@ -41,16 +41,9 @@ class KVCache(RowCache):
     _sizes: tuple[str, ...] = ("B", "Hkv", "D", "Dv")
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         layout = layout_of(Hkv, D, Dv, "float", dtype, device)
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 

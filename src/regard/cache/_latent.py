@@ -38,15 +38,9 @@ class LatentCache(RowCache):
     _sizes = ("B", "Hkv", "rank", "rope")
 
     def __init__(
-        self,
-        B: int,
-        rank: int,
-        rope: int,
-        *,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, rank: int, rope: int, *, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.rope = count("rank", rank, 1), count("rope", rope)
         layout = layout_of(1, self.rank + self.rope, self.rank, "latent", dtype, device)
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))

@@ -33,16 +33,9 @@ class LinearCache:
     """
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        normalize: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, normalize: bool = False,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.B, layout = count("B", B, 1), layout_of(Hkv, D, Dv, "float", dtype, device)
         self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         if not isinstance(normalize, bool):

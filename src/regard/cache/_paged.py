@@ -49,16 +49,9 @@ class PagedCache:
     """
 
     def __init__(
-        self,
-        pages: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        page: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, pages: int, Hkv: int, D: int, Dv: int | None = None, *, page: int = 16,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         layout = layout_of(Hkv, D, Dv, "float", dtype, device)
         self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         self.page = count("page", page, 16)

@@ -93,16 +93,11 @@ class CallSpec:
         out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
         rest = out if size == 2 else 0
         return CallCost(
-            pairs=pairs,
-            forward=pairs.times(2 * (spec.D + spec.Dv)),
-            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)),
-            read_bytes=given,
-            written_bytes=out,
-            saved_bytes=given + out + stats + rest,
-            scratch_bytes=scratch,
-            decodes=core.reason_unavailable() is None and _native.decodes(problem),
-            tasks=tasks,
-        )
+            pairs=pairs, forward=pairs.times(2 * (spec.D + spec.Dv)),
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=given, written_bytes=out,
+            saved_bytes=given + out + stats + rest, scratch_bytes=scratch,
+            decodes=core.reason_unavailable() is None and _native.decodes(problem), tasks=tasks,
+        )  # fmt: skip
 
     def _problem(self) -> Problem:
         """Of tensors without memory."""
