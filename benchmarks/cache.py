@@ -23,6 +23,7 @@ from rich.table import Table
 from steps import CACHES, HELD, LONG_CACHES, LONG_HEADS, LONG_HELD, STEPS, Generation, paged
 
 from regard._api.stored import attend_stored
+from regard._call.spec import Options
 
 COLUMNS = ("first", "attend", "stored", "more")
 
@@ -31,12 +32,12 @@ def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
     """Microseconds of a step."""
     generation = Generation(make())
     cache, q, scale = generation.cache, generation.q, generation.scale
-    rows = [cache._stored(cache._parts, HELD + i + 1) for i in range(STEPS)]
-    mask = getattr(cache, "_shown", None)
+    rows = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
+    mask = cache._keeps.visible
 
     def stored() -> None:
         for store in rows:
-            attend_stored(q, store, mask=mask, scale=scale)
+            attend_stored(q, store, Options(mask=mask, scale=scale))
 
     begin = perf_counter()
     generation.run()

@@ -16,7 +16,8 @@ from peers import prepare
 
 from regard import masks as M
 from regard._backends.native import attention as _native
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard.masks import Mask
 
 LONG = square("causal-100000", "causal, one head, 100,000 tokens", 100_000, Hq=1, Hkv=1, mask=causal)
@@ -74,7 +75,7 @@ def mask_overheads(seconds: float, L: int = 4096, most: float = 0.01) -> Iterato
     q, k, v = (torch.randn(1, 8, L, 64) for _ in range(3))
     plain = make(q, k, v)  # what asking costs when there is nothing to derive
     for name, mask in masks_of(L).items():
-        problem = make(q, k, v, mask=mask)
+        problem = make(q, k, v, Options(mask=mask))
         asked = {"spans": partial(_native.cost, problem), "nothing": partial(_native.cost, plain)}
         best = best_times({**asked, "call": partial(_native.forward, problem)}, seconds)
         spans = best["spans"] - best["nothing"]

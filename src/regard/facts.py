@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ._call.problem import Problem, Spec
+from ._call.spec import Problem, Spec
 from ._tools.arguments import (
     brief,
     broadcasts,

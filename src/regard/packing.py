@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._api.attention import attention
 from ._api.packed import attend_packed
-from ._call.problem import Bias
+from ._call.spec import Bias
 from ._tools.arguments import count, describe, holds_integers, tensor_of
 from .masks import Causal, Mask, Window, from_cu_seqlens
 from .masks._both import both

@@ -6,7 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ import regard
 from regard import info
 from regard import masks as M
 from regard._backends import dispatch as _dispatch
-from regard._backends import reference
-from regard._backends.native import attention as _native
 from regard._backends.native import core
-from regard._backends.torch import attention as _torch
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from support import assert_close
 
 needs_core = pytest.mark.skipif(core.reason_unavailable() is not None, reason="no compiled core")
@@ -109,7 +106,7 @@ def test_auto_without_a_core_takes_torch_then_the_reference(monkeypatch: pytest.
     monkeypatch.setattr(core, "reason_unavailable", lambda: "not built")
     q, k, v = qkv(11)
     assert _dispatch.choose(make(q, k, v)) == "torch"
-    assert _dispatch.choose(make(q, k, v, softcap=1.0, dropout=0.5)) == "reference"
+    assert _dispatch.choose(make(q, k, v, Options(softcap=1.0, dropout=0.5))) == "reference"
     assert regard.plan(q, k, v).against["native"] == ("not built",)
 
 
@@ -118,12 +115,11 @@ def test_auto_elsewhere_is_torch() -> None:
     assert _dispatch.choose(make(q, k, v)) == "torch"
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("torch", _torch), ("reference", reference), ("native", _native)]
-)
-def test_a_named_backend_never_falls_back(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["torch", "reference", "native"])
+def test_a_named_backend_never_falls_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "reason_unavailable", lambda: None)
-    monkeypatch.setattr(module, "reasons", lambda problem: ("it is Sunday",))
+    table = _dispatch.TABLE["attention"]
+    monkeypatch.setitem(table, name, table[name]._replace(reasons=lambda problem: ("it is Sunday",)))
     arguments = torch.randn(3, 5, 8), torch.randn(3, 13, 8), torch.randn(3, 13, 2)
     with pytest.raises(
         NotImplementedError, match=f"impl='{name}' cannot run this call: {name}: it is Sunday; poss"
@@ -194,7 +190,9 @@ def test_info_reports_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_fails_when_a_backend_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_torch, "forward", lambda problem: (torch.zeros(problem.spec.out_shape), None))
+    table = _dispatch.TABLE["attention"]
+    zeros = table["torch"]._replace(run=lambda problem: (torch.zeros(problem.spec.out_shape), None))
+    monkeypatch.setitem(table, "torch", zeros)
     assert info.main() == 1
     assert "WRONG" in capsys.readouterr().out
 
@@ -239,7 +237,7 @@ def test_a_bool_tensor_is_not_copied_and_may_have_any_rank() -> None:
     assert_close(regard.attention(q, k, v, mask=keep), regard.attention(q, k, v, mask=keep.expand(5, 5)))
     assert_close(regard.attention(q, k, v, mask=torch.tensor(True)), regard.attention(q, k, v))
     square = torch.rand(5, 5) < 0.5
-    assert make(q, k, v, mask=square).tensors[0].data_ptr() == square.data_ptr()
+    assert make(q, k, v, Options(mask=square)).tensors[0].data_ptr() == square.data_ptr()
 
 
 @needs_core

@@ -14,7 +14,7 @@ import regard
 from regard import facts as F
 from regard import masks as M
 from regard._backends.native import core
-from regard._call import problem
+from regard._call.make import make as make_problem
 from regard.cost import peak_memory
 from support import HAVE_CORE, rel_l2
 from support.evidence import OPTIONS, every_fact, expected, failures, faults, number_faults, options_of, run
@@ -438,7 +438,7 @@ def test_wrong_tensors() -> None:
         regard.evidence(X.to("meta"), X.to("meta"), None, F.Entropy())
     long = torch.empty(1, 1, 100_000, 1, device="meta")
     with pytest.raises(ValueError, match="at most 2\\*\\*28 blocks, got 2,500,000,000; take larger ones"):
-        F.BlockMass(2).check(problem.make(long, long, long).spec)
+        F.BlockMass(2).check(make_problem(long, long, long).spec)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from regard._api import stored as _decode
 from regard._api.stored import attend_stored
 from regard._backends.native import core
 from regard._backends.native import stored as _stored
+from regard._call.spec import Options
 from regard._call.stored import Stored
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, rel_l2
@@ -164,7 +165,7 @@ def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison:
         dense = stored.dense(torch.float32 if kind != "float" else dtype)
         for options in STORED_OPTIONS:
             for _ in range(2):  # checked, and again
-                out, lse = attend_stored(q, stored, **options, return_lse=True, impl="native")
+                out, lse = attend_stored(q, stored, Options(**options, return_lse=True), impl="native")
                 exact = Call(q.float(), *(x.float() for x in dense), options, isa)
                 want, want_lse = exact.expected()
                 limit = 2e-6 + 1.01 * rel_l2(want.to(dtype), want)
@@ -198,10 +199,10 @@ def test_offsets_of_every_kind_again() -> None:
     for offset in (None, 3, 50, np.int64(7), torch.tensor([5, 60]), torch.tensor([9, 2], dtype=torch.int32)):
         want = native(q, k, v, mask=M.Causal(), offset=offset)
         for _ in range(2):
-            assert torch.equal(attend_stored(q, stored, mask=M.Causal(), offset=offset), want)
+            assert torch.equal(attend_stored(q, stored, Options(mask=M.Causal(), offset=offset)), want)
     for wrong in (2**49, torch.tensor([2**49, 0]), torch.tensor([1, 2, 3])):
         with pytest.raises(ValueError, match="offset"):
-            attend_stored(q, stored, mask=M.Causal(), offset=wrong)
+            attend_stored(q, stored, Options(mask=M.Causal(), offset=wrong))
 
 
 def test_faults_of_a_store(isa: str) -> None:
@@ -276,12 +277,12 @@ def test_other_ways_to_the_same_result(impl: str) -> None:
     q, k, v = tensors(2, 8, 2, 1, 97, 64, 64)
     for kind in KINDS:
         stored = store(k, v, kind, 16)
-        want = attend_stored(q, stored, mask=M.Window(50), impl="native")
+        want = attend_stored(q, stored, Options(mask=M.Window(50)), impl="native")
         assert isinstance(want, Tensor)
-        found = attend_stored(q, stored, mask=M.Window(50), impl=impl)
+        found = attend_stored(q, stored, Options(mask=M.Window(50)), impl=impl)
         assert rel_l2(found, want) < 2e-6
         grad_q = q.clone().requires_grad_()
-        attend_stored(grad_q, stored, mask=M.Window(50)).sum().backward()
+        attend_stored(grad_q, stored, Options(mask=M.Window(50))).sum().backward()
         assert grad_q.grad is not None
 
 

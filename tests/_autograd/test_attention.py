@@ -241,7 +241,7 @@ def test_either_result_may_be_without_a_gradient() -> None:
         for apart, other, both in zip(*found, strict=True):
             assert_close(apart + other, both, rtol=1e-10, atol=1e-12)
         assert not found[1][2].any(), "the LSE does not depend on v"
-    assert regard.attention(q, k, v).grad_fn.name() == "AttentionBackward"
+    assert regard.attention(q, k, v).grad_fn.name() == "RegardAttentionBackward"
 
 
 def test_gradients_of_any_strides() -> None:

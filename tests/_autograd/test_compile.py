@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard import masks as M
-from regard._autograd import attention as _autograd
 from regard._autograd import ops as _ops
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, assert_close
 from support.differentiable import Case, cases
@@ -56,7 +56,7 @@ SAMPLES = [
 def call_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     """The operators' arguments, leaves of their own."""
     q, k, v, *others = (x.to(dtype).requires_grad_() for x in case.inputs)
-    call = _autograd.canonical(make(q, k, v, **case.options(*others)))
+    call = _ops.arguments(make(q, k, v, Options(**case.options(*others))))
     return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in call)
 
 

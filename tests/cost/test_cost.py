@@ -771,13 +771,8 @@ def test_seconds_of_a_model() -> None:
 
 @native
 def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
-<<<<<<< HEAD
-    assert SEGMENT == _native._core.LINEAR_SEGMENT
-    layer = LinearSpec(48, 6, 2, 8, 5)
-=======
     assert SEGMENT == core._core.LINEAR_SEGMENT
-    layer = Linear(48, 6, 2, 8, 5)
->>>>>>> refs/heads/native
+    layer = LinearSpec(48, 6, 2, 8, 5)
     short, long = (estimate(layer, L, dtype=torch.bfloat16).saved_bytes for L in (512, 513))
     tokens = 48 + 6 * (8 + 5) + 2 * (8 + 5)
     assert long - short == 2 * tokens + 4 * layer.state

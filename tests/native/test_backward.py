@@ -826,13 +826,14 @@ INTERRUPT = """
     from support.backward import Call, training
     from regard import masks as M
     from regard._backends.native import attention as _native, core
-    from regard._call.problem import make
+    from regard._call.make import make
+    from regard._call.spec import Options
     from regard.scores import Alibi, RelativeBias
 
     torch.set_num_threads({threads})
     L = {length}
     q = torch.randn(1, 8, L, 64)
-    problem = make(q, q, q, **{options})
+    problem = make(q, q, q, Options(**{options}))
     stats = torch.ones(2, 1, 8, L)  # nobody looks at the result
     small = training(Call(*[q[:, :, :50]] * 3, {{}}, core.info()["isa"]))
     want = small.run()

@@ -16,7 +16,8 @@ import regard
 from regard import masks as M
 from regard._backends.native import attention as _native
 from regard._backends.native import core
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from support import HAVE_CORE, assert_close, repeats
 from support.forward import Call, computed, sample
 from support.processes import FORK, far, python, script
@@ -77,7 +78,7 @@ def test_bias_and_mask_beyond_32_bits(isa: str, dim: int) -> None:
     q, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8)
     bias, keep = torch.randn(2, 2, 3, 4), torch.rand(2, 2, 3, 4) < 0.6
     assert torch.equal(native(q, k, v, bias=far(bias, dim)), native(q, k, v, bias=bias))
-    problem = make(q, k, v, mask=keep)
+    problem = make(q, k, v, Options(mask=keep))
     moved = problem._replace(tensors=(far(problem.tensors[0], dim, 2**32 + 5),))
     assert torch.equal(_native.forward(moved)[0], native(q, k, v, mask=keep))
 

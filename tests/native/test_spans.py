@@ -15,7 +15,8 @@ from torch import Tensor
 
 from regard import masks as M
 from regard._backends.native import attention as _native
-from regard._call.problem import Problem, make
+from regard._call.make import make
+from regard._call.spec import Options, Problem
 from support import HAVE_CORE
 from support.strategies import Case, mask_strategy
 
@@ -27,7 +28,7 @@ Run = tuple[int, int, int]
 def problem_of(case: Case) -> Problem:
     q = torch.zeros(*case.batch, case.heads, case.Lq, 1)
     k = torch.zeros(*case.batch, case.heads, case.Lk, 1)
-    return make(q, k, k, mask=case.mask, offset=case.offset)
+    return make(q, k, k, Options(mask=case.mask, offset=case.offset))
 
 
 def rebuilt(runs: list[Run], count: int, keys: int) -> Tensor:
@@ -83,7 +84,7 @@ def test_no_mask_is_one_full_run() -> None:
 
 
 def test_causal_runs_are_a_staircase() -> None:
-    problem = make(*[torch.zeros(1, 4, 1)] * 3, mask=M.Causal())
+    problem = make(*[torch.zeros(1, 4, 1)] * 3, Options(mask=M.Causal()))
     assert _native.runs(problem, 0, 0, 0, 4) == [
         (0, 1, 0b1111),
         (1, 2, 0b1110),
@@ -94,7 +95,9 @@ def test_causal_runs_are_a_staircase() -> None:
 
 @pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(0, None), ~M.Global([0]), M.Prefix(1)])
 def test_a_class_without_keys_has_no_runs(mask: M.Mask | None) -> None:
-    problem = make(torch.zeros(1, 8, 1), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), mask=mask, offset=0)
+    problem = make(
+        torch.zeros(1, 8, 1), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), Options(mask=mask, offset=0)
+    )
     assert _native.runs(problem, 0, 0, 3, 2, 4) == []
 
 
@@ -125,7 +128,7 @@ def test_cost_counts_the_pairs(case: Case) -> None:
 
 def square(mask: M.Mask | None, L: int, heads: int = 1) -> Problem:
     x = torch.zeros(1, heads, L, 64)
-    return make(x, x, x, mask=mask)
+    return make(x, x, x, Options(mask=mask))
 
 
 @pytest.mark.parametrize("step", [2, 3, 5])

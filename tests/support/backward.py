@@ -16,7 +16,8 @@ from regard._backends.native import core
 from regard._backends.reference import attention as formula
 from regard._call.dropout import kept
 from regard._call.layout import dense_bias, heads_4d
-from regard._call.problem import Problem, learned, make
+from regard._call.make import make
+from regard._call.spec import Options, Problem, learned
 from regard.scores import Alibi, RelativeBias
 from support import peak_memory
 from support.forward import INF, UNIT, WIDTHS, Call, Sampler, doubled, largest
@@ -68,7 +69,7 @@ def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor
 
 def training(call: Call, lse: bool = False) -> Training:
     """Random gradients for a call, from PyTorch's generator."""
-    spec = make(call.q, call.k, call.v, **call.options).spec
+    spec = make(call.q, call.k, call.v, Options(**call.options)).spec
     dout = torch.randn(spec.out_shape).to(spec.dtype)
     return Training(call, dout, torch.randn(spec.lse_shape).to(spec.lse_dtype) if lse else None)
 
@@ -111,7 +112,7 @@ def by_pairs(t: Training) -> dict[str, Tensor]:
 
     The reference has matrix products in its backward, in which 0 * NaN is NaN.
     """
-    p = make(*(x.double() for x in t.call[:3]), **{n: doubled(x) for n, x in t.call.options.items()})
+    p = make(*(x.double() for x in t.call[:3]), Options(**{n: doubled(x) for n, x in t.call.options.items()}))
     spec = p.spec
     q, k, v = (formula._per_query_head(p, x) for x in (p.q, p.k, p.v))
     visible, w, _ = formula._softmax(p)
@@ -151,7 +152,9 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(call: Call) -> Pairs:
-    problem = make(*(x.double() for x in call[:3]), **{name: doubled(x) for name, x in call.options.items()})
+    problem = make(
+        *(x.double() for x in call[:3]), Options(**{name: doubled(x) for name, x in call.options.items()})
+    )
     return Pairs(problem, *formula._softmax(problem))
 
 

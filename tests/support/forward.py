@@ -12,7 +12,8 @@ import regard
 from regard import masks as M
 from regard._backends.native import core
 from regard._call.layout import dense_bias, dense_mask, heads_4d
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard.scores import Alibi, RelativeBias
 from support import rel_l2
 
@@ -69,7 +70,7 @@ def doubled(x: Any) -> Any:
 
 def fused(call: Call) -> Tensor | None:
     """The same call by PyTorch's fused CPU kernel, or None where it cannot do it."""
-    p = make(call.q, call.k, call.v, **call.options)
+    p = make(call.q, call.k, call.v, Options(**call.options))
     s = p.spec
     if s.softcap is not None or s.sink or s.dropout or s.Dv != s.D or 0 in call.q.shape + call.k.shape:
         return None

@@ -21,9 +21,10 @@ from regard._api.stored import attend_stored
 from regard._backends.native import attention as _native
 from regard._backends.native import core
 from regard._backends.native import linear as _linear
-from regard._call.linear import Linear, Options
+from regard._call.linear import LinearCall, LinearOptions
 from regard._call.linear import check as check_call
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from regard._call.stored import Stored
 from support import linear as linear_cases
 from support.evidence import every_fact, numbers, run, without_dropout
@@ -123,7 +124,7 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
     options = {
         n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
     }
-    problem = make(*(guard.moved(x) for x in call[:3]), **options, return_lse=True)
+    problem = make(*(guard.moved(x) for x in call[:3]), Options(**options, return_lse=True))
     problem = problem._replace(tensors=tuple(guard.moved(x) for x in problem.tensors))
     with guard.results():
         out, lse = _native.forward(problem)
@@ -168,7 +169,7 @@ def check_stored(seed: int, isa: str) -> None:
     assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
 
 
-def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
+def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
     """Results of linear attention, without and with what backward needs, and its gradients."""
     result, kept = _linear.linear_saving(p)
     dout, dS, dz = dys
@@ -179,12 +180,12 @@ def both_passes(p: Linear, dys: list[Tensor | None]) -> list[Tensor]:
 
 def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
-    given = Options(**{"causal": True, **dict.fromkeys(Options._fields[2:]), **case.options})
-    p = check_call(case.q, case.k, case.v, None, given)[1]
+    given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
+    p = check_call(case.q, case.k, case.v, None, given)
     with core.use_isa(isa):
         dys = [None if x is None else torch.randn_like(x) for x in _linear.linear(p)]
         plain = both_passes(p, dys)
-        moved = Linear(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        moved = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
         with guard.results():
             found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
         same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._autograd.attention import run
 from .._backends import reference
 from .._backends.dispatch import choose
-from .._call.problem import Bias, make
+from .._call.make import make
+from .._call.spec import Bias, Options, fast_new
 from .._tools.listeners import listeners, tell
 from ..masks import Mask
 from .packed import attend_jagged
@@ -46,21 +47,11 @@ def attention(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
 
     A score passes through scale, softcap, bias, mask, softmax with sink, dropout, in this order.
@@ -100,35 +91,22 @@ def attention(
         >>> regard.attention(q, k, v, mask=masks.Causal()).shape
         torch.Size([2, 8, 128, 64])
     """
+    options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     if type(q) is not Tensor and getattr(q, "is_nested", False):
-        return attend_jagged(
-            attention, q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-            dropout=dropout, seed=seed, return_lse=return_lse, impl=impl,
-        )  # fmt: skip
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=seed, return_lse=return_lse,
-    )  # fmt: skip
+        return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
+    problem = make(q, k, v, options)
     if listeners:
-        tell(q, k, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink)
+        tell(q, k, **options.of_weights())
     out, lse = run(problem, choose(problem, impl))
     return out if lse is None else (out, lse)
 
 
 def weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The matrix of weights, (..., Hq, Lq, Lk) in q's dtype, for small inputs.
 
     The arguments mean what they mean for `attention`, and `weights(...) @ v` is its output when Hq = Hkv
@@ -139,15 +117,11 @@ def weights(
     Example:
         >>> regard.weights(q, k, v, mask=masks.Causal())[0, 0].sum(-1)   # (Lq,) ones
     """
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=seed,
-    )  # fmt: skip
+    problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed))
     spec = problem.spec
-    count = spec.B * spec.Hq * spec.Lq * spec.Lk
-    if count > MAX_WEIGHTS:
+    if spec.pairs > MAX_WEIGHTS:
         raise ValueError(
-            f"weights: expected at most 2**28 = {MAX_WEIGHTS:,} weights, got {count:,} of shape "
+            f"weights: expected at most 2**28 = {MAX_WEIGHTS:,} weights, got {spec.pairs:,} of shape "
             f"{spec.weights_shape}; take fewer queries or heads at a time"
         )
     return reference.weights(problem)

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd.attention import canonical
-from .._autograd.ops import problem_of
-from .._backends import reference
-from .._backends.dispatch import check_name, preference, reasons
-from .._backends.native import evidence as _evidence_native
-from .._backends.torch import evidence as _evidence_torch
-from .._call.problem import Bias, Problem, learned, make
+from .._backends.dispatch import TABLE, select
+from .._backends.torch.evidence import COLLECTORS
+from .._call.make import make
+from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
 from .._tools.watching import PLAIN, is_followed
-from ..facts import ColumnMass, Fact, MassOn, Parts
+from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
 
@@ -39,18 +36,11 @@ class Evidence(tuple[Any, ...]):
 
 
 def evidence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    *want: Fact,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None = None, *want: Fact,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     impl: str = "auto",
-) -> Evidence:
+) -> Evidence:  # fmt: skip
     """Exact facts about the weights of attention, at O(n) memory.
 
     The weights are those of `attention` with the same arguments: p = softmax(cap(scale * q.k) + bias), where
@@ -75,22 +65,21 @@ def evidence(
         >>> found = regard.evidence(q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
         >>> found[0].keys.shape, found[1].nats.shape
     """
-    options = {"mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink}
-    found: Evidence = _find(q, k, v, want, options, impl)
+    found: Evidence = _find(q, k, v, want, Options(mask, offset, bias, scale, softcap, sink), impl)
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(
-    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: dict[str, Any], impl: str
+    q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: Options, impl: str
 ) -> Evidence:
     _check_want(want)
     with torch.no_grad():
-        problem = make(q, k, _no_values(k, v), **options)
+        problem = make(q, k, _no_values(k, v), options)
         _check_plain(problem)
         for fact in want:
             fact.check(problem.spec)
-        parts = _run(problem, want, _choose(problem, impl))
+        parts = TABLE["evidence"][select("evidence", problem, impl)].run(problem, want)
     return Evidence(want, [fact.result(x, problem.spec) for fact, x in zip(want, parts, strict=True)])
 
 
@@ -156,7 +145,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
     if not want:
         raise ValueError("want: expected at least one fact, as regard.Entropy(), got none")
     for fact in want:
-        if type(fact) not in _evidence_torch.COLLECTORS:
+        if type(fact) not in COLLECTORS:
             hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
             raise TypeError(f"want: expected facts, as regard.Entropy(), got {describe(fact)}{hint}")
 
@@ -174,23 +163,3 @@ def _check_plain(problem: Problem) -> None:
             "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
             "call it outside of vmap and of modes"
         )
-
-
-def _choose(problem: Problem, impl: str) -> str:
-    name = impl
-    if impl == "auto":
-        name = preference(problem)[0]
-    check_name(name, "impl", "auto")
-    against = reasons(problem, name) if name == "native" else ()
-    if against:
-        told = ", ".join(against)
-        raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}; possible here: impl='torch'")
-    return name
-
-
-def _run(problem: Problem, want: Sequence[Fact], name: str) -> list[Parts]:
-    if name == "native":
-        return _evidence_native.evidence(problem, want)
-    if name == "reference":
-        return reference.evidence(problem, want)
-    return _evidence_torch.evidence(problem_of(canonical(problem)), want)

@@ -8,16 +8,13 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .._autograd.linear import run
-from .._backends.dispatch import FORCED, check_name, preference
-from .._backends.native.core import reason_unavailable
+from .._backends.dispatch import select
 from .._call.layout import as_given
-from .._call.linear import Linear, LinearState, Options, Result, check, state_dims
-from .._call.problem import Problem, Spec
+from .._call.linear import LinearOptions, LinearResult, LinearState, check, state_dims
+from .._call.spec import Spec
 from .._tools.arguments import describe
-from .._tools.watching import is_followed
 
 FeatureMap = Callable[[Tensor], Tensor]
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -51,21 +48,12 @@ def linear_attention(
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    feature_map: str | FeatureMap | None = None,
-    normalize: bool = False,
-    log_decay: Tensor | float | None = None,
-    beta: Tensor | float | None = None,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    state: LinearState | None = None,
-    return_state: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = True, feature_map: str | FeatureMap | None = None, normalize: bool = False,
+    log_decay: Tensor | float | None = None, beta: Tensor | float | None = None, scale: float | None = None,
+    lengths: Tensor | None = None, state: LinearState | None = None, return_state: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, LinearState]:
+) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
     """Attention without the softmax: O(L) time, and a state of constant size in place of a cache.
 
     For each token, with phi the feature map and S (D, Dv) the state:
@@ -106,12 +94,11 @@ def linear_attention(
         torch.Size([2, 8, 64, 64])
     """
     q, k = _features(feature_map, q, k)
-    options = Options(causal, normalize, log_decay, beta, lengths, state)
-    problem, call = check(q, k, v, scale, options)
-    name = _choose(problem, call, impl)
+    call = check(q, k, v, scale, LinearOptions(causal, normalize, log_decay, beta, lengths, state))
+    name, spec = select("linear", call, impl), call.spec
     found = run(call, name)
-    out = found.out if name == "native" and problem.spec.rank == 4 else as_given(problem.spec, found.out)
-    return (out, _state(problem.spec, found)) if return_state else out
+    out = found.out if name == "native" and spec.rank == 4 else as_given(spec, found.out)
+    return (out, _state(spec, found)) if return_state else out
 
 
 def _features(feature_map: str | FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,33 +126,7 @@ def feature_map_of(given: str | FeatureMap) -> FeatureMap:
     return FEATURE_MAPS[given]
 
 
-def _choose(problem: Problem, call: Linear, impl: str) -> str:
-    """Named backends run or raise. `auto` leaves to PyTorch what the native kernels cannot do."""
-    if impl == "auto":
-        name = preference(problem)[0]
-    else:
-        check_name(name := impl, "impl", "auto")
-    against = _against_native(call) if name == "native" else None
-    if against is None:
-        return name
-    if impl == "auto" and FORCED in (None, "auto"):
-        return "torch"
-    raise NotImplementedError(f"impl='native' cannot run this call: {against}; possible here: impl='torch'")
-
-
-def _against_native(call: Linear) -> str | None:
-    if (missing := reason_unavailable()) is not None:
-        return missing
-    if not call.q.is_cpu:
-        return f"native kernels run on the CPU, the tensors are on {call.q.device}"
-    if not call.causal:
-        return "without causal=True it is two matrix products, which are PyTorch's"
-    if forward_ad._current_level >= 0 or is_followed(call.q, call.k, call.v):
-        return "PyTorch compiles or transforms it and must see every operation"
-    return None
-
-
-def _state(spec: Spec, found: Result) -> LinearState:
+def _state(spec: Spec, found: LinearResult) -> LinearState:
     if spec.rank == 4:
         return LinearState(found.S, found.z)
     outer = state_dims(spec)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._call.problem import DTYPES
+from .._call.check import fail
+from .._call.spec import DTYPES, compute_dtype
 from .._tools.arguments import describe
 
 Partials = Tensor | Sequence[Tensor]
@@ -68,11 +69,9 @@ def _stacked(name: str, given: Partials) -> Tensor:
 def _check(outs: Tensor, lses: Tensor) -> None:
     if outs.dtype not in DTYPES:
         raise TypeError(f"outs: expected dtype float64, float32, bfloat16 or float16, got {outs.dtype}")
-    expected = torch.float64 if outs.dtype is torch.float64 else torch.float32
+    expected = compute_dtype(outs.dtype)
     if lses.dtype is not expected:
         raise TypeError(f"lses: expected {expected} for outs in {outs.dtype}, got {lses.dtype}")
     if outs.ndim < 2 or lses.shape != outs.shape[:-1]:
-        raise ValueError(
-            f"lses: expected the shape of outs without its last dim, {tuple(outs.shape[:-1])}, "
-            f"got {tuple(lses.shape)}"
-        )
+        shape = f"the shape of outs without its last dim, {tuple(outs.shape[:-1])}"
+        fail(ValueError, "lses", shape, tuple(lses.shape))

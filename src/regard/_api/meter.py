@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._call.check import fail
 from .._tools.arguments import describe
 from .._tools.modes import evaluating
 from ..masks import Causal, Lengths, Mask
@@ -204,6 +205,4 @@ def _check(approximation: object, q: Tensor, k: Tensor, v: Tensor, lengths: obje
 
 def _check_out(out: object, exact: Tensor) -> None:
     if not isinstance(out, Tensor) or out.shape != exact.shape:
-        raise ValueError(
-            f"approximation: expected a result of shape {tuple(exact.shape)}, got {describe(out)}"
-        )
+        fail(ValueError, "approximation", f"a result of shape {tuple(exact.shape)}", describe(out))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
 from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
 from ..scores import Alibi, RelativeBias

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._backends import dispatch as _dispatch
+from .._backends.dispatch import BACKENDS, choose, reasons
 from .._backends.native import attention as _native
 from .._backends.native import core
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
-from .._call.problem import Bias, Problem, Spec, learned, make
+from .._call.make import make
+from .._call.spec import Bias, Options, Problem, Spec, learned
 from ..masks import Mask
 
 COUNTED = 2**26  # without the native core, masks of up to this many pairs are counted from their dense form
@@ -54,21 +55,11 @@ class Plan:
 
 
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Plan:
+    q: Tensor, k: Tensor, v: Tensor, *,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Plan:  # fmt: skip
     """What `attention` with these arguments would run, why not something else, and what it would cost.
 
     Nothing is computed. Meta tensors are planned for the torch backend, without counting the mask.
@@ -76,12 +67,10 @@ def plan(
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
     """
-    problem = make(
-        q, k, v, mask=mask, offset=offset, bias=bias, scale=scale, softcap=softcap, sink=sink,
-        dropout=dropout, seed=0 if seed is None else seed, return_lse=return_lse,
-    )  # fmt: skip
-    name = _dispatch.choose(problem, impl)
-    against = {other: _dispatch.reasons(problem, other) for other in _dispatch.BACKENDS if other != name}
+    seed = 0 if seed is None else seed  # PyTorch's generator stays where it is
+    problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
+    name = choose(problem, impl)
+    against = {other: reasons("attention", problem, other) for other in BACKENDS if other != name}
     pairs, touched, scratch, tasks = _work(problem, name)
     spec = problem.spec
     written = _bytes_written(spec)
@@ -89,7 +78,7 @@ def plan(
         impl=name,
         kernel=_kernel(problem, name),
         against=against,
-        fraction=pairs / max(_rectangle(spec), 1),
+        fraction=pairs / max(spec.pairs, 1),
         flops=2 * pairs * (spec.D + spec.Dv),
         flops_executed=2 * touched * (spec.D + spec.Dv),
         bytes_read=_bytes_read(problem),
@@ -108,22 +97,18 @@ def _kernel(problem: Problem, name: str) -> str:
 
 def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
     """Visible pairs, pairs computed, scratch bytes, tasks."""
-    full = _rectangle(problem.spec)
+    full = problem.spec.pairs
     if name == "native":
         cost = _native.cost(problem)
         return cost.pairs, cost.touched, cost.scratch_bytes, cost.tasks
     return _visible_pairs(problem), full, _dense_scratch(problem, name), 1
 
 
-def _rectangle(spec: Spec) -> int:
-    return spec.B * spec.Hq * spec.Lq * spec.Lk
-
-
 def _visible_pairs(problem: Problem) -> int:
     """From the dense mask where that is small; else every pair counts as visible."""
     spec = problem.spec
-    if problem.mask is None or problem.q.is_meta or _rectangle(spec) > COUNTED:
-        return _rectangle(spec)
+    if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:
+        return spec.pairs
     keep = dense_mask(problem)
     assert keep is not None
     return int(keep.expand(spec.B, spec.Hq, -1, -1).sum())
@@ -131,7 +116,7 @@ def _visible_pairs(problem: Problem) -> int:
 
 def _dense_scratch(problem: Problem, name: str) -> int:
     """Bytes of the n x n tensors, counted roughly: scores, weights and what lies between."""
-    spec, full = problem.spec, _rectangle(problem.spec)
+    spec, full = problem.spec, problem.spec.pairs
     if name == "reference":
         return 5 * 8 * full
     size = spec.dtype.itemsize

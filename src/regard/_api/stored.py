@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,64 +11,47 @@ from .._backends.dispatch import choose
 from .._backends.native import attention as _native
 from .._backends.native import core
 from .._backends.native import stored as _stored
-from .._call.problem import MAX_OFFSET, MAX_SPECS, Bias, Problem, any_needs_grad, learned, make
+from .._call.make import NO_OPTIONS, any_needs_grad, make, needs_grad
+from .._call.memory import Key, remember
+from .._call.spec import MAX_OFFSET, Options, Problem, learned
 from .._call.stored import New, Stored
 from .._tools.listeners import listeners
 from .._tools.watching import in_autocast, is_watched
 from ..masks import Mask
 from .attention import attention
 
-_ready: dict[tuple[Any, ...], _stored.StoredCall] = {}
+_prepared: dict[Key, _stored.StoredCall] = {}
 
 
 def attend_stored(
-    q: Tensor,
-    stored: Stored,
-    *,
-    mask: Mask | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-    new: New | None = None,
+    q: Tensor, stored: Stored, options: Options = NO_OPTIONS, impl: str = "auto", new: New | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D).
+    """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D), without dropout.
 
     With few query rows the native kernel reads the store itself. Then a repeated call skips the checks,
     though the length, the offset and the data may have changed. A token `new`, checked by the caller, is
     written first: it is the last of the stored ones.
     """
-    key = None
-    if not listeners:  # they hear of calls of `attention`
-        key = _key(q, stored, mask, offset, bias, scale, softcap, sink, return_lse, impl)
-    ready = _ready.get(key) if key is not None else None
-    if ready is not None:
-        out, lse = _again(ready, q, stored, offset, sink, new)
+    key = None if listeners else _key(q, stored, options, impl)  # listeners hear of calls of `attention`
+    prepared = _prepared.get(key) if key is not None else None
+    if prepared is not None:
+        out, lse = _again(prepared, q, stored, options, new)
         return out if lse is None else (out, lse)
     if new is not None:
         B = new[0].shape[0]
         write_stored(stored, (stored.length - 1,) * B, (1,) * B, *new)
-    options: dict[str, Any] = {
-        "mask": mask, "offset": offset, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink,
-        "return_lse": return_lse,
-    }  # fmt: skip
     problem = None if listeners else _problem(q, stored, options)
-    ready = _prepare(problem, stored, impl) if problem is not None else None
-    if problem is None or ready is None:
+    prepared = _prepare(problem, stored, impl) if problem is not None else None
+    if problem is None or prepared is None:
         k, v = stored.dense(q.dtype)
-        if any_needs_grad(q, sink, learned(bias)):
+        if any_needs_grad(q, options.sink, learned(options.bias)):
             k, v = k.clone(), v.clone()  # backward reads them, and tokens may be written over them until then
-        found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options, impl=impl)
+        found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options._asdict(), impl=impl)
         return found
     if key is not None:
-        if len(_ready) >= MAX_SPECS:
-            _ready.clear()
-        _ready[key] = ready
+        remember(_prepared, key, prepared)
     extras, alive = _native.extras_of(problem)
-    out, lse = _stored.forward_stored(ready, problem.q, stored, problem.spec.offset or 0, extras)
+    out, lse = _stored.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, extras)
     del alive
     return out if lse is None else (out, lse)
 
@@ -89,23 +71,13 @@ def _is_plain(k: Tensor, v: Tensor) -> bool:
     return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
 
 
-def _key(
-    q: Tensor,
-    stored: Stored,
-    mask: Mask | None,
-    offset: int | Tensor | None,
-    bias: Bias | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    return_lse: bool,
-    impl: str,
-) -> tuple[Any, ...] | None:
+def _key(q: Tensor, stored: Stored, options: Options, impl: str) -> Key | None:
     """What calls that differ in length, offset and data have in common; None: check this one."""
+    mask, offset, bias, scale, softcap, sink, _, _, return_lse = options
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if bias is not None or q.is_neg() or in_autocast() or is_watched(q, k, v):
         return None
-    if any_needs_grad(q, k, v, sink) or not _is_simple(offset):
+    if needs_grad(q, k, v) or (sink is not None and any_needs_grad(sink)) or not _is_simple(offset):
         return None
     if not (q.is_cpu and k.is_cpu and (sink is None or sink.is_cpu)):
         return None
@@ -128,22 +100,17 @@ def _is_simple(offset: object) -> bool:
 
 
 def _again(
-    ready: _stored.StoredCall,
-    q: Tensor,
-    stored: Stored,
-    offset: int | Tensor | None,
-    sink: Tensor | None,
-    new: New | None,
+    prepared: _stored.StoredCall, q: Tensor, stored: Stored, options: Options, new: New | None
 ) -> tuple[Tensor, Tensor | None]:
     """A call that differs from a checked one in length, offset and data."""
-    spec = ready.spec
+    spec, offset, sink = prepared.spec, options.offset, options.sink
     if sink is not None:
         sink = sink.detach().to(spec.lse_dtype).contiguous()
     offsets = _checked_offsets(offset, spec.B) if type(offset) is Tensor else None
     start = offset if type(offset) is int else stored.length - spec.Lq
     if new is not None and any(x is not None and x.is_neg() for x in new):
         new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
-    return _stored.forward_stored(ready, q, stored, start, _stored.few_extras(sink, offsets), new)
+    return _stored.forward_stored(prepared, q, stored, start, _stored.few_extras(sink, offsets), new)
 
 
 def _checked_offsets(offset: Tensor, B: int) -> Tensor:
@@ -153,7 +120,7 @@ def _checked_offsets(offset: Tensor, B: int) -> Tensor:
     return offset
 
 
-def _problem(q: Tensor, stored: Stored, options: dict[str, Any]) -> Problem | None:
+def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
     """The problem with stand-ins for k and v, of their shapes; None if only tensors will do."""
     k, v, table = stored.k, stored.v, stored.table
     if not isinstance(q, Tensor) or q.ndim != 4 or in_autocast():
@@ -161,7 +128,7 @@ def _problem(q: Tensor, stored: Stored, options: dict[str, Any]) -> Problem | No
     dtype = k.dtype if stored.kind == "float" else q.dtype
     one = torch.empty((), dtype=dtype, device=k.device)
     sizes = (k.shape[0] if table is None else table.shape[0], k.shape[1], stored.length)
-    problem = make(q, one.expand(*sizes, stored.D), one.expand(*sizes, stored.Dv), **options)
+    problem = make(q, one.expand(*sizes, stored.D), one.expand(*sizes, stored.Dv), options)
     return None if problem.watched or problem.needs_grad or any_needs_grad(k, v) else problem
 
 

@@ -2,8 +2,8 @@
 
 The torch and reference backends are built from differentiable operations. The native kernels are not. They
 get their derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
-<J t, dy>, which is the derivative of either (`_higher.py`). That gives every second derivative but forward
-mode of forward mode. What there is not raises; nothing is ever detached in silence.
+<J t, dy>, which is the derivative of either (`_backends/torch/higher.py`). That gives every second derivative
+but forward mode of forward mode. A missing derivative raises; nothing is ever detached in silence.
 """
 
 from __future__ import annotations
@@ -16,73 +16,45 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .._backends.dispatch import BACKENDS
+from .._backends.dispatch import TABLE
 from .._backends.native import attention as _native
-from .._call.layout import heads_4d, pairs_4d
-from .._call.problem import Problem, any_needs_grad
+from .._call.layout import canonical
+from .._call.make import any_needs_grad
+from .._call.spec import Problem
 from .._tools.watching import PLAIN, below_autograd, in_transform, is_legacy_batchedtensor, is_watched
 from . import ops as _ops
 from . import vmap as _vmap
-from .ops import FIELDS, INPUTS, KEPT, Call
+from .ops import FIELDS, INPUTS, KEPT, FlatCall
 
 Maybe = Tensor | None
 NONE = (None,) * FIELDS
-TENSORS, OFFSETS, SEED = (Call._fields.index(name) for name in ("tensors", "offsets", "seed"))
+TENSORS, OFFSETS, SEED = (FlatCall._fields.index(name) for name in ("tensors", "offsets", "seed"))
 
 
 def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None."""
     if name != "native":
-        return BACKENDS[name].forward(problem)
+        results: tuple[Tensor, Tensor | None] = TABLE["attention"][name].run(problem)
+        return results
     if not problem.needs_grad and not problem.watched:
         return _native.forward(problem)
     if not problem.watched and forward_ad._current_level < 0:
-        out, lse = _attend(*_arguments(problem))
+        p = canonical(problem)
+        out, lse = _attend(p.q, p.k, p.v, p.bias_tensor, p.by_head, p.sink, p)
     else:
-        call = canonical(problem)
+        call = _ops.arguments(problem)
         transformed = not problem.watched or (in_transform() and not is_dynamo_compiling())
         out, lse, *_ = _apply(Transformed, *call) if transformed else _ops.attention_forward(*call)
     spec = problem.spec
     if spec.rank != 4:
-        out, lse = out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+        out, lse = out.reshape(spec.out_shape), None if lse is None else lse.reshape(spec.lse_shape)
     return out, lse if spec.return_lse else None
 
 
-def _arguments(problem: Problem) -> tuple[Any, ...]:
-    """Those of `Attention`: the six inputs as four dims need them, and the problem they make."""
-    spec, p = problem.spec, problem
-    batches = p.q.shape[:1] == p.k.shape[:1] == p.v.shape[:1]
-    bias = p.bias if isinstance(p.bias, Tensor) else None
-    if spec.rank != 4 or not batches or p.sink is not None or (bias is not None and bias.ndim != 4):
-        p = _ops.problem_of(canonical(problem))
-        bias = p.bias if isinstance(p.bias, Tensor) else None
-    return p.q, p.k, p.v, bias, p.by_head, p.sink, p
-
-
-def canonical(problem: Problem) -> Call:
-    """The problem in four dims, by differentiable views."""
-    spec, p = problem.spec, problem
-    return Call(
-        heads_4d(spec, p.q), heads_4d(spec, p.k), heads_4d(spec, p.v),
-        pairs_4d(spec, p.bias) if isinstance(p.bias, Tensor) else None,
-        p.by_head, p.sink.to(spec.lse_dtype).contiguous() if p.sink is not None else None,
-        p.tensors, p.offset, _seed(problem),
-        spec.code, 0 if spec.offset is None else spec.offset, spec.scale, spec.softcap, spec.dropout,
-        problem.needs_grad,
-    )  # fmt: skip
-
-
-def _seed(problem: Problem) -> Maybe:
-    """A tensor, as a schema needs it; None without dropout."""
-    if not problem.spec.dropout:
-        return None
-    return torch.tensor(problem.seed) if isinstance(problem.seed, int) else problem.seed
-
-
-class Attention(Function):
+class RegardAttention(Function):
     """y = (out, LSE or None) of a canonical Problem: the short way, which most training takes.
 
-    Arguments: the six inputs, and the Problem. `Transformed` does the same for whoever watches.
+    Arguments: the six inputs, and the Problem. `Transformed` does the same where PyTorch watches the call.
     """
 
     @staticmethod
@@ -102,7 +74,7 @@ class Attention(Function):
         p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
         moved = _all_strides(kept) != ctx.strides  # by a hook
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
-            return *_backward(canonical(p), (out, stats, rest), dout, dlse, wanted), None
+            return *_backward(_ops.arguments(p), (out, stats, rest), dout, dlse, wanted), None
         _check_mapped(dout, dlse)
         return *_native.backward(p, out, stats, rest, dout, dlse, wanted), None
 
@@ -112,7 +84,7 @@ def _all_strides(tensors: Sequence[Maybe]) -> list[tuple[int, ...] | None]:
 
 
 # What Function.apply comes down to outside of transforms; its own tests take as long as a small forward pass.
-_attend: Any = super(Function, Attention).apply
+_attend: Any = super(Function, RegardAttention).apply
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
@@ -123,8 +95,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> N
 
 
 class Transformed(Function):
-    """y = (out, LSE) of a Call, and what backward needs: stats and rest. In the form that `torch.func`,
-    forward mode and operators need, which takes PyTorch longer to call."""
+    """y = (out, LSE) of a FlatCall, and what backward needs: stats and rest.
+
+    In the form that `torch.func`, forward mode and operators need, which takes PyTorch longer to call.
+    """
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -151,8 +125,8 @@ class Transformed(Function):
         return _vmap.map_forward(Transformed.apply, info.batch_size, dims, args)
 
 
-class Backward(Function):
-    """J^T dy: the gradients of the first six of a Call. Arguments as of `attention_backward`."""
+class AttentionBackward(Function):
+    """J^T dy: the gradients of the first six of a FlatCall. Arguments as of `attention_backward`."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -186,11 +160,11 @@ class Backward(Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _vmap.map_backward(Backward.apply, info.batch_size, dims, args)
+        return _vmap.map_backward(AttentionBackward.apply, info.batch_size, dims, args)
 
 
 class ForwardMode(Function):
-    """J t: the tangents of out and LSE. Arguments: a Call, six tangents."""
+    """J t: the tangents of out and LSE. Arguments: a FlatCall, six tangents."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -222,7 +196,10 @@ class ForwardMode(Function):
 
 
 class DoubleBackward(Function):
-    """The gradient of <J t, dy> by the first six of a Call and by dy. Arguments: a Call, dy, six tangents."""
+    """The gradient of <J t, dy> by the first six of a FlatCall and by dy.
+
+    Arguments: a FlatCall, dy, six tangents.
+    """
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -238,9 +215,7 @@ class DoubleBackward(Function):
     def backward(ctx: Any, *grads: Maybe) -> NoReturn:
         _refuse("a third derivative")
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Maybe) -> NoReturn:
-        _refuse("a third derivative")
+    jvp = backward
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -248,21 +223,23 @@ class DoubleBackward(Function):
 
 
 def _backward(
-    call: Call, kept: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
+    call: FlatCall, kept: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
 ) -> tuple[Maybe, ...]:
-    """`Backward`, without a graph of its own where nothing asks for one."""
+    """`AttentionBackward`, without a graph of its own where nothing asks for one."""
     if dout is None and dlse is None:
         return NONE[:INPUTS]
     dout = kept[0].new_zeros(()).expand(kept[0].shape) if dout is None else dout
     args = (*call, *kept, dout, dlse, wanted)
-    return _apply(Backward, *args) if _wants_graph() else Backward.forward(*args)
+    return _apply(AttentionBackward, *args) if _wants_graph() else AttentionBackward.forward(*args)
 
 
 def _wants_graph() -> bool:
     return torch.is_grad_enabled() or in_transform() or forward_ad._current_level >= 0
 
 
-def _double_backward(call: Call, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]) -> tuple[Maybe, ...]:
+def _double_backward(
+    call: FlatCall, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]
+) -> tuple[Maybe, ...]:
     """`DoubleBackward`, unless all tangents or both of dy are zero."""
     if (dout is None and dlse is None) or all(t is None for t in tangents):
         return NONE[: INPUTS + 2]
@@ -317,11 +294,11 @@ def _save(ctx: Any, call: Sequence[Any], *more: Maybe) -> None:
     ctx.numbers, ctx.more = call[SEED + 1 : FIELDS], len(more)
 
 
-def _saved(ctx: Any) -> tuple[Call, tuple[Any, ...]]:
+def _saved(ctx: Any) -> tuple[FlatCall, tuple[Any, ...]]:
     tensors, end = ctx.saved_tensors, INPUTS + 2 + ctx.more
     offsets, seed = tensors[INPUTS : INPUTS + 2]
     call = (*tensors[:INPUTS], tensors[end:], offsets, seed, *ctx.numbers)
-    return Call(*call), tensors[INPUTS + 2 : end]
+    return FlatCall(*call), tensors[INPUTS + 2 : end]
 
 
 def _register(op: Any, function: type[Function]) -> None:
@@ -339,6 +316,6 @@ def _register(op: Any, function: type[Function]) -> None:
 
 
 _register(_ops.attention_forward, Transformed)
-_register(_ops.attention_backward, Backward)
+_register(_ops.attention_backward, AttentionBackward)
 _register(_ops.attention_jvp, ForwardMode)
 _register(_ops.attention_double_backward, DoubleBackward)

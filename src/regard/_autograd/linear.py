@@ -1,4 +1,4 @@
-"""Run linear attention: natively with its gradient, or by a backend made of differentiable operations."""
+"""Runs linear attention, with gradients for the native backend."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._backends import reference
+from .._backends.dispatch import TABLE
 from .._backends.native import linear as _native
 from .._backends.native.linear import LinearKept
 from .._backends.torch import linear as _linear_torch
-from .._call.linear import Linear, Result
-from .._call.problem import any_needs_grad
+from .._call.linear import LinearCall, LinearResult
+from .._call.make import any_needs_grad
 
 Maybe = Tensor | None
-INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a Linear
+INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
-def run(p: Linear, name: str) -> Result:
-    if name == "reference":
-        return reference.linear(p)
-    if name == "torch":
-        return _linear_torch.linear(p)
-    if any_needs_grad(*p[:INPUTS]):
-        return Result(*_attend(*p[:INPUTS], p))
-    return _native.linear(p)
+def run(call: LinearCall, name: str) -> LinearResult:
+    """Runs a call. The torch and reference backends consist of differentiable operations."""
+    if name == "native" and any_needs_grad(*call[:INPUTS]):
+        return LinearResult(*_attend(*call[:INPUTS], call))
+    result: LinearResult = TABLE["linear"][name].run(call)
+    return result
 
 
-class LinearAttention(Function):
-    """(out, S, z or None) of a Linear. Arguments: its inputs, and itself."""
+class RegardLinearAttention(Function):
+    """(out, S, z or None) of a LinearCall. Arguments: its inputs, and itself."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
@@ -44,7 +42,7 @@ class LinearAttention(Function):
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dS: Maybe, dz: Maybe) -> tuple[Maybe, ...]:
         saved = ctx.saved_tensors  # once: under a checkpoint each look computes forward again
-        p = Linear(*saved[: INPUTS + 1], *ctx.numbers)
+        p = LinearCall(*saved[: INPUTS + 1], *ctx.numbers)
         if dout is None:
             dout = p.q.new_zeros(()).expand(*p.q.shape[:3], p.v.shape[3])
         if torch.is_grad_enabled():
@@ -54,7 +52,7 @@ class LinearAttention(Function):
 
 
 def _through_torch(
-    p: Linear, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
+    p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
     """The gradients as functions that can be differentiated again."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
@@ -66,4 +64,4 @@ def _through_torch(
 
 
 # What Function.apply comes down to outside of transforms, which take the torch backend.
-_attend: Any = super(Function, LinearAttention).apply
+_attend: Any = super(Function, RegardLinearAttention).apply

@@ -1,9 +1,9 @@
 """The operators in `torch.ops.regard`: how compilers, exporters and modes see the native kernels.
 
-Each has a schema, a CPU kernel and a shape function, the two passes also a count of FLOPs. `_vmap.py` gives
-them batching rules, `_autograd.py` derivatives. A `Call` is what crosses a schema: tensors in canonical form
-and numbers, no Python object. A schema cannot say that a result is missing: where a kernel returns None, its
-operator returns an empty tensor.
+Each has a schema, a CPU kernel and a shape function, the two passes also a count of FLOPs. `vmap.py` gives
+them batching rules, `attention.py` derivatives. A `FlatCall` is what crosses a schema: tensors in canonical
+form and numbers, no Python object. A schema cannot say that a result is missing: where a kernel returns None,
+its operator returns an empty tensor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._backends.native import attention as _native
 from .._backends.torch import higher as _higher
-from .._call.problem import Problem, Spec, Strides, ordered_like
+from .._call.layout import canonical, ordered_like, spec_of
+from .._call.make import specs
+from .._call.memory import remember
+from .._call.spec import Options, Problem, Spec, compute_dtype
 from .._tools.arguments import broadcasts
 from .._tools.watching import PLAIN
 
 Maybe = Tensor | None
 Results = tuple[Maybe, ...]
-MAX_SPECS = 4096
 
 
-class Call(NamedTuple):
+class FlatCall(NamedTuple):
     """A call in canonical form, in the order of the schemas. The first six may have gradients."""
 
     q: Tensor  # (B, Hq, Lq, D)
@@ -52,10 +54,10 @@ class Call(NamedTuple):
 
 INPUTS = 6
 KEPT = 3  # out, stats and rest: what backward needs of forward
-FIELDS = len(Call._fields)
+FIELDS = len(FlatCall._fields)
 
 
-class Backward(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The further arguments of the backward pass."""
 
     out: Tensor  # (B, Hq, Lq, Dv)
@@ -66,22 +68,22 @@ class Backward(NamedTuple):
     wanted: Sequence[bool]  # for each of the six inputs
 
 
-def backward_arguments(args: Sequence[Any]) -> tuple[Call, Backward]:
-    return Call(*args[:FIELDS]), Backward(*args[FIELDS:])
+def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments]:
+    return FlatCall(*args[:FIELDS]), BackwardArguments(*args[FIELDS:])
 
 
 # The kernels
 
 
 def forward(*args: Any) -> Results:
-    """A Call -> out, LSE, stats, rest."""
-    call = Call(*args)
+    """A FlatCall -> out, LSE, stats, rest."""
+    call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
 
 
 def backward(*args: Any) -> Results:
-    """A Call, Backward -> the gradients that are wanted."""
+    """A FlatCall, BackwardArguments -> the gradients that are wanted."""
     call, (out, stats, rest, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, rest = _laid_out(out, problem.spec), _laid_out(rest, problem.spec)
@@ -96,25 +98,35 @@ def _laid_out(out: Any, spec: Spec) -> Any:
 
 
 def jvp(*args: Any) -> Results:
-    """A Call, six tangents -> the tangents of out and LSE."""
-    return _contiguous(_higher.jvp(problem_of(Call(*args[:FIELDS])), args[FIELDS:]))
+    """A FlatCall, six tangents -> the tangents of out and LSE."""
+    return _contiguous(_higher.jvp(problem_of(FlatCall(*args[:FIELDS])), args[FIELDS:]))
 
 
 def double_backward(*args: Any) -> Results:
-    """A Call, dout, dlse, six tangents -> the gradients by the six inputs, dout and dlse."""
+    """A FlatCall, dout, dlse, six tangents -> the gradients by the six inputs, dout and dlse."""
     dout, dlse, *tangents = args[FIELDS:]
-    return _contiguous(_higher.double_backward(problem_of(Call(*args[:FIELDS])), dout, dlse, tangents))
+    return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))
 
 
 def _contiguous(results: Results) -> Results:
     return tuple(None if x is None else x.contiguous() for x in results)
 
 
-_specs: dict[tuple[Any, ...], Spec] = {}
+def arguments(problem: Problem) -> FlatCall:
+    """The arguments of an operator, from a problem of any layout."""
+    p, spec = canonical(problem), problem.spec
+    seed = None
+    if spec.dropout:
+        seed = torch.tensor(p.seed) if isinstance(p.seed, int) else p.seed
+    return FlatCall(
+        p.q, p.k, p.v, p.bias_tensor, p.by_head, p.sink, p.tensors, p.offset, seed,
+        spec.code, 0 if spec.offset is None else spec.offset, spec.scale, spec.softcap, spec.dropout,
+        p.needs_grad,
+    )  # fmt: skip
 
 
-def problem_of(call: Call) -> Problem:
-    """The canonical Problem. There is nothing left to check."""
+def problem_of(call: FlatCall) -> Problem:
+    """The canonical Problem of an operator's arguments. There is nothing left to check."""
     q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
@@ -122,50 +134,27 @@ def problem_of(call: Call) -> Problem:
         None if by_head is None else by_head.ndim, sink is None, not tensors, tuple(code),
         None if offsets is not None else offset, *numbers,
     )  # fmt: skip
-    spec = _specs.get(key)
-    if spec is None:
-        if len(_specs) >= MAX_SPECS:
-            _specs.clear()
-        spec = _specs[key] = _spec(call)
+    spec = specs.get(key) or remember(specs, key, _spec(call))
     number = int(seed) if seed is not None else 0
     return Problem(spec, q, k, v, None, tuple(tensors), offsets, bias, by_head, sink, number, False)
 
 
-def _spec(call: Call) -> Spec:
+def _spec(call: FlatCall) -> Spec:
     q, k, v, bias, by_head, sink, tensors, offsets, _, code, offset, scale, softcap, dropout, _ = call
-    B, Hq, Lq, D = q.shape
-    Hkv, Lk, Dv = v.shape[1:]
     kind = "none" if bias is None else "tensor"
     if by_head is not None:
         kind = "alibi" if by_head.ndim == 1 else "relative"
-    return Spec(
-        dtype=q.dtype, device=q.device, batch=(B,), rank=4, B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
-        q_stride=_four(q), k_stride=_four(k), v_stride=_four(v), code=tuple(code),
-        offset=offset if offsets is None else None, bias=kind,
-        bias_dtype=None if bias is None else bias.dtype, bias_stride=_broadcast_stride(bias),
-        scale=scale, softcap=softcap, sink=sink is not None, dropout=dropout, return_lse=True, copied=(),
-        out_shape=(B, Hq, Lq, Dv), out_stride=ordered_like(q.stride(), (B, Hq, Lq, Dv)), is_direct=True,
-        is_plain=kind == "none" and sink is None and offsets is None and not tensors and not dropout,
-    )  # fmt: skip
-
-
-def _four(x: Tensor) -> Strides:
-    b, h, l, d = x.stride()
-    return b, h, l, d
-
-
-def _broadcast_stride(bias: Maybe) -> Strides:
-    if bias is None:
-        return 0, 0, 0, 0
-    b, h, q, k = (s if n != 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
-    return b, h, q, k
+    given = Options(
+        None, offset if offsets is None else offsets, bias, scale, softcap, sink, dropout, return_lse=True
+    )
+    return spec_of((q, k, v), (q.shape[0],), tuple(code), tensors, kind, given)
 
 
 # Shapes
 
 
 def _forward_shapes(*args: Any) -> Results:
-    call, (out, lse) = Call(*args), _jvp_shapes(*args)
+    call, (out, lse) = FlatCall(*args), _jvp_shapes(*args)
     out = out.new_empty_strided(out.shape, ordered_like(call.q.stride(), out.shape))
     if not call.saving:
         return out, lse, None, None
@@ -175,8 +164,7 @@ def _forward_shapes(*args: Any) -> Results:
 
 def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
     q, v = args[0], args[2]
-    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
 
 
 def _backward_shapes(*args: Any) -> Results:
@@ -202,7 +190,7 @@ CALL = (
 )
 SAVED = "Tensor out, Tensor stats, Tensor? rest"
 DY = "Tensor dout, Tensor? dlse"
-NAMES = Call._fields[:INPUTS]
+NAMES = FlatCall._fields[:INPUTS]
 TANGENTS = ", ".join(f"Tensor? t{name}" for name in NAMES)
 GRADIENTS = ", ".join(f"Tensor d{name}" for name in NAMES)
 
@@ -211,7 +199,7 @@ library = torch.library.Library("regard", "DEF")
 
 def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., Results]) -> Any:
     def cpu(*args: Any) -> tuple[Tensor, ...]:
-        _check(Call(*args[:FIELDS]))
+        _check(FlatCall(*args[:FIELDS]))
         return filled(*kernel(*args))
 
     def fake(*args: Any) -> tuple[Tensor, ...]:
@@ -229,7 +217,7 @@ def filled(*results: Maybe) -> tuple[Tensor, ...]:
     return tuple(torch.empty(0) if x is None else x for x in results)
 
 
-def _check(call: Call) -> None:
+def _check(call: FlatCall) -> None:
     """Anybody can call an operator, and the kernels trust what they are given."""
     q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
     B, Hq, Lq, D = q.shape
@@ -268,7 +256,7 @@ attention_double_backward = _define(
 
 @register_flop_formula(torch.ops.regard.attention_forward, get_raw=True)
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
-    call = Call(*args)
+    call = FlatCall(*args)
     return 2 * _pairs(call) * (call.q.shape[3] + call.v.shape[3])
 
 
@@ -282,7 +270,7 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
     return 2 * _pairs(call) * (D * (1 + q + k) + Dv * (v + of_scores))
 
 
-def _pairs(call: Call) -> int:
+def _pairs(call: FlatCall) -> int:
     """Visible pairs; all pairs where the mask cannot be read."""
     (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
     known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops as _ops
-from .ops import Call, backward_arguments
+from .ops import FlatCall, backward_arguments
 
 Apply = Callable[..., Any]
 Dims = Sequence[Any]  # the mapped dim of each argument, None where it has none
@@ -21,7 +21,7 @@ Dims = Sequence[Any]  # the mapped dim of each argument, None where it has none
 
 def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
     """The results of `apply` for `count` samples, and their mapped dims."""
-    call, where = Call(*args), Call(*dims)
+    call, where = FlatCall(*args), FlatCall(*dims)
     if call.dropout or where.by_head is not None or where.sink is not None:
         return map_one_by_one(apply, count, dims, args)
     results = apply(*_joined_call(call, where, count))
@@ -39,7 +39,7 @@ def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> t
         return map_one_by_one(apply, count, dims, args)
     if wanted[3]:  # a bias for each sample, so that its gradient is not summed over them
         call = call._replace(bias=_in_front(call.bias, where.bias, count))
-        where = Call(*where[:3], 0, *where[4:])  # type: ignore[arg-type]
+        where = FlatCall(*where[:3], 0, *where[4:])  # type: ignore[arg-type]
     out, rest, dout, dlse = (
         _joined(getattr(more, name), getattr(more_where, name), count)
         for name in ("out", "rest", "dout", "dlse")
@@ -67,7 +67,7 @@ def _sample(args: Sequence[Any], dims: Dims, index: int) -> list[Any]:
     return [one(x, dim) for x, dim in zip(args, dims, strict=True)]
 
 
-def _joined_call(call: Call, where: Any, count: int) -> Call:
+def _joined_call(call: FlatCall, where: Any, count: int) -> FlatCall:
     """The call with the mapped samples in its batch."""
     B = _in_front(call.q, where.q, count).shape[1]
 

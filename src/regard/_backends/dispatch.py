@@ -1,75 +1,114 @@
-"""Which backend runs a problem, and the reasons against the others.
+"""Which backend runs a call, and the reasons against the others: one table for all mechanisms.
 
-`auto` takes the native kernels on a CPU and PyTorch's elsewhere. Only where there is no compiled core does
-`auto` go on to PyTorch and then to the reference. A backend asked for by name never falls back.
+`auto` takes the first backend that can run the call: the native kernels, then PyTorch, then the reference.
+The native kernels run every call of attention and evidence on a CPU. Without a compiled core `auto` begins
+with PyTorch, and on other devices it is PyTorch alone. A backend asked for by name never falls back.
 The environment variable REGARD_IMPL, read when the library is imported, says what `auto` means.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch.autograd import forward_ad
 
-from .._call.problem import Problem
+from .._call.layout import canonical
+from .._call.linear import LinearCall
+from .._call.spec import Problem
 from .._tools.arguments import describe
+from .._tools.watching import is_followed
 from . import reference
-from .native import attention as _native
+from .native import attention as native
 from .native import core
-from .torch import attention as _torch
+from .native import evidence as native_evidence
+from .native import linear as native_linear
+from .torch import attention as torch_attention
+from .torch import evidence as torch_evidence
+from .torch import linear as torch_linear
 
-
-class Backend(Protocol):
-    """A module with these two functions. Reasons depend on the Spec and on `needs_grad` alone."""
-
-    def reasons(self, problem: Problem) -> tuple[str, ...]: ...
-    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]: ...
-
-
-BACKENDS: dict[str, Backend] = {"native": _native, "torch": _torch, "reference": reference}
 VARIABLE = "REGARD_IMPL"
 FORCED = os.environ.get(VARIABLE) or None
 
 
+class Backend(NamedTuple):
+    run: Callable[..., Any]
+    reasons: Callable[[Any], tuple[str, ...]]  # why it cannot run a call; () when it can
+
+
+def _no_reasons(call: object) -> tuple[str, ...]:
+    return ()
+
+
+def _linear_reasons(call: LinearCall) -> tuple[str, ...]:
+    if not call.q.is_cpu:
+        return (f"native kernels run on the CPU, the tensors are on {call.q.device}",)
+    if not call.causal:
+        return ("without causal=True it is two matrix products, which are PyTorch's",)
+    if forward_ad._current_level >= 0 or is_followed(call.q, call.k, call.v):
+        return ("PyTorch compiles or transforms it and must see every operation",)
+    return ()
+
+
+TABLE = {
+    "attention": {
+        "native": Backend(native.forward, native.reasons),
+        "torch": Backend(torch_attention.forward, torch_attention.reasons),
+        "reference": Backend(reference.forward, reference.reasons),
+    },
+    "linear": {
+        "native": Backend(native_linear.linear, _linear_reasons),
+        "torch": Backend(torch_linear.linear, _no_reasons),
+        "reference": Backend(reference.linear, _no_reasons),
+    },
+    "evidence": {
+        "native": Backend(native_evidence.evidence, native.reasons),
+        "torch": Backend(lambda call, want: torch_evidence.evidence(canonical(call), want), _no_reasons),
+        "reference": Backend(reference.evidence, _no_reasons),
+    },
+}
+BACKENDS = tuple(TABLE["attention"])
+
+
 def choose(problem: Problem, impl: str = "auto") -> str:
-    """The name of the backend that runs the problem. Remembered in the Spec."""
+    """`select` for attention, remembered in the Spec."""
     memo = problem.spec.choices[problem.needs_grad]
     name = memo.get(impl) if type(impl) is str else None
     if name is None:
-        name = memo[impl] = _choose(problem, impl)
+        name = memo[impl] = select("attention", problem, impl)
     return name
 
 
-def reasons(problem: Problem, name: str) -> tuple[str, ...]:
-    """Why backend `name` cannot run the problem; () when it can."""
-    missing = core.reason_unavailable() if name == "native" else None
-    if missing is not None:
-        return (missing,)
-    return BACKENDS[name].reasons(problem)
-
-
-def preference(problem: Problem) -> tuple[str, ...]:
-    """What `auto` tries, in order."""
-    if FORCED is not None and FORCED != "auto":
-        check_name(FORCED, f"environment variable {VARIABLE}")
-        return (FORCED,)
-    if problem.spec.device.type != "cpu":
-        return ("torch",)
-    return ("native",) if core.reason_unavailable() is None else ("torch", "reference")
-
-
-def _choose(problem: Problem, impl: str) -> str:
+def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
+    """The name of the backend that runs the call."""
     check_name(impl, "impl", "auto")
-    names = preference(problem) if impl == "auto" else (impl,)
-    against = {name: reasons(problem, name) for name in names}
+    names = preference(call.spec.device) if impl == "auto" else (impl,)
+    against = {name: reasons(mechanism, call, name) for name in names}
     for name, found in against.items():
         if not found:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
-    others = [name for name in BACKENDS if name not in names and not reasons(problem, name)]
+    others = [name for name in BACKENDS if name not in names and not reasons(mechanism, call, name)]
     hint = f"; possible here: impl={' or '.join(map(repr, others))}" if others else ""
     raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}{hint}")
+
+
+def reasons(mechanism: str, call: Problem | LinearCall, name: str) -> tuple[str, ...]:
+    """Why backend `name` cannot run the call; () when it can."""
+    missing = core.reason_unavailable() if name == "native" else None
+    return (missing,) if missing is not None else TABLE[mechanism][name].reasons(call)
+
+
+def preference(device: torch.device) -> tuple[str, ...]:
+    """The backends that `auto` tries, in order."""
+    if FORCED is not None and FORCED != "auto":
+        check_name(FORCED, f"environment variable {VARIABLE}")
+        return (FORCED,)
+    if device.type != "cpu":
+        return ("torch",)
+    return BACKENDS if core.reason_unavailable() is None else BACKENDS[1:]
 
 
 def check_name(name: object, argument: str, *more: str) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
+from .check import check_learned, fail
 from .layout import heads_4d
-from .problem import Problem, Spec, Strides, make
+from .make import make
+from .spec import Options, Problem, Spec, Strides
 
 SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
 
@@ -24,7 +26,7 @@ class LinearState(NamedTuple):
     z: Tensor | None = None  # (..., Hkv, D): the decayed sum of k, where the result is normalised
 
 
-class Options(NamedTuple):
+class LinearOptions(NamedTuple):
     """The keyword arguments of `linear_attention` that are not in a Problem."""
 
     causal: bool
@@ -35,7 +37,7 @@ class Options(NamedTuple):
     state: LinearState | None
 
 
-class Linear(NamedTuple):
+class LinearCall(NamedTuple):
     """A checked call in four dims. "Compute dtype" is float64 for float64 and float32 for all others."""
 
     q: Tensor  # (B, Hq, Lq, D)
@@ -46,17 +48,24 @@ class Linear(NamedTuple):
     S: Tensor | None  # (B, Hkv, D, Dv) in the compute dtype; None: zeros
     z: Tensor | None  # (B, Hkv, D) in the compute dtype
     lengths: Tensor | None  # (B,) int64
-    scale: float
+    spec: Spec  # sizes and the caller's layout
     normalize: bool
     causal: bool
-    out_stride: Strides  # of the result, dense, ordered like q's
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.q.dtype is torch.float64 else torch.float32
+        return self.spec.lse_dtype
+
+    @property
+    def scale(self) -> float:
+        return self.spec.scale
+
+    @property
+    def out_stride(self) -> Strides:
+        return self.spec.out_stride
 
 
-class Result(NamedTuple):
+class LinearResult(NamedTuple):
     """What a backend returns."""
 
     out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
@@ -64,28 +73,26 @@ class Result(NamedTuple):
     z: Tensor | None  # (B, Hkv, D) in the compute dtype, where the result is normalised
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: Options) -> tuple[Problem, Linear]:
-    """The checked call: sizes and the caller's layout, and the canonical form."""
-    problem = make(q, k, v, scale=scale)
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions) -> LinearCall:
+    """Checks a call and returns its canonical form."""
+    problem = make(q, k, v, Options(scale=scale))
     spec = problem.spec
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)
-    return problem, Linear(
+    return LinearCall(
         heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
-        _per_token("log_decay", given.log_decay, spec), _per_token("beta", given.beta, spec),
-        S, z, _flat_lengths(spec, given.lengths), spec.scale, given.normalize, given.causal, spec.out_stride,
+        _per_token("log_decay", given.log_decay, problem), _per_token("beta", given.beta, problem),
+        S, z, _flat_lengths(spec, given.lengths), spec, given.normalize, given.causal,
     )  # fmt: skip
 
 
-def _check_flags(spec: Spec, given: Options) -> None:
+def _check_flags(spec: Spec, given: LinearOptions) -> None:
     for name, flag in (("causal", given.causal), ("normalize", given.normalize)):
         if type(flag) is not bool:
             raise TypeError(f"{name}: expected a bool, got {describe(flag)}")
     if given.causal and spec.Lq != spec.Lk:
-        raise ValueError(
-            f"k: expected Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens, got "
-            f"{spec.Lk}; earlier tokens come by state="
-        )
+        expected = f"Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens"
+        fail(ValueError, "k", expected, f"{spec.Lk}; earlier tokens come by state=")
     if not given.causal:
         for name, gate in (("log_decay", given.log_decay), ("beta", given.beta)):
             if gate is not None:
@@ -94,16 +101,17 @@ def _check_flags(spec: Spec, given: Options) -> None:
         raise ValueError("normalize: expected False with beta, whose weights are not positive, got True")
 
 
-def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | None:
+def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tensor | None:
     """A gate, one for all, one for each head or one for each token, as (B, Hkv, L)."""
     if gate is None:
         return None
-    heads = () if spec.rank == 2 else (spec.Hkv,)
-    shape = (*spec.batch, *heads, spec.Lk)
+    spec = problem.spec
+    shape = (*state_dims(spec), spec.Lk)
     if not isinstance(gate, Tensor):
         if isinstance(gate, bool) or not isinstance(gate, int | float):
             raise TypeError(f"{name}: expected a number or a tensor, got {describe(gate)}")
         gate = torch.tensor(float(gate), device=spec.device, dtype=spec.lse_dtype)
+    check_learned(name, gate, (problem.q, problem.k, problem.v))
     _check_gate(name, gate, shape, spec)
     gate = gate.to(spec.lse_dtype)
     if gate.ndim == 1 and spec.rank > 2:
@@ -112,24 +120,15 @@ def _per_token(name: str, gate: Tensor | float | None, spec: Spec) -> Tensor | N
 
 
 def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> None:
-    if gate.dtype not in (spec.dtype, torch.float32):
-        known = " or ".join(dict.fromkeys(map(str, (spec.dtype, torch.float32))))
-        raise TypeError(f"{name}: expected dtype {known}, got {gate.dtype}")
-    if gate.device != spec.device:
-        raise ValueError(f"{name}: expected q's device {spec.device}, got {gate.device}")
     by_head = spec.rank > 2 and gate.ndim == 1
     if not (gate.shape[0] in (1, spec.Hkv) if by_head else broadcasts(gate.shape, shape)):
         one = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "
-        grouped = (
-            "; for a gate of each query head give k and v Hq heads by expand" if spec.Hq != spec.Hkv else ""
-        )
-        raise ValueError(
-            f"{name}: expected {one}a shape broadcastable to (..., Hkv, L) = {shape}, got "
-            f"{tuple(gate.shape)}{grouped}"
-        )
+        hint = "; for a gate of each query head give k and v Hq heads by expand"
+        expected = f"{one}a shape broadcastable to (..., Hkv, L) = {shape}"
+        fail(ValueError, name, expected, f"{tuple(gate.shape)}{hint if spec.Hq != spec.Hkv else ''}")
 
 
-def _flat_state(spec: Spec, given: Options) -> tuple[Tensor | None, Tensor | None]:
+def _flat_state(spec: Spec, given: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
     """S (B, Hkv, D, Dv) and z (B, Hkv, D)."""
     state = given.state
     if state is None:
@@ -138,9 +137,8 @@ def _flat_state(spec: Spec, given: Options) -> tuple[Tensor | None, Tensor | Non
         raise TypeError(f"state: expected a LinearState, got {describe(state)}")
     S, z = state
     if (z is not None) != given.normalize:
-        raise ValueError(
-            f"state: expected z {'for' if given.normalize else 'to be None without'} normalize=True"
-        )
+        how = "for" if given.normalize else "to be None without"
+        raise ValueError(f"state: expected z {how} normalize=True")
     outer = state_dims(spec)
     flat = _flat_part(spec, "S", S, (*outer, spec.D, spec.Dv))
     return flat, None if z is None else _flat_part(spec, "z", z, (*outer, spec.D))

@@ -11,7 +11,8 @@ from torch import Tensor
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
 from .._backends.native import core
-from .._call.problem import Problem, Spec, make
+from .._call.make import make
+from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
 from ..masks import Mask
 
@@ -92,16 +93,11 @@ class CallSpec:
         out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
         rest = out if size == 2 else 0
         return CallCost(
-            pairs=pairs,
-            forward=pairs.times(2 * (spec.D + spec.Dv)),
-            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)),
-            read_bytes=given,
-            written_bytes=out,
-            saved_bytes=given + out + stats + rest,
-            scratch_bytes=scratch,
-            decodes=core.reason_unavailable() is None and _native.decodes(problem),
-            tasks=tasks,
-        )
+            pairs=pairs, forward=pairs.times(2 * (spec.D + spec.Dv)),
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=given, written_bytes=out,
+            saved_bytes=given + out + stats + rest, scratch_bytes=scratch,
+            decodes=core.reason_unavailable() is None and _native.decodes(problem), tasks=tasks,
+        )  # fmt: skip
 
     def _problem(self) -> Problem:
         """Of tensors without memory."""
@@ -113,7 +109,7 @@ class CallSpec:
             raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
         v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
-        return make(q, k, v, mask=self.mask, bias=bias)
+        return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
         """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""

@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from .._api.attention import attention, weights
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._tools.arguments import describe
 from ..masks import Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged, causal
@@ -28,24 +29,13 @@ CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index",
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool | None = None,
-    cache: Any = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, output_attentions: bool | None = None, cache: Any = None,
     **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes attention for a model of Transformers.
 
     query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and weights
@@ -172,7 +162,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) 
     if isinstance(key, Kept) and "dropout" not in options:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        found = attend_stored(query.to(dtype), stored, **options)
+        found = attend_stored(query.to(dtype), stored, Options(**options))
     else:
         k, v = (x.clone() if isinstance(x, Kept) else x for x in (key, value))
         found = attention(query, k, v, **options)

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._api.attention import attention
 from .._api.stored import attend_stored
+from .._call.spec import Options
 from .._call.stored import Stored
 from ..masks import Causal, Mask, Window, from_cu_seqlens
 from ..packing import varlen_attention
@@ -140,7 +141,7 @@ def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dic
 
 def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> Tensor:
     """Computes attention of q (1, Hq, n, D), the last tokens of n sequences, as a batch of n."""
-    out: Any = attend_stored(q.transpose(0, 2), pages, mask=CAUSAL, offset=plan.last, **options)
+    out: Any = attend_stored(q.transpose(0, 2), pages, Options(CAUSAL, plan.last, **options))
     joined: Tensor = out.transpose(0, 2)
     return joined
 
@@ -149,7 +150,7 @@ def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: di
     if sequence.Lk == sequence.Lq:
         return attention(*qkv, mask=CAUSAL, **options)
     own = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
-    return attend_stored(qkv[0], own, mask=CAUSAL, **options)
+    return attend_stored(qkv[0], own, Options(CAUSAL, **options))
 
 
 # Collected

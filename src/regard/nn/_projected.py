@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._call.problem import Trio
+from .._call.spec import Trio
 from .._tools.arguments import describe, probability
 from ._module import CheckedModule
 from ._sizes import join_heads, sizes, split_heads

@@ -14,7 +14,8 @@ from regard import masks as M
 from regard import scores
 from regard._backends import reference
 from regard._call.dropout import kept
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from support import assert_close
 
 B, H, LQ, LK, D, DV = 2, 3, 5, 7, 11, 13
@@ -335,4 +336,4 @@ def test_kept_weights_grow() -> None:
 
 
 def test_the_reference_runs_everything() -> None:
-    assert reference.reasons(make(*qkv(), dropout=0.5, softcap=1.0, sink=torch.zeros(2 * H))) == ()
+    assert reference.reasons(make(*qkv(), Options(dropout=0.5, softcap=1.0, sink=torch.zeros(2 * H)))) == ()

@@ -12,7 +12,8 @@ import regard
 from regard import masks as M
 from regard import scores
 from regard._backends.torch import attention as _torch
-from regard._call.problem import make
+from regard._call.make import make
+from regard._call.spec import Options
 from support import ROOT, assert_close, rel_l2
 
 B, HQ, HKV, LQ, LK, D, DV = 2, 6, 3, 5, 7, 8, 4
@@ -108,10 +109,10 @@ def test_zero_sizes(zero: int, extra: str) -> None:
 
 def test_which_of_the_two_runs() -> None:
     arguments = qkv()
-    assert _torch.kernel(make(*arguments, mask=M.Window(2), dropout=0.1)) == "sdpa"
-    assert _torch.kernel(make(*arguments, bias=scores.Alibi.standard(HQ))) == "sdpa"
+    assert _torch.kernel(make(*arguments, Options(mask=M.Window(2), dropout=0.1))) == "sdpa"
+    assert _torch.kernel(make(*arguments, Options(bias=scores.Alibi.standard(HQ)))) == "sdpa"
     for extra in ("lse", "softcap", "sink"):
-        assert _torch.kernel(make(*arguments, **EXTRAS[extra])) == "flex"
+        assert _torch.kernel(make(*arguments, Options(**EXTRAS[extra]))) == "flex"
 
 
 def promises(text: str) -> list[list[str]]:
@@ -127,10 +128,10 @@ def test_the_docs_promise_what_the_module_does() -> None:
 
 def test_sdpa_gets_no_tensor_for_a_plain_causal_mask() -> None:
     arguments = qkv()
-    assert not _torch.needs_dense_mask(make(*arguments, mask=M.Causal(), offset=0))
-    assert not _torch.needs_dense_mask(make(*arguments, mask=M.Window(None), offset=LK))
-    assert _torch.needs_dense_mask(make(*arguments, mask=M.Causal()))
-    assert _torch.needs_dense_mask(make(*arguments, mask=M.Window(2), offset=0))
+    assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Causal(), offset=0)))
+    assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(None), offset=LK)))
+    assert _torch.needs_dense_mask(make(*arguments, Options(mask=M.Causal())))
+    assert _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(2), offset=0)))
 
 
 @pytest.mark.parametrize(

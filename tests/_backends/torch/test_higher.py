@@ -20,7 +20,8 @@ from regard._backends.torch import boxes as _boxes
 from regard._backends.torch.boxes import inputs
 from regard._backends.torch.higher import double_backward, jvp
 from regard._call.layout import heads_4d, pairs_4d
-from regard._call.problem import Problem, learned, make
+from regard._call.make import make
+from regard._call.spec import Options, Problem, learned
 from regard.masks._mask import part_of
 from regard.masks._pairs import Rectangle
 from regard.scores import Alibi, RelativeBias
@@ -60,7 +61,7 @@ def with_leaves(x: Leaves, options: dict[str, Any]) -> dict[str, Any]:
 
 def canonical(x: Leaves, options: dict[str, Any]) -> Problem:
     """In four dims, as these functions take it; the way there differentiates."""
-    p = make(*x[:3], **with_leaves(x, options), return_lse=True)
+    p = make(*x[:3], Options(**with_leaves(x, options), return_lse=True))
     bias = pairs_4d(p.spec, p.bias) if isinstance(p.bias, Tensor) else p.bias
     q, k, v = (heads_4d(p.spec, y) for y in (p.q, p.k, p.v))
     return p._replace(q=q, k=k, v=v, bias=bias, mask=None)
@@ -399,10 +400,11 @@ def test_memory_is_linear() -> None:
         from support.peak_memory import measure
         from regard import masks as M
         from regard._backends.torch.higher import double_backward
-        from regard._call.problem import make
+        from regard._call.make import make
+        from regard._call.spec import Options
 
         def run(x):
-            problem = make(x, x, x, mask=M.Causal(), return_lse=True)
+            problem = make(x, x, x, Options(mask=M.Causal(), return_lse=True))
             double_backward(problem, x, x[..., 0], (x, x, x, None, None, None))
 
         torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..._call.problem import Problem, Spec
+from ..._call.spec import Problem, Spec
 from ..._call.stored import Stored
 from .core import DTYPES, _core, address
 
@@ -32,14 +32,15 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
     spec, q, k, v = problem[:4]
-    prepared = spec.memo.get("native") or prepare(spec, q)
-    call, like_q, plain = prepared
+    call, like_q, extras = spec.memo.get("native") or prepare(spec, q)
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return _as_given(out, spec), lse
     lse_address = lse.data_ptr() if lse is not None else 0
-    extras, alive = (NO_EXTRAS, None) if plain else extras_of(problem)
+    alive = None
+    if extras is None:
+        extras, alive = extras_of(problem)
     call.forward(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras
     )
@@ -157,11 +158,11 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, bool]:
-    """The compiled call, whether the output is laid out like q, and whether q, k and v are all it takes."""
+def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Extras | None]:
+    """The compiled call, whether the output is laid out like q, and the extras if it has none."""
     like_q = spec.rank == 4 and q.shape == spec.out_shape
     like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
-    prepared = spec.memo["native"] = (attention_of(spec), like_q, spec.is_plain)
+    prepared = spec.memo["native"] = (attention_of(spec), like_q, NO_EXTRAS if spec.is_plain else None)
     return prepared
 
 

@@ -7,24 +7,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.linear import SEGMENT, Linear, Result
+from ..._call.linear import SEGMENT, LinearCall, LinearResult
 from .core import DTYPES, _core, address
 
 
 class LinearKept(NamedTuple):
     """What backward starts from besides the inputs."""
 
-    S: Tensor  # (B, Hkv, segments, D, Dv): the state before every 512th token
+    S: Tensor | None  # (B, Hkv, segments, D, Dv): the state before every 512th token
     z: Tensor | None  # (B, Hkv, segments, D)
     errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v less what the state held of it
 
 
-def linear(p: Linear) -> Result:
+NOTHING_KEPT = LinearKept(None, None, None)
+
+
+def linear(p: LinearCall) -> LinearResult:
     """The forward pass."""
-    return _forward(p, None)
+    return _forward(p, NOTHING_KEPT)
 
 
-def linear_saving(p: Linear) -> tuple[Result, LinearKept]:
+def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearKept]:
     """The forward pass of a call that is going to be differentiated."""
     (B, Hkv, L, D), Dv = p.k.shape, p.v.shape[3]
     segments = -(-L // SEGMENT)
@@ -35,19 +38,19 @@ def linear_saving(p: Linear) -> tuple[Result, LinearKept]:
     return _forward(p, kept), kept
 
 
-def _forward(p: Linear, kept: LinearKept | None) -> Result:
+def _forward(p: LinearCall, kept: LinearKept) -> LinearResult:
     (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
     out = p.q.new_empty_strided((B, Hq, L, Dv), p.out_stride)
     S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
     z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
-    call, alive = _call(p, kept, out=out.data_ptr(), S_end=S.data_ptr(), z_end=address(z))
+    call, alive = _call(p, kept, out.data_ptr(), S.data_ptr(), address(z))
     _core.linear_forward(_spec(p), call)
     del alive
-    return Result(out, S, z)
+    return LinearResult(out, S, z)
 
 
 def linear_backward(
-    p: Linear, kept: LinearKept, dout: Tensor, dS: Tensor | None, dz: Tensor | None
+    p: LinearCall, kept: LinearKept, dout: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, log_decay, beta, S and z; None for what was not given."""
     dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
@@ -70,21 +73,20 @@ def linear_backward(
 
 
 def _call(
-    p: Linear, kept: LinearKept | None, **results: int
+    p: LinearCall, kept: LinearKept, out: int = 0, S_end: int = 0, z_end: int = 0
 ) -> tuple[_core.LinearCall, tuple[Tensor | None, ...]]:
     """The addresses of a call, and the tensors that must live until it ends."""
     alive = tuple(None if x is None else x.contiguous() for x in (p.log_decay, p.beta, p.lengths, p.S, p.z))
     log_decay, beta, lengths, S, z = map(address, alive)
-    if kept is not None:
-        results |= {"S_kept": address(kept.S), "z_kept": address(kept.z), "errors": address(kept.errors)}
     call = _core.LinearCall(
-        q=p.q.data_ptr(), k=p.k.data_ptr(), v=p.v.data_ptr(), log_decay=log_decay, beta=beta, lengths=lengths,
-        S=S, z=z, **results,
+        q=p.q.data_ptr(), k=p.k.data_ptr(), v=p.v.data_ptr(), out=out, log_decay=log_decay, beta=beta,
+        lengths=lengths, S=S, z=z, S_end=S_end, z_end=z_end, S_kept=address(kept.S), z_kept=address(kept.z),
+        errors=address(kept.errors),
     )  # fmt: skip
     return call, alive
 
 
-def _spec(p: Linear) -> _core.LinearSpec:
+def _spec(p: LinearCall) -> _core.LinearSpec:
     (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
     return _core.LinearSpec(
         dtype=DTYPES[p.q.dtype], B=B, Hq=Hq, Hkv=Hkv, L=L, D=D, Dv=Dv, q=p.q.stride(), k=p.k.stride(),

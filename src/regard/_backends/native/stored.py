@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.problem import Spec
+from ..._call.spec import Spec
 from ..._call.stored import GROUP, HALF, New, Stored
 from ..._tools.arguments import describe
 from .attention import NO_EXTRAS, STORES, ZEROS, attention_of, empty_out, strides_agree
@@ -58,8 +58,8 @@ def forward_stored(
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     try:
         call.decode(
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-            lse=0 if lse is None else lse.data_ptr(), offset=offset, Lk=length,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            offset, length,
             k_scale=0 if k_scale is None else k_scale.data_ptr(),
             v_scale=0 if v_scale is None else v_scale.data_ptr(),
             table=0 if table is None else table.data_ptr(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._call.dropout import kept
 from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 
 INF = float("inf")
 

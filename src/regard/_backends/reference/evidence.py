@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from .attention import INF, _sink, _softmax
 
 

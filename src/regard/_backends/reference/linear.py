@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._call.linear import Linear, Result
+from ..._call.linear import LinearCall, LinearResult
 
 
-def linear(p: Linear) -> Result:
+def linear(p: LinearCall) -> LinearResult:
     """Shapes: q, k (B, H, L, D), v (B, H, L, Dv), S (B, H, D, Dv), z (B, H, D), every head its own."""
     group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
     q, k, v, S, z = _start(p, group)
@@ -29,10 +29,10 @@ def linear(p: Linear) -> Result:
             S, z = _step(p, t, k, v, S, z, group)
         out = _look(p, q, S, z)
     S, z = S[:, ::group], z[:, ::group]
-    return Result(out.to(p.q.dtype), S.to(p.dtype), z.to(p.dtype) if p.normalize else None)
+    return LinearResult(out.to(p.q.dtype), S.to(p.dtype), z.to(p.dtype) if p.normalize else None)
 
 
-def _start(p: Linear, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _start(p: LinearCall, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = p.q.double(), _per_head(p.k, group), _per_head(p.v, group)
     B, H, _, D = q.shape
     S = _per_head(p.S, group) if p.S is not None else q.new_zeros(B, H, D, v.shape[3])
@@ -40,7 +40,9 @@ def _start(p: Linear, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     return q, k, v, S, z
 
 
-def _step(p: Linear, t: int, k: Tensor, v: Tensor, S: Tensor, z: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _step(
+    p: LinearCall, t: int, k: Tensor, v: Tensor, S: Tensor, z: Tensor, group: int
+) -> tuple[Tensor, Tensor]:
     """The state after token t; as it was, for samples that have ended."""
     key, u = k[:, :, t], v[:, :, t]
     before_S, before_z = S, z
@@ -54,7 +56,7 @@ def _step(p: Linear, t: int, k: Tensor, v: Tensor, S: Tensor, z: Tensor, group: 
     return torch.where(going[..., None, None], S, before_S), torch.where(going[..., None], z, before_z)
 
 
-def _look(p: Linear, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
+def _look(p: LinearCall, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
     """q (B, H, n, D) -> (B, H, n, Dv); a row whose weights sum to 0 gives zeros."""
     out = p.scale * (q @ S)
     if not p.normalize:
@@ -64,7 +66,7 @@ def _look(p: Linear, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
     return torch.where(nothing, 0.0, out / torch.where(nothing, 1.0, total))
 
 
-def _real(p: Linear, L: int) -> Tensor:
+def _real(p: LinearCall, L: int) -> Tensor:
     """(B, L): whether there is such a token."""
     places = torch.arange(L, device=p.q.device)
     ends = places.new_full((p.q.shape[0],), L) if p.lengths is None else p.lengths

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import masks
 from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...scores import Alibi
 
 INF = float("inf")
@@ -44,9 +44,6 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 
 def kernel(problem: Problem) -> str:
     """Which of PyTorch's two would run: "sdpa" or "flex"."""
-    against = reasons(problem)
-    if against:
-        raise NotImplementedError("impl='torch' cannot run this call: " + "; ".join(against))
     if sdpa_reasons(problem):
         return "flex"
     return "flex" if _flex_is_better(problem) and not flex_reasons(problem) else "sdpa"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._call.dropout import kept_at
-from ..._call.problem import Problem, Spec
+from ..._call.spec import Problem, Spec
 from ...masks._mask import part_of
 from ...masks._pairs import Rectangle, cut
 
@@ -58,7 +58,7 @@ class Box(NamedTuple):
         return [torch.arange(s.start, s.stop, device=device) for s in self.places[3]]
 
 
-class Part(NamedTuple):
+class BoxData(NamedTuple):
     """What a box works with."""
 
     spec: Spec
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     keep: Tensor | None  # what dropout multiplies weights by
 
 
-def parts(problem: Problem, tangents: Six, dout: Tensor | None, dlse: Tensor | None) -> Iterator[Part]:
+def parts(problem: Problem, tangents: Six, dout: Tensor | None, dlse: Tensor | None) -> Iterator[BoxData]:
     """The parts of a call; a tangent, dout or dlse of None is zero."""
     call = _prepare(problem, tangents, dout, dlse)
     for box in _boxes(problem.spec):
@@ -175,7 +175,7 @@ def _boxes(spec: Spec) -> Iterator[Box]:
 # One box
 
 
-def _part(call: _Call, box: Box) -> Part:
+def _part(call: _Call, box: Box) -> BoxData:
     problem, spec = call.problem, call.problem.spec
     distance = None if call.x.by_head is None else _distance(problem, box)
     biases = [_pair_bias(whole, box, distance) for whole in (call.x, call.t)]
@@ -189,7 +189,7 @@ def _part(call: _Call, box: Box) -> Part:
     x, t = _cut_inputs(call.x, box, bias), _cut_inputs(call.t, box, tbias)
     dout, dlse = cut(call.dout, *box.queries), cut(call.dlse, *box.queries)
     keep = _keep(problem, box) if spec.dropout else None
-    return Part(spec, box, x, t, dout, dlse, _taint(call, box), visible, distance, keep)
+    return BoxData(spec, box, x, t, dout, dlse, _taint(call, box), visible, distance, keep)
 
 
 def _cut_inputs(whole: Inputs, box: Box, bias: Tensor | None) -> Inputs:

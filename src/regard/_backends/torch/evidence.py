@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...masks._pairs import cut
-from .boxes import INF, Box, Part, parts
+from .boxes import INF, Box, BoxData, parts
 from .higher import softmax, stained, times
 
 
@@ -39,7 +39,7 @@ def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
     return list(made)
 
 
-def _weights(problem: Problem, part: Part) -> Weights:
+def _weights(problem: Problem, part: BoxData) -> Weights:
     x, cap = part.x, part.spec.softcap
     s = times(x.q, x.k.mT)
     if cap is not None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.problem import Problem
+from ..._call.spec import Problem
 from ...masks._pairs import cut
-from .boxes import Part, Six, gather, inputs, parts
+from .boxes import BoxData, Six, gather, inputs, parts
 
 INF = float("inf")
 
@@ -76,12 +76,12 @@ class _Line(NamedTuple):
     tw: Tensor  # of the weights, dropout included
 
 
-def _write(part: Part, line: _Line, out: Tensor, lse: Tensor) -> None:
+def _write(part: BoxData, line: _Line, out: Tensor, lse: Tensor) -> None:
     cut(out, *part.box.queries).copy_(line.out)
     cut(lse, *part.box.queries).copy_(stained(line.lse, line.bad, None))
 
 
-def _linearise(part: Part) -> _Line:
+def _linearise(part: BoxData) -> _Line:
     x, t, cap = part.x, part.t, part.spec.softcap
     s, ta = times(x.q, x.k.mT), times(t.q, x.k.mT) + times(x.q, t.k.mT)
     ts, slope, bend = ta, None, None
@@ -99,7 +99,7 @@ def _linearise(part: Part) -> _Line:
     return _Line(times(w, t.v) + times(tw, x.v), lse, p, p_sink, bad, slope, bend, ta, ts, tw)
 
 
-def _gradients(part: Part, line: _Line) -> Six:
+def _gradients(part: BoxData, line: _Line) -> Six:
     """Of <line.out, dout> + <line.lse, dlse> by the inputs: `dx` arrives at x, `dtx` at its tangent."""
     x, t, p, p_sink = part.x, part.t, line.p, line.p_sink
     dw, dtw = _dropped(part, times(part.dout, t.v.mT)), _dropped(part, times(part.dout, x.v.mT))
@@ -148,7 +148,7 @@ def stained(x: Tensor, bad: Tensor | None, visible: Tensor | None) -> Tensor:
     return torch.where(bad if visible is None else bad & visible, float("nan"), x)
 
 
-def _dropped(part: Part, pairs: Tensor) -> Tensor:
+def _dropped(part: BoxData, pairs: Tensor) -> Tensor:
     return pairs if part.keep is None else pairs * part.keep
 
 

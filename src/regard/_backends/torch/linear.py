@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._call.linear import Linear, Result
+from ..._call.linear import LinearCall, LinearResult
 
 CHUNK = 64
 
 
-def linear(p: Linear) -> Result:
+def linear(p: LinearCall) -> LinearResult:
     p = _without_padding(p)
     B, Hkv, _, D = p.k.shape
     S = p.S if p.S is not None else p.k.new_zeros(B, Hkv, D, p.v.shape[3], dtype=p.dtype)
     z = p.z if p.z is not None else p.k.new_zeros(B, Hkv, D, dtype=p.dtype)
     out, S, z = _causal(p, S, z) if p.causal else _full(p, S, z)
-    return Result(out.to(p.q.dtype), S, z if p.normalize else None)
+    return LinearResult(out.to(p.q.dtype), S, z if p.normalize else None)
 
 
-def _without_padding(p: Linear) -> Linear:
+def _without_padding(p: LinearCall) -> LinearCall:
     """Tokens beyond the lengths leave the state alone: no key, no value, no gate."""
     if p.lengths is None:
         return p
@@ -41,7 +41,7 @@ def _without_padding(p: Linear) -> Linear:
     )
 
 
-def _full(p: Linear, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _full(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k, v = p.k.to(p.dtype), p.v.to(p.dtype)
     S, z = S + k.mT @ v, z + k.sum(2)
     q = _grouped(p.q, k.shape[1]).to(p.dtype) * p.scale
@@ -61,7 +61,7 @@ class _Chunks(NamedTuple):
     until: Tensor | None  # (B, Hkv, n, C, 1): exp(b_end - b)
 
 
-def _causal(p: Linear, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     L, C = p.k.shape[2], min(CHUNK, max(p.k.shape[2], 1))
     chunks = _cut(p, C)
     scores = (chunks.q @ chunks.k.mT[:, :, None]) * _between_heads(chunks.pairs)
@@ -87,7 +87,7 @@ def _causal(p: Linear, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out.flatten(3, 4)[:, :, :, :L].flatten(1, 2), S, z
 
 
-def _cut(p: Linear, C: int) -> _Chunks:
+def _cut(p: LinearCall, C: int) -> _Chunks:
     """Every sequence filled up to whole chunks with tokens that change nothing."""
     L = p.k.shape[2]
     more = -L % C

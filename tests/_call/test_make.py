@@ -11,7 +11,9 @@ from torch import Tensor
 
 import regard
 from regard import masks, scores
-from regard._call.problem import MAX_SPECS, _specs, make
+from regard._call.make import make, specs
+from regard._call.memory import MAX_SPECS
+from regard._call.spec import Options
 
 B, HQ, HKV, LQ, LK, D, DV = 2, 6, 3, 5, 7, 11, 13
 
@@ -74,7 +76,7 @@ def test_strides_read_the_right_numbers(view: str) -> None:
 )
 def test_bias_strides(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape)
-    problem = make(*qkv(2, 3), bias=bias)
+    problem = make(*qkv(2, 3), Options(bias=bias))
     spec = problem.spec
     assert isinstance(problem.bias, Tensor)
     seen = read_4d(problem.bias, spec.bias_stride, (6, HQ, LQ, LK))
@@ -120,24 +122,29 @@ def test_lazily_negated_views() -> None:
 def test_a_repeated_call_is_not_checked_again() -> None:
     q, k, v = qkv(B)
     assert make(q, k, v).spec is make(q.clone(), k, v).spec
-    assert make(q, k, v, mask=masks.Causal()).spec is make(q, k, v, mask=masks.Causal()).spec
-    assert make(q, k, v, mask=masks.Causal()).spec is not make(q, k, v, mask=masks.Window(2)).spec
-    assert make(q, k, v, offset=1).spec is not make(q, k, v, offset=2).spec
-    assert make(q, k, v, scale=1).spec is make(q, k, v, scale=1.0).spec
+    assert (
+        make(q, k, v, Options(mask=masks.Causal())).spec is make(q, k, v, Options(mask=masks.Causal())).spec
+    )
+    assert (
+        make(q, k, v, Options(mask=masks.Causal())).spec
+        is not make(q, k, v, Options(mask=masks.Window(2))).spec
+    )
+    assert make(q, k, v, Options(offset=1)).spec is not make(q, k, v, Options(offset=2)).spec
+    assert make(q, k, v, Options(scale=1)).spec is make(q, k, v, Options(scale=1.0)).spec
 
 
 def test_the_cache_is_bounded() -> None:
     q, k, v = qkv(B)
     for i in range(MAX_SPECS + 10):
-        make(q, k, v, offset=i)
-    assert len(_specs) <= MAX_SPECS
+        make(q, k, v, Options(offset=i))
+    assert len(specs) <= MAX_SPECS
 
 
 def test_values_are_checked_on_every_call() -> None:
     q, k, v = qkv(B)
-    make(q, k, v, mask=masks.Lengths(torch.tensor([3, LK])))
+    make(q, k, v, Options(mask=masks.Lengths(torch.tensor([3, LK]))))
     with pytest.raises(ValueError, match="beyond the keys"):
-        make(q, k, v, mask=masks.Lengths(torch.tensor([3, LK + 1])))
+        make(q, k, v, Options(mask=masks.Lengths(torch.tensor([3, LK + 1]))))
 
 
 # Options
@@ -159,32 +166,32 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("scale", [0, -1.5, 3])
 def test_any_finite_scale(scale: float) -> None:
-    assert make(*qkv(B), scale=scale).spec.scale == float(scale)
+    assert make(*qkv(B), Options(scale=scale)).spec.scale == float(scale)
 
 
 def test_offsets() -> None:
-    problem = make(*qkv(2, 3), offset=torch.arange(6, dtype=torch.int32))
+    problem = make(*qkv(2, 3), Options(offset=torch.arange(6, dtype=torch.int32)))
     assert problem.spec.offset is None
     assert problem.offset is not None
     assert problem.offset.dtype is torch.int64
     assert problem.offset.tolist() == [0, 1, 2, 3, 4, 5]
-    same = make(*qkv(2, 3), offset=torch.arange(6).view(2, 3)).offset
+    same = make(*qkv(2, 3), Options(offset=torch.arange(6).view(2, 3))).offset
     assert same is not None
     assert same.tolist() == [0, 1, 2, 3, 4, 5]
-    assert make(*qkv(B), offset=-4).spec.offset == -4
+    assert make(*qkv(B), Options(offset=-4)).spec.offset == -4
 
 
 def test_seeds() -> None:
     arguments = qkv(B)
-    assert make(*arguments, dropout=0.5, seed=5).seed == 5
-    assert make(*arguments, dropout=0.5, seed=torch.tensor(5)).seed == 5
-    assert make(*arguments, dropout=0.5, seed=2**64 - 1).seed == -1
-    assert make(*arguments, seed=5).seed == 5
+    assert make(*arguments, Options(dropout=0.5, seed=5)).seed == 5
+    assert make(*arguments, Options(dropout=0.5, seed=torch.tensor(5))).seed == 5
+    assert make(*arguments, Options(dropout=0.5, seed=2**64 - 1)).seed == -1
+    assert make(*arguments, Options(seed=5)).seed == 5
     torch.manual_seed(3)
-    first = make(*arguments, dropout=0.5).seed
-    assert make(*arguments, dropout=0.5).seed != first
+    first = make(*arguments, Options(dropout=0.5)).seed
+    assert make(*arguments, Options(dropout=0.5)).seed != first
     torch.manual_seed(3)
-    assert make(*arguments, dropout=0.5).seed == first
+    assert make(*arguments, Options(dropout=0.5)).seed == first
 
 
 def test_no_random_number_is_used_without_dropout() -> None:
@@ -203,16 +210,16 @@ def test_the_problem_knows_who_needs_gradients(which: str) -> None:
         options["bias"] = scores.Alibi(given["slopes"])
     if which == "table":
         options["bias"] = scores.RelativeBias(given["table"])
-    assert not make(q, k, v, **options).needs_grad
+    assert not make(q, k, v, Options(**options)).needs_grad
     given[which].requires_grad_()
-    assert make(q, k, v, **options).needs_grad
+    assert make(q, k, v, Options(**options)).needs_grad
     with torch.no_grad():
-        assert not make(q, k, v, **options).needs_grad
+        assert not make(q, k, v, Options(**options)).needs_grad
 
 
 def test_meta_tensors_are_checked_by_shape() -> None:
     q, k, v = (x.to("meta") for x in qkv(B))
-    assert make(q, k, v, mask=masks.Causal()).spec.out_shape == (B, HQ, LQ, DV)
+    assert make(q, k, v, Options(mask=masks.Causal())).spec.out_shape == (B, HQ, LQ, DV)
     with pytest.raises(ValueError, match="k: expected last dim"):
         make(q, k[..., :-1], v)
 

@@ -1,0 +1,214 @@
+"""The checks of a call, each with a message that names the argument."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .._tools.arguments import as_int, broadcasts, describe, holds_integers, is_integer, number
+from ..masks import Dense, Mask, Program
+from ..scores import Alibi, RelativeBias
+from .spec import DTYPES, MAX_OFFSET, Bias, Options, Trio, learned
+
+
+def fail(error: type[Exception], name: str, expected: str, got: object, qkv: Trio | None = None) -> NoReturn:
+    shapes = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", qkv or (), strict=False))
+    raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
+
+
+def check(qkv: Trio, program: Program | None, given: Options) -> tuple[int, ...]:
+    """Checks everything that shapes, dtypes and options alone decide. Returns the broadcast batch dims.
+
+    Mask and offset in `given` are as `as_mask` and `as_offset` return them.
+    """
+    check_tensors(qkv)
+    _check_scalars(given)
+    batch = _check_sizes(qkv)
+    q, k, _ = qkv
+    Hq, Lq, Lk = 1 if q.ndim == 2 else q.shape[-3], q.shape[-2], k.shape[-2]
+    _check_offset(given.offset, batch, qkv)
+    if isinstance(given.mask, Mask) and program is not None:
+        _check_mask_device(program, q)
+        given.mask.check_shapes(batch, Hq, Lq, Lk, given.offset)
+    _check_bias(given.bias, Hq, (Lq, Lk) if q.ndim == 2 else (*batch, Hq, Lq, Lk), qkv)
+    _check_sink(given.sink, Hq, qkv)
+    return batch
+
+
+# Conversions
+
+
+def as_numbers(given: Options) -> Options:
+    """The options with Python floats. Raises TypeError if a number or `return_lse` has another type."""
+    scale = None if given.scale is None else number("scale", given.scale)
+    softcap = None if given.softcap is None else number("softcap", given.softcap)
+    dropout = number("dropout", given.dropout)
+    if type(given.return_lse) is not bool:
+        fail(TypeError, "return_lse", "a bool", describe(given.return_lse))
+    return given._replace(scale=scale, softcap=softcap, dropout=dropout)
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", describe(mask))
+    if mask.dtype is torch.bool:
+        return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
+    added = mask.dtype.is_floating_point
+    how = "numbers to add to the scores go to bias=" if added else "convert it: mask.bool()"
+    fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", describe(mask))
+
+
+def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
+    if offset is None:
+        return None
+    if not (holds_integers(offset) if isinstance(offset, Tensor) else is_integer(offset)):
+        fail(TypeError, "offset", "an int, or integers of shape (B,)", describe(offset))
+    if isinstance(offset, Tensor):
+        return offset
+    offset = as_int(offset)
+    if abs(offset) > MAX_OFFSET:
+        fail(ValueError, "offset", "a position between -2**48 and 2**48", offset)
+    return offset
+
+
+def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) -> int | Tensor:
+    """The 64 bits that key the dropout pattern; without a seed, from PyTorch's default CPU generator.
+
+    In a watched call the value of a tensor may not be known yet: it stays one.
+    """
+    if seed is None:
+        if not dropout:
+            return 0
+        seed = torch.randint(2**63 - 1, (), device="cpu")
+    one = holds_integers(seed) and seed.numel() == 1 if isinstance(seed, Tensor) else is_integer(seed)
+    if not one:
+        fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
+    if isinstance(seed, Tensor):
+        return seed.reshape(()).to(torch.int64) if watched else int(seed)
+    seed = as_int(seed)
+    if not -(2**63) <= seed < 2**64:
+        fail(ValueError, "seed", "an integer of 64 bits", seed)
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+# Checks
+
+
+def check_tensors(qkv: Trio) -> None:
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, Tensor):
+            fail(TypeError, name, "a torch.Tensor", describe(x))
+        if x.is_nested or x.layout is not torch.strided:
+            nested = "a nested tensor; attention takes q, k and v all nested with layout=torch.jagged"
+            fail(TypeError, name, "a dense (strided) tensor", nested if x.is_nested else x.layout)
+    for name, x in zip("qkv", qkv, strict=True):
+        if x.dtype not in DTYPES:
+            fail(TypeError, name, "dtype float64, float32, bfloat16 or float16", x.dtype, qkv)
+    q = qkv[0]
+    for name, x in zip("kv", qkv[1:], strict=True):
+        if x.dtype is not q.dtype:
+            fail(TypeError, name, f"q's dtype {q.dtype}", x.dtype, qkv)
+        _check_device(name, x, qkv)
+
+
+def _check_sizes(qkv: Trio) -> tuple[int, ...]:
+    """The broadcast batch dims."""
+    q, k, v = (x.shape for x in qkv)
+    if len(q) < 2:
+        fail(ValueError, "q", "(L, D), (H, L, D) or (..., H, L, D)", tuple(q), qkv)
+    for name, x in (("k", k), ("v", v)):
+        if len(x) != len(q):
+            fail(ValueError, name, f"{len(q)} dims as in q", len(x), qkv)
+    if k[-1] != q[-1]:
+        fail(ValueError, "k", f"last dim D = {q[-1]} as in q", k[-1], qkv)
+    if v[-2] != k[-2]:
+        fail(ValueError, "v", f"Lk = {k[-2]} rows as in k", v[-2], qkv)
+    if len(q) == 2:
+        return ()
+    if v[-3] != k[-3]:
+        fail(ValueError, "v", f"Hkv = {k[-3]} heads as in k", v[-3], qkv)
+    if q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
+        fail(ValueError, "k", f"a number of heads Hkv that divides Hq = {q[-3]}", k[-3], qkv)
+    return tuple(_broadcast(sizes, qkv) for sizes in zip(q[:-3], k[:-3], v[:-3], strict=True))
+
+
+def _broadcast(sizes: tuple[int, int, int], qkv: Trio) -> int:
+    a, b, c = sizes
+    size = a if a != 1 else b if b != 1 else c
+    if a not in (1, size) or b not in (1, size) or c not in (1, size):
+        fail(ValueError, "q, k, v", "batch dims that are equal or 1", f"{a}, {b} and {c}", qkv)
+    return size
+
+
+def _check_scalars(given: Options) -> None:
+    if given.scale is not None and not -math.inf < given.scale < math.inf:
+        fail(ValueError, "scale", "a finite number", given.scale)
+    if given.softcap is not None and not 0 < given.softcap < math.inf:
+        fail(ValueError, "softcap", "a finite number above 0", given.softcap)
+    if not 0 <= given.dropout <= 1:
+        fail(ValueError, "dropout", "a probability from 0 to 1", given.dropout)
+
+
+def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: Trio) -> None:
+    if not isinstance(offset, Tensor):
+        return
+    flat = (math.prod(batch),)
+    if tuple(offset.shape) not in (flat, batch):
+        expected = f"shape {flat}" if batch == flat else f"shape {flat} or {batch}"
+        fail(ValueError, "offset", expected, tuple(offset.shape), qkv)
+    _check_device("offset", offset, qkv)
+
+
+def _check_mask_device(program: Program, q: Tensor) -> None:
+    for x in program.tensors:
+        if x.device != q.device and not q.is_meta:
+            fail(ValueError, "mask", f"tensors on q's device, as from mask.to({str(q.device)!r})", x.device)
+
+
+def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor | Alibi | RelativeBias):
+        fail(TypeError, "bias", "a float tensor, scores.Alibi or scores.RelativeBias", describe(bias))
+    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        fail(TypeError, "bias", "a float tensor (a bool tensor goes to mask=)", describe(bias))
+    tensor = learned(bias)
+    assert tensor is not None
+    check_learned("bias", tensor, qkv)
+    if isinstance(bias, Tensor):
+        if not broadcasts(bias.shape, target):
+            expected = f"a shape broadcastable to (..., Hq, Lq, Lk) = {target}"
+            fail(ValueError, "bias", expected, tuple(bias.shape), qkv)
+    elif bias.heads != Hq:
+        fail(ValueError, "bias", f"a {type(bias).__name__} for Hq = {Hq} heads", bias.heads, qkv)
+
+
+def check_learned(name: str, x: Tensor, qkv: Trio) -> None:
+    """Checks a tensor of numbers besides q, k and v: in their dtype or float32, on their device."""
+    q = qkv[0]
+    if x.dtype not in (q.dtype, torch.float32):
+        both = "" if q.dtype is torch.float32 else " or torch.float32"
+        fail(TypeError, name, f"dtype {q.dtype}{both}", x.dtype, qkv)
+    if x.layout is not torch.strided:
+        fail(TypeError, name, "a dense (strided) tensor", x.layout)
+    _check_device(name, x, qkv)
+
+
+def _check_device(name: str, x: Tensor, qkv: Trio) -> None:
+    if x.device != qkv[0].device:
+        fail(ValueError, name, f"q's device {qkv[0].device}", x.device, qkv)
+
+
+def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor):
+        fail(TypeError, "sink", "a tensor of shape (Hq,)", describe(sink))
+    check_learned("sink", sink, qkv)
+    if tuple(sink.shape) != (Hq,):
+        fail(ValueError, "sink", f"shape (Hq,) = {(Hq,)}", tuple(sink.shape), qkv)
