@@ -43,13 +43,8 @@ class Backward {
  public:
   Backward(const Spec& spec, const Call& call, const Gradients& grads, const std::vector<int64_t>& code,
            Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        grads_(grads),
-        masked_(!code.empty()),
-        spans_(code, spec, call),
-        kernels_(kernels().backward[spec.dtype]),
-        stopper_(interrupt) {
+      : spec_(spec), call_(call), grads_(grads), masked_(!code.empty()), spans_(code, spec, call),
+        kernels_(kernels().backward[spec.dtype]), stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
     group_ = spec.Hq / spec.Hkv;
     heads_ = spec.B * spec.Hkv;

@@ -64,12 +64,8 @@ std::vector<Slice> slices_of(const std::vector<Run>& seen) {
 class Decode {
  public:
   Decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        spans_(code, spec, call),
-        kernels_(kernels().decode[spec.dtype]),
-        stopper_(interrupt),
-        step_(spec.Lq == 1 && !spans_.dilation_varies() ? spans_.dilation(0) : 1) {
+      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels().decode[spec.dtype]),
+        stopper_(interrupt), step_(spec.Lq == 1 && !spans_.dilation_varies() ? spans_.dilation(0) : 1) {
     look();
     first_piece_.push_back(0);
     for (int64_t set = 0; set < spec.B * spec.Hkv; ++set)

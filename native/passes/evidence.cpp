@@ -32,12 +32,8 @@ class Evidence {
  public:
   Evidence(const Spec& spec, const Call& call, const Facts& facts, const std::vector<int64_t>& code,
            Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        facts_(facts),
-        spans_(code, spec, call),
-        kernels_(kernels().evidence[spec.dtype]),
-        stopper_(interrupt) {
+      : spec_(spec), call_(call), facts_(facts), spans_(code, spec, call),
+        kernels_(kernels().evidence[spec.dtype]), stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
     const bool narrow = spec.dtype == kBFloat16 || spec.dtype == kFloat16;
     const bool dilated = spans_.dilation_varies() || spans_.dilation(0) > 1;

@@ -47,10 +47,7 @@ struct Place {
 class Forward {
  public:
   Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        spans_(code, spec, call),
-        kernels_(kernels().forward[spec.dtype]),
+      : spec_(spec), call_(call), spans_(code, spec, call), kernels_(kernels().forward[spec.dtype]),
         stopper_(interrupt) {
     panel_ = panel_rows(spec.dtype);
     shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;

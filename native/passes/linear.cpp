@@ -16,11 +16,8 @@ constexpr double kInlineWork = 1e6;  // floating point operations that are not w
 class Linear {
  public:
   Linear(const LinearSpec& spec, const LinearCall& call, const LinearGradients* grads, Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        grads_(grads),
-        kernels_((grads ? kernels().linear_gradients : kernels().linear)[spec.dtype]),
-        stopper_(interrupt) {}
+      : spec_(spec), call_(call), grads_(grads),
+        kernels_((grads ? kernels().linear_gradients : kernels().linear)[spec.dtype]), stopper_(interrupt) {}
 
   Outcome run() {
     if (tasks() == 0) return Outcome::kDone;
