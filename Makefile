@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 TORCH_ARGS ?=
+REF ?= HEAD
 ARGS ?=
 WORKERS ?= 2
 
@@ -26,10 +27,10 @@ CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,_api _autograd _bac
 PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help core build stubs demo test test-core test-all browser bench lint format docs sanitize clips data clean
+.PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/.torch: constraints.txt
 	@echo "Making $(VENV)"
@@ -84,6 +85,9 @@ browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
 
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-against: build  ## this tree beside the commit REF (default HEAD), row by row: is anything slower?
+	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
 
 lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)

@@ -17,8 +17,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 TURN = 0.05  # seconds
 LEAST = 2  # turns of each side in a pass
-MORE_PASSES = 6  # for rows that look slower
+MORE_PASSES, MORE = 6, 3  # for rows that look slower, and how much longer such a pass is
 BUSY = 0.1  # share of the CPUs that others may take before the times need care
 Options = argparse.Namespace
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
@@ -57,7 +57,8 @@ class Row:
 
     def __add__(self, more: Row) -> Row:
         """The row with the pairs of one more pass."""
-        return replace(self, pairs=[*self.pairs, *more.pairs])
+        this, other = (a or b for a, b in zip(self.faults, more.faults, strict=True))
+        return Row(self.name, [*self.pairs, *more.pairs], (this, other))
 
     @property
     def best(self) -> Pair:
@@ -98,15 +99,11 @@ def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
 
 
 class Worker:
-    """A process that runs `side.py`. Its first answer says what it has imported."""
+    """A process that runs `side.py`."""
 
-    about: dict[str, str]
-
-    def __init__(self, python: Sequence[str], environment: dict[str, str], options: Options) -> None:
-        command, pipe = [*python, str(HERE / "side.py"), str(options.threads)], subprocess.PIPE
+    def __init__(self, python: Sequence[str], environment: dict[str, str], threads: int) -> None:
+        command, pipe = [*python, str(HERE / "side.py"), str(threads)], subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        if options.realtime:  # also for the threads that it will start
-            os.sched_setscheduler(self.process.pid, os.SCHED_RR, os.sched_param(1))
 
     def __enter__(self) -> Worker:
         return self
@@ -114,48 +111,44 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.process.communicate()  # closes stdin, which ends the process
 
-    def ask(self, *command: Any) -> None:
+    def ask(self, *command: Any) -> Any:
+        """Sends a command and waits for the answer."""
         assert self.process.stdin is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
         assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.process.args}: ended with exit code {self.process.wait()}")
         return json.loads(line)
 
     def time(self, seconds: float) -> float:
-        self.ask("time", seconds)
-        return float(self.answer())
+        return float(self.ask("time", seconds))
 
 
 @contextmanager
-def workers(site: Path, options: Options) -> Iterator[tuple[Worker, Worker]]:
+def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
     """This interpreter with its own `regard`, and with the one in the folder `site`.
 
     An editable install puts a finder before all folders. Python's option -S leaves it out, and PYTHONPATH
     then gives the other packages. The finder acts on imports alone: it makes no call slower.
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
-    with ExitStack() as stack:
-        this = stack.enter_context(Worker([sys.executable], dict(os.environ), options))
-        other = stack.enter_context(
-            Worker([sys.executable, "-S"], os.environ | {"PYTHONPATH": path}, options)
-        )
-        this.about, other.about = this.answer(), other.answer()
-        if site not in Path(other.about["file"]).parents:
-            raise RuntimeError(f"regard: expected that of the other commit in {site}, got {other.about}")
+    environments = dict(os.environ), os.environ | {"PYTHONPATH": path}
+    with (
+        Worker([sys.executable], environments[0], threads) as this,
+        Worker([sys.executable, "-S"], environments[1], threads) as other,
+    ):
+        if site not in Path(other.ask("file")).parents:
+            raise RuntimeError(f"regard: expected the other commit's in {site}, got {other.ask('file')}")
         yield this, other
 
 
-def timed(name: str, both: tuple[Worker, Worker], options: Options, checked: bool) -> Row:
+def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None, checked: bool) -> Row:
     """Prepares a row on both sides, and times it if both results are right."""
-    for worker in both:
-        worker.ask("prepare", name, options.shrink, checked)
     this, other = both
-    faults = this.answer(), other.answer()
-    pairs = [] if any(faults) else take_turns(this.time, other.time, options.seconds)
+    asked = "prepare", name, shrink, checked
+    faults = this.ask(*asked), other.ask(*asked)
+    pairs = [] if any(faults) else take_turns(this.time, other.time, seconds)
     return Row(name, pairs, faults)
 
 
@@ -164,21 +157,30 @@ def progress_bar() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
-def add_pass(rows: dict[str, Row], names: Sequence[str], site: Path, options: Options) -> list[str]:
+def add_pass(
+    rows: dict[str, Row], names: Sequence[str], site: Path, options: Options, seconds: float
+) -> list[str]:
     """Adds the times of two new processes to the rows. Returns the kernels that they use."""
-    with workers(site, options) as both, progress_bar() as progress:
+    with workers(site, options.threads) as both, progress_bar() as progress:
         for name in progress.track(names, description="timing"):
-            row = timed(name, both, options, checked=name not in rows)
+            row = timed(name, both, seconds, options.shrink, checked=name not in rows)
             rows[name] = rows[name] + row if name in rows else row
-        return [worker.about["isa"] for worker in both]
+        return [worker.ask("isa") for worker in both]
 
 
 # The other commit
 
 
 def git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def commit(ref: str) -> str:
+    try:
+        return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    except subprocess.CalledProcessError:
+        raise ValueError(f"REF: expected a commit, got {ref!r}") from None
 
 
 def built(sha: str, console: Console) -> Path:
@@ -207,7 +209,10 @@ def unpack(sha: str, tree: Path) -> None:
 
 def has_our_core(sha: str) -> bool:
     """Whether this tree compiles the same core as the commit."""
-    return not git("diff", "--name-only", sha, "--", "native", "CMakeLists.txt", "pyproject.toml")
+    sources = "--", "native", "CMakeLists.txt", "pyproject.toml"
+    return not git("diff", "--name-only", sha, *sources) + git(
+        "ls-files", "-o", "--exclude-standard", *sources
+    )
 
 
 def copy_core(tree: Path, site: Path) -> None:
@@ -234,14 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = report.console()
     names = chosen(options.only)
-    sha = git("rev-parse", "--verify", f"{options.ref}^{{commit}}")
+    sha = commit(options.ref)
     site = built(sha, console)
+    if options.realtime:  # also for the workers
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     load, rows = Load(), dict[str, Row]()
     for _ in range(options.passes):
-        isas = add_pass(rows, names, site, options)
+        isas = add_pass(rows, names, site, options, options.seconds)
     for _ in range(MORE_PASSES):
         if slow := [row.name for row in rows.values() if row.slower(limit(row, options))]:
-            add_pass(rows, slow, site, options)
+            add_pass(rows, slow, site, options, MORE * options.seconds)
     console.print(header(sha, isas, options, load), highlight=False)
     console.print(table(rows.values(), options))
     said, code = verdict(rows.values(), options)
@@ -278,7 +285,7 @@ def chosen(only: Sequence[str]) -> list[str]:
 
 
 def limit(row: Row, options: Options) -> float:
-    return float(options.small_limit if row.name.startswith(("tiny", "step")) else options.limit)
+    return float(options.small_limit if row.name.startswith(("tiny", "step of")) else options.limit)
 
 
 def header(sha: str, isas: Sequence[str], options: Options, load: Load) -> str:

@@ -95,6 +95,12 @@ class Side:
 
     timed: Timed
 
+    def file(self) -> str | None:
+        return regard.__file__
+
+    def isa(self) -> str:
+        return report().get("native isa", "none")
+
     def prepare(self, row: str, shrink: int | None, checked: bool) -> str:
         """Makes the inputs of a row and calls it once. Returns what is wrong with the result, or ""."""
         self.__dict__.pop("timed", None)  # frees the tensors of the row before
@@ -125,8 +131,6 @@ def best_time(call: Call, seconds: float) -> float:
 def main(threads: int) -> None:
     torch.set_num_threads(threads)
     side = Side()
-    about = {"file": regard.__file__, "isa": report().get("native isa", "none")}
-    print(json.dumps(about), flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         print(json.dumps(getattr(side, command)(*arguments)), flush=True)

@@ -1,10 +1,15 @@
-// The door between Python and the core: integers in, integers out. No arithmetic, no tensors.
+// The door between Python and the core: named structs and addresses in, integers out. No arithmetic, no
+// tensors.
+#include "bind/bind.h"
+
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
-#include "bind/bind.h"
-#include "bind/unpack.h"
+#include <new>
+
+#include "bind/fields.h"
+#include "kernels/kernels.h"
 #include "machine/cpu.h"
 #include "machine/parallel.h"
 #include "mask/spans.h"
@@ -12,116 +17,96 @@
 #include "passes/decode.h"
 #include "passes/evidence.h"
 #include "passes/forward.h"
+#include "passes/linear.h"
+#include "passes/write.h"
 
+using namespace nb::literals;
 using namespace regard;
 
 namespace {
 
-void write_new(const Ints& numbers, const Ints& starts, const Ints& counts) {
-  const size_t sides = (numbers.size() - kWriteNumbers) / kSideNumbers;
-  if (numbers.size() < kWriteNumbers || sides * kSideNumbers + kWriteNumbers != numbers.size() || !sides)
-    throw nb::value_error("numbers: expected those of unpack_write");
-  const Write rows = unpack_write(numbers);
-  if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
-    throw nb::value_error("starts, counts: expected one for each sample");
-  run([&] { return regard::write(rows, starts, counts); });
+using Ints = std::vector<int64_t>;
+
+bool signal_pending() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+constexpr Interrupt kSignals{signal_pending};
+
+template <class Work>
+void run(Work work) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release release;
+    outcome = work();
+  }
+  if (outcome == Outcome::kInterrupted) throw nb::python_error();
+  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
+  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
+}
+
+Call call_of(const Extras& extras, int64_t q, int64_t k, int64_t v, int64_t offset) {
+  Call call = extras;
+  set(call.q, q), set(call.k, k), set(call.v, v);
+  call.offset = offset;
+  call.tensors = extras.tensors.data();
+  return call;
 }
 
 // One checked call, with everything but its data.
 class Attention {
  public:
-  Attention(const Ints& numbers, const Ints& code, double scale, double softcap, int64_t drop_below,
-            double keep_scale)
-      : code_(code) {
-    if (numbers.size() != kSpecNumbers) throw nb::value_error("numbers: expected those of unpack_spec");
-    spec_ = unpack_spec(numbers.data());
-    spec_.scale = scale;
-    spec_.softcap = softcap;
-    spec_.drop_below = static_cast<uint32_t>(drop_below);
-    spec_.keep_scale = keep_scale;
+  Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
+
+  void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
+               const Extras& extras) const {
+    Call call = call_of(extras, q, k, v, offset);
+    set(call.out, out), set(call.lse, lse);
+    run([&] { return regard::forward(spec_, call, code_, kSignals); });
   }
 
-  void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset) const {
-    Call call{};
-    set(call, q, k, v, out, lse, offset);
-    run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
-  }
-
-  // extras: bias, per-head numbers, first distance, distances, sink, offsets, seed, stats, rest
-  void forward_with(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
-                    const Ints& extras, const Ints& tensors) const {
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    set(call, q, k, v, out, lse, offset);
-    set_extras(call, extras, mask);
-    run([&] { return regard::forward(spec_, call, code_, {signal_pending}); });
-  }
-
-  // where: q, k, v, out, lse, offset, Lk, scales of K, scales of V, table, its stride; then, if the last
-  // token is to be written first, the numbers of unpack_token
-  void decode(const Ints& where, const Ints& extras, const Ints& tensors) const {
-    const bool writes = where.size() == 11 + kTokenNumbers;
-    if (where.size() != 11 && !writes) throw nb::value_error("expected 11 numbers, or those of a token more");
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    set(call, where[0], where[1], where[2], where[3], where[4], where[5]);
-    set_extras(call, extras, mask);
-    call.k_scale = pointer<const void>(where[7]), call.v_scale = pointer<const void>(where[8]);
-    call.table = pointer<const int32_t>(where[9]), call.table_stride = where[10];
+  // Over the first Lk of the stored keys. The last one is written first if it is given as a token.
+  void decode(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, int64_t Lk,
+              int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Extras& extras,
+              const Token* token) const {
+    Call call = call_of(extras, q, k, v, offset);
+    set(call.out, out), set(call.lse, lse), set(call.k_scale, k_scale), set(call.v_scale, v_scale);
+    set(call.table, table), call.table_stride = table_stride;
     Spec spec = spec_;
-    spec.Lk = where[6];
-    if (writes) {
-      const Write token = unpack_token(spec, call, where.data() + 11);
-      run([&] { return regard::write(token, Ints(spec.B, spec.Lk - 1), Ints(spec.B, 1)); });
-    }
-    run([&] { return regard::decode(spec, call, code_, {signal_pending}); });
+    spec.Lk = Lk;
+    if (token) run([&] { return write_token(spec, call, *token); });
+    run([&] { return regard::decode(spec, call, code_, kSignals); });
   }
 
   bool decodes() const { return regard::decodes(spec_); }
 
-  // gradients: the addresses of out, rest, dout, dlse, stats, dq, dk, dv, dbias, dby_head, dsink, then four
-  // strides each of dout, dk, dv and dbias
-  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Ints& extras, const Ints& tensors,
-                const Ints& gradients) const {
-    if (gradients.size() != 27) throw nb::value_error("expected 27 gradients");
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    set(call, q, k, v, 0, 0, offset);
-    set_extras(call, extras, mask);
-    const Gradients grads = unpack_gradients(gradients.data());
-    run([&] { return regard::backward(spec_, call, grads, code_, {signal_pending}); });
+  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Extras& extras,
+                const Gradients& gradients) const {
+    const Call call = call_of(extras, q, k, v, offset);
+    run([&] { return regard::backward(spec_, call, gradients, code_, kSignals); });
   }
 
-  // facts: the numbers of unpack_facts
-  void evidence(int64_t q, int64_t k, int64_t offset, const Ints& extras, const Ints& tensors,
-                const Ints& facts) const {
-    if (facts.size() != kFactNumbers) throw nb::value_error("facts: expected those of unpack_facts");
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    set(call, q, k, k, 0, 0, offset);
-    set_extras(call, extras, mask);
-    const Facts wanted = unpack_facts(facts.data());
-    run([&] { return regard::evidence(spec_, call, wanted, code_, {signal_pending}); });
+  void evidence(int64_t q, int64_t k, int64_t offset, const Extras& extras, const Facts& facts) const {
+    const Call call = call_of(extras, q, k, k, offset);
+    run([&] { return regard::evidence(spec_, call, facts, code_, kSignals); });
   }
 
-  std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int> cost(
-      int64_t offset, const Ints& extras, const Ints& tensors) const {
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    call.offset = offset;
-    set_extras(call, extras, mask);
+  std::map<std::string, int64_t> cost(int64_t offset, const Extras& extras) const {
+    const Call call = call_of(extras, 0, 0, 0, offset);
     const Cost c = measure(Spans(code_, spec_, call), spec_, rows_together(spec_));
     const Cut plan = cut(spec_, call, code_);
-    return {c.pairs, c.touched, c.full, c.partial, c.empty, plan.tasks, plan.scratch_bytes, plan.threads};
+    return {{"pairs", c.pairs},        {"touched", c.touched},
+            {"full", c.full},          {"partial", c.partial},
+            {"empty", c.empty},        {"tasks", plan.tasks},
+            {"threads", plan.threads}, {"scratch_bytes", plan.scratch_bytes * plan.threads}};
   }
 
+  // (begin, end, set of rows as bits) of the keys that rows row, row + step, ... see.
   std::vector<std::tuple<int64_t, int64_t, uint32_t>> runs(int64_t batch, int64_t head, int64_t row,
                                                            int64_t step, int count, int64_t offset,
-                                                           const Ints& extras, const Ints& tensors) const {
-    const std::vector<MaskTensor> mask = unpack_tensors(tensors);
-    Call call{};
-    call.offset = offset;
-    set_extras(call, extras, mask);
+                                                           const Extras& extras) const {
+    const Call call = call_of(extras, 0, 0, 0, offset);
     Runs found;
     Spans(code_, spec_, call).find({batch, head, row, step, count}, found);
     std::vector<std::tuple<int64_t, int64_t, uint32_t>> list;
@@ -130,52 +115,73 @@ class Attention {
   }
 
  private:
-  static void set(Call& call, int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset) {
-    call.q = pointer<const void>(q), call.k = pointer<const void>(k), call.v = pointer<const void>(v);
-    call.out = pointer<void>(out), call.lse = pointer<void>(lse);
-    call.offset = offset;
-  }
-
-  static void set_extras(Call& call, const Ints& x, const std::vector<MaskTensor>& tensors) {
-    if (x.size() != 9) throw nb::value_error("expected 9 extras");
-    unpack_extras(x.data(), call);
-    call.tensors = tensors.data();
-  }
-
-  Spec spec_{};
+  Spec spec_;
   Ints code_;
 };
+
+void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
+  if (rows.sides.empty()) throw nb::value_error("sides: expected at least one");
+  if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
+    throw nb::value_error("starts, counts: expected one for each sample");
+  run([&] { return regard::write(rows, starts, counts); });
+}
+
+void bind_attention(nb::module_& m) {
+  nb::class_<Attention>(m, "Attention")
+      .def(nb::init<const Spec&, Ints>(), "spec"_a, "code"_a)
+      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "extras"_a)
+      .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
+           "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "extras"_a, "token"_a.none())
+      .def("decodes", &Attention::decodes)
+      .def("backward", &Attention::backward, "q"_a, "k"_a, "v"_a, "offset"_a, "extras"_a, "gradients"_a)
+      .def("evidence", &Attention::evidence, "q"_a, "k"_a, "offset"_a, "extras"_a, "facts"_a)
+      .def("cost", &Attention::cost, "offset"_a, "extras"_a)
+      .def("runs", &Attention::runs, "batch"_a, "head"_a, "row"_a, "step"_a, "count"_a, "offset"_a,
+           "extras"_a);
+  m.def("write", &write_rows, "rows"_a, "starts"_a, "counts"_a);
+}
+
+void bind_linear(nb::module_& m) {
+  m.attr("LINEAR_SEGMENT") = kLinearChunk * kLinearSegment;
+  m.def(
+      "linear_forward",
+      [](const LinearSpec& spec, const LinearCall& call) {
+        run([&] { return linear_forward(spec, call, kSignals); });
+      },
+      "spec"_a, "call"_a);
+  m.def(
+      "linear_backward",
+      [](const LinearSpec& spec, const LinearCall& call, const LinearGradients& gradients) {
+        run([&] { return linear_backward(spec, call, gradients, kSignals); });
+      },
+      "spec"_a, "call"_a, "gradients"_a);
+}
+
+void bind_machine(nb::module_& m) {
+  m.def("compiled", &compiled);
+  m.def("runnable", &runnable);
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("use", &use, "name"_a);
+  m.def("open_pool", &open_pool, "library"_a);
+  m.def("threads", &threads);
+  m.def("compiler", [] { return std::string("C++ " __VERSION__); });
+  m.def(
+      "fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); }, "rounds"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_probe",
+      [](int64_t data, int64_t count) {
+        return kernels().read_probe(reinterpret_cast<const float*>(data), count);
+      },
+      "data"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
+}
 
 }  // namespace
 
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // cached calls live as long as the process
-  nb::class_<Attention>(m, "Attention")
-      .def(nb::init<const Ints&, const Ints&, double, double, int64_t, double>(), nb::arg("numbers"),
-           nb::arg("code"), nb::arg("scale"), nb::arg("softcap"), nb::arg("drop_below"),
-           nb::arg("keep_scale"))
-      .def("forward", &Attention::forward)
-      .def("forward_with", &Attention::forward_with)
-      .def("decode", &Attention::decode)
-      .def("decodes", &Attention::decodes)
-      .def("backward", &Attention::backward)
-      .def("evidence", &Attention::evidence)
-      .def("cost", &Attention::cost)
-      .def("runs", &Attention::runs);
-  m.def("write", &write_new);
+  bind_structs(m);
+  bind_attention(m);
   bind_linear(m);
-  m.def("compiled", &compiled);
-  m.def("runnable", &runnable);
-  m.def("isa", [] { return std::string(kernels().name); });
-  m.def("use", &use);
-  m.def("open_pool", &open_pool);
-  m.def("threads", &threads);
-  m.def("compiler", [] { return std::string("C++ " __VERSION__); });
-  m.def(
-      "fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "read_probe",
-      [](int64_t data, int64_t count) { return kernels().read_probe(pointer<const float>(data), count); },
-      nb::call_guard<nb::gil_scoped_release>());
+  bind_machine(m);
 }

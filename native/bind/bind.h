@@ -1,32 +1,18 @@
-// What the doors between Python and the core share.
+// What the files of the binding share.
 #pragma once
 #include <nanobind/nanobind.h>
 
-#include <new>
+#include <vector>
 
-#include "machine/work.h"
-
-namespace nb = nanobind;
+#include "types.h"
 
 namespace regard {
 
-inline bool signal_pending() {
-  nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
+// What a call has besides q, k, v and their results; those are still to be set.
+struct Extras : Call {
+  std::vector<MaskTensor> tensors;
+};
 
-template <class Work>
-void run(Work work) {
-  Outcome outcome;
-  {
-    nb::gil_scoped_release release;
-    outcome = work();
-  }
-  if (outcome == Outcome::kInterrupted) throw nb::python_error();
-  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
-  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
-}
-
-void bind_linear(nb::module_& m);
+void bind_structs(nanobind::module_& m);
 
 }  // namespace regard

@@ -283,7 +283,7 @@ int64_t linear_bytes(const LinearSpec& spec) {
   const LinearTask task{&spec, &call, &grads, 0, 0, nullptr, nullptr, nullptr};
   constexpr uintptr_t anywhere = 64;
   Arena arena{reinterpret_cast<char*>(anywhere)};
-  const Pass<V> pass(task, {}, arena);
+  const Pass<V> pass(task, kTokenAccess<V, typename V::Scalar>, arena);
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - anywhere);
 }
 

@@ -33,9 +33,10 @@ class Writer {
 
   // Rows of one head, as many at once as lie in one page.
   void head(const Side& side, int64_t b, int64_t h) {
-    const int64_t item = w_.dtype == kFloat64 ? 8 : w_.dtype == kFloat32 ? 4 : 2;
+    const int64_t item = item_bytes(w_.dtype);
     const int64_t kept = w_.store == kFloats ? item : 1;
-    const char* source = static_cast<const char*>(side.source) + (b * side.from.b + h * side.from.h) * item;
+    const char* source =
+        static_cast<const char*>(side.source) + (b * side.source_stride.b + h * side.source_stride.h) * item;
     for (int64_t done = 0, n; done < counts_[b]; done += n) {
       const int64_t at = starts_[b] + done, row = w_.table ? at & (w_.page - 1) : at;
       n = w_.table ? std::min(w_.page - row, counts_[b] - done) : counts_[b];
@@ -45,11 +46,12 @@ class Writer {
         return;
       }
       char* target =
-          static_cast<char*>(side.target) + (outer * side.to.b + h * side.to.h + row * side.to.l) * kept;
+          static_cast<char*>(side.target) +
+          (outer * side.target_stride.b + h * side.target_stride.h + row * side.target_stride.l) * kept;
       char* scales = static_cast<char*>(side.scales) +
-                     2 * (outer * side.scale.b + h * side.scale.h + row * side.scale.l);
-      kernel_({w_.store, n, side.width, source + done * side.from.l * item, side.from.l, side.from.d, target,
-               side.to.l, scales, side.scale.l});
+                     2 * (outer * side.scale_stride.b + h * side.scale_stride.h + row * side.scale_stride.l);
+      kernel_({w_.store, n, side.width, source + done * side.source_stride.l * item, side.source_stride.l,
+               side.source_stride.d, target, side.target_stride.l, scales, side.scale_stride.l});
     }
   }
 
@@ -64,6 +66,16 @@ class Writer {
 
 Outcome write(const Write& write, const std::vector<int64_t>& starts, const std::vector<int64_t>& counts) {
   return Writer(write, starts, counts).run();
+}
+
+Outcome write_token(const Spec& s, const Call& c, const Token& token) {
+  Write w{s.dtype, s.store, s.B, s.Hkv, c.table, c.table_stride, s.page, s.pages, {}};
+  w.sides.push_back(
+      {token.k, token.k_stride, const_cast<void*>(c.k), s.k, const_cast<void*>(c.k_scale), s.k_scale, s.D});
+  if (token.v)
+    w.sides.push_back({token.v, token.v_stride, const_cast<void*>(c.v), s.v, const_cast<void*>(c.v_scale),
+                       s.v_scale, s.Dv});
+  return write(w, std::vector<int64_t>(s.B, s.Lk - 1), std::vector<int64_t>(s.B, 1));
 }
 
 }  // namespace regard

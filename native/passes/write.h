@@ -10,11 +10,11 @@ namespace regard {
 // Rows of K or V: (B, H, L, width) as they come, and where they are kept.
 struct Side {
   const void* source;
-  Strides from;
+  Strides source_stride;
   void* target;
-  Strides to;  // samples or pages, heads, rows; in elements, or bytes of codes
+  Strides target_stride;  // samples or pages, heads, rows; in elements, or bytes of codes
   void* scales;
-  Strides scale;  // in float16 numbers
+  Strides scale_stride;  // in float16 numbers
   int64_t width;
 };
 
@@ -27,7 +27,16 @@ struct Write {
   std::vector<Side> sides;
 };
 
+// One key and value of each sample, still to be written; v is null where values are a view of the keys.
+struct Token {
+  const void *k, *v;
+  Strides k_stride, v_stride;
+};
+
 // Of sample b the first counts[b] rows, to rows starts[b] on.
 Outcome write(const Write& write, const std::vector<int64_t>& starts, const std::vector<int64_t>& counts);
+
+// The last of the call's spec.Lk stored keys.
+Outcome write_token(const Spec& spec, const Call& call, const Token& token);
 
 }  // namespace regard

@@ -1,82 +1,230 @@
 from collections.abc import Sequence
 
-class Attention:
+class Spec:
     def __init__(
         self,
-        numbers: Sequence[int],
-        code: Sequence[int],
+        *,
+        dtype: int,
+        bias_dtype: int,
+        bias: int,
+        B: int,
+        Hq: int,
+        Hkv: int,
+        Lq: int,
+        Lk: int,
+        D: int,
+        Dv: int,
+        q: Sequence[int],
+        k: Sequence[int],
+        v: Sequence[int],
+        out: Sequence[int],
+        bias_stride: Sequence[int],
         scale: float,
         softcap: float,
         drop_below: int,
         keep_scale: float,
+        store: int = 0,
+        k_scale: Sequence[int] = [0, 0, 0, 0],
+        v_scale: Sequence[int] = [0, 0, 0, 0],
+        page: int = 0,
+        pages: int = 0,
     ) -> None: ...
-    def forward(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, /) -> None: ...
-    def forward_with(
+
+class MaskTensor:
+    def __init__(self, *, data: int, size: Sequence[int], stride: Sequence[int]) -> None: ...
+
+class Extras:
+    def __init__(
         self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: int,
-        arg6: Sequence[int],
-        arg7: Sequence[int],
-        /,
+        *,
+        stats: int = 0,
+        rest: int = 0,
+        bias: int = 0,
+        by_head: int = 0,
+        distance_low: int = 0,
+        distances: int = 0,
+        sink: int = 0,
+        offsets: int = 0,
+        seed: int = 0,
+        tensors: Sequence[MaskTensor] = [],
     ) -> None: ...
-    def decode(self, arg0: Sequence[int], arg1: Sequence[int], arg2: Sequence[int], /) -> None: ...
+
+class Gradients:
+    def __init__(
+        self,
+        *,
+        out: int,
+        rest: int,
+        dout: int,
+        dout_stride: Sequence[int],
+        dlse: int,
+        stats: int,
+        dq: int,
+        dk: int,
+        dk_stride: Sequence[int],
+        dv: int,
+        dv_stride: Sequence[int],
+        dbias: int,
+        dbias_stride: Sequence[int],
+        dby_head: int,
+        dsink: int,
+    ) -> None: ...
+
+class Facts:
+    def __init__(
+        self,
+        *,
+        k: int = 0,
+        top_weights: int = 0,
+        top_keys: int = 0,
+        nats: int = 0,
+        choices: int = 0,
+        column_mass: int = 0,
+        row_weights: int = 0,
+        row_weights_batch: int = 0,
+        histogram: int = 0,
+        distance_low: int = 0,
+        distances: int = 0,
+        sets: int = 0,
+        chosen: int = 0,
+        mass_on: int = 0,
+        block: int = 0,
+        block_mass: int = 0,
+        block_max: int = 0,
+        n_rows: int = 0,
+        rows: int = 0,
+        row_values: int = 0,
+    ) -> None: ...
+
+class Side:
+    def __init__(
+        self,
+        *,
+        source: int,
+        source_stride: Sequence[int],
+        target: int,
+        target_stride: Sequence[int],
+        scales: int,
+        scale_stride: Sequence[int],
+        width: int,
+    ) -> None: ...
+
+class Write:
+    def __init__(
+        self,
+        *,
+        dtype: int,
+        store: int,
+        B: int,
+        H: int,
+        table: int,
+        table_stride: int,
+        page: int,
+        pages: int,
+        sides: Sequence[Side],
+    ) -> None: ...
+
+class Token:
+    def __init__(self, *, k: int, k_stride: Sequence[int], v: int, v_stride: Sequence[int]) -> None: ...
+
+class LinearSpec:
+    def __init__(
+        self,
+        *,
+        dtype: int,
+        B: int,
+        Hq: int,
+        Hkv: int,
+        L: int,
+        D: int,
+        Dv: int,
+        q: Sequence[int],
+        k: Sequence[int],
+        v: Sequence[int],
+        out: Sequence[int],
+        scale: float,
+        normalize: bool,
+    ) -> None: ...
+
+class LinearCall:
+    def __init__(
+        self,
+        *,
+        q: int,
+        k: int,
+        v: int,
+        out: int = 0,
+        log_decay: int,
+        beta: int,
+        lengths: int,
+        S: int,
+        z: int,
+        S_end: int = 0,
+        z_end: int = 0,
+        S_kept: int = 0,
+        z_kept: int = 0,
+        errors: int = 0,
+    ) -> None: ...
+
+class LinearGradients:
+    def __init__(
+        self,
+        *,
+        dout: int,
+        dout_stride: Sequence[int],
+        dS_end: int,
+        dz_end: int,
+        dq: int,
+        dq_stride: Sequence[int],
+        dk: int,
+        dk_stride: Sequence[int],
+        dv: int,
+        dv_stride: Sequence[int],
+        dlog_decay: int,
+        dbeta: int,
+        dS: int,
+        dz: int,
+    ) -> None: ...
+
+class Attention:
+    def __init__(self, spec: Spec, code: Sequence[int]) -> None: ...
+    def forward(self, q: int, k: int, v: int, out: int, lse: int, offset: int, extras: Extras) -> None: ...
+    def decode(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        offset: int,
+        Lk: int,
+        k_scale: int,
+        v_scale: int,
+        table: int,
+        table_stride: int,
+        extras: Extras,
+        token: Token | None,
+    ) -> None: ...
     def decodes(self) -> bool: ...
-    def backward(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: Sequence[int],
-        arg5: Sequence[int],
-        arg6: Sequence[int],
-        /,
-    ) -> None: ...
-    def evidence(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: Sequence[int],
-        arg4: Sequence[int],
-        arg5: Sequence[int],
-        /,
-    ) -> None: ...
-    def cost(
-        self, arg0: int, arg1: Sequence[int], arg2: Sequence[int], /
-    ) -> tuple[int, int, int, int, int, int, int, int]: ...
+    def backward(self, q: int, k: int, v: int, offset: int, extras: Extras, gradients: Gradients) -> None: ...
+    def evidence(self, q: int, k: int, offset: int, extras: Extras, facts: Facts) -> None: ...
+    def cost(self, offset: int, extras: Extras) -> dict[str, int]: ...
     def runs(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: int,
-        arg6: Sequence[int],
-        arg7: Sequence[int],
-        /,
+        self, batch: int, head: int, row: int, step: int, count: int, offset: int, extras: Extras
     ) -> list[tuple[int, int, int]]: ...
 
-def write(arg0: Sequence[int], arg1: Sequence[int], arg2: Sequence[int], /) -> None: ...
+def write(rows: Write, starts: Sequence[int], counts: Sequence[int]) -> None: ...
 
 LINEAR_SEGMENT: int = 512
 
-class Linear:
-    def __init__(self, numbers: Sequence[int], scale: float) -> None: ...
-    def forward(self, arg: Sequence[int], /) -> None: ...
-    def backward(self, arg0: Sequence[int], arg1: Sequence[int], /) -> None: ...
-
+def linear_forward(spec: LinearSpec, call: LinearCall) -> None: ...
+def linear_backward(spec: LinearSpec, call: LinearCall, gradients: LinearGradients) -> None: ...
 def compiled() -> list[str]: ...
 def runnable() -> list[str]: ...
 def isa() -> str: ...
-def use(arg: str, /) -> bool: ...
-def open_pool(arg: str, /) -> bool: ...
+def use(name: str) -> bool: ...
+def open_pool(library: str) -> bool: ...
 def threads() -> int: ...
 def compiler() -> str: ...
-def fma_probe(arg: int, /) -> float: ...
-def read_probe(arg0: int, arg1: int, /) -> float: ...
+def fma_probe(rounds: int) -> float: ...
+def read_probe(data: int, count: int) -> float: ...

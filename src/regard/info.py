@@ -13,7 +13,7 @@ import torch
 
 from ._autograd.attention import run
 from ._backends import dispatch as _dispatch
-from ._backends.native import attention as _native
+from ._backends.native import core
 from ._call.make import make
 from ._call.spec import Options
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6  # relative L2 in float32
 
 def report() -> dict[str, str]:
     """Name -> text, in the order to print."""
-    missing = _native.reason_unavailable()
+    missing = core.reason_unavailable()
     facts = {
         "regard": _version(),
         "python": platform.python_version(),
@@ -31,7 +31,7 @@ def report() -> dict[str, str]:
         "auto means": " then ".join(_auto()),
         "native core": "available" if missing is None else f"not available: {missing}",
     }
-    return facts | (dict(_lines(_native.info(), "native ")) if missing is None else {})
+    return facts | (dict(_lines(core.info(), "native ")) if missing is None else {})
 
 
 def self_test(name: str) -> float | None:

@@ -17,12 +17,12 @@ import regard
 from regard import info
 from regard import masks as M
 from regard._backends import dispatch as _dispatch
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.make import make
 from regard._call.spec import Options
 from support import assert_close
 
-needs_core = pytest.mark.skipif(_native.reason_unavailable() is not None, reason="no compiled core")
+needs_core = pytest.mark.skipif(core.reason_unavailable() is not None, reason="no compiled core")
 IMPLS = ["native", "torch", "reference"]
 OPTIONS = ["mask", "offset", "bias", "scale", "softcap", "sink", "dropout", "seed"]
 
@@ -32,8 +32,8 @@ def qkv(*batch: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def available(impl: str) -> str:
-    if impl == "native" and _native.reason_unavailable() is not None:
-        pytest.skip(str(_native.reason_unavailable()))
+    if impl == "native" and core.reason_unavailable() is not None:
+        pytest.skip(str(core.reason_unavailable()))
     return impl
 
 
@@ -98,12 +98,12 @@ def test_weights_keep_the_dtype() -> None:
 
 
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: None)
+    monkeypatch.setattr(core, "reason_unavailable", lambda: None)
     assert _dispatch.choose(make(*qkv(7))) == "native"
 
 
 def test_auto_without_a_core_takes_torch_then_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: "not built")
+    monkeypatch.setattr(core, "reason_unavailable", lambda: "not built")
     q, k, v = qkv(11)
     assert _dispatch.choose(make(q, k, v)) == "torch"
     assert _dispatch.choose(make(q, k, v, Options(softcap=1.0, dropout=0.5))) == "reference"
@@ -117,7 +117,7 @@ def test_auto_elsewhere_is_torch() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "reference", "native"])
 def test_a_named_backend_never_falls_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: None)
+    monkeypatch.setattr(core, "reason_unavailable", lambda: None)
     table = _dispatch.TABLE["attention"]
     monkeypatch.setitem(table, name, table[name]._replace(reasons=lambda problem: ("it is Sunday",)))
     arguments = torch.randn(3, 5, 8), torch.randn(3, 13, 8), torch.randn(3, 13, 2)
@@ -128,7 +128,7 @@ def test_a_named_backend_never_falls_back(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_native_without_a_core_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: "the core is not built")
+    monkeypatch.setattr(core, "reason_unavailable", lambda: "the core is not built")
     with pytest.raises(
         NotImplementedError, match="native: the core is not built; possible here: impl='torch'"
     ):

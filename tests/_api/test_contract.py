@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.dropout import kept
 from regard.scores import Alibi
 from support import HAVE_CORE, assert_close, rel_l2, repeats
@@ -176,7 +176,7 @@ def check_against_clean(
     """`rows` are what they would be, had key j been an ordinary one."""
     k, v = k.clone(), v.clone()
     k[:, :, j], v[:, :, j] = 0, 0
-    want, want_lse = Call(q, k, v, options, _native.info()["isa"]).expected()
+    want, want_lse = Call(q, k, v, options, core.info()["isa"]).expected()
     dtype = out.dtype
     assert rel_l2(out[rows], want[rows]) <= (1e-12 if dtype is torch.float64 else 1e-6) + 1.01 * rel_l2(
         want[rows].to(dtype), want[rows]
@@ -372,7 +372,7 @@ def test_ranks(isa: str, poison: None) -> None:
 
 
 def shapes_for_threads() -> list[Call]:
-    isas = _native.isas()
+    isas = core.isas()
     made = [Sampler(seed, 4e7, isas).call() for seed in range(900, 944)]
     x = torch.randn(1, 2, 700, 32)
     masks = (

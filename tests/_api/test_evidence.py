@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard import facts as F
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.make import make as make_problem
 from regard.cost import peak_memory
 from support import HAVE_CORE, rel_l2
@@ -80,7 +80,7 @@ def test_every_dtype(isa: str, dtype: torch.dtype, poison: None) -> None:
     ("name", "impl"), [*((name, "native") for name in OPTIONS), ("causal", "torch"), ("everything", "torch")]
 )
 def test_every_option_at_2048_tokens(name: str, impl: str) -> None:
-    call = call_of(name, _native.isas()[0], 1, 2, 1, 2048, 2048, 64)
+    call = call_of(name, core.isas()[0], 1, 2, 1, 2048, 2048, 64)
     found = faults(call, every_fact(2048, 2048), impl)
     assert not found, found
 

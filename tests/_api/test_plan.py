@@ -11,7 +11,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from support import HAVE_CORE
 
 B, HQ, HKV, LQ, LK, D, DV = 2, 6, 3, 5, 7, 8, 4
@@ -36,8 +36,8 @@ def visible(mask: M.Mask | None) -> int:
 @pytest.mark.parametrize("impl", ["native", "torch", "reference"])
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 def test_useful_work(impl: str, mask: M.Mask | None) -> None:
-    if impl == "native" and _native.reason_unavailable() is not None:
-        pytest.skip(str(_native.reason_unavailable()))
+    if impl == "native" and core.reason_unavailable() is not None:
+        pytest.skip(str(core.reason_unavailable()))
     p = regard.plan(*qkv(), mask=mask, impl=impl)
     pairs = visible(mask)
     assert p.impl == impl

@@ -14,7 +14,8 @@ import regard
 from regard import masks as M
 from regard._api import stored as _decode
 from regard._api.stored import attend_stored
-from regard._backends.native import attention as _native
+from regard._backends.native import core
+from regard._backends.native import stored as _stored
 from regard._call.spec import Options
 from regard._call.stored import Stored
 from regard.scores import Alibi, RelativeBias
@@ -46,7 +47,7 @@ class FewRows(Sampler):
 
 
 def grid(seeds: range, work: float) -> str:
-    calls = ((seed, FewRows(seed, work, _native.isas()).call()) for seed in seeds)
+    calls = ((seed, FewRows(seed, work, core.isas()).call()) for seed in seeds)
     return "\n".join(f"seed {n}: {'; '.join(f)} in {c}" for n, c in calls if (f := faults(c)))
 
 
@@ -239,7 +240,7 @@ def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
         stored = store(k.to(dtype), v.to(dtype), kind, page)
         twin = Stored(*(x.clone() if isinstance(x, Tensor) else x for x in stored))
         stored.write(starts, counts, new_k, new_v)
-        _native.write(twin, starts, counts, new_k, new_v)
+        _stored.write(twin, starts, counts, new_k, new_v)
         both = (
             (stored.k, twin.k),
             (stored.v, twin.v),
@@ -255,7 +256,7 @@ def test_writing_is_the_same_for_any_number_of_threads() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         stored = store(torch.zeros_like(k), torch.zeros_like(v), "int8", 0)
-        _native.write(stored, [0], [2000], k, v)
+        _stored.write(stored, [0], [2000], k, v)
         found.append(stored)
     for other in found[1:]:
         assert torch.equal(found[0].k, other.k)
@@ -268,7 +269,7 @@ def test_a_wrong_page_is_not_written_to() -> None:
     assert stored.table is not None
     stored.table[0, 1] = 99
     with pytest.raises(IndexError, match="page"):
-        _native.write(stored, [10], [20], k, v)
+        _stored.write(stored, [10], [20], k, v)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "torch"])

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,9 @@ from support import HAVE_CORE, ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
+    "against",
     "cases",
+    "checks",
     "command",
     "cost",
     "evidence",
@@ -34,7 +37,9 @@ MODULES = (
     "report",
     "run",
     "scaling",
+    "side",
     "sparse",
+    "steps",
 )
 
 pytest.importorskip("rich")
@@ -271,6 +276,100 @@ def test_the_commands_run(script: str) -> None:
         "modules.py": "| training, dropout 0.1 |",
     }
     assert told[script] in done.stdout
+
+
+def test_every_row_of_both_sides_is_right(bench: Any) -> None:
+    side = bench.side.Side()
+    with torch.no_grad():
+        faults = {name: side.prepare(name, 32, checked=True) for name in bench.side.ROWS}
+        assert side.time(0) > 0
+    assert {name: fault for name, fault in faults.items() if fault} == {}
+    assert {case.name for case in bench.cases.CASES} < set(faults)
+
+
+def test_this_tree_is_compared_with_a_copy(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site"
+    bench.against.copy_core(ROOT, site)
+    monkeypatch.setattr(bench.against, "git", lambda *arguments: "0" * 40)
+    monkeypatch.setattr(bench.against, "built", lambda sha, console: site)
+    monkeypatch.setattr(bench.against, "TURN", 0.001)
+    rows = ["--only", "causal-512-64", "--only", "tiny-lse", "--only", "step of KVCache"]
+    tiny = ["--shrink", "32", "--passes", "1", "--seconds", "0.001", "--threads", "1"]
+    assert bench.against.main(["HEAD", *rows, *tiny, "--limit", "100", "--small-limit", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "No row is slower." in printed
+    shown = [line.split() for line in printed.splitlines() if " to " in line]
+    assert [line[0] for line in shown] == ["causal-512-64", "backward-causal-512-64", "tiny-lse", "step"]
+    assert all(0.01 < float(line[line.index("to") - 2]) < 100 for line in shown)
+    kernels = printed.split("kernels ")
+    assert kernels[1].split(";")[0] == kernels[2].split()[0] != "none"
+
+
+def test_sides_take_turns(bench: Any) -> None:
+    order = []
+
+    def turn(name: str, seconds: float) -> float:
+        order.append(name)
+        return seconds
+
+    pairs = bench.against.take_turns(partial(turn, "A"), partial(turn, "B"), 0)
+    assert "".join(order) == "ABBA"
+    assert pairs == [(bench.against.TURN, bench.against.TURN)] * 2
+
+
+@pytest.mark.parametrize(
+    ("pairs", "slower"),
+    [
+        ([(1.04, 1.0)] * 4, True),
+        ([(1.02, 1.0)] * 4, False),
+        ([(1.0, 1.04)] * 4, False),
+        ([(1.0, 1.0), (1.4, 1.0), (1.4, 1.0)], False),  # disturbed
+        ([(1.04, 1.04), (1.04, 1.04), (1.04, 1.0)], False),  # a lucky turn
+    ],
+)
+def test_a_slower_side_is_found(bench: Any, pairs: list[tuple[float, float]], slower: bool) -> None:
+    assert bench.against.Row("row", pairs).slower(1.03) is slower
+
+
+def test_a_slower_row_is_measured_again_and_fails(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passes = []
+
+    def add_pass(rows: dict[str, Any], names: list[str], *others: Any) -> list[str]:
+        passes.append(names)
+        for name in names:
+            pair = (2.0, 1.0) if name == "tiny-lse" else (1.0, 1.0)
+            rows[name] = bench.against.Row(name, [pair] * 2)
+        return ["avx2", "avx2"]
+
+    monkeypatch.setattr(bench.against, "git", lambda *arguments: "0" * 40)
+    monkeypatch.setattr(bench.against, "built", lambda sha, console: ROOT)
+    monkeypatch.setattr(bench.against, "add_pass", add_pass)
+    assert bench.against.main(["HEAD", "--only", "tiny", "--passes", "1"]) == 1
+    assert [len(names) for names in passes] == [5] + [1] * bench.against.MORE_PASSES
+    assert "Slower: tiny-lse." in capsys.readouterr().out
+
+
+def test_a_wrong_row_has_no_time(bench: Any) -> None:
+    right, wrong = bench.against.Row("right", [(1.0, 1.0)] * 2), bench.against.Row("wrong", (), ("fault", ""))
+    options = bench.against.parse(["HEAD"])
+    assert bench.against.verdict([right, wrong], options) == ("Wrong: wrong.", 1)
+    missing = bench.against.Row("missing", (), ("", "unknown to the other commit"))
+    assert bench.against.verdict([right, missing], options)[1] == 0
+    assert not wrong.slower(0)
+    assert not missing.slower(0)
+    assert (right + wrong).faults == ("fault", "")
+    assert bench.against.table([wrong, missing], options).row_count == 2
+
+
+def test_another_commit_must_exist(bench: Any) -> None:
+    with pytest.raises(ValueError, match="REF: expected a commit, got 'no such commit'"):
+        bench.against.commit("no such commit")
+    with pytest.raises(ValueError, match="--only"):
+        bench.against.chosen(["no such row"])
 
 
 def test_modules_stay_apart(bench: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-import regard.cache._cache as core
+import regard.cache._attend as core
 from regard import cache as C
 from support import assert_close
 from support.cache import KINDS, SCALE, Cache, D, Dv, Hkv, append, attend, expected, new, tokens
@@ -303,7 +303,7 @@ class PagedMachine(RuleBasedStateMachine):
         pool = self.caches[0]._pool
         users = [0] * 14
         for cache in self.caches:
-            for sequence in cache._held.values():
+            for sequence in cache._sequences.values():
                 assert len(sequence.pages) == -(-sequence.length // 16)
                 for number in sequence.pages:
                     users[number] += 1

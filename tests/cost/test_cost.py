@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard import cost
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.cache import KVCache, LatentCache, LinearCache, PagedCache, QuantizedCache, SlidingCache
 from regard.cost import (
     AttentionSpec,
@@ -285,7 +285,7 @@ def test_flops_equal_a_counter_of_tiles(name: str) -> None:
     B, H, L, D, Dv, mask = 2, 4, 101, 8, 5, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
     found = CallSpec(B, H, L, D, Dv=Dv, mask=mask).cost()
-    panel = {"avx2": 16, "wide": 32}.get(str(_native.info()["isa"]), 8)
+    panel = {"avx2": 16, "wide": 32}.get(str(core.info()["isa"]), 8)
     pairs = B * H * L * L, B * H * L * (L + 1) // 2, int(keep.sum())
     expected = cost.Flops(*pairs, tiles(keep, panel, 3 if name == "dilated" else 1))
     assert found.pairs == expected
@@ -313,7 +313,7 @@ def test_flops_equal_the_plan_and_the_counter_of_pytorch() -> None:
 def test_without_the_core_masks_are_counted_from_their_dense_form(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_native, "reason_unavailable", lambda: "missing")
+    monkeypatch.setattr(core, "reason_unavailable", lambda: "missing")
     B, H, L, mask = 2, 4, 101, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
     found = CallSpec(B, H, L, 8, mask=mask).cost()
@@ -771,7 +771,7 @@ def test_seconds_of_a_model() -> None:
 
 @native
 def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
-    assert SEGMENT == _native._core.LINEAR_SEGMENT
+    assert SEGMENT == core._core.LINEAR_SEGMENT
     layer = LinearSpec(48, 6, 2, 8, 5)
     short, long = (estimate(layer, L, dtype=torch.bfloat16).saved_bytes for L in (512, 513))
     tokens = 48 + 6 * (8 + 5) + 2 * (8 + 5)

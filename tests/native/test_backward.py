@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, repeats
 from support.backward import (
@@ -168,7 +168,7 @@ def test_all_options_at_once(isa: str, poison: None) -> None:
 
 @given(
     case=mask_strategy(sizes=(1, 2, 5, 17, 33, 70)).filter(lambda case: len(case.batch) == 1),
-    isa=st.sampled_from(_native.isas() or ["none"]),
+    isa=st.sampled_from(core.isas() or ["none"]),
     dtype=st.sampled_from(DTYPES),
     widths=st.tuples(st.sampled_from((1, 3, 8, 11)), st.sampled_from((1, 4, 9))),
     bias=st.sampled_from(("none", "none", "tensor", "alibi", "relative")),
@@ -698,7 +698,7 @@ def test_a_sample_alone_or_in_a_batch(isa: str, dtype: torch.dtype) -> None:
 def test_calls_from_many_threads(times: int) -> None:
     """8 threads of Python, 2 of PyTorch, more than there are cores: the bits of serial calls."""
     torch.set_num_threads(2)
-    calls = shared(_native.info()["isa"])
+    calls = shared(core.info()["isa"])
     want = [tuple(gradients(t).values()) for t in calls]
     wrong: list[int] = []
 
@@ -825,7 +825,7 @@ INTERRUPT = """
     import torch
     from support.backward import Call, training
     from regard import masks as M
-    from regard._backends.native import attention as _native
+    from regard._backends.native import attention as _native, core
     from regard._call.make import make
     from regard._call.spec import Options
     from regard.scores import Alibi, RelativeBias
@@ -835,7 +835,7 @@ INTERRUPT = """
     q = torch.randn(1, 8, L, 64)
     problem = make(q, q, q, Options(**{options}))
     stats = torch.ones(2, 1, 8, L)  # nobody looks at the result
-    small = training(Call(*[q[:, :, :50]] * 3, {{}}, _native.info()["isa"]))
+    small = training(Call(*[q[:, :, :50]] * 3, {{}}, core.info()["isa"]))
     want = small.run()
     for trial in range({times}):
         sent = []
@@ -905,7 +905,7 @@ def test_ctrl_c_in_autograd() -> None:
 
 def test_the_comparison_can_fail() -> None:
     """One wrong key among many, a gradient that lacks a part, or a NaN is a fault."""
-    t = training(call_of(_native.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal()), lse=True)
+    t = training(call_of(core.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal()), lse=True)
 
     class Wrong(Training):
         def run(self, names: Any = None) -> dict[str, Tensor]:

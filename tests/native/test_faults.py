@@ -15,6 +15,7 @@ from torch import Tensor
 import regard
 from regard import masks as M
 from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.make import make
 from regard._call.spec import Options
 from support import HAVE_CORE, assert_close, repeats
@@ -37,13 +38,13 @@ def run_guarded(first: int, count: int, isas: list[str]) -> None:
 
 
 def test_no_byte_outside_a_tensor_is_touched() -> None:
-    run_guarded(0, 150, _native.isas())
+    run_guarded(0, 150, core.isas())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(150, 2150, 200))
 def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
-    run_guarded(first, 200, _native.isas())
+    run_guarded(first, 200, core.isas())
 
 
 def test_the_guard_pages_guard() -> None:
@@ -216,7 +217,7 @@ def test_the_usual_handler_stays() -> None:
 def test_calls_from_many_threads(times: int) -> None:
     """8 threads, all shapes and options, two threads of PyTorch: the bits of serial calls."""
     torch.set_num_threads(2)
-    isa = _native.info()["isa"]
+    isa = core.info()["isa"]
     calls = [sample(seed, 3e6)._replace(isa=isa) for seed in range(300, 300 + times)]
     want = [one(call) for call in calls]
     wrong: list[int] = []
@@ -258,7 +259,7 @@ def test_the_gil_is_free_during_a_call() -> None:
 def disagreement(seed: int, work: float) -> str | None:
     """Two instruction sets differ by the order of their sums, nothing more."""
     call = sample(seed, work)
-    (first, first_lse), *others = [call._replace(isa=isa).run() for isa in _native.isas()]
+    (first, first_lse), *others = [call._replace(isa=isa).run() for isa in core.isas()]
     dtype = call.q.dtype
     limit = 2 * computed(dtype, first_lse) if dtype.itemsize >= 4 else None
     for out, lse in others:

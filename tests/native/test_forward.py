@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.scores import Alibi
 from support import HAVE_CORE, rel_l2
 from support.forward import DTYPES, GROUPS, WIDTHS, Call, failures, faults, fused
@@ -109,7 +109,7 @@ def test_large_scores(isa: str, factor: int) -> None:
 
 @given(
     case=mask_strategy(sizes=(1, 2, 5, 17, 33)),
-    isa=st.sampled_from(_native.isas() or ["none"]),
+    isa=st.sampled_from(core.isas() or ["none"]),
     dtype=st.sampled_from(DTYPES),
     widths=st.tuples(st.sampled_from((1, 3, 8, 11)), st.sampled_from((1, 4, 9))),
     bias=st.sampled_from(("none", "none", "tensor", "alibi", "relative")),
@@ -155,7 +155,7 @@ def test_all_options_at_once(isa: str, poison: None) -> None:
 
 def test_the_comparison_can_fail() -> None:
     """One wrong key among many, or a NaN, is a fault."""
-    call = make(_native.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal())
+    call = make(core.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal())
     wrong = call._replace(options={"mask": M.Window(99, 0)})
     wrong_out = wrong.run()
 

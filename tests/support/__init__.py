@@ -28,9 +28,9 @@ HAVE_CORE = have_core()
 def runnable_isas() -> list[Any]:
     if not HAVE_CORE:
         return [pytest.param("none", marks=pytest.mark.skip(reason="regard._core is not built"))]
-    from regard._backends.native import attention as _native
+    from regard._backends.native import core
 
-    return list(_native.isas())
+    return list(core.isas())
 
 
 def repeats(quick: int, asked: int) -> pytest.MarkDecorator:

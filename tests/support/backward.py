@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._backends.reference import attention as formula
 from regard._call.dropout import kept
 from regard._call.layout import dense_bias, heads_4d
@@ -49,7 +49,7 @@ class Training(NamedTuple):
 
     def run(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The native gradients of the inputs named, or of all."""
-        with _native.use_isa(self.call.isa):
+        with core.use_isa(self.call.isa):
             return gradients(self, names)
 
     def expected(self) -> dict[str, Tensor]:
@@ -325,7 +325,7 @@ class GradientSampler(Sampler):
 
 
 def sample(index: int, work: float) -> Training:
-    return GradientSampler(index, work, _native.isas()).training()
+    return GradientSampler(index, work, core.isas()).training()
 
 
 # Guard pages
@@ -352,7 +352,7 @@ def check_guarded(index: int, isa: str) -> None:
 def check_all_guarded(first: int, count: int) -> None:
     torch.set_num_threads(1)
     for index in range(first, first + count):
-        for isa in _native.isas():
+        for isa in core.isas():
             print(index, isa, flush=True)
             check_guarded(index, isa)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import regard
 from regard import facts as F
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard.scores import Alibi, RelativeBias
 from support import rel_l2
 from support.forward import UNIT, Call, doubled, largest, sample
@@ -77,7 +77,7 @@ def without_dropout(call: Call) -> Call:
 
 
 def run(call: Call, want: list[F.Fact], impl: str) -> regard.Evidence:
-    with _native.use_isa(call.isa):
+    with core.use_isa(call.isa):
         return regard.evidence(call.q, call.k, call.v, *want, **call.options, impl=impl)
 
 

@@ -24,9 +24,9 @@ settings.load_profile("quick")
 @pytest.fixture(params=runnable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs once on every instruction set that this CPU can run."""
-    from regard._backends.native import attention as _native
+    from regard._backends.native import core
 
-    with _native.use_isa(request.param):
+    with core.use_isa(request.param):
         yield request.param
 
 

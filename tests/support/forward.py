@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import core
 from regard._call.layout import dense_bias, dense_mask, heads_4d
 from regard._call.make import make
 from regard._call.spec import Options
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """The native kernels' out and LSE."""
-        with _native.use_isa(self.isa):
+        with core.use_isa(self.isa):
             options = self.options | {"return_lse": True, "impl": "native"} | changes
             return regard.attention(self.q, self.k, self.v, **options)
 
@@ -288,4 +288,4 @@ class Sampler:
 
 
 def sample(seed: int, work: float) -> Call:
-    return Sampler(seed, work, _native.isas()).call()
+    return Sampler(seed, work, core.isas()).call()

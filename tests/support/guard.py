@@ -19,6 +19,8 @@ from torch import Tensor
 
 from regard._api.stored import attend_stored
 from regard._backends.native import attention as _native
+from regard._backends.native import core
+from regard._backends.native import linear as _linear
 from regard._call.linear import LinearCall, LinearOptions
 from regard._call.linear import check as check_call
 from regard._call.make import make
@@ -134,7 +136,7 @@ def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
 
 def check(seed: int, isa: str) -> None:
     call, guard = sample(seed, 2e6)._replace(isa=isa), Guard(seed)
-    with _native.use_isa(isa):
+    with core.use_isa(isa):
         results = guarded_forward(call, guard)
     guard.close()
     for ours, plain in zip(results, call.run(), strict=True):
@@ -155,7 +157,7 @@ def check_stored(seed: int, isa: str) -> None:
     q, k, v = torch.randn(2, Hkv * group, Lq, D), torch.randn(2, Hkv, Lk, D), torch.randn(2, Hkv, Lk, Dv)
     stored = store(k, v, pick.choice(KINDS), pick.choice((0, 16)), spare=0)
     parts = [x if x is None else guard.moved(x) for x in stored[:5]]
-    with _native.use_isa(isa):
+    with core.use_isa(isa):
         plain = attend_stored(q, stored, impl="native")
         with guard.results():
             out = attend_stored(guard.moved(q), Stored(*parts, *stored[5:]), impl="native")
@@ -169,10 +171,10 @@ def check_stored(seed: int, isa: str) -> None:
 
 def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
     """Results of linear attention, without and with what backward needs, and its gradients."""
-    result, kept = _native.linear_saving(p)
+    result, kept = _linear.linear_saving(p)
     dout, dS, dz = dys
     assert dout is not None
-    found = (*_native.linear(p), *result, *_native.linear_backward(p, kept, dout, dS, dz))
+    found = (*_linear.linear(p), *result, *_linear.linear_backward(p, kept, dout, dS, dz))
     return [x for x in found if x is not None]
 
 
@@ -180,8 +182,8 @@ def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
     given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
     p = check_call(case.q, case.k, case.v, None, given)
-    with _native.use_isa(isa):
-        dys = [None if x is None else torch.randn_like(x) for x in _native.linear(p)]
+    with core.use_isa(isa):
+        dys = [None if x is None else torch.randn_like(x) for x in _linear.linear(p)]
         plain = both_passes(p, dys)
         moved = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
         with guard.results():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._backends.dispatch import BACKENDS, choose, reasons
 from .._backends.native import attention as _native
+from .._backends.native import core
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
 from .._call.make import make
@@ -90,7 +91,7 @@ def plan(
 
 def _kernel(problem: Problem, name: str) -> str:
     if name == "native":
-        return str(_native.info()["isa"])
+        return str(core.info()["isa"])
     return _torch.kernel(problem) if name == "torch" else "float64"
 
 

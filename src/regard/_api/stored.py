@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .._backends.dispatch import choose
 from .._backends.native import attention as _native
+from .._backends.native import core
+from .._backends.native import stored as _stored
 from .._call.make import NO_OPTIONS, any_needs_grad, make, needs_grad
 from .._call.memory import Key, remember
 from .._call.spec import MAX_OFFSET, Options, Problem, learned
@@ -18,7 +20,7 @@ from .._tools.watching import in_autocast, is_watched
 from ..masks import Mask
 from .attention import attention
 
-_prepared: dict[Key, _native.StoredCall] = {}
+_prepared: dict[Key, _stored.StoredCall] = {}
 
 
 def attend_stored(
@@ -48,8 +50,8 @@ def attend_stored(
         return found
     if key is not None:
         remember(_prepared, key, prepared)
-    extras, tensors, alive = _native.extras_of(problem)
-    out, lse = _native.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, extras, tensors)
+    extras, alive = _native.extras_of(problem)
+    out, lse = _stored.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, extras)
     del alive
     return out if lse is None else (out, lse)
 
@@ -59,12 +61,12 @@ def write_stored(
 ) -> None:
     """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
     k = k if k.ndim == 4 else k.unsqueeze(1)
-    (_native.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
+    (_stored.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
 
 
 def _is_plain(k: Tensor, v: Tensor) -> bool:
     """Whether the core may read these tensors where they lie, and nobody watches."""
-    if _native.reason_unavailable() is not None or k.device.type != "cpu":
+    if core.reason_unavailable() is not None or k.device.type != "cpu":
         return False
     return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
 
@@ -98,22 +100,17 @@ def _is_simple(offset: object) -> bool:
 
 
 def _again(
-    prepared: _native.StoredCall, q: Tensor, stored: Stored, options: Options, new: New | None
+    prepared: _stored.StoredCall, q: Tensor, stored: Stored, options: Options, new: New | None
 ) -> tuple[Tensor, Tensor | None]:
     """A call that differs from a checked one in length, offset and data."""
-    extras, spec, offset, sink = _native.PLAIN, prepared.spec, options.offset, options.sink
-    if sink is not None or type(offset) is Tensor:
-        extras = extras.copy()
+    spec, offset, sink = prepared.spec, options.offset, options.sink
     if sink is not None:
         sink = sink.detach().to(spec.lse_dtype).contiguous()
-        extras[4] = sink.data_ptr()
-    if type(offset) is Tensor:
-        offset = _checked_offsets(offset, spec.B)
-        extras[5] = offset.data_ptr()
+    offsets = _checked_offsets(offset, spec.B) if type(offset) is Tensor else None
     start = offset if type(offset) is int else stored.length - spec.Lq
     if new is not None and any(x is not None and x.is_neg() for x in new):
         new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
-    return _native.forward_stored(prepared, q, stored, start, extras, [], new)
+    return _stored.forward_stored(prepared, q, stored, start, _stored.few_extras(sink, offsets), new)
 
 
 def _checked_offsets(offset: Tensor, B: int) -> Tensor:
@@ -135,9 +132,9 @@ def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
     return None if problem.watched or problem.needs_grad or any_needs_grad(k, v) else problem
 
 
-def _prepare(problem: Problem, stored: Stored, impl: str) -> _native.StoredCall | None:
+def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
     """None: by another backend, or too many rows for the kernel that reads stores."""
     spec = problem.spec
     if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):
         return None
-    return _native.prepare_stored(spec, problem.q, stored)
+    return _stored.prepare_stored(spec, problem.q, stored)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._backends.dispatch import TABLE
-from .._backends.native import attention as _native
-from .._backends.native.attention import LinearKept
+from .._backends.native import linear as _native
+from .._backends.native.linear import LinearKept
 from .._backends.torch import linear as _linear_torch
 from .._call.linear import LinearCall, LinearResult
 from .._call.make import any_needs_grad

@@ -22,7 +22,9 @@ from .._tools.arguments import describe
 from .._tools.watching import is_followed
 from . import reference
 from .native import attention as native
+from .native import core
 from .native import evidence as native_evidence
+from .native import linear as native_linear
 from .torch import attention as torch_attention
 from .torch import evidence as torch_evidence
 from .torch import linear as torch_linear
@@ -57,7 +59,7 @@ TABLE = {
         "reference": Backend(reference.forward, reference.reasons),
     },
     "linear": {
-        "native": Backend(native.linear, _linear_reasons),
+        "native": Backend(native_linear.linear, _linear_reasons),
         "torch": Backend(torch_linear.linear, _no_reasons),
         "reference": Backend(reference.linear, _no_reasons),
     },
@@ -99,7 +101,7 @@ def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
 
 def reasons(mechanism: str, call: Problem | LinearCall, name: str) -> tuple[str, ...]:
     """Why backend `name` cannot run the call; () when it can."""
-    missing = native.reason_unavailable() if name == "native" else None
+    missing = core.reason_unavailable() if name == "native" else None
     return (missing,) if missing is not None else TABLE[mechanism][name].reasons(call)
 
 
@@ -110,7 +112,7 @@ def preference(device: torch.device) -> tuple[str, ...]:
         return (FORCED,)
     if device.type != "cpu":
         return ("torch",)
-    return BACKENDS if native.reason_unavailable() is None else BACKENDS[1:]
+    return BACKENDS if core.reason_unavailable() is None else BACKENDS[1:]
 
 
 def check_name(name: object, argument: str, *more: str) -> None:

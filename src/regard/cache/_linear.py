@@ -11,22 +11,10 @@ from torch import Tensor
 from .._api.linear_attention import FeatureMap, linear_attention
 from .._call.linear import LinearState
 from .._tools.arguments import count, describe
-from ._cache import (
-    Count,
-    Integers,
-    as_tensor,
-    check_float,
-    check_new,
-    check_no_grad,
-    chunk_of,
-    each,
-    integers,
-    most,
-    plus,
-    shared,
-    shown,
-)
-from ._rows import State, check_names, check_saved, checked_index
+from . import _checks as checks
+from ._checks import Integers, Lengths, State
+from ._counts import Count, as_tensor, chosen, each, most, plus, shared, shown
+from ._rows import layout_of
 
 
 class LinearCache:
@@ -45,22 +33,14 @@ class LinearCache:
     """
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        normalize: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.B, self.Hkv, self.D = count("B", B, 1), count("Hkv", Hkv, 1), count("D", D, 1)
-        self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, normalize: bool = False,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        self.B, layout = count("B", B, 1), layout_of(Hkv, D, Dv, "float", dtype, device)
+        self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize: expected a bool, got {describe(normalize)}")
-        self.normalize, self.dtype = normalize, check_float(dtype)
-        self.device = torch.empty(0, device=device).device
+        self.normalize = normalize
         self._lengths: Count = 0
         self.reset()
 
@@ -101,31 +81,23 @@ class LinearCache:
         return f"LinearCache({sizes}, lengths={held}, normalize={self.normalize}, dtype={self.dtype})"
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        lengths: Integers | None = None,
-        feature_map: str | FeatureMap | None = None,
-        log_decay: Tensor | float | None = None,
-        beta: Tensor | float | None = None,
-        scale: float | None = None,
-        impl: str = "auto",
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths = None,
+        feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
+        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
+    ) -> Tensor:  # fmt: skip
         """Linear attention of q (B, Hq, L, D) over the tokens so far and k (B, Hkv, L, D), v (B, Hkv, L, Dv).
 
         Options as in `linear_attention`; of sample b only the first lengths[b] tokens are real. If anything
         raises, the cache is as it was before.
         """
         L = v.shape[2] if isinstance(v, Tensor) and v.ndim == 4 else 0
-        check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
+        checks.check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
         for name, x, heads in (("q", q, None), ("k", k, self.Hkv)):
-            check_new(name, x, self._shape_of(x, heads, L), self.dtype, self.device)
+            checks.check_new(name, x, self._shape_of(x, heads, L), self.dtype, self.device)
         for name, gate in (("log_decay", log_decay), ("beta", beta)):
             if isinstance(gate, Tensor):
-                check_no_grad(name, gate)
-        chunk = chunk_of(L, lengths, self.B)
+                checks.check_no_grad(name, gate)
+        chunk = checks.chunk_of(L, lengths, self.B)
         given = None if isinstance(chunk.new, int) else torch.tensor(chunk.new, device=self.device)
         out, state = linear_attention(
             q, k, v, feature_map=feature_map, normalize=self.normalize, log_decay=log_decay, beta=beta,
@@ -147,11 +119,10 @@ class LinearCache:
 
     def reorder(self, index: Integers) -> None:
         """Sample i becomes what sample index[i] was, as beams need it; there may be more or fewer than B."""
-        chosen = checked_index(index, self.B)
-        held = each(self._lengths, self.B)
+        samples = checks.sample_indices(index, self.B)
         S, z = self._state
-        self._state = LinearState(S[chosen], None if z is None else z[chosen])
-        self.B, self._lengths = len(chosen), shared([held[i] for i in chosen])
+        self._state = LinearState(S[samples], None if z is None else z[samples])
+        self.B, self._lengths = len(samples), chosen(self._lengths, samples)
 
     def fork(self) -> LinearCache:
         """A cache with the same content that goes its own way from here."""
@@ -165,12 +136,11 @@ class LinearCache:
     def load_state_dict(self, state: State) -> None:
         """Take the content of a `state_dict` of a cache with the same B, sizes and dtype."""
         names = ("S", "z") if self.normalize else ("S",)
-        check_names(state, {*names, "lengths"})
-        held = integers("lengths", state["lengths"], self.B)
-        if min(held) < 0:
-            raise ValueError(f"lengths: expected numbers from 0 on, got {shown(held)}")
+        checks.check_names(state, {*names, "lengths"})
+        held = checks.integers("lengths", state["lengths"], self.B)
+        checks.check_saved_lengths(held)
         for name, x in zip(names, self._state, strict=False):
             assert x is not None
-            check_saved(name, state[name], tuple(x.shape), x.dtype)
+            checks.check_saved(name, state[name], tuple(x.shape), x.dtype)
         self._state = LinearState(*(state[name].to(self.device, copy=True) for name in names))
         self._lengths = shared(held)

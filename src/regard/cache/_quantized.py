@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from .._call.stored import GROUP, HALF, Stored
-from ._dense import KVCache
-from ._quantize import KINDS, check_bits
-from ._rows import Part
+from ._kv import KVCache
+from ._quantization_error import KINDS, check_bits
+from ._retention import KeepAll
+from ._rows import layout_of
 
 
 class QuantizedCache(KVCache):
@@ -19,37 +18,17 @@ class QuantizedCache(KVCache):
     channels 34 bytes (8 bits) or 20 (4 bits), where bfloat16 takes 64.
 
     Args:
-        B, Hkv, D, Dv, capacity, dtype, device: as for `KVCache`; dtype is that of what comes in and goes out.
+        B, Hkv, D, Dv, capacity, dtype, device: as for `KVCache`; dtype is that of the tensors passed in and
+            out.
         bits: 8 or 4.
     """
 
+    _sizes = (*KVCache._sizes, "bits")
+
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        bits: int = 8,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, bits: int = 8, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.bits = check_bits(bits)
-        super().__init__(B, Hkv, D, Dv, capacity=capacity, dtype=dtype, device=device)
-
-    def _sizes(self) -> str:
-        return f"{super()._sizes()}, bits={self.bits}"
-
-    def _layout(self, dtype: torch.dtype) -> tuple[Part, ...]:
-        return *self._coded("k", self.D), *self._coded("v", self.Dv)
-
-    def _coded(self, name: str, D: int) -> tuple[Part, Part]:
-        groups = -(-D // GROUP)
-        if self.bits == 8:
-            return Part(name, (groups * GROUP,), torch.int8), Part(f"{name}_scale", (groups,), torch.half)
-        return Part(name, (groups * HALF,), torch.uint8), Part(f"{name}_scale", (groups, 2), torch.half)
-
-    def _stored(self, parts: tuple[Tensor, ...], length: int) -> Stored:
-        k, k_scale, v, v_scale = parts
-        return Stored(k, v, k_scale, v_scale, None, 0, KINDS[self.bits], length, self.D, self.Dv)
+        layout = layout_of(Hkv, D, Dv, KINDS[bits], dtype, device)
+        self._begin(B, layout, KeepAll(capacity, type(self).__name__))

@@ -51,10 +51,8 @@ def cost(
         from ..cost import Work, estimate, from_config
         from ..cost._cache import dtype_of
 
-        if config is None:
-            what: LayerSpec | ModelSpec = _layer(kind, width, heads, kv_heads, window, sinks)
-        else:
-            what = from_config(config)
+        layer = (kind, width, heads, kv_heads, window, sinks)
+        what = _layer(*layer) if config is None else from_config(config)
         work = Work(tokens, past, batch, dtype_of(dtype))
         found = estimate(what, tokens, past=past, B=batch, dtype=work.dtype, cache=cache, page=page)
         if as_json:
@@ -92,8 +90,7 @@ def _seconds(what: LayerSpec | ModelSpec, work: Work) -> str:
     from ..cost import attention_seconds, measure_machine
 
     here = measure_machine()
-    forward = attention_seconds(what, work, here)
-    training = attention_seconds(what, work, here, "training")
+    forward, training = (attention_seconds(what, work, here, kind) for kind in ("forward", "training"))
     return (
         f"attention on {here.threads} threads with {here.fma / 1e9:.0f} GFLOP/s and "
         f"{here.read[-1][1] / 1e9:.0f} GB/s: {forward:.3g} s forward, {training:.3g} s in training"
@@ -102,12 +99,10 @@ def _seconds(what: LayerSpec | ModelSpec, work: Work) -> str:
 
 def _table(found: TotalCost, title: str) -> Table:
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", title=title, box=SIMPLE_HEAD)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_column("what is counted")
+    amount = Column("", justify="right", no_wrap=True)
+    table = Table("", amount, "", "what is counted", title=title, box=SIMPLE_HEAD)
     for name, value, unit, convention in found.rows():
         table.add_row(name, f"{value:,}", unit, convention)
     return table

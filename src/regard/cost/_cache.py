@@ -10,7 +10,7 @@ import torch
 from .._call.spec import DTYPES
 from .._tools.arguments import count, describe
 from ..cache import SlidingCache
-from ..cache._rows import LEAST_ROWS
+from ..cache._retention import LEAST_ROWS
 from ._layers import AttentionSpec, LayerSpec
 from ._model import ModelSpec
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._api.plan import COUNTED
 from .._backends.native import attention as _native
+from .._backends.native import core
 from .._call.make import make
 from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
@@ -92,16 +93,11 @@ class CallSpec:
         out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
         rest = out if size == 2 else 0
         return CallCost(
-            pairs=pairs,
-            forward=pairs.times(2 * (spec.D + spec.Dv)),
-            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)),
-            read_bytes=given,
-            written_bytes=out,
-            saved_bytes=given + out + stats + rest,
-            scratch_bytes=scratch,
-            decodes=_native.reason_unavailable() is None and _native.decodes(problem),
-            tasks=tasks,
-        )
+            pairs=pairs, forward=pairs.times(2 * (spec.D + spec.Dv)),
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=given, written_bytes=out,
+            saved_bytes=given + out + stats + rest, scratch_bytes=scratch,
+            decodes=core.reason_unavailable() is None and _native.decodes(problem), tasks=tasks,
+        )  # fmt: skip
 
     def _problem(self) -> Problem:
         """Of tensors without memory."""
@@ -121,7 +117,7 @@ class CallSpec:
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
-        if _native.reason_unavailable() is None:
+        if core.reason_unavailable() is None:
             found = _native.cost(problem)
             return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
         return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1

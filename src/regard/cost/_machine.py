@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._api.attention import attention
-from .._backends.native import attention as _native
+from .._backends.native import core
 from .._tools.measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
@@ -51,7 +51,7 @@ def measure_machine(
         threads: default PyTorch's number.
         sizes: bytes that are read, ascending: from what a cache holds to several times that.
     """
-    if (missing := _native.reason_unavailable()) is not None:
+    if (missing := core.reason_unavailable()) is not None:
         raise RuntimeError(f"measure_machine: {missing}")
     threads = torch.get_num_threads() if threads is None else threads
     buffer = torch.ones(max(sizes) // 4)
@@ -70,7 +70,7 @@ def small_calls() -> None:
 
 
 def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
-    return together(lambda _: _native.fma_probe(rounds), threads)
+    return together(lambda _: core.fma_probe(rounds), threads)
 
 
 def read_rate(buffer: Tensor, threads: int) -> float:
@@ -79,7 +79,7 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
     def read(index: int) -> float:
         for _ in range(rounds):
-            _native.read_probe(buffer[part * index : part * (index + 1)])
+            core.read_probe(buffer[part * index : part * (index + 1)])
         return 4.0 * part * rounds
 
     return together(read, threads)

@@ -33,13 +33,9 @@ class Explorer:
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
-        self,
-        path: str | Path,
-        *,
-        heads: Sequence[Head] | None = None,
-        rows: Sequence[int] = (),
+        self, path: str | Path, *, heads: Sequence[Head] | None = None, rows: Sequence[int] = (),
         embed: str = "facts",
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Writes the page as one file that needs no network and no server.
 
         Args:
@@ -78,12 +74,12 @@ class Explorer:
             raise ValueError("save: expected a trace, got none; read a text first")
         chosen = [_chosen(trace, heads) for trace in self.traces]
         budget = CELLS // sum(map(len, chosen))
-        return {
-            "traces": [
-                _trace_data(trace, some, _rows(trace, rows), embed, budget)
-                for trace, some in zip(self.traces, chosen, strict=True)
-            ]
-        }
+        traces = []
+        for trace, some in zip(self.traces, chosen, strict=True):
+            known = _rows(trace, rows)
+            facts = [_head_data(trace, head, known, embed, budget) for head in some]
+            traces.append(overview(trace, some) | {"facts": facts})
+        return {"traces": traces}
 
 
 def _chosen(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
@@ -101,12 +97,6 @@ def _rows(trace: Trace, rows: Iterable[int]) -> list[int]:
     if found and max(found) >= len(trace.queries):
         raise ValueError(f"rows: expected queries up to {len(trace.queries) - 1}, got {max(found)}")
     return found
-
-
-def _trace_data(trace: Trace, heads: list[Head], rows: list[int], embed: str, budget: int) -> dict[str, Any]:
-    data = overview(trace, heads)
-    data["facts"] = [_head_data(trace, head, rows, embed, budget) for head in heads]
-    return data
 
 
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:

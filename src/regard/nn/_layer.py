@@ -12,13 +12,15 @@ from .._call.spec import Trio
 from ..masks import Causal, Lengths, Mask
 from ..masks._both import both
 from ._module import CheckedModule
-from ._nested import PackedTokens, packed_tokens
+from ._nested import packed_tokens
 from ._options import LayerOptions
 
 CAUSAL = Causal()
 
 
 class AttentionLayer(CheckedModule):
+    """A layer with a mask of its own and dropout, over batches, packed tokens or nested tensors."""
+
     d_model: int
     mask: Mask | None
     dropout: float
@@ -58,6 +60,6 @@ class AttentionLayer(CheckedModule):
     def _forward_nested(self, x: Tensor, options: LayerOptions, **more: Any) -> Tensor:
         """Runs `forward` over nested x (N, j, d_model) as packed tokens."""
         options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
-        packed: PackedTokens = packed_tokens("x", x, self.d_model)
+        packed = packed_tokens("x", x, self.d_model)
         same = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
         return packed.nested(self(packed.tokens, **same, **more))

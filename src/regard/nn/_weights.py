@@ -15,12 +15,12 @@ from .._tools.listeners import listeners
 from .._tools.watching import is_watched
 from ..masks import Arguments
 
-PIECE = 2**18  # scores that are worked on at a time: they stay in a core's cache
+PIECE = 2**18  # scores in a tile: they fit into a core's cache
 EXACT = (torch.float32, torch.float64)
 
 
 class Given(NamedTuple):
-    """What is added to the scores and what is hidden, broadcastable to (B, H, Lq, Lk)."""
+    """A bias and a mask of hidden keys, broadcastable to (B, H, Lq, Lk)."""
 
     bias: Tensor | None
     hidden: Tensor | None
@@ -30,7 +30,7 @@ class Given(NamedTuple):
 def attend_with_weights(
     qkv: Trio, arguments: Arguments, dropout: float, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """The result (B, H, Lq, D), and the weights before dropout: (B, Lq, Lk), or (B, H, Lq, Lk) of each head.
+    """Returns the result (B, H, Lq, D) and the weights before dropout: (B, Lq, Lk), or (B, H, Lq, Lk).
 
     A row that sees nothing is zeros. Without gradients and dropout the result is made of the weights, so that
     scores are computed once; if a hidden value is not finite it would show, and the kernel is asked instead.
@@ -48,7 +48,7 @@ def attend_with_weights(
 
 
 def dense_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
-    """(B, H, Lq, Lk) for q (B, H, Lq, D) and k (B, H, Lk, D)."""
+    """Returns the weights (B, H, Lq, Lk) of q (B, H, Lq, D) and k (B, H, Lk, D)."""
     return _formula(q, k, _given(q, k, arguments))
 
 
@@ -63,19 +63,19 @@ def _given(q: Tensor, k: Tensor, arguments: Arguments) -> Given:
 
 
 def _if_any(x: Tensor) -> Tensor | None:
-    """None if it is known to hold nothing."""
+    """Returns a bool tensor, or None if it is known to be False everywhere."""
     return x if not readable(x) or bool(x.any()) else None
 
 
 def _is_plain(qkv: Trio, given: Given) -> bool:
-    """Whether nobody follows the steps, which may then work in place."""
+    """Returns whether no gradient and no transform needs the steps, so that they may work in place."""
     leaves = qkv if given.bias is None else (*qkv, given.bias)
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     return not followed and not is_watched(*qkv) and qkv[0].dtype in EXACT
 
 
 def _formula(q: Tensor, k: Tensor, given: Given) -> Tensor:
-    """In q's dtype, float32 inside for 16 bits."""
+    """Computes the weights out of place, in float32 for 16-bit inputs, and returns them in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s: Tensor = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).mT
     if given.bias is not None:
@@ -87,7 +87,10 @@ def _formula(q: Tensor, k: Tensor, given: Given) -> Tensor:
 
 
 def _at_once(qkv: Trio, given: Given, average: bool) -> tuple[Tensor, Tensor]:
-    """Piece by piece in the same memory: to fetch memory for all scores takes as long as to compute them."""
+    """Computes result and weights tile by tile in one buffer.
+
+    Allocating memory for all scores would take as long as computing them.
+    """
     q, k, v = qkv
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     if B * H * Lq * Lk <= PIECE:
@@ -112,7 +115,7 @@ def _at_once(qkv: Trio, given: Given, average: bool) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(s: Tensor, given: Given, w: Tensor) -> None:
-    """Of scores (n, m, Lq, Lk), which are changed, into w."""
+    """Writes the softmax of scores (n, m, Lq, Lk) into w. Overwrites the scores."""
     if given.bias is not None:
         s += given.bias
     if given.hidden is not None:
@@ -123,6 +126,6 @@ def _softmax(s: Tensor, given: Given, w: Tensor) -> None:
 
 
 def _piece(H: int, pairs: int) -> tuple[int, int]:
-    """Samples and heads of a piece: several samples with all heads, or some heads of one."""
+    """Returns the samples and heads of a tile: several samples with all heads, or some heads of one."""
     fitting = PIECE // max(1, pairs)
     return max(1, fitting // H), max(1, min(H, fitting))

@@ -21,7 +21,7 @@ from ._projected import Projected
 def block_table(
     blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
 ) -> Tensor:
-    """Which blocks see which, bool (heads, blocks, blocks).
+    """Returns which blocks attend to which, bool (heads, blocks, blocks).
 
     A block sees the `window` blocks around it (an odd number), the global blocks, and `random` others, drawn
     for each head and block from those that it would not see anyway. Global blocks see all; those beyond the
@@ -84,14 +84,10 @@ class BigBirdAttention(Projected):
         self.seed = count("seed", seed)
 
     def forward(
-        self,
-        x: Tensor,
-        global_x: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
+        self, x: Tensor, global_x: Tensor | None = None, *, lengths: Tensor | None = None,
         table: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of x (B, L, d_model) to itself and to global tokens beside it.
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attends from x (B, L, d_model) to itself and to global tokens beside it.
 
         Args:
             x: (B, L, d_model); L need not be a multiple of the block.
@@ -120,7 +116,7 @@ class BigBirdAttention(Projected):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, table: Tensor | None = None
     ) -> Tensor:
-        """The attention apart from the projections: q, k, v and the result are (B, H, L, D)."""
+        """Attends without projections: q, k, v and the result are (B, H, L, D)."""
         self._check_heads(q, k, v)
         mask = self._pattern(q.shape[2]) if table is None else Blocks(table, self.block)
         return self._attended((q, k, v), mask, checked_lengths(lengths, q))

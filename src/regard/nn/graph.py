@@ -43,7 +43,7 @@ class Graph:
         self._rows: dict[int, SortedEdges] = {}
 
     def rows(self, heads: int) -> SortedEdges:
-        """Kept for each number of heads."""
+        """Returns the sorted edges of so many heads. They are computed once and kept."""
         if heads not in self._rows:
             self._rows[heads] = self._make_rows(heads)
         return self._rows[heads]
@@ -117,7 +117,7 @@ class Gather(torch.autograd.Function):
         return dw, _weighted(w[back], d, rows.target[back], rows.source_starts), None
 
 
-PIECE = 2**18  # numbers that are worked on at a time: they stay in a core's cache
+PIECE = 2**18  # numbers in a chunk: they fit into a core's cache
 
 
 def _weighted(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:
@@ -172,18 +172,18 @@ class GraphAttention(CheckedModule):
         return out if self.bias is None else out + self.bias
 
     def weights(self, x: Tensor, graph: Graph) -> Tensor:
-        """The weight of each edge of `graph.edges` in each head, (H, E)."""
+        """Returns the weight of each edge of `graph.edges` in each head, (H, E)."""
         return self._weights(self._projected(x, graph), graph)
 
     def _projected(self, x: Tensor, graph: Graph) -> Tensor:
-        """(H, n, d_head)"""
+        """Projects x to (H, n, d_head)."""
         if x.dim() != 2 or x.shape != (graph.nodes, self.d_in):
             raise ValueError(f"x: expected ({graph.nodes}, d_in = {self.d_in}), got {describe(x)}")
         h: Tensor = torch.sparse.mm(x, self.project.weight.T) if x.is_sparse else self.project(x)
         return split_heads(h, self.heads).contiguous()
 
     def _weights(self, h: Tensor, graph: Graph) -> Tensor:
-        """(H, E)"""
+        """Returns the softmax weights (H, E)."""
         rows = graph.rows(self.heads)
         a, b = ((h @ part[:, :, None]).flatten() for part in (self.source, self.target))  # (H * n,)
         scores = F.leaky_relu(a.index_select(0, rows.source) + b.index_select(0, rows.target), self.slope)

@@ -114,17 +114,11 @@ class LatentAttention(AttentionLayer):
         self.out = nn.Linear(self.heads * self.value_dim, self.d_model, out_bias, **made)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        lengths: Tensor | None = None,
-        positions: Positions | None = None,
-        cu_seqlens: Tensor | None = None,
-        cache: LatentCache | None = None,
-        absorb: bool | None = None,
-    ) -> Tensor:
-        """Attention of x to itself, and to what the cache holds.
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
+        positions: Positions | None = None, cu_seqlens: Tensor | None = None,
+        cache: LatentCache | None = None, absorb: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attends from x to itself and to the tokens of the cache.
 
         Args:
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested

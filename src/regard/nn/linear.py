@@ -80,7 +80,7 @@ class LinearAttention(GroupedHeads):
     def forward(
         self, x: Tensor, *, lengths: Tensor | None = None, cache: LinearCache | None = None
     ) -> Tensor:
-        """Linear attention among the tokens of x.
+        """Applies linear attention among the tokens of x.
 
         Args:
             x: (B, L, d_model) or (L, d_model).
@@ -104,7 +104,7 @@ class LinearAttention(GroupedHeads):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
-        """An empty cache for B samples. A state holds any number of tokens, so `capacity` changes nothing."""
+        """Returns an empty cache for B samples. `capacity` changes nothing: a state holds any length."""
         if capacity is not None:
             count("capacity", capacity, 1)
         made = self.qkv.weight
@@ -113,13 +113,13 @@ class LinearAttention(GroupedHeads):
         return LinearCache(B, *sizes, normalize=normalize, dtype=made.dtype, device=made.device)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
-        """(Hkv,) or (..., Hkv, L)"""
+        """Returns the log decay, (Hkv,) or (..., Hkv, L)."""
         if self.head_decay is not None:
             return F.logsigmoid(self.head_decay)
         return None if self.token_decay is None else F.logsigmoid(self.token_decay(x)).transpose(-2, -1)
 
     def _beta(self, x: Tensor) -> Tensor | None:
-        """(..., Hkv, L)"""
+        """Returns beta (..., Hkv, L)."""
         return None if self.beta is None else self.beta(x).sigmoid().transpose(-2, -1)
 
     def _check(self, x: Tensor, cache: LinearCache | None) -> None:
@@ -138,13 +138,13 @@ class LinearAttention(GroupedHeads):
 
 
 def _retention(heads: int, made: dict[str, Any]) -> Tensor:
-    """(Hkv,) whose sigmoids are 1 - 2^(-5 - h)"""
+    """Returns logits (Hkv,) whose sigmoids are 1 - 2^(-5 - h)."""
     kept = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
     return torch.empty(heads, **made).copy_(kept.logit())
 
 
 def _forgetting(d_model: int, heads: int, made: dict[str, Any]) -> nn.Linear:
-    """A projection that at first keeps about 98 % of the state."""
+    """Returns a projection that initially keeps about 98 % of the state."""
     projection = nn.Linear(d_model, heads, True, **made)
     nn.init.constant_(projection.bias, 4.0)
     return projection

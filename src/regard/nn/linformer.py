@@ -48,12 +48,12 @@ class LinformerProjection(CheckedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(rank)."""
+        """Draws E and F uniformly within 1 / sqrt(rank)."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.rank**-0.5), self.rank**-0.5)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k (B, H, L, D) and v (B, H, L, Dv) -> (B, H, rank, D) and (B, H, rank, Dv)"""
+        """Mixes k (B, H, L, D) and v (B, H, L, Dv) into (B, H, rank, D) and (B, H, rank, Dv)."""
         L = k.shape[2]
         if self.max_length < L:
             raise ValueError(f"x: expected at most max_length = {self.max_length} tokens, got {L}")
@@ -98,15 +98,10 @@ class LinformerAttention(Projected):
         self.projection = projection
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
-        mask: Mask | Tensor | None = None,
-        cache: CacheLike | None = None,
-    ) -> Tensor:
-        """Attention of x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
+        self, x: Tensor, context: Tensor | None = None, *, lengths: Tensor | None = None,
+        mask: Mask | Tensor | None = None, cache: CacheLike | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attends from x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
 
         `lengths` (B,): the first n tokens of the context are real, the rest is padding and adds nothing.
         A mask, such as `masks.Causal()`, or a cache raises: no key stands for one token.
@@ -118,7 +113,7 @@ class LinformerAttention(Projected):
         return self._finished(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """The attention apart from the projections of tokens.
+        """Attends without the projections of tokens.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv)
         """

@@ -30,16 +30,16 @@ class Chosen(NamedTuple):
 
     @property
     def real(self) -> Tensor:
-        """(B, n)"""
+        """Marks the slots that hold a token, (B, n)."""
         return self.at >= 0
 
     def rows(self, x: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, H, n, D)"""
+        """Gathers the global tokens: (B, H, L, D) -> (B, H, n, D)."""
         index = self.at.clamp(min=0)[:, None, :, None]
         return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
     def put(self, rows: Tensor, x: Tensor) -> Tensor:
-        """x (B, H, L, D) with the rows (B, H, n, D) at their places."""
+        """Writes the rows (B, H, n, D) into x (B, H, L, D)."""
         sample, slot = self.real.nonzero(as_tuple=True)
         places = sample, self.at[sample, slot]
         tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
@@ -88,7 +88,7 @@ class LongformerAttention(Projected):
     def forward(
         self, x: Tensor, *, global_tokens: Tokens | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        """Attention of x (B, L, d_model) to itself.
+        """Attends from x (B, L, d_model) to itself.
 
         Args:
             x: (B, L, d_model).
@@ -103,15 +103,10 @@ class LongformerAttention(Projected):
         return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        global_tokens: Tokens | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, global_tokens: Tokens | None = None,
         lengths: Tensor | None = None,
-    ) -> Tensor:
-        """The attention apart from the projections, which then are the same for global tokens and others.
+    ) -> Tensor:  # fmt: skip
+        """Attends without projections; global tokens have the same queries, keys and values as others.
 
         q, k, v and the result are (B, H, L, D).
         """
@@ -123,7 +118,7 @@ class LongformerAttention(Projected):
         return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
 
     def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
-        """(B, H, L, D): windows and global keys.
+        """Attends to windows and global keys: (B, H, L, D).
 
         Dilated windows are dense in their residue classes, but with global keys they are not: two calls.
         """
@@ -150,7 +145,7 @@ class LongformerAttention(Projected):
         return attention(q, k, v, mask=padding, dropout=self._dropped())
 
     def _absorbs(self, n: int) -> bool:
-        """Whether n global tokens are too few to be worth keys and values of all tokens.
+        """Returns whether n global tokens are too few to be worth keys and values of all tokens.
 
         Multiplications for each token and head: 2 n d_model, or 2 d_model D to make them and 2 n D to use
         them. In training they are made, because dropout and hooks of the projections speak of them.
@@ -160,7 +155,7 @@ class LongformerAttention(Projected):
         return plain and fewer and not self.training
 
     def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
-        """q (B, H, n, D), x (B, 1, L, d_model): (q W_k).x is q.(W_k x), and W_v comes after the sum.
+        """Attends from q (B, H, n, D) to x (B, 1, L, d_model): (q W_k).x is q.(W_k x), W_v follows the sum.
 
         The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
         """
@@ -230,7 +225,7 @@ def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Marks of all tokens, or positions; marks of 0 and 1 would be taken for the positions 0 and 1."""
+    """Raises for marks of the wrong length, and for marks of 0 and 1, which read as the positions 0 and 1."""
     given = tensor_of("global_tokens", tokens)
     if given.dtype == torch.bool:
         if given.shape[-1] != L:

@@ -55,17 +55,11 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         self.register_forward_pre_hook(no_fast_path)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of `query` to `key` and `value`.
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attends from `query` to `key` and `value`.
 
         Args:
             query: (Lq, B, E), (B, Lq, E) with `batch_first`, (Lq, E), or nested (B, j, E).
@@ -102,11 +96,11 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
 
     @property
     def _batch(self) -> int:
-        """The dim of samples."""
+        """The batch dimension."""
         return 0 if self.batch_first else 1
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Trio:
-        """q, k, v (..., H, D), by one product where the inputs are the same tensor."""
+        """Returns q, k, v (..., H, D). Inputs that are one tensor share one matrix product."""
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:
             q, k, v = self._split(F.linear(query, W, b), 3)
@@ -122,19 +116,19 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return q, k, v
 
     def _split(self, x: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
-        """(..., parts * E) -> each part (..., H, D), views."""
+        """Splits (..., parts * E) into parts (..., H, D), views."""
         return x.unflatten(-1, (parts, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
+        """Moves heads to the front: (B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """(B, H, L, D) -> (B, L, E) or (L, B, E)."""
+        """Joins heads: (B, H, L, D) -> (B, L, E) or (L, B, E)."""
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values after the last that all may attend to: learned ones, and zeros."""
+        """Appends the learned and the zero key that all queries may attend to. Also returns their number."""
         more: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             shape = (1, self.num_heads, 1, self.head_dim)
@@ -148,7 +142,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return k, torch.cat([v, *(b.to(v.dtype).expand(one) for _, b in more)], 2), len(more)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether there is a batch."""
+        """Checks the shapes. Returns whether there is a batch dimension."""
         given = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
         for name, x, width in given:
             if is_nested(name, x) or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -165,7 +159,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     def _nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(N, jq, E), (N, jk, Ek), (N, jk, Ev) -> (N, jq, E); the weights padded, (N, H, Lq, Lk)."""
+        """Attends over nested (N, jq, E), (N, jk, Ek), (N, jk, Ev). Weights are padded, (N, H, Lq, Lk)."""
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn: expected neither with nested tensors")
         asking = packed_tokens("query", query, self.embed_dim)
@@ -210,7 +204,7 @@ def no_fast_path(module: torch.nn.Module, args: Any) -> None:
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> Trio:
-    """With a batch dim; tensors that were the same stay the same."""
+    """Adds a batch dim. Inputs that were one tensor stay one."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)
     return q, k, k if value is key else value.unsqueeze(dim)

@@ -68,7 +68,7 @@ class PerformerAttention(Projected):
         self.redraw()
 
     def forward(self, x: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Attention of x (B, L, d_model) to itself.
+        """Attends from x (B, L, d_model) to itself.
 
         `lengths` (B,): the first n tokens of each sample are real, the rest is padding.
         """
@@ -78,7 +78,7 @@ class PerformerAttention(Projected):
         return self._finished(self.attend(*self._projected(x), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """The attention apart from the projections.
+        """Attends without projections.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv); with `causal` Lk is L.
         """
@@ -94,7 +94,7 @@ class PerformerAttention(Projected):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """New random features, the next ones of the seed. On the meta device there is nothing to draw."""
+        """Draws the seed's next random features. On the meta device there is nothing to draw."""
         if self.schedule.is_meta:
             return
         seed, draws, _ = self.schedule.tolist()
@@ -109,7 +109,7 @@ class PerformerAttention(Projected):
         self.schedule[2] += 1
 
     def _asked(self, q: Tensor) -> Tensor:
-        """Features of queries. For softmax they sum to 1: exp(w.q - |q|^2 / 2) over the sum is a softmax."""
+        """Returns features of queries. For softmax they sum to 1: normalised exp(w.q - |q|^2 / 2)."""
         if isinstance(self.kernel, str):
             return self._mapped(q, partial(torch.softmax, dim=-1))
         return self._mapped(q, self.kernel) + self.eps
@@ -118,7 +118,7 @@ class PerformerAttention(Projected):
         return generalized_features(_wide(x), self.projection, kernel, scale=self.head_dim**-0.5)
 
     def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, H, m, Dv + 1): phi(k) v^T and, in the last column, phi(k), summed over keys.
+        """Sums phi(k) v^T over keys, and phi(k) in the last column: (B, H, m, Dv + 1).
 
         Some keys at a time, so that their features stay in the processor's caches. All is divided by the
         largest feature exp(top) so far, which the quotient cancels, and eps is relative to that of all keys.
@@ -134,7 +134,7 @@ class PerformerAttention(Projected):
         return sums + self.eps * total
 
     def _held(self, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
+        """Returns features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
         if not isinstance(self.kernel, str):
             phi = self._mapped(k, self.kernel)
             return phi if hidden is None else phi.masked_fill(hidden, 0), phi.new_zeros(())
@@ -147,7 +147,7 @@ class PerformerAttention(Projected):
         return found if hidden is None else found.masked_fill(hidden, -torch.inf)
 
     def _one_way(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Causal: the largest feature so far grows from token to token; what came before decays as much."""
+        """Causal attention. The largest feature so far grows over the tokens; the state decays as much."""
         state, top, parts = None, None, []
         for some, hidden in _chunks(k, lengths):
             phi, log_decay, top = self._growing(k[:, :, some], hidden, top)
@@ -163,9 +163,9 @@ class PerformerAttention(Projected):
     def _growing(
         self, k: Tensor, hidden: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Features of keys, each divided by the largest up to it; the decay that follows; the last of them.
+        """Returns features of keys divided by the running maximum, the log decay, and the last maximum.
 
-        `before` (B, H, 1) is the last one of the keys that came before.
+        `before` (B, H, 1) is the maximum of the keys before.
         """
         if not isinstance(self.kernel, str):
             return self._held(k, hidden)[0], None, None
@@ -197,17 +197,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _largest(exponents: Tensor) -> Tensor:
-    """(B, H, L, m) -> (B, H, L): of each key; finite also where it is hidden."""
+    """Returns the largest exponent of each key, (B, H, L, m) -> (B, H, L), finite also for hidden keys."""
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
 
 
 def _rest(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """How many of the L tokens from `first` on are real."""
+    """Returns how many of the L tokens from `first` on are real."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 
 def _divided(found: Tensor) -> Tensor:
-    """(..., Dv + 1) -> (..., Dv): by the last column, the sum of weights; zeros where that is 0."""
+    """Divides by the last column, the sum of weights: (..., Dv + 1) -> (..., Dv). A sum of 0 gives zeros."""
     weights = found[..., -1:]
     return found[..., :-1] / weights.masked_fill(weights == 0, 1)
 

@@ -18,16 +18,16 @@ class Scaling:
     """A rule that changes the frequencies of `frequencies`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
-        """(dims / 2,) float32: radians for each step of position."""
+        """Returns radians for each step of position, (dims / 2,) float32."""
         raise NotImplementedError
 
     def gain(self) -> float:
-        """The attention factor: it multiplies cos and sin, and so the scores by its square."""
+        """Returns the attention factor. It multiplies cos and sin, and so the scores by its square."""
         return 1.0
 
 
 def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None) -> tuple[Tensor, float]:
-    """The frequencies (dims / 2,) of rotary embeddings, `base ** (-2i / dims)`, and the attention factor."""
+    """Returns the frequencies `base ** (-2i / dims)` (dims / 2,), scaled, and the attention factor."""
     if count("dims", dims, 2) % 2:
         raise ValueError(f"dims: expected an even number of channels to turn in pairs, got {dims}")
     if not number("base", base) > 1:
@@ -44,7 +44,7 @@ def _plain(dims: int, base: float) -> Tensor:
 
 
 def _periods(dims: int, base: float) -> Tensor:
-    """(dims / 2,): steps of position for one radian. On the CPU even where another default device is set."""
+    """Returns steps of position for one radian, (dims / 2,), on the CPU whatever the default device is."""
     even: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
     return torch.pow(base, even)
 
@@ -117,11 +117,11 @@ class YaRN(Stretching):
         return self.growth()
 
     def growth(self, mscale: float = 1.0) -> float:
-        """How much the paper lets cos and sin grow with `factor`, DeepSeek's `yarn_get_mscale`."""
+        """Returns the paper's growth of cos and sin with `factor`, DeepSeek's `yarn_get_mscale`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
-        """(dims / 2,): 0 for fast pairs, 1 for slow ones."""
+        """Returns 0 for fast pairs and 1 for slow ones, (dims / 2,)."""
 
         def pair(rotations: float) -> float:
             return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))

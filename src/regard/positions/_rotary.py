@@ -24,14 +24,14 @@ Pair = tuple[Tensor, Tensor]
 def rotary_table(
     positions: Tensor, turns: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Pair:
-    """cos and sin (..., L, dims / 2) of integers (..., L), computed in float32 (float64 for float64)."""
+    """Returns cos and sin (..., L, dims / 2) of positions (..., L), in float32 inside, or float64."""
     exact = torch.float64 if dtype is torch.float64 else torch.float32
     angles = positions[..., None].to(exact) * turns.to(positions.device, exact)
     return (angles.cos() * factor).to(dtype or exact), (angles.sin() * factor).to(dtype or exact)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace: bool = False) -> Tensor:
-    """x (..., L, D) with its first channels turned: pair (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotates the first channels of x (..., L, D): pair (a, b) -> (a cos - b sin, b cos + a sin).
 
     Args:
         x: queries or keys, any strides.
@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
 
 
 def _is_followed(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether something must see plain operations: a compiler, a transform, forward mode."""
+    """Returns whether plain operations are needed: for a compiler, a transform or forward mode."""
     return is_watched(x, cos, sin) or forward_ad._current_level >= 0 or is_legacy_batchedtensor(x)
 
 
@@ -74,7 +74,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
 
 
 def _pairs(x: Tensor, half: int, layout: str) -> Pair:
-    """The first and second channels (..., L, half) of all pairs, as views."""
+    """Returns the first and second channels (..., L, half) of all pairs, as views."""
     if layout == "half":
         return x[..., :half], x[..., half : 2 * half]
     return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -99,7 +99,7 @@ def _turn_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """In plain operations."""
+    """Rotates by plain operations, which compilers and transforms follow."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -146,12 +146,12 @@ class Rotary(nn.Module):
         self._tables: dict[tuple[torch.device, torch.dtype], Pair] = {}
 
     def forward(self, x: Tensor, positions: Positions = 0, *, inplace: bool = False) -> Tensor:
-        """x (..., H, L, D) turned. Positions: an int, (L,), or (B, L) for x (B, H, L, D)."""
+        """Rotates x (..., H, L, D). Positions: an int, (L,), or (B, L) for x (B, H, L, D)."""
         cos, sin = self.table(x, positions)
         return rotate(x, cos, sin, layout=self.layout, inplace=inplace)
 
     def table(self, x: Tensor, positions: Positions = 0) -> Pair:
-        """cos and sin (L, dims / 2), or (B, 1, L, dims / 2), in x's dtype, for tensors like x."""
+        """Returns cos and sin (L, dims / 2), or (B, 1, L, dims / 2), in x's dtype, for tensors like x."""
         if x.dim() < 2:
             raise ValueError(f"x: expected (..., H, L, D), got {describe(x)}")
         L = x.shape[-2]
@@ -163,7 +163,7 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _remembered(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """The table of at least the first `length` places; it doubles when it grows."""
+        """Returns the table of at least the first `length` positions. It doubles when it grows."""
         found = self._tables.get((device, dtype))
         if found is None or len(found[0]) < length:
             size = max(length, 2 * len(found[0]) if found is not None else 0)

@@ -26,13 +26,9 @@ Tokens = tuple[tuple[str, ...], ...]
 
 
 def capture(
-    model: nn.Module,
-    *,
-    tokens: _tokens.Texts | None = None,
-    tokenizer: Any = None,
-    want: Sequence[facts.Fact] = (),
-    keep: str | None = None,
-) -> Capture:
+    model: nn.Module, *, tokens: _tokens.Texts | None = None, tokenizer: Any = None,
+    want: Sequence[facts.Fact] = (), keep: str | None = None,
+) -> Capture:  # fmt: skip
     """Records facts about the weights of every attention of a model that runs inside a `with` block.
 
     Records `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models of
@@ -82,14 +78,9 @@ def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = 
 
 
 def record(
-    q: Tensor,
-    k: Tensor,
-    tokens: _tokens.Texts | None = None,
-    *,
-    name: str = "attention",
-    want: Sequence[facts.Fact] = (),
-    **options: Any,
-) -> Layer:
+    q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, name: str = "attention",
+    want: Sequence[facts.Fact] = (), **options: Any,
+) -> Layer:  # fmt: skip
     """Returns what `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
     return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 
@@ -131,7 +122,7 @@ class Capture:
 
     def heads(self, sample: int = 0) -> Iterator[Head]:
         """Iterates over every head of every layer."""
-        return (layer.head(head, sample) for layer in self for head in range(layer.heads))
+        return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
         """Returns the weight of one token for another in every head, the largest first."""
@@ -145,10 +136,7 @@ class Capture:
 
     def entropy_map(self, sample: int = 0) -> list[Tensor]:
         """Returns for each layer the entropy (Hq,) of its heads: 0 (one key) to 1 (all alike), query mean."""
-        return [
-            torch.stack([layer.head(head, sample).entropy.mean() for head in range(layer.heads)])
-            for layer in self
-        ]
+        return [torch.stack([head.entropy.mean() for head in layer._of_sample(sample)]) for layer in self]
 
     def rollout(self, token: int | str, sample: int = 0) -> Tensor:
         """Returns attention rollout (n,): what reaches one token from each token through all layers."""

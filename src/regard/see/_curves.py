@@ -118,22 +118,14 @@ def _by_distance(seen: Capture | Head, sample: int) -> list[tuple[str, Tensor, T
         return [(seen.title, *seen.distances)]
     found = []
     for layer in check_recorded("distances", seen):
-        far, *_ = layer.head(0, sample).distances
-        mass = torch.stack([layer.head(h, sample).distances[1] for h in range(layer.heads)]).sum(0)
-        found.append((f"layer {layer.index}", far, mass))
+        far, mass = zip(*(head.distances for head in layer._of_sample(sample)), strict=True)
+        found.append((f"layer {layer.index}", far[0], torch.stack(mass).sum(0)))
     return found
 
 
 def mask(
-    mask: Mask,
-    Lq: int | None = None,
-    Lk: int | None = None,
-    offset: Offset = None,
-    *,
-    head: int = 0,
-    sample: int = 0,
-    dark: bool = False,
-    path: Path = None,
-) -> Figure:
+    mask: Mask, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
+    sample: int = 0, dark: bool = False, path: Path = None,
+) -> Figure:  # fmt: skip
     """Draws which query may attend to which key: `mask.image`."""
     return mask.image(path, Lq, Lk, offset, head=head, sample=sample, dark=dark)

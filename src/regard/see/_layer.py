@@ -67,7 +67,7 @@ class Layer:
         return self.heads
 
     def __iter__(self) -> Iterator[Head]:
-        return (Head(self, head) for head in range(self.heads))
+        return iter(self._of_sample())
 
     def __getitem__(self, head: int) -> Head:
         return self.head(head)
@@ -75,6 +75,10 @@ class Layer:
     def head(self, head: int, sample: int = 0) -> Head:
         B, Hq, _, _ = self.shape
         return Head(self, _tokens.index("head", head, Hq), _tokens.index("sample", sample, B))
+
+    def _of_sample(self, sample: int = 0) -> list[Head]:
+        """Returns every head for one sample."""
+        return [self.head(head, sample) for head in range(self.heads)]
 
     def fact(self, fact: Any) -> Any:
         """Returns the result of a fact: recorded, or computed now from `q` and `k`, if they were kept."""

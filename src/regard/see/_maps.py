@@ -66,8 +66,8 @@ def grid(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = Non
     axes, used = drawing.axes, set()
     for row, layer in enumerate(seen):
         maps = _blocks(layer, max(layer.shape[2:]), THUMBNAIL, sample)
-        for number, cells in enumerate(maps):
-            used.add(_thumb(drawing, layer.head(number, sample), cells, (number, row)))
+        for head, cells in zip(layer._of_sample(sample), maps, strict=True):
+            used.add(_thumb(drawing, head, cells, row))
     axes.set(xlim=(-0.06, columns - 0.06), ylim=(len(seen) * TALL, -0.06), aspect="equal")
     axes.xaxis.tick_top()
     axes.set_xticks([x + 0.44 for x in range(columns)], [f"head {x}" for x in range(columns)])
@@ -141,11 +141,11 @@ def _label(axes: Any, head: Head) -> None:
     axes.set_yticks(range(len(head.tokens)), labels(head.tokens), **style)
 
 
-def _thumb(drawing: Drawing, head: Head, cells: Cells, at: tuple[int, int]) -> str:
+def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     """Paints one small map with its role as frame and caption. Returns the name of the role."""
     from matplotlib.patches import Rectangle
 
-    x, y = at[0], at[1] * TALL
+    x, y = head.index, row * TALL
     nq, nk = len(head.tokens), len(head.key_tokens)
     token = SIDE / max(nq, nk)
     image = _paint(drawing, cells, (x, y), token)

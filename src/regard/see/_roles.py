@@ -33,32 +33,22 @@ class Definition(NamedTuple):
 ROLES = {
     "induction": Definition(
         "mass on tokens that followed an earlier occurrence of the query's token, mean over such queries",
-        "prefix matching, Olsson et al. 2022",
-        0.5,
-    ),
+        "prefix matching, Olsson et al. 2022", 0.5),
     "duplicate": Definition(
         "mass on other occurrences of the query's token, mean over the queries that have one",
-        "duplicate token heads, TransformerLens",
-        0.5,
-    ),
+        "duplicate token heads, TransformerLens", 0.5),
     "previous token": Definition(
-        "mass on the token before, mean over the queries that have one", "Clark et al. 2019", 0.5
-    ),
+        "mass on the token before, mean over the queries that have one", "Clark et al. 2019", 0.5),
     "fixed offset": Definition(
-        "share of queries whose largest weight is at the commonest distance", "Voita et al. 2019", 0.9
-    ),
+        "share of queries whose largest weight is at the commonest distance", "Voita et al. 2019", 0.9),
     "broad": Definition(
         "entropy divided by the logarithm of the number of allowed keys, mean over queries",
-        "Clark et al. 2019",
-        0.9,
-    ),
+        "Clark et al. 2019", 0.9),
     "delimiter or sink": Definition(
         "share of all mass on the first token, special tokens and punctuation",
-        "Clark et al. 2019; Xiao et al. 2023 (StreamingLLM)",
-        0.5,
-    ),
+        "Clark et al. 2019; Xiao et al. 2023 (StreamingLLM)", 0.5),
     "sharp": Definition("the largest weight, mean over queries", "confidence, Voita et al. 2019", 0.5),
-}
+}  # fmt: skip
 FEWEST = 3  # queries with a pair of equal tokens; fewer do not name a head
 WANTED = (
     facts.ColumnMass(), facts.Entropy(), facts.RowMax(), facts.DistanceHistogram(), facts.TopK(8),

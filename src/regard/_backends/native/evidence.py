@@ -10,14 +10,8 @@ from torch import Tensor
 
 from ... import facts as F
 from ..._call.spec import Problem, Spec
-from . import attention as _native
-
-# The core's Facts, in its order.
-FIELDS = (
-    "k", "top_weights", "top_keys", "nats", "choices", "column_mass", "row_weights", "row_weights_batch",
-    "histogram", "distance_low", "distances", "sets", "chosen", "mass_on", "block", "block_mass", "block_max",
-    "n_rows", "rows", "row_values",
-)  # fmt: skip
+from .attention import extras_of, prepare
+from .core import _core
 
 
 class Room(NamedTuple):
@@ -33,10 +27,18 @@ def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
     for together in _calls(want):
         rooms = [(kind, maker(problem, kind)) for maker, kind in together.items()]
         fields = {name: x for _, room in rooms for name, x in room.fields.items()}
-        _native.look(problem, [_number(fields.get(name)) for name in FIELDS])
+        _look(problem, _core.Facts(**{name: _number(x) for name, x in fields.items()}))
         for kind, room in rooms:
             found |= {fact: room.parts(fact) for fact in kind}
     return [found[fact] for fact in want]
+
+
+def _look(problem: Problem, facts: _core.Facts) -> None:
+    spec, q, k = problem[:3]
+    call, *_ = spec.memo.get("native") or prepare(spec, q)
+    extras, alive = extras_of(problem)
+    call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, extras, facts)
+    del alive
 
 
 def _number(x: int | Tensor | None) -> int:

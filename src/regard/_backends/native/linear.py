@@ -1,0 +1,94 @@
+"""Linear attention by the compiled core."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._call.linear import SEGMENT, LinearCall, LinearResult
+from .core import DTYPES, _core, address
+
+
+class LinearKept(NamedTuple):
+    """What backward starts from besides the inputs."""
+
+    S: Tensor | None  # (B, Hkv, segments, D, Dv): the state before every 512th token
+    z: Tensor | None  # (B, Hkv, segments, D)
+    errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v less what the state held of it
+
+
+NOTHING_KEPT = LinearKept(None, None, None)
+
+
+def linear(p: LinearCall) -> LinearResult:
+    """The forward pass."""
+    return _forward(p, NOTHING_KEPT)
+
+
+def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearKept]:
+    """The forward pass of a call that is going to be differentiated."""
+    (B, Hkv, L, D), Dv = p.k.shape, p.v.shape[3]
+    segments = -(-L // SEGMENT)
+    S = p.k.new_empty((B, Hkv, segments, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, segments, D), dtype=p.dtype) if p.normalize else None
+    errors = p.k.new_empty((B, Hkv, L, Dv), dtype=p.dtype) if p.beta is not None else None
+    kept = LinearKept(S, z, errors)
+    return _forward(p, kept), kept
+
+
+def _forward(p: LinearCall, kept: LinearKept) -> LinearResult:
+    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
+    out = p.q.new_empty_strided((B, Hq, L, Dv), p.out_stride)
+    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    call, alive = _call(p, kept, out.data_ptr(), S.data_ptr(), address(z))
+    _core.linear_forward(_spec(p), call)
+    del alive
+    return LinearResult(out, S, z)
+
+
+def linear_backward(
+    p: LinearCall, kept: LinearKept, dout: Tensor, dS: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, log_decay, beta, S and z; None for what was not given."""
+    dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
+    dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
+    gates = [None if x is None else x.new_empty(x.shape) for x in (p.log_decay, p.beta)]
+    (B, Hkv, _, D), Dv = p.k.shape, p.v.shape[3]
+    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
+    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    call, alive = _call(p, kept)
+    gradients = _core.LinearGradients(
+        dout=dout.data_ptr(), dout_stride=dout.stride(), dS_end=address(dS), dz_end=address(dz),
+        dq=dq.data_ptr(), dq_stride=dq.stride(), dk=dk.data_ptr(), dk_stride=dk.stride(), dv=dv.data_ptr(),
+        dv_stride=dv.stride(), dlog_decay=address(gates[0]), dbeta=address(gates[1]), dS=S.data_ptr(),
+        dz=address(z),
+    )  # fmt: skip
+    _core.linear_backward(_spec(p), call, gradients)
+    del alive
+    return dq, dk, dv, *gates, S if p.S is not None else None, z if p.z is not None else None
+
+
+def _call(
+    p: LinearCall, kept: LinearKept, out: int = 0, S_end: int = 0, z_end: int = 0
+) -> tuple[_core.LinearCall, tuple[Tensor | None, ...]]:
+    """The addresses of a call, and the tensors that must live until it ends."""
+    alive = tuple(None if x is None else x.contiguous() for x in (p.log_decay, p.beta, p.lengths, p.S, p.z))
+    log_decay, beta, lengths, S, z = map(address, alive)
+    call = _core.LinearCall(
+        q=p.q.data_ptr(), k=p.k.data_ptr(), v=p.v.data_ptr(), out=out, log_decay=log_decay, beta=beta,
+        lengths=lengths, S=S, z=z, S_end=S_end, z_end=z_end, S_kept=address(kept.S), z_kept=address(kept.z),
+        errors=address(kept.errors),
+    )  # fmt: skip
+    return call, alive
+
+
+def _spec(p: LinearCall) -> _core.LinearSpec:
+    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
+    return _core.LinearSpec(
+        dtype=DTYPES[p.q.dtype], B=B, Hq=Hq, Hkv=Hkv, L=L, D=D, Dv=Dv, q=p.q.stride(), k=p.k.stride(),
+        v=p.v.stride(), out=p.out_stride, scale=p.scale, normalize=p.normalize,
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Checks of what callers pass to caches. Each raises before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .._call.spec import DTYPES
+from .._tools.arguments import as_int, describe, holds_integers, is_integer, tensor_of
+from ._counts import Count, shown
+
+Integers = int | Sequence[int] | Tensor
+Lengths = Integers | None
+State = dict[str, Tensor]
+
+
+class Chunk(NamedTuple):
+    """The size of an append: L tokens for each sample, of which the first `new` are real."""
+
+    L: int
+    new: Count  # an int only when it is L
+
+
+NOTHING = Chunk(0, 0)
+
+
+def integers(name: str, given: Integers, B: int | None) -> list[int]:
+    """Converts a list or tensor of B integers (any number of them if B is None)."""
+    x = tensor_of(name, given)
+    if not holds_integers(x) or x.ndim != 1 or B not in (None, len(x)):
+        shape = "(B,)" if B is None else f"(B,) = ({B},)"
+        raise ValueError(f"{name}: expected integers of shape {shape}, got {describe(x)}")
+    numbers: list[int] = x.tolist()
+    return numbers
+
+
+def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
+    """Returns the samples, of B, that `reorder(index)` selects; any number of them if count is None."""
+    samples = integers("index", index, count)
+    if not samples or not 0 <= min(samples) <= max(samples) < B:
+        raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {samples}")
+    return samples
+
+
+def cropped_lengths(n: Integers, lengths: tuple[int, ...]) -> list[int]:
+    """Returns the length of each sample after `crop(n)`. A negative n counts from the end."""
+    wanted = [as_int(n)] * len(lengths) if is_integer(n) else integers("n", n, len(lengths))
+    left = [m if m >= 0 else m + held for m, held in zip(wanted, lengths, strict=True)]
+    if any(not 0 <= m <= held for m, held in zip(left, lengths, strict=True)):
+        raise ValueError(
+            f"n: expected at most as many tokens as the samples hold, {shown(lengths)}, got {shown(wanted)}"
+        )
+    return left
+
+
+# New tokens
+
+
+def chunk_of(L: int, lengths: Lengths, B: int) -> Chunk:
+    """Returns the size of an append of L tokens, of which sample b has lengths[b] real ones."""
+    if lengths is None:
+        return Chunk(L, L)
+    new = integers("lengths", lengths, B)
+    if new and not 0 <= min(new) <= max(new) <= L:
+        raise ValueError(f"lengths: expected from 0 to the {L} new tokens, got {shown(new)}")
+    return Chunk(L, L) if set(new) == {L} else Chunk(L, tuple(new))
+
+
+def pair_of(k: Tensor | None, v: Tensor | None, lengths: Lengths) -> tuple[Tensor, Tensor] | None:
+    """Returns the keys and values passed to `attend`, which may be left out together."""
+    if k is not None and v is not None:
+        return k, v
+    if k is None and v is None and lengths is None:
+        return None
+    raise ValueError("k, v: expected both, or neither and no lengths")
+
+
+def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if isinstance(x, Tensor) and x.shape == shape and x.dtype is dtype and x.device == device:
+        check_no_grad(name, x)
+        return
+    if not isinstance(x, Tensor) or x.dtype is not dtype:
+        raise TypeError(f"{name}: expected a tensor of {dtype}, as the cache holds, got {describe(x)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
+    raise ValueError(f"{name}: expected shape {shape} as the cache holds, got {tuple(x.shape)}")
+
+
+def check_no_grad(name: str, x: Tensor) -> None:
+    if x.requires_grad and is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad, but a cache keeps no gradient; call it under torch.no_grad(), "
+            f"or pass {name}.detach()"
+        )
+
+
+def check_float(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: expected float64, float32, bfloat16 or float16, got {describe(dtype)}")
+    return dtype
+
+
+# Queries
+
+
+def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk: Chunk) -> None:
+    """Checks what `attention` cannot know: dtype and shape (B, Hq, Lq, D), and Lq against the tokens held."""
+    if not isinstance(q, Tensor) or q.dtype is not dtype:
+        raise TypeError(f"q: expected a tensor of {dtype}, as the cache holds, got {describe(q)}")
+    if q.ndim != 4 or q.shape[0] != B or q.shape[3] != D:
+        raise ValueError(f"q: expected (B, Hq, Lq, D) = ({B}, Hq, Lq, {D}), got {tuple(q.shape)}")
+    Lq = q.shape[2]
+    if not isinstance(chunk.new, int) and Lq != chunk.L:
+        raise ValueError(f"q: expected a query for each of the {chunk.L} tokens of the chunk, got Lq = {Lq}")
+    least = held if isinstance(held, int) else min(held)
+    if isinstance(chunk.new, int) and Lq > least:
+        raise ValueError(f"q: expected at most {least} queries, the tokens held with the new, got Lq = {Lq}")
+
+
+# States
+
+
+def check_names(state: State, expected: set[str]) -> None:
+    if set(state) != expected:
+        raise ValueError(f"state: expected the tensors {sorted(expected)}, got {sorted(state)}")
+
+
+def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor) or x.shape != shape or x.dtype is not dtype:
+        raise ValueError(f"state: expected {name} to be {dtype} of shape {shape}, got {describe(x)}")
+
+
+def check_saved_lengths(lengths: list[int]) -> None:
+    if min(lengths) < 0:
+        raise ValueError(f"lengths: expected numbers from 0 on, got {shown(lengths)}")

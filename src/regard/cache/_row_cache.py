@@ -1,0 +1,192 @@
+"""What caches of rows share: samples of different length that are appended to together.
+
+A call appends in three steps. The new tokens are checked and written where no query reads yet: behind the
+last token, or into new storage. The queries attend. Then the new content is assigned, so that whatever raises
+before leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .._api.stored import attend_stored
+from .._call.spec import Options, fast_new
+from .._call.stored import New
+from .._tools.arguments import count
+from . import _checks as checks
+from ._attend import CacheOptions, Result
+from ._checks import NOTHING, Integers, Lengths, State
+from ._counts import Count, as_tensor, chosen, each, most, plus, shown
+from ._retention import Content, Retention
+from ._rows import RowLayout
+
+R = TypeVar("R", bound="RowCache")
+
+
+class RowCache:
+    """A storage of rows, and the policy that says which tokens are kept in it."""
+
+    _sizes: tuple[str, ...]  # the attributes that a repr shows
+
+    def _begin(self, B: int, layout: RowLayout, keeps: Retention) -> None:
+        self.B = count("B", B, 1)
+        self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
+        self._keeps = keeps
+        self._content = Content(layout.empty(self.B, keeps.capacity or 0), 0, 0)
+        self._checked: tuple[Any, ...] | None = None  # the signature of a step that passed all checks
+
+    # What it holds
+
+    def __len__(self) -> int:
+        """The tokens of the longest sample."""
+        return most(self._content.lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: the tokens of each sample."""
+        return as_tensor(self._content.lengths, self.B, self.device)
+
+    @property
+    def start(self) -> int | None:
+        """The position of the next token, if it is the same for all samples."""
+        lengths = self._content.lengths
+        return lengths if isinstance(lengths, int) else None
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows for each sample; None if the storage grows."""
+        return self._keeps.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, filled or not."""
+        return self._content.storage.nbytes
+
+    def positions(self, L: int = 1) -> Tensor:
+        """Returns the positions of the next L tokens, (B, L) int64, for rotary and learned embeddings."""
+        return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in self._sizes)
+        rows = f"{self._content.storage.rows} rows" + (", grows" if self.capacity is None else "")
+        return (
+            f"{type(self).__name__}({sizes}, {self.dtype}: "
+            f"length {shown(each(self._content.lengths, self.B))}, {rows}, {self.nbytes:,} bytes)"
+        )
+
+    # Appending and attending
+
+    def _append(self, new: New, lengths: Lengths) -> Content:
+        """Appends new tokens. Returns the content that their queries see."""
+        content = self._appended(new, self._content.storage.layout.chunk(new, lengths, self.B).new)
+        self._content = self._keeps.settled(content)
+        return content
+
+    def _appended(self, new: New, counts: Count) -> Content:
+        """Writes new tokens behind those held. Returns the content with them, which is not yet assigned."""
+        storage, held, dropped = self._keeps.with_room(self._content, counts)
+        storage.write(held, counts, new)
+        return Content(storage, plus(held, counts), dropped)
+
+    def _attend(
+        self, q: Tensor, new: New | None, lengths: Lengths, options: Options, window: int | None, impl: str
+    ) -> Result:
+        """Appends new tokens, if any, and attends."""
+        plain = lengths is None and window is None and options.mask is None and options.bias is None
+        if plain and new is not None and self._is_checked_step(q, new):
+            return self._attend_step(q, new, options, impl)
+        content, chunk = self._content, NOTHING
+        if new is not None:
+            chunk = content.storage.layout.chunk(new, lengths, self.B)
+            content = self._appended(new, chunk.new)
+        checks.check_queries(q, self.B, self.D, self.dtype, content.held, chunk)
+        result = self._keeps.attend(q, content, chunk, CacheOptions(options, window, impl))
+        if new is not None:
+            self._content = self._keeps.settled(content)
+            if chunk.L == q.shape[2] == 1:
+                self._checked = signature(q, *new)
+        return result
+
+    # The case that must be quick: one more token, like one that was checked
+
+    def _is_checked_step(self, q: Tensor, new: New) -> bool:
+        """Returns whether q and one new token are like those of a step before, and a row is free for all."""
+        (storage, held, _), (k, v) = self._content, new
+        if self._checked is None or self._checked != signature(q, k, v):
+            return False
+        if not isinstance(held, int) or held >= storage.rows:
+            return False
+        return not (is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)))
+
+    def _attend_step(self, q: Tensor, new: New, options: Options, impl: str) -> Result:
+        """Does what `_attend` does in a checked step without mask, bias and window."""
+        storage, row, dropped = self._content
+        if self._keeps.visible is not None:
+            options = fast_new(Options, (self._keeps.visible, *options[1:]))
+        stored = storage.stored(row + 1)  # type: ignore[operator]
+        result = attend_stored(q, stored, options, impl, new)
+        self._content = fast_new(Content, (storage, stored.length, dropped))
+        return result
+
+    # Changing what is there
+
+    def crop(self, n: Integers) -> None:
+        """Keeps the first n tokens of each sample, n one number or (B,); a negative n drops the last -n.
+
+        A `SlidingCache` raises if it has dropped tokens that the next one would see.
+        """
+        lengths = checks.cropped_lengths(n, each(self._content.lengths, self.B))
+        self._content = self._keeps.cropped(self._content, lengths)
+
+    def reorder(self, index: Integers) -> None:
+        """Makes sample i what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        samples = checks.sample_indices(index, self.B)
+        if samples == list(range(self.B)):
+            return
+        storage, held, dropped = self._content
+        fresh = storage.copy(most(held), samples=samples)
+        self._content = Content(fresh, chosen(held, samples), chosen(dropped, samples))
+        self.B, self._checked = len(samples), None
+
+    def fork(self: R) -> R:
+        """Returns a cache with the same content that goes its own way from here."""
+        twin, content = copy.copy(self), self._content
+        twin._content = content._replace(storage=content.storage.copy(most(content.held)))
+        return twin
+
+    def reset(self) -> None:
+        """Forgets all tokens; the storage stays."""
+        self._content = Content(self._content.storage, 0, 0)
+
+    # Saving
+
+    def state_dict(self) -> State:
+        """Returns tensors alone: what is held, zeros behind shorter samples, and the lengths (B,)."""
+        content = self._content
+        counts = {name: as_tensor(getattr(content, name), self.B, self.device) for name in self._keeps.counts}
+        return content.storage.state(content.held) | counts
+
+    def load_state_dict(self, state: State) -> None:
+        """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        storage, names = self._content.storage, self._keeps.counts
+        checks.check_names(state, {*storage.tensors, *names})
+        held, dropped = self._keeps.restored(
+            **{name: checks.integers(name, state[name], self.B) for name in names}
+        )
+        storage.layout.check_state(state, self.B, most(held))
+        storage = self._keeps.with_room(Content(storage, 0, 0), held).storage
+        storage.load(state, most(held))
+        self._content = Content(storage, held, dropped)
+
+
+def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
+    """Returns what steps have in common that need the same checks; None if a step must be checked."""
+    if type(q) is not Tensor or type(k) is not Tensor:
+        return None
+    if type(v) is Tensor:
+        return q.shape, q.dtype, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device
+    return (q.shape, q.dtype, k.shape, k.dtype, k.device) if v is None else None
