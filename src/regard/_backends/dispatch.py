@@ -83,11 +83,15 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
     """The name of the backend that runs the call."""
-    check_name(impl, "impl", "auto")
-    names = preference(call.spec.device) if impl == "auto" else (impl,)
-    against = {name: reasons(mechanism, call, name) for name in names}
-    for name, found in against.items():
-        if not found:
+    if impl == "auto":
+        names = preference(call.spec.device)
+    else:
+        check_name(impl, "impl", "auto")
+        names = (impl,)
+    against = {}
+    for name in names:
+        against[name] = reasons(mechanism, call, name)
+        if not against[name]:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
     others = [name for name in BACKENDS if name not in names and not reasons(mechanism, call, name)]
