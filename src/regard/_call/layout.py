@@ -23,13 +23,9 @@ from .spec import Options, Problem, Spec, Strides, Trio, compute_dtype
 
 
 def spec_of(
-    qkv: Trio,
-    batch: tuple[int, ...],
-    code: tuple[int, ...],
-    tensors: Sequence[Tensor],
-    bias: str,
+    qkv: Trio, batch: tuple[int, ...], code: tuple[int, ...], tensors: Sequence[Tensor], bias: str,
     given: Options,
-) -> Spec:
+) -> Spec:  # fmt: skip
     """Builds the Spec of a call whose arguments fit together.
 
     `code` and `tensors` are the mask's program, `bias` is the kind of bias.

@@ -46,12 +46,9 @@ def to_sdpa(mask: Mask, Lq: int, Lk: int, offset: Offset = None, heads: int | No
 
 
 def from_mha(
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    *,
-    heads: int | None = None,
+    attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int | None = None,
     is_causal: bool = False,
-) -> Arguments:
+) -> Arguments:  # fmt: skip
     """From `nn.MultiheadAttention`: bool True = may NOT attend, float = added to the scores.
 
     `attn_mask` is (Lq, Lk), (B * heads, Lq, Lk) with `heads`, or (B, heads or 1, Lq, Lk);
@@ -117,14 +114,9 @@ def from_hf_4d(attention_mask: Tensor) -> Arguments:
 
 
 def to_hf_4d(
-    mask: Mask,
-    Lq: int,
-    Lk: int,
-    offset: Offset = None,
-    *,
-    heads: int | None = None,
+    mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, heads: int | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As (B or 1, 1 or Hq, Lq, Lk): bool with True = may attend, or with `dtype` 0 and finfo(dtype).min."""
     dense = mask.to_dense(Lq, Lk, offset, heads)
     dense = dense[(None,) * (4 - dense.ndim)]
