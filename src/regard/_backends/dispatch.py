@@ -21,13 +21,8 @@ from .._call.spec import Problem
 from .._tools.arguments import describe
 from .._tools.watching import is_followed
 from . import reference
-from .native import attention as native
-from .native import core
-from .native import evidence as native_evidence
-from .native import linear as native_linear
-from .torch import attention as torch_attention
-from .torch import evidence as torch_evidence
-from .torch import linear as torch_linear
+from .native import attention as native, core, evidence as native_evidence, linear as native_linear
+from .torch import attention as torch_attention, evidence as torch_evidence, linear as torch_linear
 
 VARIABLE = "REGARD_IMPL"
 FORCED = os.environ.get(VARIABLE) or None
