@@ -33,7 +33,7 @@ from side import ROWS
 
 import regard
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TURN = 0.05  # seconds
 LEAST = 2  # turns of each side in a pass
@@ -138,8 +138,9 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
         Worker([sys.executable], environments[0], threads) as this,
         Worker([sys.executable, "-S"], environments[1], threads) as other,
     ):
-        if site not in Path(other.ask("file")).parents:
-            raise RuntimeError(f"regard: expected the other commit's in {site}, got {other.ask('file')}")
+        for worker, folder in ((this, ROOT), (other, site)):
+            if folder not in Path(found := worker.ask("file")).parents:
+                raise RuntimeError(f"regard: expected the one in {folder}, got {found}")
         yield this, other
 
 

@@ -32,8 +32,8 @@ def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
     """Microseconds of a step."""
     generation = Generation(make())
     cache, q, scale = generation.cache, generation.q, generation.scale
-    rows = [cache._stored(cache._parts, HELD + i + 1) for i in range(STEPS)]
-    mask = getattr(cache, "_shown", None)
+    rows = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
+    mask = cache._keeps.visible
 
     def stored() -> None:
         for store in rows:

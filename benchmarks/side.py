@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import CASES, Case, causal, sink, square
-from checks import check, verify
+from checks import verify
 from peers import Call, prepare, repeated
 from steps import CACHES, HELD, LONG_CACHES, LONG_HEADS, LONG_HELD, STEPS, Generation
 
@@ -50,7 +50,7 @@ def with_lse(case: Case, shrink: int | None) -> Timed:
     inputs = case.inputs()
     q, k, v, _ = inputs
     call = repeated(lambda: regard.attention(q, k, v, return_lse=True)[0], case.calls)
-    return Timed(call, lambda out: check(case, inputs, out, "regard") and None, case.calls)
+    return Timed(call, lambda found: verify(case, inputs, found, "regard"), case.calls)
 
 
 def of_cache(make: Callable[[], Any], shrink: int | None) -> Timed:

@@ -18,8 +18,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 import regard
-from regard import explore, scores, see
-from regard import masks as M
+from regard import explore, masks as M, scores, see
 from regard.info import report as installation
 from regard_gallery.models import minilm
 

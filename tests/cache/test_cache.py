@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard import cache as C
-from regard import masks as M
-from regard import scores
+from regard import cache as C, masks as M, scores
+from regard.cache._attend import ScaledKeywords
 from support import assert_close, rel_l2
 from support.cache import (
     EXACT,
@@ -290,10 +290,10 @@ class Written(TorchDispatchMode):
 def test_no_old_key_is_copied(kind: str) -> None:
     q, k, v = tokens(kind, 2, 512)
     cache = new(kind, capacity=512)
-    where = [part.data_ptr() for part in cache._content.storage.tensors]
+    where = [part.data_ptr() for part in cache._content.storage.tensors.values()]
     with Written() as written:
         step_by_step(cache, q, k, v)
-    assert [part.data_ptr() for part in cache._content.storage.tensors] == where
+    assert [part.data_ptr() for part in cache._content.storage.tensors.values()] == where
     assert written.count == k.numel() + (0 if kind == "latent" else v.numel())
 
 
@@ -322,11 +322,11 @@ def test_no_other_storage_is_kept_alive(kind: str) -> None:
     q, k, v = tokens(kind, 2, 80)
     cache = new(kind)
     attend(cache, *(x[:, :, :1] for x in (q, k, v)))
-    first = weakref.ref(cache._content.storage.tensors[0])
+    first = weakref.ref(next(iter(cache._content.storage.tensors.values())))
     twin = cache.fork()
     cache.reorder([1, 0])
     assert first() is None
-    second = weakref.ref(cache._content.storage.tensors[0])
+    second = weakref.ref(next(iter(cache._content.storage.tensors.values())))
     append(cache, k[:, :, 1:], v[:, :, 1:])
     assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
     assert len(twin) == 1
@@ -752,6 +752,15 @@ def test_a_state_that_does_not_fit() -> None:
         small.load_state_dict(large.state_dict())
     assert_same(before, content(small))
     assert PAGE == 16
+
+
+@every_cache
+def test_the_signature_of_attend_names_every_option(kind: str) -> None:
+    parameters = inspect.signature(type(new(kind)).attend).parameters
+    named = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY} - {"ids"}
+    assert named == {"return_lse", *ScaledKeywords.__annotations__}
+    assert {p.kind for p in parameters.values()}.isdisjoint({inspect.Parameter.VAR_KEYWORD})
+    assert parameters["impl"].default == "auto"
 
 
 def test_every_kind_is_tested() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
-from regard._backends.native import core
+from regard._backends.native import attention as _native, core
 from regard._call.make import make
 from regard._call.spec import Options
 from support import HAVE_CORE, assert_close, repeats

@@ -157,11 +157,8 @@ def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def measure(
-    sizes: Sizes,
-    effort: Effort,
-    *,
-    progress: Callable[[str], None] = lambda step: None,
-) -> Measured:
+    sizes: Sizes, effort: Effort, *, progress: Callable[[str], None] = lambda step: None,
+) -> Measured:  # fmt: skip
     """Train and time models that differ in their attention alone.
 
     Speeds come first, of models that are not trained: time does not depend on weights.
@@ -170,12 +167,9 @@ def measure(
         progress: told what comes next, `effort.ticks` times.
     """
     sides = decoded(
-        KINDS,
-        sizes,
-        tokens=effort.tokens,
-        rounds=effort.rounds,
+        KINDS, sizes, tokens=effort.tokens, rounds=effort.rounds,
         progress=lambda kind: progress(f"speed, {kind}"),
-    )
+    )  # fmt: skip
     rows = tuple(_row(side, sizes, effort, progress) for side in sides)
     return Measured(sizes, effort, torch.get_num_threads(), rows)
 
@@ -189,12 +183,6 @@ def _row(side: Side, sizes: Sizes, effort: Effort, progress: Callable[[str], Non
 
     kept = side.model.cache_bytes(effort.tokens)
     return Row(
-        side.kind,
-        parameters(layer(side.kind, sizes)),
-        parameters(side.model),
-        kept,
-        kept / effort.tokens,
-        1 / side.to_read,
-        1 / side.to_write,
-        tuple(loss(seed) for seed in range(effort.seeds)),
-    )
+        side.kind, parameters(layer(side.kind, sizes)), parameters(side.model), kept, kept / effort.tokens,
+        1 / side.to_read, 1 / side.to_write, tuple(loss(seed) for seed in range(effort.seeds)),
+    )  # fmt: skip

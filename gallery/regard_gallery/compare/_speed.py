@@ -50,14 +50,9 @@ class Side:
 
 @torch.no_grad()
 def decoded(
-    kinds: Sequence[str],
-    sizes: Sizes,
-    *,
-    tokens: int,
-    steps: int = 16,
-    rounds: int = 5,
+    kinds: Sequence[str], sizes: Sizes, *, tokens: int, steps: int = 16, rounds: int = 5,
     progress: Callable[[str], None] = lambda kind: None,
-) -> list[Side]:
+) -> list[Side]:  # fmt: skip
     """The models after `rounds` of reading so many tokens and of writing `steps` more.
 
     They take turns, so that a slow spell meets all of them.

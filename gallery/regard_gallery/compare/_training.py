@@ -16,15 +16,9 @@ LOOKED_AT = 64  # lines of the text that is held out
 
 
 def trained(
-    kind: str,
-    sizes: Sizes,
-    seed: int,
-    steps: int,
-    *,
-    length: int = 128,
-    batch: int = 8,
+    kind: str, sizes: Sizes, seed: int, steps: int, *, length: int = 128, batch: int = 8,
     progress: Callable[[], None] = lambda: None,
-) -> float:
+) -> float:  # fmt: skip
     """The loss on text that is held out, in nats for each byte.
 
     All kinds meet the same batches in the same order, which the seed decides, as it does the first weights.

@@ -31,12 +31,9 @@ def _whole(kind: Any, where: Path | None, attention: str, more: tuple[str, ...] 
     """In evaluation, in float32. What transformers would draw at random, with a warning, is an error here."""
     try:
         model, found = kind.from_pretrained(
-            where,
-            attn_implementation=_implementation(attention),
-            dtype=torch.float32,
-            output_loading_info=True,
-            **given,
-        )
+            where, attn_implementation=_implementation(attention), dtype=torch.float32,
+            output_loading_info=True, **given,
+        )  # fmt: skip
     except RuntimeError as error:  # tensors of other shapes than the configuration says
         raise ValueError(f"model: {error}") from None
     for fault in ("missing_keys", "mismatched_keys", *more):

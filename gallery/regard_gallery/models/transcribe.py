@@ -54,13 +54,9 @@ def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Seg
     is_long = len(samples) > WINDOW
     with torch.inference_mode():
         found = whisper.model.generate(
-            **_features(samples, whole=is_long),
-            num_beams=beams,
-            do_sample=False,
-            **(BEAM_SEARCH if beams > 1 else {}),
-            return_timestamps=is_long,
-            return_segments=is_long,
-        )
+            **_features(samples, whole=is_long), num_beams=beams, do_sample=False,
+            **(BEAM_SEARCH if beams > 1 else {}), return_timestamps=is_long, return_segments=is_long,
+        )  # fmt: skip
     if not is_long:
         return [_segment(whisper, 0.0, len(samples) / RATE, found[0].tolist())]
     return [

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from .._api.stored import attend_stored
-from .._call.spec import Bias, Options
+from .._call.spec import Bias, Options, fast_new
 from .._call.stored import Stored
 from .._tools.arguments import count, describe
 from ..masks import Causal, Dense, Mask, Window
-from ._checks import Chunk, Integers
+from ._checks import Chunk, Lengths
 from ._counts import Count, as_tensor, minus
 
-Offset = int | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]  # out, or (out, LSE)
 
 CAUSAL = Causal()
@@ -36,7 +35,7 @@ class CacheOptions(NamedTuple):
 class AttendKeywords(TypedDict, total=False):
     """The options of `attend` that all caches share, for its overloads. `KVCache.attend` describes them."""
 
-    lengths: Integers | None
+    lengths: Lengths
     mask: Mask | Tensor | None
     bias: Bias | None
     softcap: float | None
@@ -64,12 +63,12 @@ def attend(
     offset = _offset(held, stored.length, chunk, Lq, q.device)
     if base is None and (Lq > 1 or offset is not None):
         base = CAUSAL
-    options = options._replace(mask=_visible(base, window, options.mask), offset=offset)
+    options = fast_new(Options, (_visible(base, window, options.mask), offset, *options[2:]))
     result = attend_stored(q, stored, options, impl)
     return result if isinstance(chunk.new, int) else _without_padding(result, chunk)
 
 
-def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -> Offset:
+def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -> int | Tensor | None:
     """Returns the position of query 0; None if the last query meets the last key."""
     if isinstance(held, int) and isinstance(chunk.new, int):
         return None if held == Lk else held - Lq

@@ -13,6 +13,7 @@ from .._tools.arguments import as_int, describe, holds_integers, is_integer, ten
 from ._counts import Count, shown
 
 Integers = int | Sequence[int] | Tensor
+Lengths = Integers | None
 State = dict[str, Tensor]
 
 
@@ -36,9 +37,9 @@ def integers(name: str, given: Integers, B: int | None) -> list[int]:
     return numbers
 
 
-def sample_indices(index: Integers, B: int) -> list[int]:
-    """Returns the samples that `reorder(index)` selects."""
-    samples = integers("index", index, None)
+def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
+    """Returns the samples, of B, that `reorder(index)` selects; any number of them if count is None."""
+    samples = integers("index", index, count)
     if not samples or not 0 <= min(samples) <= max(samples) < B:
         raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {samples}")
     return samples
@@ -58,7 +59,7 @@ def cropped_lengths(n: Integers, lengths: tuple[int, ...]) -> list[int]:
 # New tokens
 
 
-def chunk_of(L: int, lengths: Integers | None, B: int) -> Chunk:
+def chunk_of(L: int, lengths: Lengths, B: int) -> Chunk:
     """Returns the size of an append of L tokens, of which sample b has lengths[b] real ones."""
     if lengths is None:
         return Chunk(L, L)
@@ -68,17 +69,13 @@ def chunk_of(L: int, lengths: Integers | None, B: int) -> Chunk:
     return Chunk(L, L) if set(new) == {L} else Chunk(L, tuple(new))
 
 
-def chunk_of_pair(k: Tensor, v: Tensor, lengths: Integers | None, B: int, cache: Any) -> Chunk:
-    """Checks k (B, Hkv, L, D) and v (B, Hkv, L, Dv) for a cache. Returns the size of their append."""
-    L = k.shape[2] if isinstance(k, Tensor) and k.ndim == 4 else 0
-    check_new("k", k, (B, cache.Hkv, L, cache.D), cache.dtype, cache.device)
-    check_new("v", v, (B, cache.Hkv, L, cache.Dv), cache.dtype, cache.device)
-    return chunk_of(L, lengths, B)
-
-
-def check_no_pair(k: Tensor | None, v: Tensor | None, lengths: Integers | None) -> None:
-    if k is not None or v is not None or lengths is not None:
-        raise ValueError("k, v: expected both, or neither and no lengths")
+def pair_of(k: Tensor | None, v: Tensor | None, lengths: Lengths) -> tuple[Tensor, Tensor] | None:
+    """Returns the keys and values passed to `attend`, which may be left out together."""
+    if k is not None and v is not None:
+        return k, v
+    if k is None and v is None and lengths is None:
+        return None
+    raise ValueError("k, v: expected both, or neither and no lengths")
 
 
 def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.spec import Bias, Options
+from .._api.stored import write_stored
+from .._call.spec import Bias, Options, fast_new
 from .._call.stored import Stored
 from ..masks import Mask
-from ._attend import CacheOptions, Result, ScaledKeywords
-from ._checks import NOTHING, Integers, check_no_pair, chunk_of_pair
-from ._counts import most
+from ._attend import Result, ScaledKeywords
+from ._checks import Lengths, pair_of
+from ._counts import each, most
 from ._retention import Content, KeepAll
 from ._row_cache import RowCache, signature
 from ._rows import layout_of
@@ -40,22 +41,15 @@ class KVCache(RowCache):
     _sizes: tuple[str, ...] = ("B", "Hkv", "D", "Dv")
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         layout = layout_of(Hkv, D, Dv, "float", dtype, device)
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 
-    def append(self, k: Tensor, v: Tensor, *, lengths: Integers | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor, *, lengths: Lengths = None) -> None:
         """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv); of sample b only the first lengths[b], if given."""
-        self._append((k, v), chunk_of_pair(k, v, lengths, self.B, self))
+        self._append((k, v), lengths)
 
     def extend(self, k: Tensor, v: Tensor) -> Stored:
         """Appends, for callers that attend themselves. Returns the rows that queries of the new tokens see.
@@ -64,14 +58,14 @@ class KVCache(RowCache):
         """
         if self._is_checked_step(k, (k, v)):
             storage, row, dropped = self._content
-            storage.write(row, 1, (k, v))
-            content = self._content = Content(storage, row + 1, dropped)  # type: ignore[operator]
-        else:
-            chunk = chunk_of_pair(k, v, None, self.B, self)
-            content = self._append((k, v), chunk)
-            if chunk.L == 1:
-                self._checked = signature(k, (k, v))
-        return content.storage.stored(most(content.held))
+            stored = storage.stored(row + 1)  # type: ignore[operator]
+            write_stored(stored, each(row, self.B), (1,) * self.B, k, v)
+            self._content = Content(storage, stored.length, dropped)
+            return stored
+        storage, held, _ = self._append((k, v), None)
+        if k.shape[2] == 1:
+            self._checked = signature(k, k, v)
+        return storage.stored(most(held))
 
     def rows_with(self, L: int) -> int:
         """Returns how many tokens queries look at in a call that appends L tokens to every sample."""
@@ -100,21 +94,11 @@ class KVCache(RowCache):
     ) -> Result: ...  # fmt: skip
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        *,
-        lengths: Integers | None = None,
-        mask: Mask | Tensor | None = None,
-        bias: Bias | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-        window: int | None = None,
-        return_lse: bool = False,
-        impl: str = "auto",
-    ) -> Result:
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, lengths: Lengths = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
+        softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
+        return_lse: bool = False, impl: str = "auto",
+    ) -> Result:  # fmt: skip
         """Appends k and v, then attends causally: each query sees the tokens up to its own.
 
         If anything raises, the cache is as it was before.
@@ -131,13 +115,5 @@ class KVCache(RowCache):
         Returns:
             out (B, Hq, Lq, Dv), and with `return_lse` the LSE (B, Hq, Lq).
         """
-        plain = lengths is None and mask is None and bias is None and window is None
-        if plain and k is not None and self._is_checked_step(q, (k, v)):
-            options = Options(self._keeps.visible, None, None, scale, softcap, sink, 0.0, None, return_lse)
-            return self._attend_step(q, (k, v), options, impl)
-        options = Options(mask, None, bias, scale, softcap, sink, 0.0, None, return_lse)
-        asked = CacheOptions(options, window, impl)
-        if k is None or v is None:
-            check_no_pair(k, v, lengths)
-            return self._attend(q, None, NOTHING, asked)
-        return self._attend(q, (k, v), chunk_of_pair(k, v, lengths, self.B, self), asked)
+        options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
+        return self._attend(q, pair_of(k, v, lengths), lengths, options, window, impl)

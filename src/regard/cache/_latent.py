@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.spec import Bias, Options
+from .._call.spec import Bias, Options, fast_new
 from .._tools.arguments import count
 from ..masks import Mask
-from ._attend import AttendKeywords, CacheOptions, Result
-from ._checks import NOTHING, Chunk, Integers, check_new, chunk_of
+from ._attend import AttendKeywords, Result
+from ._checks import Lengths
 from ._retention import KeepAll
 from ._row_cache import RowCache
 from ._rows import layout_of
@@ -38,22 +38,16 @@ class LatentCache(RowCache):
     _sizes = ("B", "Hkv", "rank", "rope")
 
     def __init__(
-        self,
-        B: int,
-        rank: int,
-        rope: int,
-        *,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, rank: int, rope: int, *, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.rope = count("rank", rank, 1), count("rope", rope)
         layout = layout_of(1, self.rank + self.rope, self.rank, "latent", dtype, device)
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 
-    def append(self, latent: Tensor, *, lengths: Integers | None = None) -> None:
+    def append(self, latent: Tensor, *, lengths: Lengths = None) -> None:
         """Appends latent (B, L, rank + rope); of sample b only the first lengths[b], if given."""
-        self._append((latent, None), self._chunk(latent, lengths))
+        self._append((latent, None), lengths)
 
     @overload
     def attend(
@@ -74,20 +68,10 @@ class LatentCache(RowCache):
     ) -> Result: ...  # fmt: skip
 
     def attend(
-        self,
-        q: Tensor,
-        latent: Tensor | None = None,
-        *,
-        scale: float,
-        lengths: Integers | None = None,
-        mask: Mask | Tensor | None = None,
-        bias: Bias | None = None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-        window: int | None = None,
-        return_lse: bool = False,
-        impl: str = "auto",
-    ) -> Result:
+        self, q: Tensor, latent: Tensor | None = None, *, scale: float, lengths: Lengths = None,
+        mask: Mask | Tensor | None = None, bias: Bias | None = None, softcap: float | None = None,
+        sink: Tensor | None = None, window: int | None = None, return_lse: bool = False, impl: str = "auto",
+    ) -> Result:  # fmt: skip
         """Appends latent (B, L, rank + rope), then attends causally with q (B, Hq, Lq, rank + rope).
 
         Returns out (B, Hq, Lq, rank). `scale` has no default, because 1 / sqrt(rank + rope) is never what a
@@ -96,18 +80,7 @@ class LatentCache(RowCache):
         """
         if scale is None:
             raise TypeError("scale: expected a number, 1 / sqrt(size of a head before absorption), got None")
-        options = Options(mask, None, bias, scale, softcap, sink, 0.0, None, return_lse)
-        plain = lengths is None and mask is None and bias is None and window is None
-        if plain and latent is not None and self._is_checked_step(q, (latent, None)):
-            return self._attend_step(q, (latent, None), options, impl)
-        asked = CacheOptions(options, window, impl)
-        if latent is None:
-            if lengths is not None:
-                raise ValueError("lengths: expected none without latent")
-            return self._attend(q, None, NOTHING, asked)
-        return self._attend(q, (latent, None), self._chunk(latent, lengths), asked)
-
-    def _chunk(self, latent: Tensor, lengths: Integers | None) -> Chunk:
-        L = latent.shape[1] if isinstance(latent, Tensor) and latent.ndim == 3 else 0
-        check_new("latent", latent, (self.B, L, self.D), self.dtype, self.device)
-        return chunk_of(L, lengths, self.B)
+        options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
+        if latent is None and lengths is not None:
+            raise ValueError("lengths: expected none without latent")
+        return self._attend(q, None if latent is None else (latent, None), lengths, options, window, impl)

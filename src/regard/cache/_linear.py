@@ -12,8 +12,9 @@ from .._api.linear_attention import FeatureMap, linear_attention
 from .._call.linear import LinearState
 from .._tools.arguments import count, describe
 from . import _checks as checks
-from ._checks import Integers, State
+from ._checks import Integers, Lengths, State
 from ._counts import Count, as_tensor, chosen, each, most, plus, shared, shown
+from ._rows import layout_of
 
 
 class LinearCache:
@@ -32,27 +33,19 @@ class LinearCache:
     """
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        normalize: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.B, self.Hkv, self.D = count("B", B, 1), count("Hkv", Hkv, 1), count("D", D, 1)
-        self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, normalize: bool = False,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        self.B, layout = count("B", B, 1), layout_of(Hkv, D, Dv, "float", dtype, device)
+        self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize: expected a bool, got {describe(normalize)}")
-        self.normalize, self.dtype = normalize, checks.check_float(dtype)
-        self.device = torch.empty(0, device=device).device
+        self.normalize = normalize
         self._lengths: Count = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forgets all tokens."""
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         outer = (self.B, self.Hkv, self.D)
         S = torch.zeros(*outer, self.Dv, dtype=dtype, device=self.device)
@@ -79,7 +72,7 @@ class LinearCache:
         return sum(x.nbytes for x in self._state if x is not None)
 
     def positions(self, L: int = 1) -> Tensor:
-        """(B, L) int64: where the next L tokens will stand."""
+        """Returns the positions of the next L tokens, (B, L) int64."""
         return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
 
     def __repr__(self) -> str:
@@ -88,19 +81,11 @@ class LinearCache:
         return f"LinearCache({sizes}, lengths={held}, normalize={self.normalize}, dtype={self.dtype})"
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        lengths: Integers | None = None,
-        feature_map: str | FeatureMap | None = None,
-        log_decay: Tensor | float | None = None,
-        beta: Tensor | float | None = None,
-        scale: float | None = None,
-        impl: str = "auto",
-    ) -> Tensor:
-        """Linear attention of q (B, Hq, L, D) over the tokens so far and k (B, Hkv, L, D), v (B, Hkv, L, Dv).
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths = None,
+        feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
+        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
+    ) -> Tensor:  # fmt: skip
+        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv), then attends linearly with q (B, Hq, L, D).
 
         Options as in `linear_attention`; of sample b only the first lengths[b] tokens are real. If anything
         raises, the cache is as it was before.
@@ -122,34 +107,34 @@ class LinearCache:
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """What queries (of any number of heads) or keys must be like; a feature map may change their size."""
+        """Returns the shape expected of queries (any number of heads) or keys. A feature map may change D."""
         found = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, found[1] if heads is None else heads, L, found[3]
 
     def crop(self, n: Integers) -> NoReturn:
-        """A sum of tokens cannot be cut: `fork()` before the tokens that may be dropped."""
+        """Raises: a sum of tokens cannot be cut. `fork()` before tokens that may be dropped."""
         raise NotImplementedError(
             f"crop({n!r}): a LinearCache keeps a sum of its tokens and cannot drop some; keep a fork()"
         )
 
     def reorder(self, index: Integers) -> None:
-        """Sample i becomes what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        """Makes sample i what sample index[i] was, as beams need it; there may be more or fewer than B."""
         samples = checks.sample_indices(index, self.B)
         S, z = self._state
         self._state = LinearState(S[samples], None if z is None else z[samples])
         self.B, self._lengths = len(samples), chosen(self._lengths, samples)
 
     def fork(self) -> LinearCache:
-        """A cache with the same content that goes its own way from here."""
+        """Returns a cache with the same content that goes its own way from here."""
         return copy.copy(self)
 
     def state_dict(self) -> State:
-        """Tensors alone: the state and the lengths (B,)."""
+        """Returns tensors alone: the state and the lengths (B,)."""
         S, z = self._state
         return {"S": S.clone()} | ({} if z is None else {"z": z.clone()}) | {"lengths": self.lengths}
 
     def load_state_dict(self, state: State) -> None:
-        """Take the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
         names = ("S", "z") if self.normalize else ("S",)
         checks.check_names(state, {*names, "lengths"})
         held = checks.integers("lengths", state["lengths"], self.B)

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .._call.spec import Bias, Options
+from .._call.spec import Bias, Options, fast_new
+from .._call.stored import New
 from .._tools.arguments import count, describe
 from ..masks import Mask
 from . import _checks as checks
 from ._attend import CacheOptions, Result, ScaledKeywords, attend
-from ._checks import NOTHING, Chunk, Integers, State
+from ._checks import NOTHING, Chunk, Integers, Lengths, State
 from ._counts import each, most, shared, shown
 from ._pages import PageDraft, PagedSequence, Pages
+from ._rows import layout_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -47,23 +49,15 @@ class PagedCache:
     """
 
     def __init__(
-        self,
-        pages: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        page: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.Hkv, self.D = count("Hkv", Hkv, 1), count("D", D, 1)
-        self.Dv = self.D if Dv is None else count("Dv", Dv, 1)
-        self.page, self.dtype = count("page", page, 16), checks.check_float(dtype)
+        self, pages: int, Hkv: int, D: int, Dv: int | None = None, *, page: int = 16,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        layout = layout_of(Hkv, D, Dv, "float", dtype, device)
+        self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
+        self.page = count("page", page, 16)
         if page & (page - 1):
             raise ValueError(f"page: expected a power of two from 16 on, got {page}")
-        where = torch.empty(0, device=device).device
-        self._pool = Pages(count("pages", pages, 1), page, self.Hkv, self.D, self.Dv, dtype, where)
+        self._pool = Pages(layout, count("pages", pages, 1), page)
         self._next_id = 0
         self._begin({})
 
@@ -92,14 +86,9 @@ class PagedCache:
         return [sequence.length for sequence in self._sequences.values()]
 
     @property
-    def device(self) -> torch.device:
-        """The device of the pool."""
-        return self._pool.k.device
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the pool, used or not. Forks share it."""
-        return self._pool.k.nbytes + self._pool.v.nbytes
+        return self._pool.storage.nbytes
 
     @property
     def pages(self) -> int:
@@ -161,19 +150,18 @@ class PagedCache:
 
     # Appending and attending
 
-    def append(
-        self, k: Tensor, v: Tensor, *, ids: Integers | None = None, lengths: Integers | None = None
-    ) -> None:
+    def append(self, k: Tensor, v: Tensor, *, ids: Integers | None = None, lengths: Lengths = None) -> None:
         """Appends k (B, Hkv, L, D), v (B, Hkv, L, Dv) to B sequences; of one only lengths[b], if given."""
         names = self._ids(ids)
-        self._keep(names, self._appended(names, k, v, checks.chunk_of_pair(k, v, lengths, len(names), self)))
+        self._keep(names, self._appended(names, (k, v), lengths)[0])
 
-    def _appended(self, names: list[int], k: Tensor, v: Tensor, chunk: Chunk) -> PageDraft:
-        """Writes new tokens where no sequence has any, and returns the sequences with them, not yet kept."""
-        new = each(chunk.new, len(names))
-        draft = self._pool.draft([self._sequences[name] for name in names], new)
-        self._pool.write(draft, self._table_of(draft.after), new, k, v)
-        return draft
+    def _appended(self, names: list[int], new: New, lengths: Lengths) -> tuple[PageDraft, Chunk]:
+        """Writes new tokens where no sequence has any. Returns the sequences with them, not yet kept."""
+        chunk = self._pool.storage.layout.chunk(new, lengths, len(names))
+        counts = each(chunk.new, len(names))
+        draft = self._pool.draft([self._sequences[name] for name in names], counts)
+        self._pool.write(draft, self._table_of(draft.after), counts, new)
+        return draft, chunk
 
     def _keep(self, names: list[int], draft: PageDraft) -> None:
         self._pool.keep(draft)
@@ -207,38 +195,26 @@ class PagedCache:
     ) -> Result: ...  # fmt: skip
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        *,
-        ids: Integers | None = None,
-        lengths: Integers | None = None,
-        mask: Mask | Tensor | None = None,
-        bias: Bias | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-        window: int | None = None,
-        return_lse: bool = False,
-        impl: str = "auto",
-    ) -> Result:
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, ids: Integers | None = None,
+        lengths: Lengths = None, mask: Mask | Tensor | None = None, bias: Bias | None = None,
+        scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+        window: int | None = None, return_lse: bool = False, impl: str = "auto",
+    ) -> Result:  # fmt: skip
         """Appends k and v to the sequences `ids`, then attends causally, each query in its own sequence.
 
         All is as in `KVCache.attend`, with B the number of ids; Lk is the longest of these sequences.
         """
-        options = Options(mask, None, bias, scale, softcap, sink, 0.0, None, return_lse)
+        options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
         names = self._ids(ids)
-        if k is None or v is None:
-            checks.check_no_pair(k, v, lengths)
+        new = checks.pair_of(k, v, lengths)
+        if new is None:
             before = [self._sequences[name] for name in names]
-            chunk, draft = NOTHING, PageDraft(before, before, [], [])
+            draft, chunk = PageDraft(before, before, [], []), NOTHING
         else:
-            chunk = checks.chunk_of_pair(k, v, lengths, len(names), self)
-            draft = self._appended(names, k, v, chunk)
+            draft, chunk = self._appended(names, new, lengths)
         held = shared([sequence.length for sequence in draft.after])
         checks.check_queries(q, len(names), self.D, self.dtype, held, chunk)
-        stored = self._pool.stored(self._table_of(draft.after), most(held))
+        stored = self._pool.storage.paged(most(held), self._table_of(draft.after))
         result = attend(q, stored, held, chunk, CacheOptions(options, window, impl))
         self._keep(names, draft)
         return result
@@ -255,9 +231,7 @@ class PagedCache:
     def reorder(self, index: Integers, *, ids: Integers | None = None) -> None:
         """Makes sequence ids[i] what ids[index[i]] was, as beams need it, without copying a token."""
         names = self._ids(ids)
-        rows = checks.integers("index", index, len(names))
-        if not 0 <= min(rows) <= max(rows) < len(names):
-            raise ValueError(f"index: expected rows from 0 to {len(names) - 1}, got {rows}")
+        rows = checks.sample_indices(index, len(names), len(names))
         self._become(names, [self._sequences[names[row]] for row in rows])
 
     def _become(self, names: list[int], after: list[PagedSequence]) -> None:
@@ -287,43 +261,38 @@ class PagedCache:
 
         Pages are zero where they hold no token. The table (N, max_pages) numbers the saved pages; -1 is none.
         """
-        used = list(dict.fromkeys(number for held in self._sequences.values() for number in held.pages))
-        place = {number: i for i, number in enumerate(used)}
-        widest = max((len(held.pages) for held in self._sequences.values()), default=0)
-        table = [
-            [place[number] for number in held.pages] + [-1] * (widest - len(held.pages))
-            for held in self._sequences.values()
-        ]
-        k, v = self._pool.k[used], self._pool.v[used]
-        for number, rows in self._rows_used().items():
-            k[place[number], :, rows:] = v[place[number], :, rows:] = 0
-        return {
-            "k": k,
-            "v": v,
+        filled, sequences = self._filled_rows(), self._sequences.values()
+        place = {number: i for i, number in enumerate(filled)}
+        widest = max((len(held.pages) for held in sequences), default=0)
+        table = [[place[i] for i in pages] + [-1] * (widest - len(pages)) for pages, _ in sequences]
+        saved = {name: x[[*filled]] for name, x in self._pool.storage.tensors.items()}
+        for number, rows in filled.items():
+            for x in saved.values() if rows < self.page else ():
+                x[place[number], :, rows:] = 0
+        return saved | {
             "ids": torch.tensor(self.ids, dtype=torch.int64),
             "lengths": self.lengths,
             "table": torch.tensor(table, dtype=torch.int32).reshape(len(table), widest),
         }
 
-    def _rows_used(self) -> dict[int, int]:
-        """Maps each page that is not full to the number of its rows that hold tokens of these sequences."""
-        rows: dict[int, int] = {}
+    def _filled_rows(self) -> dict[int, int]:
+        """Maps each page in use to the number of its rows that hold tokens of these sequences."""
+        filled: dict[int, int] = {}
         for pages, length in self._sequences.values():
             for i, number in enumerate(pages):
-                rows[number] = max(rows.get(number, 0), min(self.page, length - i * self.page))
-        return {number: count for number, count in rows.items() if count < self.page}
+                filled[number] = max(filled.get(number, 0), min(self.page, length - i * self.page))
+        return filled
 
     def load_state_dict(self, state: State) -> None:
         """Takes the sequences of a `state_dict` of a cache with the same page, sizes and dtype."""
-        checks.check_names(state, {"k", "v", "ids", "lengths", "table"})
+        checks.check_names(state, {*self._pool.storage.tensors, "ids", "lengths", "table"})
         names = checks.integers("ids", state["ids"], None)
         if len(set(names)) != len(names):
             raise ValueError(f"state: expected different ids, got {names}")
         lengths = checks.integers("lengths", state["lengths"], len(names))
         saved = _saved(state["table"], lengths, self.page)
         used = len(state["k"])
-        checks.check_saved("k", state["k"], (used, self.Hkv, self.page, self.D), self.dtype)
-        checks.check_saved("v", state["v"], (used, self.Hkv, self.page, self.Dv), self.dtype)
+        self._pool.storage.layout.check_state(state, used, self.page)
         if {number for held in saved for number in held.pages} != set(range(used)):
             raise ValueError(f"state: expected a table that uses all of its {used} pages and no others")
         own = Counter(number for held in self._sequences.values() for number in held.pages)
@@ -332,20 +301,20 @@ class PagedCache:
             raise ValueError(
                 f"PagedCache is too small: {used} pages needed, {available} of {self.pages} free"
             )
-        k, v = (state[name].to(self.device) for name in "kv")
-        self._replace(dict(zip(names, saved, strict=True)), k, v)
+        self._replace(dict(zip(names, saved, strict=True)), state)
 
-    def _replace(self, saved: dict[int, PagedSequence], k: Tensor, v: Tensor) -> None:
-        """Replaces all sequences; pages of the saved ones are numbered as in k and v."""
+    def _replace(self, saved: dict[int, PagedSequence], state: State) -> None:
+        """Replaces all sequences. Pages of the saved ones are numbered as in the state."""
         self.reset()
-        fresh = self._pool.next_free(len(k))
-        self._pool.k[fresh], self._pool.v[fresh] = k, v
+        fresh = self._pool.next_free(len(state["k"]))
+        for name, x in self._pool.storage.tensors.items():
+            x[fresh] = state[name].to(self.device)
         self._pool.take(fresh)
-        for name, (pages, length) in saved.items():
-            self._sequences[name] = PagedSequence(tuple(fresh[number] for number in pages), length)
-            self._pool.share(self._sequences[name].pages)
+        for sequence, (pages, length) in saved.items():
+            self._sequences[sequence] = PagedSequence(tuple(fresh[number] for number in pages), length)
+            self._pool.share(self._sequences[sequence].pages)
         self._pool.release(fresh)  # of the user that `take` counted
-        self._next_id = max([self._next_id, *(name + 1 for name in saved)])
+        self._next_id = max([self._next_id, *(sequence + 1 for sequence in saved)])
 
 
 def _saved(table: Tensor, lengths: Sequence[int], page: int) -> list[PagedSequence]:

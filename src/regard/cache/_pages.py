@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
-from .._call.stored import Stored
+from .._call.stored import New
+from ._rows import RowLayout
 
 
 class PagedSequence(NamedTuple):
@@ -25,19 +26,14 @@ class PageDraft(NamedTuple):
     before: list[PagedSequence]
     after: list[PagedSequence]
     taken: list[int]  # free pages that the sequences will use
-    left: list[int]  # pages that one of the sequences will no longer use
+    copies: list[tuple[int, int]]  # shared pages that are replaced, and their copies
 
 
 class Pages:
-    """A pool of pages of `page` rows: k (pages, Hkv, page, D), v (pages, Hkv, page, Dv)."""
+    """A pool of pages of `page` rows: tensors (pages, Hkv, page, ...)."""
 
-    def __init__(
-        self, pages: int, page: int, Hkv: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.page = page
-        with torch.inference_mode(False):  # otherwise they could not be written to outside of inference mode
-            self.k = torch.zeros(pages, Hkv, page, D, dtype=dtype, device=device)
-            self.v = torch.zeros(pages, Hkv, page, Dv, dtype=dtype, device=device)
+    def __init__(self, layout: RowLayout, pages: int, page: int) -> None:
+        self.storage, self.page = layout.empty(pages, page), page
         self.users = [0] * pages
         self.free = list(range(pages))[::-1]
 
@@ -49,13 +45,12 @@ class Pages:
         lengths = [held.length + m for held, m in zip(before, new, strict=True)]
         missing = [-(-n // self.page) - len(pages) for n, pages in zip(lengths, kept, strict=True)]
         taken = self.next_free(sum(missing))
-        rest = iter(taken)
-        after = [
-            PagedSequence((*pages, *(next(rest) for _ in range(more))), n)
-            for pages, more, n in zip(kept, missing, lengths, strict=True)
-        ]
-        left = [i for held, pages in zip(before, kept, strict=True) for i in held.pages[len(pages) :]]
-        return PageDraft(before, after, taken, left)
+        rest, after, copies = iter(taken), [], []
+        for held, pages, more, n in zip(before, kept, missing, lengths, strict=True):
+            after.append(PagedSequence((*pages, *itertools.islice(rest, more)), n))
+            if held.pages is not pages:
+                copies.append((held.pages[-1], after[-1].pages[len(pages)]))
+        return PageDraft(before, after, taken, copies)
 
     def _kept(self, held: PagedSequence) -> tuple[int, ...]:
         """Returns the pages that a sequence still uses when it has appended."""
@@ -71,26 +66,17 @@ class Pages:
             )
         return self.free[len(self.free) - count :][::-1]
 
-    def write(self, draft: PageDraft, table: Tensor, new: Sequence[int], k: Tensor, v: Tensor) -> None:
+    def write(self, draft: PageDraft, table: Tensor, counts: Sequence[int], new: New) -> None:
         """Writes new tokens, and copies of pages, where no sequence has tokens yet."""
-        copies = [
-            (old.pages[-1], now.pages[len(old.pages) - 1])
-            for old, now in zip(draft.before, draft.after, strict=True)
-            if old.pages != now.pages[: len(old.pages)]
-        ]
-        if copies:
-            source, target = map(list, zip(*copies, strict=True))
-            self.k[target], self.v[target] = self.k[source], self.v[source]
-        write_stored(self.stored(table, 0), [held.length for held in draft.before], new, k, v)
-
-    def stored(self, table: Tensor, length: int) -> Stored:
-        """Returns the pages of a table (B, max_pages), in place, as kernels read them."""
-        D, Dv = self.k.shape[3], self.v.shape[3]
-        return Stored(self.k, self.v, None, None, table, self.page, "float", length, D, Dv)
+        for source, target in draft.copies:
+            for x in self.storage.tensors.values():
+                x[target] = x[source]
+        starts = [held.length for held in draft.before]
+        write_stored(self.storage.paged(0, table), starts, counts, *new)
 
     def keep(self, draft: PageDraft) -> None:
         self.take(draft.taken)
-        self.release(draft.left)
+        self.release(source for source, _ in draft.copies)
 
     # Users
 

@@ -26,17 +26,9 @@ class QuantizedCache(KVCache):
     _sizes = (*KVCache._sizes, "bits")
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        bits: int = 8,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, bits: int = 8, capacity: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.bits = check_bits(bits)
         layout = layout_of(Hkv, D, Dv, KINDS[bits], dtype, device)
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))

@@ -110,7 +110,8 @@ class KeepWindow:
         B, S = storage.B, self.sinks
         left = shared([min(n, self.needed) for n in each(held, B)])
         fresh = storage.layout.empty(B, max(self.capacity, most(plus(left, new))))
-        for to, x in zip(fresh.tensors, storage.tensors, strict=True):
+        for name, x in storage.tensors.items():
+            to = fresh.tensors[name]
             for samples, n, m in _moves(held, left, B):
                 to[samples, :, :S] = x[samples, :, :S]
                 to[samples, :, S:m] = x[samples, :, n - m + S : n]
@@ -206,5 +207,5 @@ def _check_relative(options: Options) -> None:
     if mask is not None and not (isinstance(mask, Mask) and mask.kinds == {MaskKind.DISTANCE}):
         raise TypeError(
             "mask: expected one of distances alone in a SlidingCache (Causal, Window, Dilated, combined with "
-            f"&, |, ~, PerHead), got {describe(options.mask)}"
+            f"&, |, ~, PerHead), got {describe(mask)}"
         )

@@ -8,20 +8,19 @@ before leaves the cache as it was.
 from __future__ import annotations
 
 import copy
-from types import NoneType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from .._api.stored import attend_stored
-from .._call.spec import Options
+from .._call.spec import Options, fast_new
 from .._call.stored import New
 from .._tools.arguments import count
 from . import _checks as checks
 from ._attend import CacheOptions, Result
-from ._checks import Chunk, Integers, State
-from ._counts import as_tensor, chosen, each, most, plus, shown
+from ._checks import NOTHING, Integers, Lengths, State
+from ._counts import Count, as_tensor, chosen, each, most, plus, shown
 from ._retention import Content, Retention
 from ._rows import RowLayout
 
@@ -81,47 +80,56 @@ class RowCache:
 
     # Appending and attending
 
-    def _append(self, new: New, chunk: Chunk) -> Content:
-        """Appends a checked chunk. Returns the content that queries of the chunk see."""
-        content = self._appended(new, chunk)
+    def _append(self, new: New, lengths: Lengths) -> Content:
+        """Appends new tokens. Returns the content that their queries see."""
+        content = self._appended(new, self._content.storage.layout.chunk(new, lengths, self.B).new)
         self._content = self._keeps.settled(content)
         return content
 
-    def _appended(self, new: New, chunk: Chunk) -> Content:
+    def _appended(self, new: New, counts: Count) -> Content:
         """Writes new tokens behind those held. Returns the content with them, which is not yet assigned."""
-        storage, held, dropped = self._keeps.with_room(self._content, chunk.new)
-        storage.write(held, chunk.new, new)
-        return Content(storage, plus(held, chunk.new), dropped)
+        storage, held, dropped = self._keeps.with_room(self._content, counts)
+        storage.write(held, counts, new)
+        return Content(storage, plus(held, counts), dropped)
 
-    def _attend(self, q: Tensor, new: New | None, chunk: Chunk, asked: CacheOptions) -> Result:
-        """Appends a checked chunk, if any, and attends."""
-        content = self._content if new is None else self._appended(new, chunk)
+    def _attend(
+        self, q: Tensor, new: New | None, lengths: Lengths, options: Options, window: int | None, impl: str
+    ) -> Result:
+        """Appends new tokens, if any, and attends."""
+        plain = lengths is None and window is None and options.mask is None and options.bias is None
+        if plain and new is not None and self._is_checked_step(q, new):
+            return self._attend_step(q, new, options, impl)
+        content, chunk = self._content, NOTHING
+        if new is not None:
+            chunk = content.storage.layout.chunk(new, lengths, self.B)
+            content = self._appended(new, chunk.new)
         checks.check_queries(q, self.B, self.D, self.dtype, content.held, chunk)
-        result = self._keeps.attend(q, content, chunk, asked)
+        result = self._keeps.attend(q, content, chunk, CacheOptions(options, window, impl))
         if new is not None:
             self._content = self._keeps.settled(content)
             if chunk.L == q.shape[2] == 1:
-                self._checked = signature(q, new)
+                self._checked = signature(q, *new)
         return result
 
     # The case that must be quick: one more token, like one that was checked
 
     def _is_checked_step(self, q: Tensor, new: New) -> bool:
         """Returns whether q and one new token are like those of a step before, and a row is free for all."""
-        storage, held, _ = self._content
-        if self._checked is None or self._checked != signature(q, new):
+        (storage, held, _), (k, v) = self._content, new
+        if self._checked is None or self._checked != signature(q, k, v):
             return False
         if not isinstance(held, int) or held >= storage.rows:
             return False
-        k, v = new
         return not (is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)))
 
     def _attend_step(self, q: Tensor, new: New, options: Options, impl: str) -> Result:
         """Does what `_attend` does in a checked step without mask, bias and window."""
         storage, row, dropped = self._content
-        held = row + 1  # type: ignore[operator]
-        result = attend_stored(q, storage.stored(held), options, impl, new)
-        self._content = Content(storage, held, dropped)
+        if self._keeps.visible is not None:
+            options = fast_new(Options, (self._keeps.visible, *options[1:]))
+        stored = storage.stored(row + 1)  # type: ignore[operator]
+        result = attend_stored(q, stored, options, impl, new)
+        self._content = fast_new(Content, (storage, stored.length, dropped))
         return result
 
     # Changing what is there
@@ -165,21 +173,20 @@ class RowCache:
     def load_state_dict(self, state: State) -> None:
         """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
         storage, names = self._content.storage, self._keeps.counts
-        checks.check_names(state, {*storage.names, *names})
+        checks.check_names(state, {*storage.tensors, *names})
         held, dropped = self._keeps.restored(
             **{name: checks.integers(name, state[name], self.B) for name in names}
         )
-        storage.check_state(state, most(held))
+        storage.layout.check_state(state, self.B, most(held))
         storage = self._keeps.with_room(Content(storage, 0, 0), held).storage
         storage.load(state, most(held))
         self._content = Content(storage, held, dropped)
 
 
-def signature(q: Any, new: tuple[Any, Any]) -> tuple[Any, ...] | None:
+def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
     """Returns what steps have in common that need the same checks; None if a step must be checked."""
-    k, v = new
-    if type(q) is not Tensor or type(k) is not Tensor or type(v) not in (Tensor, NoneType):
+    if type(q) is not Tensor or type(k) is not Tensor:
         return None
-    if v is None:
-        return q.shape, q.dtype, k.shape, k.dtype, k.device
-    return q.shape, q.dtype, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device
+    if type(v) is Tensor:
+        return q.shape, q.dtype, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device
+    return (q.shape, q.dtype, k.shape, k.dtype, k.device) if v is None else None

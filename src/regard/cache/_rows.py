@@ -1,4 +1,4 @@
-"""Storage in rows: tensors (B, Hkv, rows, ...) in which each row is a token."""
+"""Storage in rows: tensors (B, Hkv, rows, ...) in which each row is a token. Of pages, B is their number."""
 
 from __future__ import annotations
 
@@ -8,56 +8,68 @@ import torch
 from torch import Tensor
 
 from .._api.stored import write_stored
+from .._call.spec import fast_new
 from .._call.stored import GROUP, HALF, New, Stored
 from .._tools.arguments import count
-from ._checks import State, check_float, check_saved
+from ._checks import Chunk, Lengths, State, check_float, check_new, check_saved, chunk_of
 from ._counts import Count, each, most
 
-
-class RowTensor(NamedTuple):
-    """One of the tensors of a storage, (B, Hkv, rows, *tail)."""
-
-    name: str
-    tail: tuple[int, ...]
-    dtype: torch.dtype
+Tails = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class RowLayout(NamedTuple):
-    """What rows hold: the numbers ("float") or codes ("int8", "int4") of keys and values, or latents.
+    """What rows hold: numbers ("float") or codes ("int8", "int4") of keys and values, or latents ("latent").
 
-    The values of a latent are its first Dv channels.
+    A latent is one key of size D, whose first Dv channels are the value.
     """
 
     Hkv: int
     D: int
     Dv: int
     kind: str
-    dtype: torch.dtype  # of what comes in and goes out
+    dtype: torch.dtype  # of the tensors passed in and out
     device: torch.device
 
     @property
-    def tensors(self) -> tuple[RowTensor, ...]:
+    def tails(self) -> Tails:
+        """The tensors (B, Hkv, rows, *tail) of a storage: name, tail and dtype."""
         if self.kind == "latent":
-            return (RowTensor("latent", (self.D,), self.dtype),)
+            return {"latent": ((self.D,), self.dtype)}
         if self.kind == "float":
-            return RowTensor("k", (self.D,), self.dtype), RowTensor("v", (self.Dv,), self.dtype)
-        return *self._codes("k", self.D), *self._codes("v", self.Dv)
+            return {"k": ((self.D,), self.dtype), "v": ((self.Dv,), self.dtype)}
+        return self._coded("k", self.D) | self._coded("v", self.Dv)
 
-    def _codes(self, name: str, D: int) -> tuple[RowTensor, RowTensor]:
+    def _coded(self, name: str, D: int) -> Tails:
         """Returns codes and scales, as `Stored` describes them."""
         groups, scale = -(-D // GROUP), f"{name}_scale"
         if self.kind == "int8":
-            return RowTensor(name, (groups * GROUP,), torch.int8), RowTensor(scale, (groups,), torch.half)
-        return RowTensor(name, (groups * HALF,), torch.uint8), RowTensor(scale, (groups, 2), torch.half)
+            return {name: ((groups * GROUP,), torch.int8), scale: ((groups,), torch.half)}
+        return {name: ((groups * HALF,), torch.uint8), scale: ((groups, 2), torch.half)}
 
     def empty(self, B: int, rows: int) -> RowStorage:
         """Allocates zeros: a NaN in a row that was never written would send kernels to their slow path."""
         with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
-            zeros = [
-                torch.zeros((B, self.Hkv, rows, *tail), dtype=dtype, device=self.device)
-                for _, tail, dtype in self.tensors
-            ]
-        return RowStorage(self, tuple(zeros))
+            return RowStorage(self, {
+                name: torch.zeros((B, self.Hkv, rows, *tail), dtype=dtype, device=self.device)
+                for name, (tail, dtype) in self.tails.items()
+            })  # fmt: skip
+
+    def chunk(self, new: New, lengths: Lengths, B: int) -> Chunk:
+        """Checks new tokens: k (B, Hkv, L, D) and v (B, Hkv, L, Dv), or latents (B, L, D)."""
+        k, v = new
+        at = 1 if self.kind == "latent" else 2
+        L = k.shape[at] if isinstance(k, Tensor) and k.ndim == at + 2 else 0
+        if self.kind == "latent":
+            check_new("latent", k, (B, L, self.D), self.dtype, self.device)
+        else:
+            check_new("k", k, (B, self.Hkv, L, self.D), self.dtype, self.device)
+            check_new("v", v, (B, self.Hkv, L, self.Dv), self.dtype, self.device)
+        return chunk_of(L, lengths, B)
+
+    def check_state(self, state: State, B: int, rows: int) -> None:
+        """Checks that the tensors of a state have the shapes of a storage with so many rows."""
+        for name, (tail, dtype) in self.tails.items():
+            check_saved(name, state[name], (B, self.Hkv, rows, *tail), dtype)
 
 
 def layout_of(
@@ -71,66 +83,56 @@ def layout_of(
 
 
 class RowStorage:
-    """Tensors of one layout. The owner knows how many rows of each sample are filled."""
+    """Tensors of one layout, by name. The owner knows how many rows of each sample are filled."""
 
-    def __init__(self, layout: RowLayout, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, layout: RowLayout, tensors: State) -> None:
         self.layout, self.tensors = layout, tensors
-        self.B, _, self.rows, *_ = tensors[0].shape
-        self.names = [x.name for x in layout.tensors]
-        self._whole = _stored(layout, tensors)
-        self._before, self._after = self._whole[:7], self._whole[8:]  # the length
+        self.B, _, self.rows, *_ = next(iter(tensors.values())).shape
+        is_latent = layout.kind == "latent"
+        k = tensors["latent" if is_latent else "k"]
+        v = k.narrow(3, 0, layout.Dv) if is_latent else tensors["v"]
+        kind, D, Dv = "float" if is_latent else layout.kind, layout.D, layout.Dv
+        whole = Stored(k, v, tensors.get("k_scale"), tensors.get("v_scale"), None, 0, kind, self.rows, D, Dv)
+        self._before, self._after = whole[:7], whole[8:]  # the length
 
-    def __reduce__(self) -> tuple[type[RowStorage], tuple[RowLayout, tuple[Tensor, ...]]]:
+    def __reduce__(self) -> tuple[type[RowStorage], tuple[RowLayout, State]]:
         return RowStorage, (self.layout, self.tensors)  # a copy makes its own view of latents
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors)
+        return sum(x.nbytes for x in self.tensors.values())
 
     def stored(self, length: int) -> Stored:
-        """Returns the first `length` rows, in place, as kernels read them."""
-        return Stored(*self._before, length, *self._after)  # quicker than `_replace`
+        """Returns the first `length` rows of each sample, in place, as kernels read them."""
+        return fast_new(Stored, (*self._before, length, *self._after))
+
+    def paged(self, length: int, table: Tensor) -> Stored:
+        """Returns the first `length` rows of each sequence, in the pages of a table (B, max_pages)."""
+        *tensors, _, _, kind = self._before
+        return fast_new(Stored, (*tensors, table, self.rows, kind, length, *self._after))
 
     def write(self, starts: Count, counts: Count, new: New) -> None:
         """Writes the first `counts` new tokens of each sample into its rows from `starts` on."""
-        write_stored(self._whole, each(starts, self.B), each(counts, self.B), *new)
+        write_stored(self.stored(0), each(starts, self.B), each(counts, self.B), *new)
 
     def copy(self, filled: int, rows: int | None = None, samples: list[int] | None = None) -> RowStorage:
         """Copies the first `filled` rows of all or some samples into new storage."""
-        B, rows = self.B if samples is None else len(samples), self.rows if rows is None else rows
-        fresh = self.layout.empty(B, rows)
-        for to, x in zip(fresh.tensors, self.tensors, strict=True):
+        fresh = self.layout.empty(len(samples or range(self.B)), self.rows if rows is None else rows)
+        for name, x in self.tensors.items():
             source = x[:, :, :filled]
-            to[:, :, :filled] = source if samples is None else source[samples]
+            fresh.tensors[name][:, :, :filled] = source if samples is None else source[samples]
         return fresh
-
-    # Saving
 
     def state(self, held: Count) -> State:
         """Returns copies of the filled rows; behind shorter samples they are zero."""
         saved = {}
-        for name, x in zip(self.names, self.tensors, strict=True):
+        for name, x in self.tensors.items():
             saved[name] = x[:, :, : most(held)].clone(memory_format=torch.contiguous_format)
             if not isinstance(held, int):
                 for sample, rows in zip(saved[name], held, strict=True):
                     sample[:, rows:] = 0
         return saved
 
-    def check_state(self, state: State, filled: int) -> None:
-        """Checks that the tensors of a state have `filled` rows of this layout."""
-        for name, tail, dtype in self.layout.tensors:
-            check_saved(name, state[name], (self.B, self.layout.Hkv, filled, *tail), dtype)
-
     def load(self, state: State, filled: int) -> None:
-        for name, x in zip(self.names, self.tensors, strict=True):
+        for name, x in self.tensors.items():
             x[:, :, :filled] = state[name]
-
-
-def _stored(layout: RowLayout, tensors: tuple[Tensor, ...]) -> Stored:
-    """Returns all rows."""
-    _, D, Dv, kind, _, _ = layout
-    if kind in ("int8", "int4"):
-        k, k_scale, v, v_scale = tensors
-        return Stored(k, v, k_scale, v_scale, None, 0, kind, k.shape[2], D, Dv)
-    k, v = tensors if kind == "float" else (tensors[0], tensors[0].narrow(3, 0, Dv))
-    return Stored(k, v, None, None, None, 0, "float", k.shape[2], D, Dv)

@@ -31,19 +31,10 @@ class SlidingCache(KVCache):
     _sizes = (*KVCache._sizes, "window", "sinks")
 
     def __init__(
-        self,
-        B: int,
-        Hkv: int,
-        D: int,
-        Dv: int | None = None,
-        *,
-        window: int,
-        sinks: int = 0,
-        rollback: int = 0,
-        spare: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, B: int, Hkv: int, D: int, Dv: int | None = None, *, window: int, sinks: int = 0,
+        rollback: int = 0, spare: int | None = None, dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.window, self.sinks = count("window", window, 1), count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self.spare = max(16, window // 4) if spare is None else count("spare", spare, 1)

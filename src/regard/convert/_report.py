@@ -270,12 +270,9 @@ def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Er
     error, size = (torch.stack(found) for found in zip(*by_token, strict=True))  # (B, L)
     by_head = {name: tuple(map(_relative, *found)) for name, found in ratios.items()}
     return Errors(
-        output=_relative(error.sum(), size.sum()),
-        weights=tuple(moved.tolist()),
-        kl=tuple(kl.clamp_min(0).tolist()),
-        token=divmod(int(error.argmax()), x.shape[1]),
-        **by_head,
-    )
+        output=_relative(error.sum(), size.sum()), weights=tuple(moved.tolist()),
+        kl=tuple(kl.clamp_min(0).tolist()), token=divmod(int(error.argmax()), x.shape[1]), **by_head,
+    )  # fmt: skip
 
 
 def _output_error(before: Module, after: Module, x: Tensor) -> float:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .._api.plan import COUNTED
-from .._backends.native import attention as _native
-from .._backends.native import core
+from .._backends.native import attention as _native, core
 from .._call.make import make
 from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count
@@ -93,16 +92,11 @@ class CallSpec:
         out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
         rest = out if size == 2 else 0
         return CallCost(
-            pairs=pairs,
-            forward=pairs.times(2 * (spec.D + spec.Dv)),
-            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)),
-            read_bytes=given,
-            written_bytes=out,
-            saved_bytes=given + out + stats + rest,
-            scratch_bytes=scratch,
-            decodes=core.reason_unavailable() is None and _native.decodes(problem),
-            tasks=tasks,
-        )
+            pairs=pairs, forward=pairs.times(2 * (spec.D + spec.Dv)),
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=given, written_bytes=out,
+            saved_bytes=given + out + stats + rest, scratch_bytes=scratch,
+            decodes=core.reason_unavailable() is None and _native.decodes(problem), tasks=tasks,
+        )  # fmt: skip
 
     def _problem(self) -> Problem:
         """Of tensors without memory."""

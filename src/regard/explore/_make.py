@@ -36,13 +36,9 @@ def text(*texts: str, model: Model = None) -> Explorer:
 
 
 def tensors(
-    q: Tensor | Sequence[Tensor],
-    k: Tensor | Sequence[Tensor],
-    tokens: Sequence[str] | None = None,
-    *,
-    title: str = "",
-    **options: Any,
-) -> Explorer:
+    q: Tensor | Sequence[Tensor], k: Tensor | Sequence[Tensor], tokens: Sequence[str] | None = None, *,
+    title: str = "", **options: Any,
+) -> Explorer:  # fmt: skip
     """Makes an explorer of the queries and keys of one call of attention, or of lists for several layers.
 
     Args:

@@ -106,18 +106,13 @@ class Trace:
         entropy, top = layer.fact(facts.Entropy()), layer.fact(facts.TopK(TOP))
         distance = layer.fact(facts.DistanceHistogram())
         return Facts(
-            mass=tuple(map(self._own, mass.levels)),
-            max=tuple(map(self._own, largest.levels)),
-            column=self._own(layer.fact(facts.ColumnMass())),
-            entropy=self._own(entropy.nats),
-            normalized=self._own(entropy.normalized),
-            row_max=self._own(layer.fact(facts.RowMax()).weights),
-            delimiters=self._own(delimiter),
-            distances=distance.distances.cpu().numpy(),
-            by_distance=self._own(distance.mass),
-            top_weights=self._own(top.weights),
+            mass=tuple(map(self._own, mass.levels)), max=tuple(map(self._own, largest.levels)),
+            column=self._own(layer.fact(facts.ColumnMass())), entropy=self._own(entropy.nats),
+            normalized=self._own(entropy.normalized), row_max=self._own(layer.fact(facts.RowMax()).weights),
+            delimiters=self._own(delimiter), distances=distance.distances.cpu().numpy(),
+            by_distance=self._own(distance.mass), top_weights=self._own(top.weights),
             top_keys=top.keys[self.sample].cpu().numpy().astype(np.int32),
-        )
+        )  # fmt: skip
 
     def _own(self, result: Tensor) -> Array:
         own: Array = result[self.sample].float().cpu().contiguous().numpy()

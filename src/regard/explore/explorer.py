@@ -33,13 +33,9 @@ class Explorer:
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
-        self,
-        path: str | Path,
-        *,
-        heads: Sequence[Head] | None = None,
-        rows: Sequence[int] = (),
+        self, path: str | Path, *, heads: Sequence[Head] | None = None, rows: Sequence[int] = (),
         embed: str = "facts",
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Writes the page as one file that needs no network and no server.
 
         Args:

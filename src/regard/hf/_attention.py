@@ -29,24 +29,13 @@ CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index",
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool | None = None,
-    cache: Any = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, output_attentions: bool | None = None, cache: Any = None,
     **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes attention for a model of Transformers.
 
     query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and weights

@@ -124,14 +124,9 @@ class Cache(hf.Cache):
     """
 
     def __init__(
-        self,
-        config: Any,
-        *,
-        dtype: torch.dtype | None = None,
-        bits: int | None = None,
-        capacity: int | None = None,
-        rollback: int = 0,
-    ) -> None:
+        self, config: Any, *, dtype: torch.dtype | None = None, bits: int | None = None,
+        capacity: int | None = None, rollback: int = 0,
+    ) -> None:  # fmt: skip
         def layer(kind: str, sliding_window: int | None = None, **unknown: Any) -> CacheLayer:
             if unknown or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
                 raise NotImplementedError(f"config: expected layers of attention alone, got {kind!r}")

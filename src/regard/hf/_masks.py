@@ -48,19 +48,11 @@ class Frame(NamedTuple):
 
 
 def mask_tensor(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    mask_function: MaskFunction = hf.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction = hf.causal_mask_function, attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
+    device: torch.device | str = "cpu", **options: Any,
+) -> Tensor | None:  # fmt: skip
     """Returns a mask (B, 1, Lq, Lk) for `AttentionMaskInterface`, or None if every query sees every key."""
     if torch.compiler.is_compiling():
         made: Tensor | None = _dense(

@@ -19,12 +19,9 @@ class HeadSizes(NamedTuple):
 
 
 def sizes(
-    d_model: int,
-    heads: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
+    d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None,
-) -> HeadSizes:
+) -> HeadSizes:  # fmt: skip
     """Checks the sizes and fills in defaults: Hkv = H, D = d_model / H, Dv = D."""
     d_model, heads = count("d_model", d_model, 1), count("heads", heads, 1)
     kv_heads = count("kv_heads", heads if kv_heads is None else kv_heads, 1)

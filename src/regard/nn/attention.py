@@ -86,17 +86,10 @@ class Attention(AttentionLayer, GroupedHeads):
         self.out = nn.Linear(out, self.d_model, out_bias, **made)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Context = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        lengths: Tensor | None = None,
-        positions: Positions | None = None,
-        cu_seqlens: Tensor | None = None,
-        context_cu_seqlens: Tensor | None = None,
-        cache: CacheLike | None = None,
-    ) -> Tensor:
+        self, x: Tensor, context: Context = None, *, mask: Mask | Tensor | None = None,
+        lengths: Tensor | None = None, positions: Positions | None = None, cu_seqlens: Tensor | None = None,
+        context_cu_seqlens: Tensor | None = None, cache: CacheLike | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attends from x to the context, or to itself.
 
         Args:

@@ -84,13 +84,9 @@ class BigBirdAttention(Projected):
         self.seed = count("seed", seed)
 
     def forward(
-        self,
-        x: Tensor,
-        global_x: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
+        self, x: Tensor, global_x: Tensor | None = None, *, lengths: Tensor | None = None,
         table: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attends from x (B, L, d_model) to itself and to global tokens beside it.
 
         Args:

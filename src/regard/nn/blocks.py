@@ -32,13 +32,9 @@ class Block(CheckedModule):
     """
 
     def __init__(
-        self,
-        attention: Attention | LatentAttention | LinearAttention,
-        feed_forward: nn.Module,
-        *,
-        cross: Attention | None = None,
-        residual: Residual = PreNorm,
-    ) -> None:
+        self, attention: Attention | LatentAttention | LinearAttention, feed_forward: nn.Module, *,
+        cross: Attention | None = None, residual: Residual = PreNorm,
+    ) -> None:  # fmt: skip
         super().__init__()
         d_model = attention.d_model
         self.attention = residual(d_model, attention)
@@ -46,14 +42,9 @@ class Block(CheckedModule):
         self.feed_forward = residual(d_model, feed_forward)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Context = None,
-        *,
-        context_mask: Mask | Tensor | None = None,
-        context_cu_seqlens: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, x: Tensor, context: Context = None, *, context_mask: Mask | Tensor | None = None,
+        context_cu_seqlens: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """x (..., L, d_model) -> the same shape. `options` go to the attention: mask, lengths, cache, ..."""
         if (context is None) != (self.cross is None):
             expected = "None" if self.cross is None else "a tensor or a Memory"
@@ -86,13 +77,9 @@ class Stack(CheckedModule):
         self.blocks, self.norm = nn.ModuleList(blocks), norm
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | Sequence[Memory] | None = None,
-        *,
-        caches: Sequence[CacheLike] | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, x: Tensor, context: Tensor | Sequence[Memory] | None = None, *,
+        caches: Sequence[CacheLike] | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """x (..., L, d_model) -> the same shape.
 
         Args:
@@ -136,13 +123,9 @@ class EncoderDecoder(CheckedModule):
         self.encoder, self.decoder = encoder, decoder
 
     def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_mask: Mask | Tensor | None = None,
+        self, source: Tensor, target: Tensor, *, source_mask: Mask | Tensor | None = None,
         target_mask: Mask | Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """source (B, Ls, d), target (B, Lt, d) -> (B, Lt, d). `source_mask`: which keys are real."""
         memory = self.encoder(source, mask=source_mask)
         out: Tensor = self.decoder(target, memory, mask=target_mask, context_mask=source_mask)
@@ -160,14 +143,9 @@ def EncoderBlock(
 
 
 def DecoderBlock(
-    d_model: int,
-    heads: int,
-    *,
-    kv_model: int | None = None,
-    hidden: int | None = None,
-    residual: Residual = PreNorm,
-    **options: Any,
-) -> Block:
+    d_model: int, heads: int, *, kv_model: int | None = None, hidden: int | None = None,
+    residual: Residual = PreNorm, **options: Any,
+) -> Block:  # fmt: skip
     """Causal attention, and GELU; with `kv_model` also cross-attention to a context of that width.
 
     `options` go to the causal `Attention` alone.

@@ -114,16 +114,10 @@ class LatentAttention(AttentionLayer):
         self.out = nn.Linear(self.heads * self.value_dim, self.d_model, out_bias, **made)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        lengths: Tensor | None = None,
-        positions: Positions | None = None,
-        cu_seqlens: Tensor | None = None,
-        cache: LatentCache | None = None,
-        absorb: bool | None = None,
-    ) -> Tensor:
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
+        positions: Positions | None = None, cu_seqlens: Tensor | None = None,
+        cache: LatentCache | None = None, absorb: bool | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attends from x to itself and to the tokens of the cache.
 
         Args:

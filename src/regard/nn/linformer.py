@@ -98,14 +98,9 @@ class LinformerAttention(Projected):
         self.projection = projection
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
-        mask: Mask | Tensor | None = None,
-        cache: CacheLike | None = None,
-    ) -> Tensor:
+        self, x: Tensor, context: Tensor | None = None, *, lengths: Tensor | None = None,
+        mask: Mask | Tensor | None = None, cache: CacheLike | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attends from x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
 
         `lengths` (B,): the first n tokens of the context are real, the rest is padding and adds nothing.

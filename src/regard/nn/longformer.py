@@ -103,14 +103,9 @@ class LongformerAttention(Projected):
         return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        global_tokens: Tokens | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, global_tokens: Tokens | None = None,
         lengths: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attends without projections; global tokens have the same queries, keys and values as others.
 
         q, k, v and the result are (B, H, L, D).

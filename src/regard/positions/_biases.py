@@ -43,15 +43,9 @@ class Relative(nn.Module):
     """
 
     def __init__(
-        self,
-        heads: int,
-        *,
-        num_buckets: int = 32,
-        max_distance: int = 128,
-        bidirectional: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, heads: int, *, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True,
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         size = (count("num_buckets", num_buckets, 2), count("heads", heads, 1))
         self.table = nn.Parameter(torch.empty(size, device=device, dtype=dtype))

@@ -26,13 +26,9 @@ Tokens = tuple[tuple[str, ...], ...]
 
 
 def capture(
-    model: nn.Module,
-    *,
-    tokens: _tokens.Texts | None = None,
-    tokenizer: Any = None,
-    want: Sequence[facts.Fact] = (),
-    keep: str | None = None,
-) -> Capture:
+    model: nn.Module, *, tokens: _tokens.Texts | None = None, tokenizer: Any = None,
+    want: Sequence[facts.Fact] = (), keep: str | None = None,
+) -> Capture:  # fmt: skip
     """Records facts about the weights of every attention of a model that runs inside a `with` block.
 
     Records `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models of
@@ -82,14 +78,9 @@ def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = 
 
 
 def record(
-    q: Tensor,
-    k: Tensor,
-    tokens: _tokens.Texts | None = None,
-    *,
-    name: str = "attention",
-    want: Sequence[facts.Fact] = (),
-    **options: Any,
-) -> Layer:
+    q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, name: str = "attention",
+    want: Sequence[facts.Fact] = (), **options: Any,
+) -> Layer:  # fmt: skip
     """Returns what `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
     return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 

@@ -124,15 +124,8 @@ def _by_distance(seen: Capture | Head, sample: int) -> list[tuple[str, Tensor, T
 
 
 def mask(
-    mask: Mask,
-    Lq: int | None = None,
-    Lk: int | None = None,
-    offset: Offset = None,
-    *,
-    head: int = 0,
-    sample: int = 0,
-    dark: bool = False,
-    path: Path = None,
-) -> Figure:
+    mask: Mask, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
+    sample: int = 0, dark: bool = False, path: Path = None,
+) -> Figure:  # fmt: skip
     """Draws which query may attend to which key: `mask.image`."""
     return mask.image(path, Lq, Lk, offset, head=head, sample=sample, dark=dark)

@@ -70,15 +70,10 @@ def run(kind: type[Application], options: Options) -> Report:
     app.draw(model, picture)
     times = step_times(app, model, 0.0 if options.quick else TIMING)
     return Report(
-        options.attention,
-        found,
-        _goals(app, found),
-        sum(all(_goals(app, [outcome]).values()) for outcome in found),
-        times["regard"],
-        times["torch"] / times["regard"],
-        options.checkpoint(kind.name),
-        picture,
-    )
+        options.attention, found, _goals(app, found),
+        sum(all(_goals(app, [outcome]).values()) for outcome in found), times["regard"],
+        times["torch"] / times["regard"], options.checkpoint(kind.name), picture,
+    )  # fmt: skip
 
 
 def _goals(app: Application, found: list[Outcome]) -> dict[str, bool]:

@@ -22,15 +22,9 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        *,
-        d_model: int = 128,
-        heads: int = 4,
-        kv_heads: int = 2,
-        layers: int = 4,
+        self, vocabulary: int, *, d_model: int = 128, heads: int = 4, kv_heads: int = 2, layers: int = 4,
         near: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.words = nn.Embedding(vocabulary, d_model)
         nn.init.normal_(self.words.weight, std=0.02)

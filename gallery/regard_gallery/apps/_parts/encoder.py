@@ -93,11 +93,8 @@ class TextClassifier(nn.Module):
     def freeze(self, layers: int) -> None:
         """The embeddings and the first layers stay as they are."""
         kept = (
-            self.encoder.words,
-            self.encoder.places,
-            self.encoder.norm,
-            *self.encoder.stack.blocks[:layers],
-        )
+            self.encoder.words, self.encoder.places, self.encoder.norm, *self.encoder.stack.blocks[:layers],
+        )  # fmt: skip
         for module in kept:
             module.requires_grad_(False)
 

@@ -21,16 +21,9 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self,
-        size: int,
-        patch: int,
-        outputs: int,
-        blocks: Blocks = BLOCKS,
-        *,
-        channels: int = 1,
-        patches: nn.Module | None = None,
-        place_scale: float = 0.02,
-    ) -> None:
+        self, size: int, patch: int, outputs: int, blocks: Blocks = BLOCKS, *, channels: int = 1,
+        patches: nn.Module | None = None, place_scale: float = 0.02,
+    ) -> None:  # fmt: skip
         super().__init__()
         d_model = blocks.d_model
         if size % patch:

@@ -24,14 +24,9 @@ class Segmenter(nn.Module):
     """
 
     def __init__(
-        self,
-        height: int,
-        width: int,
-        classes: int,
-        blocks: Blocks = BLOCKS,
-        *,
+        self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS, *,
         channels: tuple[int, ...] = (8, 16, 32),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         d_model = blocks.d_model
         self.stride = 2 ** len(channels)
