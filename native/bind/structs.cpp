@@ -1,5 +1,4 @@
 // The structs of types.h and write.h in Python. What a field means is said there.
-#include "bind/bind.h"
 #include "bind/fields.h"
 #include "passes/write.h"
 
