@@ -49,7 +49,7 @@ def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
 def test_the_guard_pages_guard() -> None:
     code = """
         import ctypes, torch
-        from guard import Region
+        from support.guard import Region
         x = Region(1024, torch.float32, True).tensor
         print(ctypes.c_float.from_address(x.data_ptr() + 4092).value)
         print(ctypes.c_float.from_address(x.data_ptr() + 4096).value)
