@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard import masks as M
-from regard import scores
+from regard import masks as M, scores
 
 Options = dict[str, Any]
 

@@ -24,8 +24,7 @@ from report import milliseconds
 from torch import Tensor
 
 import regard
-from regard import masks as M
-from regard import packing
+from regard import masks as M, packing
 
 H, D = 8, 64
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,8 +16,7 @@ from checks import outgoing
 from torch import Tensor
 
 import regard
-from regard import masks as M
-from regard import scores
+from regard import masks as M, scores
 
 Call = Callable[[], Any]
 INF = float("inf")

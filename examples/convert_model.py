@@ -29,8 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from regard import convert
-from regard import masks as M
+from regard import convert, masks as M
 from regard.convert import ModelReport
 from regard.nn import Attention
 from regard.positions import Rotary

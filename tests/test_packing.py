@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
-from regard import masks as M
-from regard import packing, scores
+from regard import masks as M, packing, scores
 from regard._api import packed as _packed
 from support import ROOT, assert_close
 

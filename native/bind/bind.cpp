@@ -13,19 +13,13 @@
 #include "machine/cpu.h"
 #include "machine/parallel.h"
 #include "mask/spans.h"
-#include "passes/backward.h"
-#include "passes/decode.h"
-#include "passes/evidence.h"
-#include "passes/forward.h"
-#include "passes/linear.h"
+#include "passes/passes.h"
 #include "passes/write.h"
 
 using namespace nb::literals;
 using namespace regard;
 
 namespace {
-
-using Ints = std::vector<int64_t>;
 
 bool signal_pending() {
   nb::gil_scoped_acquire gil;

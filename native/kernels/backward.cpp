@@ -21,8 +21,7 @@ inline bool all_finite(const typename V::Scalar* x, int64_t n) {
   V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
   int64_t i = 0;
   for (; i + 4 * V::N <= n; i += 4 * V::N)
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
+    UNROLLED (j, 4) {
       const V y = Lanes<V>::load(x + i + j * V::N);
       zero[j] = zero[j] + (y - y);
     }

@@ -23,24 +23,19 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Float
                      int64_t D, int64_t ahead) {
   constexpr int C = V::N / R, kLine = FloatRow<V, K>::kLine;
   V sum[V::N];
-#pragma GCC unroll 16
-  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  UNROLLED (i, V::N) sum[i] = Lanes<V>::zero();
   const auto step = [&](int64_t d, int i) REGARD_ALWAYS {
     V q[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) q[r] = Lanes<V>::load(queries + r * ldq + d + i);
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) {
+    UNROLLED (r, R) q[r] = Lanes<V>::load(queries + r * ldq + d + i);
+    UNROLLED (c, C) {
       const V k = keys[c].load(d, i);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
+      UNROLLED (r, R) sum[r * C + c] = fma(q[r], k, sum[r * C + c]);
     }
   };
   int64_t d = 0;
   for (; d + kLine <= D; d += kLine) {
     if (ahead) {
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) keys[c].prefetch(d, ahead);
+      UNROLLED (c, C) keys[c].prefetch(d, ahead);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kLine; i += V::N) step(d, i);
@@ -63,48 +58,37 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const CodeR
   using Row = CodeRow<V, Kind>;
   constexpr int C = V::N / R;
   V sum[V::N];
-#pragma GCC unroll 16
-  for (int i = 0; i < V::N; ++i) sum[i] = Lanes<V>::zero();
+  UNROLLED (i, V::N) sum[i] = Lanes<V>::zero();
   for (int64_t g = 0; g * kGroup < D; ++g) {
     const typename V::Scalar* q = queries + g * kGroup;
     if (ahead) {
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) keys[c].prefetch(g, ahead);
+      UNROLLED (c, C) keys[c].prefetch(g, ahead);
     }
     if constexpr (R == 1) {
       V total = Lanes<V>::load(q);
 #pragma GCC unroll 8
       for (int i = V::N; i < kGroup; i += V::N) total = total + Lanes<V>::load(q + i);
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
+      UNROLLED (c, C) {
         V products = Lanes<V>::zero();
-#pragma GCC unroll 8
-        for (int u = 0; u < Row::kUnits; ++u) {
+        UNROLLED (u, Row::kUnits) {
           V x[Row::kVectors];
           keys[c].load(g, u, x);
-#pragma GCC unroll 2
-          for (int n = 0; n < Row::kVectors; ++n)
-            products = fma(Lanes<V>::load(q + Row::place(u, n)), x[n], products);
+          UNROLLED (n, Row::kVectors) products = fma(Lanes<V>::load(q + Row::place(u, n)), x[n], products);
         }
         sum[c] = fma(products, keys[c].scale(g), sum[c]);
         if constexpr (Kind == kInt4) sum[c] = fma(total, keys[c].least(g), sum[c]);
       }
     } else {
-#pragma GCC unroll 8
-      for (int u = 0; u < Row::kUnits; ++u) {
+      UNROLLED (u, Row::kUnits) {
         V x[C][Row::kVectors];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) {
+        UNROLLED (c, C) {
           keys[c].load(g, u, x[c]);
-#pragma GCC unroll 2
-          for (int n = 0; n < Row::kVectors; ++n) x[c][n] = keys[c].number(x[c][n], g);
+          UNROLLED (n, Row::kVectors) x[c][n] = keys[c].number(x[c][n], g);
         }
-#pragma GCC unroll 8
-        for (int t = 0; t < R * Row::kVectors; ++t) {
+        UNROLLED (t, R * Row::kVectors) {
           const int r = t / Row::kVectors, n = t % Row::kVectors;
           const V each = Lanes<V>::load(q + r * ldq + Row::place(u, n));
-#pragma GCC unroll 16
-          for (int c = 0; c < C; ++c) sum[r * C + c] = fma(each, x[c][n], sum[r * C + c]);
+          UNROLLED (c, C) sum[r * C + c] = fma(each, x[c][n], sum[r * C + c]);
         }
       }
     }
@@ -128,10 +112,8 @@ void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const
     }
     typename V::Scalar lane[V::N];
     Lanes<V>::store(lane, found);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-      for (int i = 0; i < C; ++i)
+    UNROLLED (r, R)
+      UNROLLED (i, C)
         if (i < left) scores[r * ld_scores + c + i] = lane[r * C + i];
   }
 }
@@ -147,27 +129,20 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
                                const FloatTile<V, K>& values, int64_t d, int64_t n, int64_t ahead,
                                typename V::Scalar* out, int64_t ldo) {
   V sum[R][Count];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int i = 0; i < Count; ++i) sum[r][i] = Lanes<V>::zero();
+  UNROLLED (r, R)
+    UNROLLED (i, Count) sum[r][i] = Lanes<V>::zero();
   for (int64_t c = 0; c < n; ++c) {
     const FloatRow<V, K> row = values.row(c);
     V w[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
-#pragma GCC unroll 8
-    for (int i = 0; i < Count; ++i) {
+    UNROLLED (r, R) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
+    UNROLLED (i, Count) {
       if (ahead && i * V::N % row.kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
       const V v = row.load(d, i * V::N);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r][i] = fma(w[r], v, sum[r][i]);
+      UNROLLED (r, R) sum[r][i] = fma(w[r], v, sum[r][i]);
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int i = 0; i < Count; ++i) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
+  UNROLLED (r, R)
+    UNROLLED (i, Count) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
 }
 
 // The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
@@ -177,20 +152,16 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
                                typename V::Scalar* out, int64_t ldo) {
   using Row = CodeRow<V, Kind>;
   V sum[R][Units][Row::kVectors], low[Units];
-#pragma GCC unroll 8
-  for (int u = 0; u < Units; ++u) {
+  UNROLLED (u, Units) {
     low[u] = Lanes<V>::zero();
-#pragma GCC unroll 8
-    for (int t = 0; t < R * Row::kVectors; ++t) sum[t / Row::kVectors][u][t % Row::kVectors] = low[u];
+    UNROLLED (t, R * Row::kVectors) sum[t / Row::kVectors][u][t % Row::kVectors] = low[u];
   }
   for (int64_t c = 0; c < n; ++c) {
     const Row row = values.row(c);
     V w[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
+    UNROLLED (r, R) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
     V factor = w[0];
-#pragma GCC unroll 8
-    for (int u = 0; u < Units; ++u) {
+    UNROLLED (u, Units) {
       const int64_t group = (first + u) / Row::kUnits;
       const int unit = static_cast<int>((first + u) % Row::kUnits);
       if (R == 1 && u % Row::kUnits == 0) {
@@ -200,20 +171,16 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
       if (ahead && unit == 0) row.prefetch(group, ahead * values.ld);
       V x[Row::kVectors];
       row.load(group, unit, x);
-#pragma GCC unroll 2
-      for (int i = 0; i < Row::kVectors; ++i) {
+      UNROLLED (i, Row::kVectors) {
         const V v = R == 1 ? x[i] : row.number(x[i], group);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
+        UNROLLED (r, R) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
       }
     }
   }
-#pragma GCC unroll 8
-  for (int u = 0; u < Units; ++u) {
+  UNROLLED (u, Units) {
     const int64_t group = (first + u) / Row::kUnits;
     const int unit = static_cast<int>((first + u) % Row::kUnits);
-#pragma GCC unroll 8
-    for (int t = 0; t < R * Row::kVectors; ++t) {
+    UNROLLED (t, R * Row::kVectors) {
       const int r = t / Row::kVectors, i = t % Row::kVectors;
       const V least = low[u - u % Row::kUnits];
       add_to(out + r * ldo + group * kGroup + Row::place(unit, i), sum[r][u][i] + least);
@@ -300,17 +267,9 @@ struct Decode {
   double* exact;
 
   explicit Decode(const Piece& p)
-      : piece(p),
-        spec(*p.spec),
-        call(*p.call),
-        ldq(round_up(spec.D, kGroup)),
-        ldo(round_up(spec.Dv, kGroup)),
-        group(spec.Hq / spec.Hkv),
-        all_rows(group * spec.Lq),
-        rows(most_rows(spec)),
-        paneled(panel_rows<V>(rows)),
-        keys(Stored<V, S>::keys(p)),
-        values(Stored<V, S>::values(p)),
+      : piece(p), spec(*p.spec), call(*p.call), ldq(round_up(spec.D, kGroup)), ldo(round_up(spec.Dv, kGroup)),
+        group(spec.Hq / spec.Hkv), all_rows(group * spec.Lq), rows(most_rows(spec)),
+        paneled(panel_rows<V>(rows)), keys(Stored<V, S>::keys(p)), values(Stored<V, S>::values(p)),
         arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
     queries = arena.take<Scalar>(rows * ldq);

@@ -7,14 +7,10 @@ namespace {
 
 inline double bias_element(const Spec& spec, const Call& call, int64_t at) {
   switch (spec.bias_dtype) {
-    case kFloat32:
-      return static_cast<const float*>(call.bias)[at];
-    case kFloat64:
-      return static_cast<const double*>(call.bias)[at];
-    case kBFloat16:
-      return to_float(static_cast<const BHalf*>(call.bias)[at]);
-    default:
-      return to_float(static_cast<const Half*>(call.bias)[at]);
+    case kFloat32: return static_cast<const float*>(call.bias)[at];
+    case kFloat64: return static_cast<const double*>(call.bias)[at];
+    case kBFloat16: return to_float(static_cast<const BHalf*>(call.bias)[at]);
+    default: return to_float(static_cast<const Half*>(call.bias)[at]);
   }
 }
 
@@ -25,15 +21,13 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
   const Strides& s = spec.bias_stride;
   const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
   switch (spec.bias) {
-    case kTensorBias:
-      return bias_element(spec, call, b * s.b + h * s.h + i * s.l + j * s.d);
+    case kTensorBias: return bias_element(spec, call, b * s.b + h * s.h + i * s.l + j * s.d);
     case kAlibi:
       return -static_cast<double>(by_head[h]) *
              static_cast<double>(position < j ? j - position : position - j);
     case kRelative:
       return by_head[h * call.distances + clamped(position - j - call.distance_low, call.distances)];
-    default:
-      return 0;
+    default: return 0;
   }
 }
 

@@ -24,9 +24,8 @@ struct ExactGradients {
   double lse, delta;
 
   ExactGradients(const Task& t, const Panel& p, const Gradients& g)
-      : task(t), panel(p), grads(g), spec(*t.spec), call(*t.call), row{t, p,
-                                                                       0, static_cast<double*>(t.scratch),
-                                                                       0, 0} {
+      : task(t), panel(p), grads(g), spec(*t.spec), call(*t.call),
+        row{t, p, 0, static_cast<double*>(t.scratch), 0, 0} {
     const Strides &a = spec.q, &b = g.dout_stride;
     q = static_cast<const S*>(call.q) + t.batch * a.b + p.head * a.h + p.row * a.l;
     dout = static_cast<const S*>(g.dout) + t.batch * b.b + p.head * b.h + p.row * b.l;

@@ -20,8 +20,7 @@ REGARD_INLINE void multiply_add(const typename V::Scalar* a, int64_t lda, const 
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     const V b0 = Lanes<V>::load(b + k * 2 * V::N), b1 = Lanes<V>::load(b + k * 2 * V::N + V::N);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
+    UNROLLED (r, R) {
       const V x = Lanes<V>::set(RowMajor ? a[r * lda + k] : a[r + k * lda]);
       sum[r][0] = fma(x, b0, sum[r][0]);
       sum[r][1] = fma(x, b1, sum[r][1]);
@@ -32,8 +31,7 @@ REGARD_INLINE void multiply_add(const typename V::Scalar* a, int64_t lda, const 
 template <class V, int R, bool RowMajor>
 REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
                             int64_t depth, V (&sum)[R][2]) {
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
+  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
   multiply_add<V, R, RowMajor>(a, lda, b, depth, sum);
 }
 
@@ -68,10 +66,8 @@ REGARD_INLINE void set_tile(const typename V::Scalar* a, int64_t lda, const type
                             int64_t depth, typename V::Scalar* c, V (&top)[2]) {
   V sum[R][2];
   multiply<V, R, true>(a, lda, b, depth, sum);
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
+  UNROLLED (r, R)
+    UNROLLED (i, 2) {
       Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
       top[i] = max(sum[r][i], top[i]);
     }
@@ -83,10 +79,8 @@ REGARD_INLINE void add_tile(const typename V::Scalar* a, int64_t lda, const type
                             int64_t depth, typename V::Scalar* c) {
   V sum[R][2];
   multiply<V, R, RowMajor>(a, lda, b, depth, sum);
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
+  UNROLLED (r, R)
+    UNROLLED (i, 2) {
       typename V::Scalar* at = c + (2 * r + i) * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
@@ -119,10 +113,8 @@ void multiply_rows(const typename V::Scalar* rows, int64_t ld, int64_t n, const 
   tiles(n, [&](auto count, int64_t at) {
     V sum[count.value][2];
     multiply<V, count.value, true>(rows + at * ld, ld, panel, depth, sum);
-#pragma GCC unroll 6
-    for (int r = 0; r < count.value; ++r)
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) finish(at + r, i, sum[r][i]);
+    UNROLLED (r, count.value)
+      UNROLLED (i, 2) finish(at + r, i, sum[r][i]);
   });
 }
 
@@ -145,25 +137,21 @@ REGARD_INLINE void add_lanes(const typename V::Scalar* a, int64_t panel_stride, 
                              const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
   constexpr int P = 2 * V::N;
   V sum[R][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Lanes<V>::zero();
+  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
   for (; panels; panels >>= 1, a += panel_stride, b += P * P) {
     if (!(panels & 1)) continue;
 #pragma GCC unroll 4
     for (int k = 0; k < P; ++k) {
       const V b0 = Lanes<V>::load(b + k * P), b1 = Lanes<V>::load(b + k * P + V::N);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
+      UNROLLED (r, R) {
         const V x = Lanes<V>::set(a[r * P + k]);
         sum[r][0] = fma(x, b0, sum[r][0]);
         sum[r][1] = fma(x, b1, sum[r][1]);
       }
     }
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
+  UNROLLED (r, R)
+    UNROLLED (i, 2) {
       typename V::Scalar* at = c + r * ldc + i * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
@@ -175,18 +163,12 @@ template <class V>
 void add_lanes(int64_t rows, const typename V::Scalar* a, int64_t panel_stride, uint32_t panels,
                const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
   switch (rows) {
-    case 6:
-      return add_lanes<V, 6>(a, panel_stride, panels, b, c, ldc);
-    case 5:
-      return add_lanes<V, 5>(a, panel_stride, panels, b, c, ldc);
-    case 4:
-      return add_lanes<V, 4>(a, panel_stride, panels, b, c, ldc);
-    case 3:
-      return add_lanes<V, 3>(a, panel_stride, panels, b, c, ldc);
-    case 2:
-      return add_lanes<V, 2>(a, panel_stride, panels, b, c, ldc);
-    default:
-      return add_lanes<V, 1>(a, panel_stride, panels, b, c, ldc);
+    case 6: return add_lanes<V, 6>(a, panel_stride, panels, b, c, ldc);
+    case 5: return add_lanes<V, 5>(a, panel_stride, panels, b, c, ldc);
+    case 4: return add_lanes<V, 4>(a, panel_stride, panels, b, c, ldc);
+    case 3: return add_lanes<V, 3>(a, panel_stride, panels, b, c, ldc);
+    case 2: return add_lanes<V, 2>(a, panel_stride, panels, b, c, ldc);
+    default: return add_lanes<V, 1>(a, panel_stride, panels, b, c, ldc);
   }
 }
 

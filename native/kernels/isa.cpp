@@ -12,8 +12,7 @@ double fma_probe(int64_t rounds) {
   for (int i = 0; i < kChains; ++i) sum[i] = Lanes<Floats>::set(static_cast<float>(i));
   const Floats a = Lanes<Floats>::set(0.999f), b = Lanes<Floats>::set(0.001f);
   for (int64_t n = 0; n < rounds; ++n)
-#pragma GCC unroll 12
-    for (int i = 0; i < kChains; ++i) sum[i] = fma(sum[i], a, b);
+    UNROLLED (i, kChains) sum[i] = fma(sum[i], a, b);
   float check[Floats::N];
   for (int i = 1; i < kChains; ++i) sum[0] = sum[0] + sum[i];
   Lanes<Floats>::store(check, sum[0]);

@@ -4,6 +4,9 @@
 #include <math.h>
 #include <stdint.h>
 
+// for (int i = 0; i < count; ++i), the count a small constant: no loop is left of it.
+#define UNROLLED(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); ++i)
+
 #ifdef __AVX2__
 #include "simd/avx2.h"
 #else

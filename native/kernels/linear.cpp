@@ -107,8 +107,7 @@ struct LinearForward : LinearChunk<V> {
     V total[Count];
     for (int i = 0; i < Count; ++i) total[i] = Lanes<V>::zero();
     for (int64_t d = 0; d < D; ++d)
-#pragma GCC unroll 4
-      for (int i = 0; i < Count; ++i)
+      UNROLLED (i, Count)
         total[i] = fma(Lanes<V>::set(x[d]), Lanes<V>::load(S + d * Dv + i * V::N), total[i]);
     for (int i = 0; i < Count; ++i) Lanes<V>::store(sums + i * V::N, total[i]);
   }

@@ -92,16 +92,8 @@ struct LinearChunk {
   T whole = 1;
 
   LinearChunk(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
-      : task(t),
-        access(a),
-        spec(*t.spec),
-        call(*t.call),
-        D(spec.D),
-        Dv(spec.Dv),
-        Dp(round_up(D, P)),
-        Vp(round_up(Dv, P)),
-        head(t.batch * spec.Hkv + t.kv_head),
-        group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
+      : task(t), access(a), spec(*t.spec), call(*t.call), D(spec.D), Dv(spec.Dv), Dp(round_up(D, P)),
+        Vp(round_up(Dv, P)), head(t.batch * spec.Hkv + t.kv_head), group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
         tokens(call.lengths ? call.lengths[t.batch] : spec.L) {
     factors = arena.take<T>(C);
     pairs = arena.take<T>(C * C);
@@ -210,8 +202,7 @@ struct LinearChunk {
   template <int R, bool Strict>
   static REGARD_INLINE void add_lower(const T* weights, const T* slice, int64_t t, V (&sum)[R][2]) {
     multiply_add<V, R, true>(weights + t * C, C, slice, t, sum);
-#pragma GCC unroll 6
-    for (int j = 0; j < R; ++j) {
+    UNROLLED (j, R) {
       const V b0 = Lanes<V>::load(slice + (t + j) * P), b1 = Lanes<V>::load(slice + (t + j) * P + V::N);
 #pragma GCC unroll 6
       for (int r = j + Strict; r < R; ++r) {
@@ -225,8 +216,7 @@ struct LinearChunk {
 
 template <class V, int R>
 REGARD_INLINE void scale_tile(const typename V::Scalar* factor, V (&sum)[R][2]) {
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
+  UNROLLED (r, R) {
     const V x = Lanes<V>::set(factor[r]);
     sum[r][0] = sum[r][0] * x;
     sum[r][1] = sum[r][1] * x;
@@ -235,8 +225,7 @@ REGARD_INLINE void scale_tile(const typename V::Scalar* factor, V (&sum)[R][2]) 
 
 template <class V, int R>
 REGARD_INLINE void store_tile(const V (&sum)[R][2], typename V::Scalar* target) {
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
+  UNROLLED (r, R) {
     Lanes<V>::store(target + r * kPanel<V>, sum[r][0]);
     Lanes<V>::store(target + r * kPanel<V> + V::N, sum[r][1]);
   }
@@ -244,8 +233,7 @@ REGARD_INLINE void store_tile(const V (&sum)[R][2], typename V::Scalar* target) 
 
 template <class V, int R>
 REGARD_INLINE void load_tile(const typename V::Scalar* source, V (&sum)[R][2]) {
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
+  UNROLLED (r, R) {
     sum[r][0] = Lanes<V>::load(source + r * kPanel<V>);
     sum[r][1] = Lanes<V>::load(source + r * kPanel<V> + V::N);
   }

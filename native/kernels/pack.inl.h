@@ -54,11 +54,9 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
     if (col_stride == 1 && r + V::N <= rows)
       for (; c + V::N <= cols; c += V::N) {
         V block[V::N];
-#pragma GCC unroll 16
-        for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
+        UNROLLED (i, V::N) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
         transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < V::N; ++i) {
+        UNROLLED (i, V::N) {
           typename V::Scalar* at = panel + (c + i) * kPanel<V> + r;
           Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
         }
@@ -108,11 +106,9 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
     int64_t c = 0;
     for (; col_stride == 1 && c + V::N <= cols; c += V::N) {
       V block[V::N];
-#pragma GCC unroll 16
-      for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r) * scale;
+      UNROLLED (i, V::N) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r) * scale;
       transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < V::N; ++i)
+      UNROLLED (i, V::N)
         if (i < filled) put(target + (r + i) * row_stride + c, block[i]);
     }
     for (; c < cols; ++c)
@@ -131,11 +127,9 @@ void unpack_add(const typename V::Scalar* panel, int64_t cols, typename V::Scala
     int64_t c = 0;
     for (; col_stride == 1 && c + V::N <= cols; c += V::N) {
       V block[V::N];
-#pragma GCC unroll 16
-      for (int i = 0; i < V::N; ++i) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
+      UNROLLED (i, V::N) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
       transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < V::N; ++i)
+      UNROLLED (i, V::N)
         if (typename V::Scalar* at = target + (r + i) * row_stride + c; i < filled)
           Lanes<V>::store(at, fma(block[i], scale, Lanes<V>::load(at)));
     }

@@ -123,8 +123,7 @@ inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (
   V sum[2][2];
   for (int i = 0; i < 2; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
   const auto step = [&](int64_t c, V(&into)[2]) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
+    UNROLLED (i, 2) {
       typename V::Scalar* at = scores + (2 * c + i) * V::N;
       const V weight = power[i](Lanes<V>::load(at));
       Lanes<V>::store(at, weight);

@@ -72,13 +72,8 @@ class Stored {
  public:
   Stored(const Piece& p, const void* data, const Strides& stride, const void* scales,
          const Strides& scale_stride, int64_t width)
-      : spec_(*p.spec),
-        stride_(stride),
-        scale_stride_(scale_stride),
-        width_(width),
-        batch_(p.batch),
-        key_(p.key),
-        step_(p.key_step),
+      : spec_(*p.spec), stride_(stride), scale_stride_(scale_stride), width_(width), batch_(p.batch),
+        key_(p.key), step_(p.key_step),
         table_(p.call->table ? p.call->table + p.batch * p.call->table_stride : nullptr) {
     data_ = static_cast<const char*>(data) + p.kv_head * stride.h * item();
     scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);

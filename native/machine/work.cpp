@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include <new>
 #include <vector>
 
 namespace regard {
@@ -28,9 +29,9 @@ class Scratch {
     if (bytes <= bytes_) return data_;
     free(data_);
     bytes_ = ceil_div(bytes, 4096) * 4096;
-    data_ = aligned_alloc(4096, bytes_);
-    if (!data_) bytes_ = 0;
-    return data_;
+    if ((data_ = aligned_alloc(4096, bytes_))) return data_;
+    bytes_ = 0;
+    throw std::bad_alloc();
   }
 
  private:
@@ -66,8 +67,8 @@ Outcome Stopper::outcome() const {
   return out_of_memory_ ? Outcome::kOutOfMemory : stopped_ ? Outcome::kInterrupted : Outcome::kDone;
 }
 
-void* scratch(int worker, int64_t bytes) {
-  if (static_cast<int>(kept.size()) <= worker) kept.resize(worker + 1);
+void* scratch(size_t worker, int64_t bytes) {
+  if (kept.size() <= worker) kept.resize(worker + 1);
   return kept[worker].hold(bytes);
 }
 

@@ -87,20 +87,6 @@ void merge(Runs& out, size_t a, size_t b, Join join) {
   out.erase(out.begin() + a, out.begin() + top);
 }
 
-// The last list, which begins at a, becomes what it leaves of [lo, hi).
-void invert(Runs& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
-  const size_t top = out.size() + 1;
-  out.push_back(kEnd);
-  for (size_t i = a; i + 1 < top; ++i) {
-    const Run run = out[i];
-    append(out, lo, run.begin, all);
-    append(out, run.begin, run.end, all & ~run.lanes);
-    lo = run.end;
-  }
-  append(out, lo, hi, all);
-  out.erase(out.begin() + a, out.begin() + top);
-}
-
 // Row t sees [begin + t, end + t). In the usual panel rows join one by one, all see the middle, rows leave
 // one by one.
 void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Runs& out) {
@@ -177,30 +163,6 @@ const int64_t* child_of(const int64_t* node, int64_t n) {
 // Steps beyond this are not worth classes of their own, and products with them must not overflow.
 constexpr int64_t kLargestStep = int64_t{1} << 31;
 
-// Divides every allowed distance; 1 where nothing is known.
-int64_t dilation_of(const int64_t* node, int64_t head) {
-  const int64_t* end = node + node[1];
-  switch (node[0]) {
-    case kDilated:
-      return node[2] < kLargestStep ? node[2] : 1;
-    case kPerHead:
-      return dilation_of(child_of(node, head), head);
-    case kAnd:
-    case kOr: {
-      int64_t step = dilation_of(node + 2, head);
-      for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
-        const int64_t other = dilation_of(child, head);
-        // Both factors are below 2^31, so the lcm fits.
-        step = node[0] == kAnd ? std::lcm(step, other) : std::gcd(step, other);
-        if (step >= kLargestStep) step = 1;
-      }
-      return step;
-    }
-    default:
-      return 1;
-  }
-}
-
 template <class T>
 const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k) {
   return static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1] + q * t.stride[2] +
@@ -234,39 +196,70 @@ Spans::Spans(const std::vector<int64_t>& code, const Spec& spec, const Call& cal
 
 const int64_t* Spans::code_of(int64_t head) const { return heads_.empty() ? code_.data() : heads_[head]; }
 
-void Spans::inspect(const int64_t* node) {
-  const auto look = [&](int64_t t) {
-    by_batch_ |= call_.tensors[t].size[0] > 1;
-    by_head_ |= call_.tensors[t].size[1] > 1;
-  };
-  switch (node[0]) {
-    case kDocuments:
-      look(node[3]);
-      [[fallthrough]];
-    case kTokens:
-    case kGlobal:
-      segment(node);
-      [[fallthrough]];
-    case kLengths:
-    case kDense:
-    case kBlocks:
-      look(node[2]);
-      break;
-    case kPerHead:
-      by_head_ = true;
-      [[fallthrough]];
-    case kAnd:
-    case kOr:
-    case kNot:
-      for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
-      break;
-    default:
-      break;
+// Everything that is asked about an op, in the order of Op.
+struct Spans::Atom {
+  void (Spans::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  int tensors = 0;     // the first arguments are numbers of tensors
+  int segmented = -1;  // the tensor whose keys or tokens lie in segments
+  int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // divides every allowed distance
+};
+
+const Spans::Atom Spans::kAtoms[] = {
+    {},                                          // there is no op 0
+    {&Spans::window},                            // kWindow
+    {&Spans::lengths, 1},                        // kLengths
+    {&Spans::documents, 2, 1},                   // kDocuments
+    {&Spans::documents, 1, 0},                   // kTokens
+    {&Spans::prefix},                            // kPrefix
+    {&Spans::global, 1, 0},                      // kGlobal
+    {&Spans::random},                            // kRandom
+    {&Spans::dilated, 0, -1, own_step},          // kDilated
+    {&Spans::dense, 1},                          // kDense
+    {&Spans::blocks, 1},                         // kBlocks
+    {&Spans::per_head, 0, -1, step_of_head},     // kPerHead
+    {&Spans::combine, 0, -1, step_of_children},  // kAnd
+    {&Spans::combine, 0, -1, step_of_children},  // kOr
+    {&Spans::invert},                            // kNot
+};
+
+int64_t Spans::own_step(const int64_t* node, int64_t) { return node[2] < kLargestStep ? node[2] : 1; }
+
+int64_t Spans::step_of_head(const int64_t* node, int64_t head) {
+  return dilation_of(child_of(node, head), head);
+}
+
+// 1 where nothing is known.
+int64_t Spans::dilation_of(const int64_t* node, int64_t head) {
+  const Atom& atom = kAtoms[node[0]];
+  return atom.dilation ? atom.dilation(node, head) : 1;
+}
+
+int64_t Spans::step_of_children(const int64_t* node, int64_t head) {
+  int64_t step = dilation_of(node + 2, head);
+  for (const int64_t* child = child_of(node, 1); child < node + node[1]; child += child[1]) {
+    const int64_t other = dilation_of(child, head);
+    // Both factors are below 2^31, so the lcm fits.
+    step = node[0] == kAnd ? std::lcm(step, other) : std::gcd(step, other);
+    if (step >= kLargestStep) step = 1;
   }
+  return step;
+}
+
+void Spans::inspect(const int64_t* node) {
+  const Atom& atom = kAtoms[node[0]];
+  for (int i = 0; i < atom.tensors; ++i) {
+    const MaskTensor& t = call_.tensors[node[2 + i]];
+    by_batch_ |= t.size[0] > 1;
+    by_head_ |= t.size[1] > 1;
+  }
+  if (atom.segmented >= 0) segment(node);
+  by_head_ |= node[0] == kPerHead;
+  if (node[0] < kPerHead) return;
+  for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
 }
 
 void Spans::segment(const int64_t* node) {
-  const MaskTensor& t = call_.tensors[node[0] == kDocuments ? node[3] : node[2]];
+  const MaskTensor& t = call_.tensors[node[2 + kAtoms[node[0]].segmented]];
   std::vector<Segments> samples(t.size[0]);
   for (int64_t b = 0; b < t.size[0]; ++b)
     for (int64_t i = 0; i < t.size[3]; ++i) {
@@ -314,33 +307,7 @@ void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const 
 }
 
 void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
-  switch (node[0]) {
-    case kWindow:
-      return window(node, p, lo, hi, out);
-    case kLengths: {
-      const MaskTensor& n = call_.tensors[node[2]];
-      return append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
-    }
-    case kDocuments:
-    case kTokens:
-      return documents(node, p, lo, hi, out);
-    case kPrefix:
-      return append(out, lo, std::min(hi, p.number(node[2])), p.all);
-    case kGlobal:
-      return global(node, p, lo, hi, out);
-    case kRandom:
-      return random(node, p, lo, hi, out);
-    case kDilated:
-      return dilated(node, p, lo, hi, out);
-    case kDense:
-      return dense(node, p, lo, hi, out);
-    case kBlocks:
-      return blocks(node, p, lo, hi, out);
-    case kPerHead:
-      return evaluate(child_of(node, p.rows.head), p, lo, hi, out);
-    default:
-      return combine(node, p, lo, hi, out);
-  }
+  (this->*kAtoms[node[0]].find)(node, p, lo, hi, out);
 }
 
 void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
@@ -352,6 +319,15 @@ void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
     band(p.rows.count, opens ? begin : lo, closes ? end : hi, opens, closes, out);
   else
     sweep(p.rows.count, begin, end, lo, hi, out);
+}
+
+void Spans::lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+  const MaskTensor& n = call_.tensors[node[2]];
+  append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
+}
+
+void Spans::prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+  append(out, lo, std::min(hi, p.number(node[2])), p.all);
 }
 
 void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
@@ -467,11 +443,31 @@ void Spans::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
   }
 }
 
+void Spans::per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+  evaluate(child_of(node, p.rows.head), p, lo, hi, out);
+}
+
+// What the child leaves of [lo, hi).
+void Spans::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+  const size_t before = out.size();
+  evaluate(node + 2, p, lo, hi, out);
+  const size_t top = out.size() + 1;
+  out.push_back(kEnd);
+  for (size_t i = before; i + 1 < top; ++i) {
+    const Run run = out[i];
+    append(out, lo, run.begin, p.all);
+    append(out, run.begin, run.end, p.all & ~run.lanes);
+    lo = run.end;
+  }
+  append(out, lo, hi, p.all);
+  out.erase(out.begin() + before, out.begin() + top);
+}
+
+// AND and OR of the children.
 void Spans::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
   const int64_t* end = node + node[1];
   const size_t before = out.size();
   evaluate(node + 2, p, lo, hi, out);
-  if (node[0] == kNot) return invert(out, before, lo, hi, p.all);
   for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
     if (node[0] == kAnd) {
       if (out.size() == before) return;

@@ -49,7 +49,13 @@ class Spans {
 
  private:
   struct Panel;
+  struct Atom;
+  static const Atom kAtoms[];
 
+  static int64_t dilation_of(const int64_t* node, int64_t head);
+  static int64_t own_step(const int64_t* node, int64_t head);
+  static int64_t step_of_head(const int64_t* node, int64_t head);
+  static int64_t step_of_children(const int64_t* node, int64_t head);
   int64_t position(const Rows& rows) const;
   const int64_t* code_of(int64_t head) const;
   void inspect(const int64_t* node);
@@ -57,12 +63,16 @@ class Spans {
   const Segments& segments(const int64_t* node, const Panel& p) const;
   void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  void lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  void prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  void per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  void invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
   void combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
 
   const std::vector<int64_t>& code_;

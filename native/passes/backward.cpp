@@ -1,17 +1,10 @@
-#include "passes/backward.h"
-
 #include <sched.h>
 #include <string.h>
 
-#include <algorithm>
-#include <atomic>
 #include <memory>
-#include <new>
 #include <numeric>
 
-#include "machine/cpu.h"
-#include "machine/parallel.h"
-#include "mask/spans.h"
+#include "passes/pass.h"
 
 namespace regard {
 namespace {
@@ -39,19 +32,12 @@ struct Unit {
   int64_t batch, kv_head, of_class, chunk;
 };
 
-class Backward {
+class Backward : Pass {
  public:
-  Backward(const Spec& spec, const Call& call, const Gradients& grads, const std::vector<int64_t>& code,
-           Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        grads_(grads),
-        masked_(!code.empty()),
-        spans_(code, spec, call),
-        kernels_(kernels().backward[spec.dtype]),
-        stopper_(interrupt) {
+  Backward(const Spec& spec, const Call& call, const Gradients& grads, const Ints& code, Interrupt interrupt)
+      : Pass(spec, call, code, interrupt), grads_(grads), masked_(!code.empty()),
+        kernels_(kernels().backward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    group_ = spec.Hq / spec.Hkv;
     heads_ = spec.B * spec.Hkv;
     columns_ = spec.bias == kRelative ? call.distances : 1;
     lay_out();
@@ -59,7 +45,7 @@ class Backward {
   }
 
   Outcome run() {
-    if (!take_memory()) return Outcome::kOutOfMemory;
+    take_memory();
     clear_bias();
     prepare_rows();
     sum_marked_keys();
@@ -77,15 +63,14 @@ class Backward {
   }
 
  private:
-  bool take_memory() {
+  void take_memory() {
     const int64_t rows = spec_.B * spec_.Hq * spec_.Lq, size = item_bytes(compute_type());
-    own_.reset(new (std::nothrow) char[rows * size * (1 + (rounds() ? spec_.D : 0))]);
+    own_.reset(new char[rows * size * (1 + (rounds() ? spec_.D : 0))]);
     grads_.delta = own_.get();
     grads_.dq_sum = rounds() ? own_.get() + rows * size : grads_.dq;
     const int64_t bytes = kernels_.scratch_bytes(spec_, grads_, largest_chunk(), copies(spec_.k, spec_.D),
                                                  copies(spec_.v, spec_.Dv));
     for (int i = 0; i < workers_; ++i) scratches_.push_back(scratch(i, bytes));
-    return own_ && std::all_of(scratches_.begin(), scratches_.end(), [](void* x) { return x != nullptr; });
   }
 
   bool rounds() const { return grads_.dq && spec_.dtype != compute_type(); }
@@ -96,8 +81,8 @@ class Backward {
     int64_t marks = 0, turns = 0;
     for (int64_t h = 0; h < spec_.Hkv; ++h) {
       Layout at{};
-      at.step = spans_.dilation(h * group_);
-      for (int64_t g = 1; g < group_; ++g) at.step = std::gcd(at.step, spans_.dilation(h * group_ + g));
+      at.step = spans_.dilation(h * group());
+      for (int64_t g = 1; g < group(); ++g) at.step = std::gcd(at.step, spans_.dilation(h * group() + g));
       cut(at);
       const bool same = h > 0 && !spans_.varies_by_head();
       at.marks_at = same ? layouts_.back().marks_at : marks;
@@ -112,14 +97,14 @@ class Backward {
     together_ = units_;
     if (!grads_.dby_head) return;
     by_head_.resize(spec_.Hq * columns_);
-    const int64_t share = heads_ * group_ * columns_;
+    const int64_t share = heads_ * group() * columns_;
     together_ = std::clamp<int64_t>(kShares / share, 1, units_);
     shares_.resize(together_ * share);
   }
 
   void cut(Layout& at) const {
-    const bool narrow = item_bytes(spec_.dtype) == 2;  // keys and values are copied, too
-    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type()) * (narrow ? 2 : 1);
+    // Narrow keys and values are copied, too.
+    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type()) * (narrow() ? 2 : 1);
     const int64_t keys = std::max<int64_t>(ceil_div(spec_.Lk, at.step), 1);
     const auto chunks = [&](int64_t bytes) { return ceil_div(keys * width, bytes); };
     const int64_t wanted = std::min(ceil_div(kEnoughUnits, spec_.Hkv), chunks(kEnoughBytes));
@@ -148,35 +133,16 @@ class Backward {
   }
 
   bool copies(const Strides& s, int64_t width) const {
-    const bool narrow = spec_.dtype == kBFloat16 || spec_.dtype == kFloat16;
-    return narrow || s.d != 1 || s.l != width || layouts_[0].step > 1;
+    return narrow() || s.d != 1 || s.l != width || layouts_[0].step > 1;
   }
 
   int64_t offset(int64_t batch) const { return call_.offsets ? call_.offsets[batch] : call_.offset; }
 
   // Running
 
-  // Calls job(index, worker) for every index, on all workers, in order of start.
   template <class Job>
   void each(int64_t count, Job job) {
-    struct Shared {
-      Backward& self;
-      Job& job;
-      int64_t count;
-      std::atomic<int64_t> next, busy;
-    } shared{*this, job, count, {0}, {0}};
-    const auto work = [](int worker, void* context) {
-      Shared& s = *static_cast<Shared*>(context);
-      ++s.busy;
-      try {
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count && !s.self.stopper_.stopped();) s.job(i, worker);
-      } catch (...) {  // only memory can run out here
-        s.self.stopper_.out_of_memory();
-      }
-      --s.busy;
-      s.self.stopper_.watch(s.busy);
-    };
-    parallel(static_cast<int>(std::min<int64_t>(workers_, count)), work, &shared);
+    each_task(workers_, count, stopper_, job);
   }
 
   // PyTorch's own way to fill and convert runs on threads that hang in a forked child.
@@ -286,8 +252,8 @@ class Backward {
     if (Stopper::ask(&stopper_)) return;
     uint64_t* word = marks(u, tile);
     Runs runs;
-    for (int64_t g = 0; g < (spans_.varies_by_head() ? group_ : 1); ++g)
-      each_panel(tile_of(u, at, tile, u.kv_head * group_ + g), [&](const Rows& rows) {
+    for (int64_t g = 0; g < (spans_.varies_by_head() ? group() : 1); ++g)
+      each_panel(tile_of(u, at, tile, u.kv_head * group() + g), [&](const Rows& rows) {
         spans_.find(rows, runs);
         for (const Run& run : runs)
           for (int64_t c = run.begin / at.chunk; c <= (run.end - 1) / at.chunk; ++c)
@@ -310,17 +276,13 @@ class Backward {
 
   Chunk open(const Unit& u, const Layout& at, int worker) const {
     Chunk c{};
-    c.spec = &spec_;
-    c.call = &call_;
-    c.grads = &grads_;
-    c.batch = u.batch;
-    c.kv_head = u.kv_head;
+    c.spec = &spec_, c.call = &call_, c.grads = &grads_;
+    c.batch = u.batch, c.kv_head = u.kv_head;
     c.row_step = c.key_step = at.step;
     c.key = u.of_class;
     c.begin = std::min(u.chunk * at.chunk, keys(u, at));
     c.end = std::min(c.begin + at.chunk, keys(u, at));
-    c.copy_k = copies(spec_.k, spec_.D);
-    c.copy_v = copies(spec_.v, spec_.Dv);
+    c.copy_k = copies(spec_.k, spec_.D), c.copy_v = copies(spec_.v, spec_.Dv);
     c.scratch = scratches_[worker];
     return c;
   }
@@ -342,7 +304,7 @@ class Backward {
     const Layout& at = layouts_[u.kv_head];
     if (u.chunk >= at.chunks) return;
     Chunk chunk = open(u, at, worker);
-    if (grads_.dby_head) chunk.by_head = shares_.data() + share * group_ * columns_;
+    if (grads_.dby_head) chunk.by_head = shares_.data() + share * group() * columns_;
     kernels_.open(chunk);
     for (const bool waits : {false, true})
       for (int64_t tile = at.tiles - 1; tile >= 0; --tile) {
@@ -360,8 +322,8 @@ class Backward {
     Panel panels[kTilePanels];
     std::atomic<int64_t>* turn =
         grads_.dq ? &turns_[at.turns_at + (u.batch * at.classes + u.of_class) * at.tiles + tile] : nullptr;
-    for (int64_t g = 0; g < group_; ++g) {
-      const int count = find_panels(tile_of(u, at, tile, u.kv_head * group_ + g), chunk, runs, panels,
+    for (int64_t g = 0; g < group(); ++g) {
+      const int count = find_panels(tile_of(u, at, tile, u.kv_head * group() + g), chunk, runs, panels,
                                     g > 0 && !spans_.varies_by_head());
       kernels_.tile(chunk, panels, count);
       if (!turn) continue;
@@ -418,7 +380,7 @@ class Backward {
       for (int64_t b = s.b ? batch : 0; b < (s.b ? batch + 1 : spec_.B); ++b)
         for (int64_t h = s.h ? head : 0; h < (s.h ? head + 1 : spec_.Hq); ++h)
           for (int64_t c = s.d ? chunk : 0; c < (s.d ? chunk + 1 : at.chunks); ++c)
-            add_bias({b, h / group_, 0, c}, at, own, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
+            add_bias({b, h / group(), 0, c}, at, own, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
       if (narrow_pairs()) round_bias(sums, at, batch * s.b + head * s.h, tile, chunk);
     });
   }
@@ -500,25 +462,14 @@ class Backward {
   void add_marked_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Runs& runs) {
     spans_.find({batch, head, row, 1, 1}, runs);
     const Panel panel{head, row, 1, runs.data(), static_cast<int64_t>(runs.size())};
-    Task task{};
-    task.spec = &spec_;
-    task.call = &call_;
-    task.batch = batch;
-    task.kv_head = head / group_;
-    task.row_step = task.key_step = 1;
-    task.scratch = scratches_[0];
-    kernels_.exact_row(task, panel, grads);
+    kernels_.exact_row(task(batch, head, row, 1, {}, scratches_[0]), panel, grads);
   }
 
-  const Spec& spec_;
-  const Call& call_;
   Gradients grads_;
   const bool masked_;
-  Spans spans_;
   const BackwardKernels& kernels_;
-  Stopper stopper_;
   int panel_, workers_ = 1;
-  int64_t group_, heads_, columns_, units_ = 0, together_ = 0;
+  int64_t heads_, columns_, units_ = 0, together_ = 0;
   std::vector<Layout> layouts_;
   std::vector<uint64_t> marks_;
   std::vector<std::atomic<int64_t>> turns_;  // how many chunks have been added to each tile's dq
@@ -531,9 +482,9 @@ class Backward {
 
 }  // namespace
 
-Outcome backward(const Spec& spec, const Call& call, const Gradients& grads, const std::vector<int64_t>& code,
+Outcome backward(const Spec& spec, const Call& call, const Gradients& grads, const Ints& code,
                  Interrupt interrupt) {
-  if (spec.B * spec.Hq * spec.Lq == 0) return Outcome::kDone;
+  if (is_empty(spec)) return Outcome::kDone;
   return Backward(spec, call, grads, code, interrupt).run();
 }
 

@@ -1,11 +1,6 @@
-#include "passes/decode.h"
-
 #include <algorithm>
-#include <atomic>
 
-#include "machine/cpu.h"
-#include "machine/parallel.h"
-#include "mask/spans.h"
+#include "passes/pass.h"
 
 namespace regard {
 namespace {
@@ -61,14 +56,10 @@ std::vector<Slice> slices_of(const std::vector<Run>& seen) {
   return slices;
 }
 
-class Decode {
+class Decode : Pass {
  public:
-  Decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        spans_(code, spec, call),
-        kernels_(kernels().decode[spec.dtype]),
-        stopper_(interrupt),
+  Decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
+      : Pass(spec, call, code, interrupt), kernels_(kernels().decode[spec.dtype]),
         step_(spec.Lq == 1 && !spans_.dilation_varies() ? spans_.dilation(0) : 1) {
     look();
     first_piece_.push_back(0);
@@ -93,18 +84,16 @@ class Decode {
   Outcome run() {
     const int count = workers();
     for (int i = 0; i < count; ++i) scratch_.push_back(scratch(i, scratch_bytes()));
-    scratch_.push_back(parts_ = static_cast<char*>(scratch(count, parts_bytes())));
-    for (void* room : scratch_)
-      if (!room) return Outcome::kOutOfMemory;
+    parts_ = static_cast<char*>(scratch(count, parts_bytes()));
     left_ = std::vector<std::atomic<int64_t>>(spec_.B * spec_.Hkv);
     for (size_t set = 0; set < left_.size(); ++set) left_[set] = first_piece_[set + 1] - first_piece_[set];
-    parallel(count, work, this);
+    each_task(count, pieces(), stopper_, [&](int64_t i, int worker) {
+      if (!Stopper::ask(&stopper_)) piece(i, scratch_[worker]);
+    });
     return wrong_page_ ? Outcome::kWrongPage : stopper_.outcome();
   }
 
  private:
-  int64_t group() const { return spec_.Hq / spec_.Hkv; }
-
   // A set is the rows of one group of heads of one sample. Sets whose mask is the same share what they see.
   const Seen& seen_by(int64_t set) const {
     const int64_t batch = spans_.varies_by_batch() ? set / spec_.Hkv : 0,
@@ -131,24 +120,12 @@ class Decode {
     }
   }
 
-  static void work(int worker, void* self) {
-    Decode& d = *static_cast<Decode*>(self);
-    int64_t set = 0;
-    for (int64_t i; (i = d.next_.fetch_add(1)) < d.pieces() && !Stopper::ask(&d.stopper_);) {
-      while (d.first_piece_[set + 1] <= i) ++set;
-      d.piece(set, i, d.scratch_[worker]);
-    }
-  }
-
   Piece piece_of(int64_t set, void* room) const {
     const Seen& s = seen_by(set);
     Piece p{};
-    p.spec = &spec_;
-    p.call = &call_;
-    p.batch = set / spec_.Hkv;
-    p.kv_head = set % spec_.Hkv;
-    p.key = s.key;
-    p.key_step = step_;
+    p.spec = &spec_, p.call = &call_;
+    p.batch = set / spec_.Hkv, p.kv_head = set % spec_.Hkv;
+    p.key = s.key, p.key_step = step_;
     p.sight = {s.lists.data(), spans_.varies_by_head()};
     p.scratch = room;
     return p;
@@ -157,36 +134,29 @@ class Decode {
   void* part(int64_t index) const { return parts_ + index * kernels_.part_bytes(spec_); }
 
   // Whoever does a set's last piece puts its parts together.
-  void piece(int64_t set, int64_t index, void* room) {
+  void piece(int64_t index, void* room) {
+    const auto after = std::upper_bound(first_piece_.begin(), first_piece_.end(), index);
+    const int64_t set = after - first_piece_.begin() - 1;
     const Seen& s = seen_by(set);
     const Slice& slice = s.slices[index - first_piece_[set]];
     Piece p = piece_of(set, room);
-    p.begin = slice.begin;
-    p.end = slice.end;
-    p.seen = s.seen.data() + slice.first_seen;
-    p.n_seen = slice.n_seen;
+    p.begin = slice.begin, p.end = slice.end;
+    p.seen = s.seen.data() + slice.first_seen, p.n_seen = slice.n_seen;
     p.part = part(index);
-    if (!kernels_.piece(p)) return stop_wrong_page();
+    if (!kernels_.piece(p)) return wrong_page_.store(true);
     if (left_[set].fetch_sub(1) > 1) return;
     p.part = part(first_piece_[set]);
     p.n_parts = first_piece_[set + 1] - first_piece_[set];
-    if (!kernels_.finish(p)) stop_wrong_page();
+    if (!kernels_.finish(p)) wrong_page_ = true;
   }
 
-  void stop_wrong_page() { wrong_page_ = true; }
-
-  const Spec& spec_;
-  const Call& call_;
-  Spans spans_;
   const DecodeKernels& kernels_;
-  Stopper stopper_;
   int64_t step_;
   std::vector<Seen> seen_;
   std::vector<int64_t> first_piece_;  // of each set
   std::vector<void*> scratch_;
   char* parts_ = nullptr;
   std::vector<std::atomic<int64_t>> left_;  // pieces of each set that are not done
-  std::atomic<int64_t> next_{0};
   std::atomic<bool> wrong_page_{false};
 };
 
@@ -200,12 +170,12 @@ bool decodes(const Spec& spec) {
   return spec.Lq <= kMaxPanel && (!dense || spec.Lq <= kRows || 4 * spec.Lq < 3 * filled);
 }
 
-Outcome decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
-  if (spec.B * spec.Hq * spec.Lq == 0) return Outcome::kDone;
+Outcome decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt) {
+  if (is_empty(spec)) return Outcome::kDone;
   return Decode(spec, call, code, interrupt).run();
 }
 
-Cut cut_decode(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
+Cut cut_decode(const Spec& spec, const Call& call, const Ints& code) {
   const Decode d(spec, call, code, {});
   return {d.pieces(), d.scratch_bytes() + d.parts_bytes() / d.workers(), d.workers()};
 }

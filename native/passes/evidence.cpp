@@ -1,12 +1,7 @@
-#include "passes/evidence.h"
-
 #include <algorithm>
-#include <atomic>
 #include <mutex>
 
-#include "machine/cpu.h"
-#include "machine/parallel.h"
-#include "mask/spans.h"
+#include "passes/pass.h"
 
 namespace regard {
 namespace {
@@ -28,20 +23,12 @@ struct Worker {
 
 // Rows are cut into strips that hold whole blocks of the pyramids; every kChunks-th strip of a head is a
 // chunk. Sums of chunks are added in order, so that threads change nothing.
-class Evidence {
+class Evidence : Pass {
  public:
-  Evidence(const Spec& spec, const Call& call, const Facts& facts, const std::vector<int64_t>& code,
-           Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        facts_(facts),
-        spans_(code, spec, call),
-        kernels_(kernels().evidence[spec.dtype]),
-        stopper_(interrupt) {
+  Evidence(const Spec& spec, const Call& call, const Facts& facts, const Ints& code, Interrupt interrupt)
+      : Pass(spec, call, code, interrupt), facts_(facts), kernels_(kernels().evidence[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    const bool narrow = spec.dtype == kBFloat16 || spec.dtype == kFloat16;
-    const bool dilated = spans_.dilation_varies() || spans_.dilation(0) > 1;
-    copy_k_ = narrow || dilated || spec.k.d != 1 || spec.k.l != spec.D;
+    copy_k_ = narrow() || dilated() || spec.k.d != 1 || spec.k.l != spec.D;
     for (int64_t h = 0; h < spec.Hq; ++h) chunks_ = std::max(chunks_, std::min(kChunks, strips(h)));
     sums_ = (facts.column_mass ? spec.Lk : 0) + (facts.histogram ? facts.distances : 0);
     ready_.resize(chunks());
@@ -52,9 +39,8 @@ class Evidence {
   Outcome run() {
     workers_.resize(workers());
     const int64_t bytes = kernels_.scratch_bytes(spec_, facts_, kPanels, copy_k_);
-    for (size_t i = 0; i < workers_.size(); ++i)
-      if (!(workers_[i].scratch = scratch(static_cast<int>(i), bytes))) return Outcome::kOutOfMemory;
-    parallel(static_cast<int>(workers_.size()), work, this);
+    for (size_t i = 0; i < workers_.size(); ++i) workers_[i].scratch = scratch(i, bytes);
+    each_task(workers(), chunks(), stopper_, [&](int64_t i, int worker) { chunk(i, workers_[worker]); });
     return stopper_.outcome();
   }
 
@@ -72,19 +58,6 @@ class Evidence {
     const double pairs = static_cast<double>(spec_.B * spec_.Hq * spec_.Lq) * static_cast<double>(spec_.Lk);
     if (4 * pairs * static_cast<double>(spec_.D) < kInlineWork) return 1;
     return static_cast<int>(std::min<int64_t>(threads(), chunks()));
-  }
-
-  static void work(int worker, void* self) {
-    Evidence& e = *static_cast<Evidence*>(self);
-    ++e.busy_;
-    try {
-      for (int64_t i; (i = e.next_.fetch_add(1)) < e.chunks() && !e.stopper_.stopped();)
-        e.chunk(i, e.workers_[worker]);
-    } catch (...) {  // only memory can run out here
-      e.stopper_.out_of_memory();
-    }
-    --e.busy_;
-    e.stopper_.watch(e.busy_);
   }
 
   void chunk(int64_t index, Worker& w) {
@@ -124,18 +97,8 @@ class Evidence {
 
   void look(int64_t batch, int64_t head, int64_t step, Sums& sums, Worker& w) {
     Look l{};
-    l.task.spec = &spec_;
-    l.task.call = &call_;
-    l.task.batch = batch;
-    l.task.kv_head = head / (spec_.Hq / spec_.Hkv);
-    l.task.row_step = l.task.key_step = step;
-    l.task.key = spans_.first_key({batch, head, w.panels[0].row, step, 1});
-    l.task.panels = w.panels.data();
-    l.task.n_panels = static_cast<int>(w.panels.size());
+    l.task = task(batch, head, w.panels[0].row, step, w.panels, w.scratch);
     l.task.copy_k = copy_k_;
-    l.task.scratch = w.scratch;
-    l.task.stop = Stopper::ask;
-    l.task.stop_context = &stopper_;
     l.facts = &facts_;
     l.column_mass = sums.data();
     l.histogram = sums.data() + (facts_.column_mass ? spec_.Lk : 0);
@@ -171,10 +134,7 @@ class Evidence {
     for (int64_t i = 0; total && i < count; ++i) total[head * count + i] += sums[i];
   }
 
-  const Spec& spec_;
-  const Call& call_;
   const Facts& facts_;
-  Spans spans_;
   const EvidenceKernels& kernels_;
   int panel_;
   bool copy_k_;
@@ -184,15 +144,13 @@ class Evidence {
   std::vector<int64_t> merged_;  // of each head, chunks that have been added
   std::vector<char> done_;       // chunks whose sums are ready
   std::mutex mutex_;
-  Stopper stopper_;
-  std::atomic<int64_t> next_{0}, busy_{0};
 };
 
 }  // namespace
 
-Outcome evidence(const Spec& spec, const Call& call, const Facts& facts, const std::vector<int64_t>& code,
+Outcome evidence(const Spec& spec, const Call& call, const Facts& facts, const Ints& code,
                  Interrupt interrupt) {
-  if (spec.B * spec.Hq * spec.Lq == 0) return Outcome::kDone;
+  if (is_empty(spec)) return Outcome::kDone;
   return Evidence(spec, call, facts, code, interrupt).run();
 }
 

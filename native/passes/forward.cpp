@@ -1,12 +1,6 @@
-#include "passes/forward.h"
-
 #include <algorithm>
-#include <atomic>
 
-#include "machine/cpu.h"
-#include "machine/parallel.h"
-#include "mask/spans.h"
-#include "passes/decode.h"
+#include "passes/pass.h"
 
 namespace regard {
 namespace {
@@ -17,8 +11,6 @@ constexpr int64_t kEnoughTasks = 8;         // of each thread, so that all end a
 constexpr int64_t kTogether = 4;            // tiles of one head that are handed out in a row
 constexpr size_t kManyRuns = 1 << 12;  // of a tile: keeping those of several tiles would take too much memory
 constexpr double kInlineWork = 1e6;    // floating point operations that are not worth a second thread
-
-bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0; }
 
 // Neighbouring panels of one residue class of query rows.
 struct Tile {
@@ -44,16 +36,12 @@ struct Place {
   int64_t tile, batch, head;
 };
 
-class Forward {
+class Forward : Pass {
  public:
-  Forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt)
-      : spec_(spec),
-        call_(call),
-        spans_(code, spec, call),
-        kernels_(kernels().forward[spec.dtype]),
-        stopper_(interrupt) {
+  Forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
+      : Pass(spec, call, code, interrupt), kernels_(kernels().forward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    shared_ = spans_.dilation_varies() ? 1 : spec.Hq / spec.Hkv;
+    shared_ = spans_.dilation_varies() ? 1 : group();
     width_ = first_width();
     while (lay_tiles(), tasks() < kEnoughTasks * threads() && width_ > 2) width_ /= 2;
     copy_k_ = copies(spec.k, spec.D);
@@ -74,20 +62,15 @@ class Forward {
     if (tasks() == 0) return Outcome::kDone;
     ask_for_large_pages(call_.out, spec_.B * spec_.Hq * spec_.Lq * spec_.Dv * item_bytes(spec_.dtype));
     workers_.resize(workers());
-    for (size_t i = 0; i < workers_.size(); ++i)
-      if (!(workers_[i].scratch = scratch(static_cast<int>(i), scratch_bytes())))
-        return Outcome::kOutOfMemory;
-    parallel(static_cast<int>(workers_.size()), work, this);
+    for (size_t i = 0; i < workers_.size(); ++i) workers_[i].scratch = scratch(i, scratch_bytes());
+    each_task(workers(), tasks(), stopper_, [&](int64_t i, int worker) { run(i, workers_[worker]); });
     return stopper_.outcome();
   }
 
  private:
-  bool narrow() const { return spec_.dtype == kBFloat16 || spec_.dtype == kFloat16; }
-
   // Rows far apart fall on the same cache sets: copying them pays when several panels share the copy.
   bool copies(const Strides& s, int64_t width) const {
-    const bool dilated = spans_.dilation(0) > 1 || spans_.dilation_varies();
-    return narrow() || s.d != 1 || ((dilated || s.l != width) && most_panels() >= 4);
+    return narrow() || s.d != 1 || ((dilated() || s.l != width) && most_panels() >= 4);
   }
 
   int64_t first_width() const {
@@ -116,16 +99,6 @@ class Forward {
 
   int most_panels() const { return static_cast<int>(heads_ * span_); }
 
-  static void work(int worker, void* self) {
-    Forward& f = *static_cast<Forward*>(self);
-    try {
-      for (int64_t i; (i = f.next_.fetch_add(1)) < f.tasks() && !f.stopper_.stopped();)
-        f.task(i, f.workers_[worker]);
-    } catch (...) {  // only memory can run out here
-      f.stopper_.out_of_memory();
-    }
-  }
-
   // The last tiles first: with a causal mask they are the longest. A few tiles of one head follow each other,
   // so that its keys stay in the cache, then the same tiles of the next head, whose runs are mostly the same.
   Place place(int64_t index) const {
@@ -135,27 +108,15 @@ class Forward {
     return {base - 1 - inside % together, set / head_sets_, set % head_sets_ * heads_};
   }
 
-  void task(int64_t index, Worker& w) {
+  void run(int64_t index, Worker& w) {
     const Place at = place(index);
     const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? at.head : 0];
     if (at.tile >= static_cast<int64_t>(layout.size())) return;
     const Tile& tile = layout[at.tile];
     const int64_t step = spans_.dilation(at.head);
     fill_panels(tile, at, step, w);
-    Task t{};
-    t.spec = &spec_;
-    t.call = &call_;
-    t.batch = at.batch;
-    t.kv_head = at.head / (spec_.Hq / spec_.Hkv);
-    t.row_step = t.key_step = step;
-    t.key = spans_.first_key({at.batch, at.head, tile.residue, step, 1});
-    t.panels = w.panels.data();
-    t.n_panels = static_cast<int>(w.panels.size());
-    t.copy_k = copy_k_;
-    t.copy_v = copy_v_;
-    t.scratch = w.scratch;
-    t.stop = Stopper::ask;
-    t.stop_context = &stopper_;
+    Task t = task(at.batch, at.head, tile.residue, step, w.panels, w.scratch);
+    t.copy_k = copy_k_, t.copy_v = copy_v_;
     kernels_.run(t);
   }
 
@@ -189,22 +150,17 @@ class Forward {
     return same;
   }
 
-  const Spec& spec_;
-  const Call& call_;
-  Spans spans_;
   const ForwardKernels& kernels_;
   int panel_;
   int64_t shared_, width_, heads_ = 1, head_sets_ = 0, span_ = 1, tiles_ = 0;
   bool copy_k_ = false, copy_v_ = false;
   std::vector<std::vector<Tile>> layouts_;
   std::vector<Worker> workers_;
-  Stopper stopper_;
-  std::atomic<int64_t> next_{0};
 };
 
 }  // namespace
 
-Outcome forward(const Spec& spec, const Call& call, const std::vector<int64_t>& code, Interrupt interrupt) {
+Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt) {
   if (is_empty(spec)) return Outcome::kDone;
   // Not for backward, which computes scores as panels do: the weights must come out the same.
   if (decodes(spec) && !call.stats) return decode(spec, call, code, interrupt);
@@ -215,7 +171,7 @@ int rows_together(const Spec& spec) {
   return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
 }
 
-Cut cut(const Spec& spec, const Call& call, const std::vector<int64_t>& code) {
+Cut cut(const Spec& spec, const Call& call, const Ints& code) {
   if (is_empty(spec)) return {0, 0, 1};
   if (decodes(spec)) return cut_decode(spec, call, code);
   const Forward f(spec, call, code, {});

@@ -1,10 +1,6 @@
 #include "passes/write.h"
 
-#include <algorithm>
-#include <atomic>
-
 #include "machine/cpu.h"
-#include "machine/parallel.h"
 
 namespace regard {
 namespace {
@@ -20,45 +16,34 @@ class Writer {
     int64_t numbers = 0;
     for (const int64_t count : counts_) numbers += count * w_.H * w_.sides[0].width;
     const int64_t most = numbers < kInlineNumbers ? 1 : std::min<int64_t>(threads(), w_.B * w_.H);
-    parallel(static_cast<int>(most), work, this);
+    Stopper never({});
+    each_task(static_cast<int>(most), w_.B * w_.H, never, [&](int64_t i, int) {
+      for (const Side& side : w_.sides) head(side, i / w_.H, i % w_.H);
+    });
     return wrong_page_ ? Outcome::kWrongPage : Outcome::kDone;
   }
 
  private:
-  static void work(int, void* self) {
-    Writer& w = *static_cast<Writer*>(self);
-    for (int64_t i; (i = w.next_.fetch_add(1)) < w.w_.B * w.w_.H;)
-      for (const Side& side : w.w_.sides) w.head(side, i / w.w_.H, i % w.w_.H);
-  }
-
   // Rows of one head, as many at once as lie in one page.
   void head(const Side& side, int64_t b, int64_t h) {
-    const int64_t item = item_bytes(w_.dtype);
-    const int64_t kept = w_.store == kFloats ? item : 1;
-    const char* source =
-        static_cast<const char*>(side.source) + (b * side.source_stride.b + h * side.source_stride.h) * item;
+    const Strides &from = side.source_stride, &to = side.target_stride, &scale = side.scale_stride;
+    const int64_t item = item_bytes(w_.dtype), kept = w_.store == kFloats ? item : 1;
+    const char* source = static_cast<const char*>(side.source) + (b * from.b + h * from.h) * item;
     for (int64_t done = 0, n; done < counts_[b]; done += n) {
       const int64_t at = starts_[b] + done, row = w_.table ? at & (w_.page - 1) : at;
       n = w_.table ? std::min(w_.page - row, counts_[b] - done) : counts_[b];
       const int64_t outer = w_.table ? w_.table[b * w_.table_stride + at / w_.page] : b;
-      if (w_.table && (outer < 0 || outer >= w_.pages)) {
-        wrong_page_ = true;
-        return;
-      }
-      char* target =
-          static_cast<char*>(side.target) +
-          (outer * side.target_stride.b + h * side.target_stride.h + row * side.target_stride.l) * kept;
-      char* scales = static_cast<char*>(side.scales) +
-                     2 * (outer * side.scale_stride.b + h * side.scale_stride.h + row * side.scale_stride.l);
-      kernel_({w_.store, n, side.width, source + done * side.source_stride.l * item, side.source_stride.l,
-               side.source_stride.d, target, side.target_stride.l, scales, side.scale_stride.l});
+      if (w_.table && (outer < 0 || outer >= w_.pages)) return wrong_page_.store(true);
+      char* target = static_cast<char*>(side.target) + (outer * to.b + h * to.h + row * to.l) * kept;
+      char* scales = static_cast<char*>(side.scales) + 2 * (outer * scale.b + h * scale.h + row * scale.l);
+      kernel_({w_.store, n, side.width, source + done * from.l * item, from.l, from.d, target, to.l, scales,
+               scale.l});
     }
   }
 
   const Write& w_;
   const std::vector<int64_t>&starts_, &counts_;
   void (*kernel_)(const NewRows&);
-  std::atomic<int64_t> next_{0};
   std::atomic<bool> wrong_page_{false};
 };
 

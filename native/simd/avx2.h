@@ -63,20 +63,17 @@ inline Floats power_from_bits(Floats t) {
 
 inline void transpose(Floats (&r)[8]) {
   __m256 a[8], b[8];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED (i, 4) {
     a[2 * i] = _mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v);
     a[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v);
   }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
+  UNROLLED (i, 2) {
     b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
     b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xEE);
     b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
     b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xEE);
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED (i, 4) {
     r[i].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
     r[i + 4].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
   }
@@ -85,12 +82,10 @@ inline void transpose(Floats (&r)[8]) {
 // Lane i of the result is the sum of r[i].
 inline Floats sum_each(const Floats (&r)[8]) {
   __m256 a[4], b[2];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
+  UNROLLED (i, 4)
     a[i] = _mm256_add_ps(_mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v),
                          _mm256_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v));
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
+  UNROLLED (i, 2)
     b[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44),
                          _mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0xEE));
   return {_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31))};

@@ -105,7 +105,8 @@ class RowMax(Fact):
 
     k: ClassVar[int] = 1
 
-    empty = TopK.empty
+    def empty(self, problem: Problem) -> list[Tensor]:
+        return TopK(self.k).empty(problem)
 
     def result(self, parts: Parts, spec: Spec) -> RowMaxResult:
         return RowMaxResult(*(x[..., 0] for x in _outside(parts, spec)))
@@ -265,6 +266,9 @@ class BlockMass(Fact):
 @value
 class BlockMax(BlockMass):
     """The largest weight in blocks of `block` queries by `block` keys, and of twice that, and so on."""
+
+    def empty(self, problem: Problem) -> list[Tensor]:
+        return [part.to(problem.spec.lse_dtype) for part in super().empty(problem)]
 
     @staticmethod
     def _gathered(x: Tensor) -> Tensor:

@@ -15,13 +15,9 @@ from ._tools.arguments import count, describe, number
 
 
 def orthogonal_gaussian(
-    features: int,
-    dim: int,
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    features: int, dim: int, *, generator: torch.Generator | None = None,
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """A projection (features, dim): rows orthogonal in groups of `dim`, each distributed as N(0, 1).
 
     Orthogonal rows make a better estimate than independent ones of the same number.
@@ -53,12 +49,8 @@ def positive_features(x: Tensor, projection: Tensor, *, scale: float = 1.0) -> T
 
 
 def generalized_features(
-    x: Tensor,
-    projection: Tensor,
-    kernel: Callable[[Tensor], Tensor] = torch.relu,
-    *,
-    scale: float = 1.0,
-) -> Tensor:
+    x: Tensor, projection: Tensor, kernel: Callable[[Tensor], Tensor] = torch.relu, *, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """kernel(w_i.x') for the rows w_i of the projection (m, D), x' = sqrt(scale) x: (..., D) -> (..., m)."""
     _check(x, projection, scale)
     if not callable(kernel):

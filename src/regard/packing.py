@@ -16,7 +16,8 @@ from ._api.attention import attention
 from ._api.packed import attend_packed
 from ._call.spec import Bias
 from ._tools.arguments import count, describe, holds_integers, tensor_of
-from .masks import And, Causal, Mask, Window, from_cu_seqlens
+from .masks import Causal, Mask, Window, from_cu_seqlens
+from .masks._both import both
 
 __all__ = ["cu_seqlens", "lengths", "pack", "positions", "unpack", "varlen_attention"]
 
@@ -98,13 +99,9 @@ def pack(x: Tensor, lengths: Integers | None = None, *, keep: Tensor | None = No
 
 
 def unpack(
-    x: Tensor,
-    cu_seqlens: Integers | None = None,
-    *,
-    keep: Tensor | None = None,
-    length: int | None = None,
+    x: Tensor, cu_seqlens: Integers | None = None, *, keep: Tensor | None = None, length: int | None = None,
     dim: int = -2,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A padded batch from a packed row: (..., total, D) -> (N, ..., L, D), zeros where there is no token.
 
     Args:
@@ -196,25 +193,12 @@ def varlen_attention(
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Integers,
-    cu_seqlens_k: Integers | None = None,
-    *,
-    causal: bool = False,
-    window: Reach | tuple[Reach, Reach] = None,
-    mask: Mask | None = None,
-    offset: int | Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None = None, *,
+    causal: bool = False, window: Reach | tuple[Reach, Reach] = None, mask: Mask | None = None,
+    offset: int | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
+    softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention inside each sequence of a packed row.
 
     The result is that of `attention` for every sequence alone, end to end. Options not named here mean what
@@ -260,9 +244,6 @@ def varlen_attention(
 
 
 def _joined(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
-    parts: list[Mask] = [Causal()] if causal else []
-    if window is not None:
-        parts.append(Window(*window) if isinstance(window, tuple) else Window(window))
-    if mask is not None:
-        parts.append(mask)
-    return And(*parts) if len(parts) > 1 else next(iter(parts), None)
+    reach = window if isinstance(window, tuple) else (window,)
+    near = both(Causal() if causal else None, None if window is None else Window(*reach))
+    return both(near, mask)

@@ -102,13 +102,13 @@ class RelativeBias:
 
     def in_dtype(self, dtype: torch.dtype) -> RelativeBias:
         """The same numbers in another precision, in which gradients are then summed."""
-        table = self.table.to(dtype)
-        return RelativeBias(table, bidirectional=self.bidirectional, max_distance=self.max_distance)
+        return self._with(self.table.to(dtype))
 
     def to(self, device: torch.device | str) -> RelativeBias:
-        return RelativeBias(
-            self.table.to(device), bidirectional=self.bidirectional, max_distance=self.max_distance
-        )
+        return self._with(self.table.to(device))
+
+    def _with(self, table: Tensor) -> RelativeBias:
+        return RelativeBias(table, bidirectional=self.bidirectional, max_distance=self.max_distance)
 
     def __eq__(self, other: object) -> bool:
         return (

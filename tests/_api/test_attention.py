@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 import regard
-from regard import info
-from regard import masks as M
+from regard import info, masks as M
 from regard._backends import dispatch as _dispatch
 from regard._backends.native import core
 from regard._call.make import make

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import facts as F
-from regard import masks as M
+from regard import facts as F, masks as M
 from regard._backends.native import core
 from regard._call.make import make as make_problem
 from regard.cost import peak_memory

@@ -14,8 +14,7 @@ import regard
 from regard import masks as M
 from regard._api import stored as _decode
 from regard._api.stored import attend_stored
-from regard._backends.native import core
-from regard._backends.native import stored as _stored
+from regard._backends.native import core, stored as _stored
 from regard._call.spec import Options
 from regard._call.stored import Stored
 from regard.scores import Alibi, RelativeBias

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard import cache as C
-from regard import masks as M
-from regard import scores
+from regard import cache as C, masks as M, scores
 from regard.cache._attend import ScaledKeywords
 from support import assert_close, rel_l2
 from support.cache import (

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import convert
-from regard import masks as M
+from regard import convert, masks as M
 from regard.cache import KVCache
 from regard.convert._report import compare
 from regard.nn import Attention, Block, FeedForward, LatentAttention, Stack

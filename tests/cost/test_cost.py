@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import cost
-from regard import masks as M
+from regard import cost, masks as M
 from regard._backends.native import core
 from regard.cache import KVCache, LatentCache, LinearCache, PagedCache, QuantizedCache, SlidingCache
 from regard.cost import (

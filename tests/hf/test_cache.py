@@ -163,12 +163,12 @@ def test_no_old_key_is_copied_and_none_is_made_dense(monkeypatch: pytest.MonkeyP
     cache = Cache(model.config, capacity=64)
     given = sequence(28)
     by_chunks(model, cache, {key: x[:, :20] for key, x in given.items()}, [20])
-    where = [part.data_ptr() for layer in cache.layers for part in layer.held._parts]
+    where = [part.data_ptr() for layer in cache.layers for part in layer.held.stored()[:2]]
     monkeypatch.setattr(Stored, "dense", None)  # to call it would raise
     rest = {"input_ids": tokens(2, 1), "past_key_values": cache}
     with torch.no_grad():
         model(**rest, attention_mask=given["attention_mask"][:, :21])
-    assert [part.data_ptr() for layer in cache.layers for part in layer.held._parts] == where
+    assert [part.data_ptr() for layer in cache.layers for part in layer.held.stored()[:2]] == where
     assert cache.get_seq_length() == 21
 
 
@@ -177,7 +177,7 @@ def test_a_window_bounds_the_memory() -> None:
     cache = Cache(model.config)
     by_chunks(model, cache, sequence(200), [1])
     sliding, full = cache.layers
-    assert (cache.is_sliding, sliding.held._rows) == ([True, False], 7 + 16)
+    assert (cache.is_sliding, sliding.held.stored().k.shape[2]) == ([True, False], 7 + 16)
     assert (sliding.get_max_length(), full.get_max_length()) == (7, -1)
     assert sliding.get_mask_sizes(1)[1] > 150
 

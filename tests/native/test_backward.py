@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,10 +35,8 @@ from support.backward import (
     training,
 )
 from support.contract import KINDS, broken_values, masks_over, rows_without_keys, same_bits
-from support.forward import DTYPES, INF, Call
-from support.forward import faults as forward_faults
-from support.options import BIAS_SHAPES, NAMES, bias_of, options_of
-from support.options import make as call_of
+from support.forward import DTYPES, INF, Call, faults as forward_faults
+from support.options import BIAS_SHAPES, NAMES, bias_of, make as call_of, options_of
 from support.processes import FORK, far, python, script
 from support.strategies import Case, mask_strategy
 

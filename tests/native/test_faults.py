@@ -14,8 +14,7 @@ from torch import Tensor
 
 import regard
 from regard import masks as M
-from regard._backends.native import attention as _native
-from regard._backends.native import core
+from regard._backends.native import attention as _native, core
 from regard._call.make import make
 from regard._call.spec import Options
 from support import HAVE_CORE, assert_close, repeats
@@ -50,7 +49,7 @@ def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
 def test_the_guard_pages_guard() -> None:
     code = """
         import ctypes, torch
-        from guard import Region
+        from support.guard import Region
         x = Region(1024, torch.float32, True).tensor
         print(ctypes.c_float.from_address(x.data_ptr() + 4092).value)
         print(ctypes.c_float.from_address(x.data_ptr() + 4096).value)

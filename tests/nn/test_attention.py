@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import regard
-from regard import masks as M
-from regard import packing
+from regard import masks as M, packing
 from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
 from regard.nn._torch_masks import arguments

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard import masks as M
-from regard import packing
+from regard import masks as M, packing
 from regard.nn import (
     Attention,
     Block,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard import masks as M
-from regard import packing
+from regard import masks as M, packing
 from regard.cache import KVCache, LatentCache
 from regard.nn import Block, FeedForward, LatentAttention, Stack
 from regard.positions import Rotary, YaRN

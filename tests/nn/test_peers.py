@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard import masks as M
-from regard import nn as rnn
+from regard import masks as M, nn as rnn
 from regard.nn import Attention
 from regard.positions import AlibiBias, Llama3, Relative, Rotary, Scaling, YaRN
 from support import HAVE_CORE, rel_l2

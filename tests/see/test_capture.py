@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 import regard
-from regard import masks as M
-from regard import see
+from regard import masks as M, see
 from regard._tools.listeners import listeners
 from support import assert_close
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import regard
-from regard import masks as M
-from regard import see
+from regard import masks as M, see
 from support import assert_close, model_files
 
 pytest.importorskip("matplotlib")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import cache as C
-from regard import masks as M
+from regard import cache as C, masks as M
 from regard._call.stored import decode, encode
 
 H, Hkv, D, Dv = 6, 3, 37, 11  # a latent has one head, and its first Dv channels are the values

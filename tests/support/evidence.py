@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import facts as F
-from regard import masks as M
+from regard import facts as F, masks as M
 from regard._backends.native import core
 from regard.scores import Alibi, RelativeBias
 from support import rel_l2

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from regard._api.stored import attend_stored
-from regard._backends.native import attention as _native
-from regard._backends.native import core
-from regard._backends.native import linear as _linear
-from regard._call.linear import LinearCall, LinearOptions
-from regard._call.linear import check as check_call
+from regard._backends.native import attention as _native, core, linear as _linear
+from regard._call.linear import LinearCall, LinearOptions, check as check_call
 from regard._call.make import make
 from regard._call.spec import Options
 from regard._call.stored import Stored

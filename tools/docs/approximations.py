@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import regard
-from regard import features
-from regard import masks as M
+from regard import features, masks as M
 from regard.nn import LinformerAttention, LinformerProjection, PerformerAttention, block_table
 
 NOTHING, SEEN, INK, ACCENT = "#f3efe6", "#14508c", "#33312c", "#c4572b"

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from regard import masks as M
-from regard import see
+from regard import masks as M, see
 from regard_gallery.models import minilm
 
 SAT = "The cat sat on the mat"

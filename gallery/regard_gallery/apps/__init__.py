@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ._frame.application import Application as Application
-from ._frame.application import Recipe as Recipe
-from ._frame.application import Scores as Scores
+from ._frame.application import Application as Application, Recipe as Recipe, Scores as Scores
 from ._frame.options import Options as Options
 from ._frame.report import command as command
-from ._frame.run import Report as Report
-from ._frame.run import load as load
-from ._frame.run import run as run
+from ._frame.run import Report as Report, load as load, run as run
 
 NAMES = {
     "text": "the stars of a review from its words: MiniLM with a classifier on clothing reviews",

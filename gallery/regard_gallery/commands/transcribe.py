@@ -25,8 +25,7 @@ def transcribe(
     """Write down English speech with Whisper, and which moment each word was read from."""
     with one_line_errors():
         quiet_offline()
-        from ..models import transcribe as speech
-        from ..models import whisper
+        from ..models import transcribe as speech, whisper
         from ..models._picture import draw
         from ..models._wav import read_wav
 

@@ -22,8 +22,17 @@ from support import ROOT, assert_close
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from regard_gallery.models import _ct2, _packages, _wav, caches, language, minilm, smollm, whisper
-from regard_gallery.models import transcribe as speech
+from regard_gallery.models import (
+    _ct2,
+    _packages,
+    _wav,
+    caches,
+    language,
+    minilm,
+    smollm,
+    transcribe as speech,
+    whisper,
+)
 from regard_gallery.models._directory import checked
 from regard_gallery.models._flat import Cursor
 from regard_gallery.models._gguf import Gguf

@@ -127,13 +127,9 @@ def _offset(offset: Any) -> int | tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=MAX_PLANS)
 def _plan(
-    borders_q: tuple[int, ...],
-    borders_k: tuple[int, ...],
-    mask: Mask | None,
-    offset: int | tuple[int, ...] | None,
-    by_distance: bool,
-    device: torch.device,
-) -> PackedPlan:
+    borders_q: tuple[int, ...], borders_k: tuple[int, ...], mask: Mask | None,
+    offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
+) -> PackedPlan:  # fmt: skip
     """Remembered, because the layers of a model ask the same. `by_distance`: the bias goes by positions."""
     with torch.inference_mode(False):  # or its tensors could not take part in training later
         borders = (torch.tensor(numbers, device=device) for numbers in (borders_q, borders_k))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._backends.dispatch import BACKENDS, choose, reasons
-from .._backends.native import attention as _native
-from .._backends.native import core
+from .._backends.native import attention as _native, core
 from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
 from .._call.make import make

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from .._backends.dispatch import choose
-from .._backends.native import attention as _native
-from .._backends.native import core
-from .._backends.native import stored as _stored
+from .._backends.native import attention as _native, core, stored as _stored
 from .._call.make import NO_OPTIONS, any_needs_grad, make, needs_grad
 from .._call.memory import Key, remember
 from .._call.spec import MAX_OFFSET, Options, Problem, learned

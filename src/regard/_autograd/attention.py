@@ -22,8 +22,7 @@ from .._call.layout import canonical
 from .._call.make import any_needs_grad
 from .._call.spec import Problem
 from .._tools.watching import PLAIN, below_autograd, in_transform, is_legacy_batchedtensor, is_watched
-from . import ops as _ops
-from . import vmap as _vmap
+from . import ops as _ops, vmap as _vmap
 from .ops import FIELDS, INPUTS, KEPT, FlatCall
 
 Maybe = Tensor | None

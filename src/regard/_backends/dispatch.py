@@ -21,13 +21,8 @@ from .._call.spec import Problem
 from .._tools.arguments import describe
 from .._tools.watching import is_followed
 from . import reference
-from .native import attention as native
-from .native import core
-from .native import evidence as native_evidence
-from .native import linear as native_linear
-from .torch import attention as torch_attention
-from .torch import evidence as torch_evidence
-from .torch import linear as torch_linear
+from .native import attention as native, core, evidence as native_evidence, linear as native_linear
+from .torch import attention as torch_attention, evidence as torch_evidence, linear as torch_linear
 
 VARIABLE = "REGARD_IMPL"
 FORCED = os.environ.get(VARIABLE) or None
@@ -83,11 +78,15 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
     """The name of the backend that runs the call."""
-    check_name(impl, "impl", "auto")
-    names = preference(call.spec.device) if impl == "auto" else (impl,)
-    against = {name: reasons(mechanism, call, name) for name in names}
-    for name, found in against.items():
-        if not found:
+    if impl == "auto":
+        names = preference(call.spec.device)
+    else:
+        check_name(impl, "impl", "auto")
+        names = (impl,)
+    against = {}
+    for name in names:
+        against[name] = reasons(mechanism, call, name)
+        if not against[name]:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
     others = [name for name in BACKENDS if name not in names and not reasons(mechanism, call, name)]

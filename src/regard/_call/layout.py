@@ -23,13 +23,9 @@ from .spec import Options, Problem, Spec, Strides, Trio, compute_dtype
 
 
 def spec_of(
-    qkv: Trio,
-    batch: tuple[int, ...],
-    code: tuple[int, ...],
-    tensors: Sequence[Tensor],
-    bias: str,
+    qkv: Trio, batch: tuple[int, ...], code: tuple[int, ...], tensors: Sequence[Tensor], bias: str,
     given: Options,
-) -> Spec:
+) -> Spec:  # fmt: skip
     """Builds the Spec of a call whose arguments fit together.
 
     `code` and `tensors` are the mask's program, `bias` is the kind of bias.
@@ -41,7 +37,7 @@ def spec_of(
     by_pair = given.bias if isinstance(given.bias, Tensor) else None
     strides, copied = _strides(qkv, by_pair, batch)
     return Spec(
-        dtype=q.dtype, device=q.device, batch=batch, rank=q.ndim,
+        dtype=q.dtype, lse_dtype=compute_dtype(q.dtype), device=q.device, batch=batch, rank=q.ndim,
         B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
         q_stride=strides["q"], k_stride=strides["k"], v_stride=strides["v"], code=code,
         offset=Lk - Lq if offset is None else None if isinstance(offset, Tensor) else offset,

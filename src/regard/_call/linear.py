@@ -10,7 +10,7 @@ from torch import Tensor
 from .._tools.arguments import broadcasts, describe, holds_integers, readable
 from .check import check_learned, fail
 from .layout import heads_4d
-from .make import make
+from .make import NO_OPTIONS, make
 from .spec import Options, Problem, Spec, Strides
 
 SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
@@ -75,7 +75,7 @@ class LinearResult(NamedTuple):
 
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions) -> LinearCall:
     """Checks a call and returns its canonical form."""
-    problem = make(q, k, v, Options(scale=scale))
+    problem = make(q, k, v, NO_OPTIONS if scale is None else Options(scale=scale))
     spec = problem.spec
     _check_flags(spec, given)
     S, z = _flat_state(spec, given)

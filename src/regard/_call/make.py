@@ -33,7 +33,7 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
         (scale is not None and type(scale) is not float)
         or (softcap is not None and type(softcap) is not float)
         or type(dropout) is not float
-        or type(return_lse) is not bool
+        or (return_lse is not False and return_lse is not True)
     ):
         return make(q, k, v, as_numbers(options))
     if in_autocast():
@@ -81,7 +81,8 @@ def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, given: Optio
         q, k, v, *options = (_resolved(x) for x in (q, k, v, *given))
         return make(q, k, v, Options(*options))
     mask, offset = as_mask(given.mask), as_offset(given.offset)
-    given = Options(mask, offset, *given[2:])
+    if mask is not given.mask or offset is not given.offset:
+        given = Options(mask, offset, *given[2:])
     program = mask.lower() if mask is not None else None
     spec = _spec(key, q, k, v, program, given)
     offsets = _flat_offset(spec, offset)

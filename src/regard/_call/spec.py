@@ -45,6 +45,7 @@ class Spec:
     """A checked call without its data. Strides are for (B, H, L, D), in elements, 0 in broadcast dims."""
 
     dtype: torch.dtype
+    lse_dtype: torch.dtype  # `compute_dtype` of the dtype
     device: torch.device
     batch: tuple[int, ...]  # broadcast leading dims, () for (H, L, D) and (L, D)
     rank: int  # rank of q as given: 2 is the textbook form without heads
@@ -82,10 +83,6 @@ class Spec:
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return self.out_shape[:-1]
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return compute_dtype(self.dtype)
 
     @property
     def pairs(self) -> int:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as in_transform
-from torch._C import _AutoDispatchBelowAutograd as below_autograd
-from torch._C import _disabled_torch_function_impl as no_torch_function
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
-from torch._C import _is_any_autocast_enabled as in_autocast
+from torch._C import (
+    _are_functorch_transforms_active as in_transform,
+    _AutoDispatchBelowAutograd as below_autograd,
+    _disabled_torch_function_impl as no_torch_function,
+    _get_tracing_state,
+    _is_any_autocast_enabled as in_autocast,
+    _len_torch_dispatch_stack,
+)
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling

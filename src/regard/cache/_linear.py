@@ -45,7 +45,7 @@ class LinearCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forgets all tokens."""
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         outer = (self.B, self.Hkv, self.D)
         S = torch.zeros(*outer, self.Dv, dtype=dtype, device=self.device)
@@ -72,7 +72,7 @@ class LinearCache:
         return sum(x.nbytes for x in self._state if x is not None)
 
     def positions(self, L: int = 1) -> Tensor:
-        """(B, L) int64: where the next L tokens will stand."""
+        """Returns the positions of the next L tokens, (B, L) int64."""
         return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class LinearCache:
         feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
         beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
     ) -> Tensor:  # fmt: skip
-        """Linear attention of q (B, Hq, L, D) over the tokens so far and k (B, Hkv, L, D), v (B, Hkv, L, Dv).
+        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv), then attends linearly with q (B, Hq, L, D).
 
         Options as in `linear_attention`; of sample b only the first lengths[b] tokens are real. If anything
         raises, the cache is as it was before.
@@ -107,34 +107,34 @@ class LinearCache:
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """What queries (of any number of heads) or keys must be like; a feature map may change their size."""
+        """Returns the shape expected of queries (any number of heads) or keys. A feature map may change D."""
         found = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, found[1] if heads is None else heads, L, found[3]
 
     def crop(self, n: Integers) -> NoReturn:
-        """A sum of tokens cannot be cut: `fork()` before the tokens that may be dropped."""
+        """Raises: a sum of tokens cannot be cut. `fork()` before tokens that may be dropped."""
         raise NotImplementedError(
             f"crop({n!r}): a LinearCache keeps a sum of its tokens and cannot drop some; keep a fork()"
         )
 
     def reorder(self, index: Integers) -> None:
-        """Sample i becomes what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        """Makes sample i what sample index[i] was, as beams need it; there may be more or fewer than B."""
         samples = checks.sample_indices(index, self.B)
         S, z = self._state
         self._state = LinearState(S[samples], None if z is None else z[samples])
         self.B, self._lengths = len(samples), chosen(self._lengths, samples)
 
     def fork(self) -> LinearCache:
-        """A cache with the same content that goes its own way from here."""
+        """Returns a cache with the same content that goes its own way from here."""
         return copy.copy(self)
 
     def state_dict(self) -> State:
-        """Tensors alone: the state and the lengths (B,)."""
+        """Returns tensors alone: the state and the lengths (B,)."""
         S, z = self._state
         return {"S": S.clone()} | ({} if z is None else {"z": z.clone()}) | {"lengths": self.lengths}
 
     def load_state_dict(self, state: State) -> None:
-        """Take the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
         names = ("S", "z") if self.normalize else ("S",)
         checks.check_names(state, {*names, "lengths"})
         held = checks.integers("lengths", state["lengths"], self.B)

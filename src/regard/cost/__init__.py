@@ -1,33 +1,29 @@
 """What attention costs: parameters, FLOPs, bytes and seconds, from numbers, modules or a `config.json`."""
 
-from .._tools.measuring import best_times as best_times
-from .._tools.measuring import peak_memory as peak_memory
-from ._cache import FORMATS as FORMATS
-from ._cache import Format as Format
-from ._cache import allocated_bytes as allocated_bytes
-from ._cache import cache_bytes as cache_bytes
-from ._call import CallCost as CallCost
-from ._call import CallSpec as CallSpec
-from ._call import Flops as Flops
+from .._tools.measuring import best_times as best_times, peak_memory as peak_memory
+from ._cache import (
+    FORMATS as FORMATS,
+    Format as Format,
+    allocated_bytes as allocated_bytes,
+    cache_bytes as cache_bytes,
+)
+from ._call import CallCost as CallCost, CallSpec as CallSpec, Flops as Flops
 from ._config import from_config as from_config
-from ._estimate import CostRow as CostRow
-from ._estimate import TotalCost as TotalCost
-from ._estimate import estimate as estimate
-from ._layers import AttentionSpec as AttentionSpec
-from ._layers import LatentSpec as LatentSpec
-from ._layers import LayerSpec as LayerSpec
-from ._layers import Work as Work
-from ._machine import Machine as Machine
-from ._machine import measure_machine as measure_machine
-from ._model import BlockSpec as BlockSpec
-from ._model import FeedForwardSpec as FeedForwardSpec
-from ._model import ModelSpec as ModelSpec
-from ._modules import from_module as from_module
-from ._modules import layers_in as layers_in
-from ._sparse import BigBirdSpec as BigBirdSpec
-from ._sparse import LinearSpec as LinearSpec
-from ._sparse import LinformerSpec as LinformerSpec
-from ._sparse import LongformerSpec as LongformerSpec
-from ._sparse import PerformerSpec as PerformerSpec
-from ._time import attention_seconds as attention_seconds
-from ._time import predict as predict
+from ._estimate import CostRow as CostRow, TotalCost as TotalCost, estimate as estimate
+from ._layers import (
+    AttentionSpec as AttentionSpec,
+    LatentSpec as LatentSpec,
+    LayerSpec as LayerSpec,
+    Work as Work,
+)
+from ._machine import Machine as Machine, measure_machine as measure_machine
+from ._model import BlockSpec as BlockSpec, FeedForwardSpec as FeedForwardSpec, ModelSpec as ModelSpec
+from ._modules import from_module as from_module, layers_in as layers_in
+from ._sparse import (
+    BigBirdSpec as BigBirdSpec,
+    LinearSpec as LinearSpec,
+    LinformerSpec as LinformerSpec,
+    LongformerSpec as LongformerSpec,
+    PerformerSpec as PerformerSpec,
+)
+from ._time import attention_seconds as attention_seconds, predict as predict

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .._api.plan import COUNTED
-from .._backends.native import attention as _native
-from .._backends.native import core
+from .._backends.native import attention as _native, core
 from .._call.make import make
 from .._call.spec import Options, Problem, Spec
 from .._tools.arguments import count

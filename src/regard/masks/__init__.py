@@ -1,47 +1,47 @@
 """Masks are values that say which keys each query may attend to. True means "may attend", everywhere."""
 
-from ._atoms import Blocks as Blocks
-from ._atoms import Causal as Causal
-from ._atoms import Dense as Dense
-from ._atoms import Dilated as Dilated
-from ._atoms import Documents as Documents
-from ._atoms import Global as Global
-from ._atoms import Lengths as Lengths
-from ._atoms import Prefix as Prefix
-from ._atoms import RandomBlocks as RandomBlocks
-from ._atoms import Window as Window
-from ._convert import Arguments as Arguments
-from ._convert import from_cu_seqlens as from_cu_seqlens
-from ._convert import from_hf_2d as from_hf_2d
-from ._convert import from_hf_4d as from_hf_4d
-from ._convert import from_mha as from_mha
-from ._convert import from_sdpa as from_sdpa
-from ._convert import padding as padding
-from ._convert import to_cu_seqlens as to_cu_seqlens
-from ._convert import to_hf_2d as to_hf_2d
-from ._convert import to_hf_4d as to_hf_4d
-from ._convert import to_mha as to_mha
-from ._convert import to_sdpa as to_sdpa
-from ._flex import from_flex as from_flex
-from ._flex import to_flex as to_flex
-from ._flex import to_flex_mask_mod as to_flex_mask_mod
-from ._mask import And as And
-from ._mask import Mask as Mask
-from ._mask import MaskKind as MaskKind
-from ._mask import Not as Not
-from ._mask import Or as Or
-from ._mask import PerHead as PerHead
-from ._patterns import bigbird as bigbird
-from ._patterns import chunked as chunked
-from ._patterns import longformer as longformer
-from ._patterns import prefix_lm as prefix_lm
-from ._patterns import sliding as sliding
-from ._patterns import streaming as streaming
-from ._program import Op as Op
-from ._program import Program as Program
-from ._tutorial import create_causal_mask as create_causal_mask
-from ._tutorial import create_decoder_mask as create_decoder_mask
-from ._tutorial import create_document_mask as create_document_mask
-from ._tutorial import create_padding_mask as create_padding_mask
-from ._tutorial import create_prefix_mask as create_prefix_mask
-from ._tutorial import create_window_mask as create_window_mask
+from ._atoms import (
+    Blocks as Blocks,
+    Causal as Causal,
+    Dense as Dense,
+    Dilated as Dilated,
+    Documents as Documents,
+    Global as Global,
+    Lengths as Lengths,
+    Prefix as Prefix,
+    RandomBlocks as RandomBlocks,
+    Window as Window,
+)
+from ._convert import (
+    Arguments as Arguments,
+    from_cu_seqlens as from_cu_seqlens,
+    from_hf_2d as from_hf_2d,
+    from_hf_4d as from_hf_4d,
+    from_mha as from_mha,
+    from_sdpa as from_sdpa,
+    padding as padding,
+    to_cu_seqlens as to_cu_seqlens,
+    to_hf_2d as to_hf_2d,
+    to_hf_4d as to_hf_4d,
+    to_mha as to_mha,
+    to_sdpa as to_sdpa,
+)
+from ._flex import from_flex as from_flex, to_flex as to_flex, to_flex_mask_mod as to_flex_mask_mod
+from ._mask import And as And, Mask as Mask, MaskKind as MaskKind, Not as Not, Or as Or, PerHead as PerHead
+from ._patterns import (
+    bigbird as bigbird,
+    chunked as chunked,
+    longformer as longformer,
+    prefix_lm as prefix_lm,
+    sliding as sliding,
+    streaming as streaming,
+)
+from ._program import Op as Op, Program as Program
+from ._tutorial import (
+    create_causal_mask as create_causal_mask,
+    create_decoder_mask as create_decoder_mask,
+    create_document_mask as create_document_mask,
+    create_padding_mask as create_padding_mask,
+    create_prefix_mask as create_prefix_mask,
+    create_window_mask as create_window_mask,
+)

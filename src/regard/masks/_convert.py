@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .._tools.arguments import Offset, describe, holds_integers, readable, tensor_of
 from ._atoms import Causal, Dense, Documents, Lengths, Prefix
+from ._both import both
 from ._mask import And, Mask, Not, Or
 
 
@@ -44,18 +46,15 @@ def to_sdpa(mask: Mask, Lq: int, Lk: int, offset: Offset = None, heads: int | No
 
 
 def from_mha(
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    *,
-    heads: int | None = None,
+    attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int | None = None,
     is_causal: bool = False,
-) -> Arguments:
+) -> Arguments:  # fmt: skip
     """From `nn.MultiheadAttention`: bool True = may NOT attend, float = added to the scores.
 
     `attn_mask` is (Lq, Lk), (B * heads, Lq, Lk) with `heads`, or (B, heads or 1, Lq, Lk);
     `key_padding_mask` is (Lk,) or (B, Lk).
     """
-    parts: list[Mask] = [Causal()] if is_causal else []
+    parts: list[Mask | None] = [Causal()] if is_causal else []
     biases: list[Tensor] = []
     if attn_mask is not None:
         shaped = _split_heads(tensor_of("attn_mask", attn_mask), heads)
@@ -67,7 +66,7 @@ def from_mha(
             biases.append(_key_matrix(key_padding_mask))
         else:
             parts.append(padding(~_ignored("key_padding_mask", key_padding_mask)))
-    mask = And(*parts) if len(parts) > 1 else next(iter(parts), None)
+    mask = functools.reduce(both, parts, None)
     return Arguments(mask, sum(biases[1:], biases[0]) if biases else None, 0 if is_causal else None)
 
 
@@ -115,14 +114,9 @@ def from_hf_4d(attention_mask: Tensor) -> Arguments:
 
 
 def to_hf_4d(
-    mask: Mask,
-    Lq: int,
-    Lk: int,
-    offset: Offset = None,
-    *,
-    heads: int | None = None,
+    mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, heads: int | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As (B or 1, 1 or Hq, Lq, Lk): bool with True = may attend, or with `dtype` 0 and finfo(dtype).min."""
     dense = mask.to_dense(Lq, Lk, offset, heads)
     dense = dense[(None,) * (4 - dense.ndim)]

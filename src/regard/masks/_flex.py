@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 
 
 def to_flex_mask_mod(
-    mask: Mask,
-    Lq: int,
-    Lk: int,
-    offset: Offset = None,
-    *,
-    batch: tuple[int, ...] | None = None,
+    mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, batch: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
-) -> Mod:
+) -> Mod:  # fmt: skip
     """A `mask_mod(b, h, q_idx, kv_idx)` for FlexAttention: True = may attend.
 
     It is made of pointwise operations and indexing on `device` (the mask's own by default). With several
@@ -39,16 +34,9 @@ def to_flex_mask_mod(
 
 
 def to_flex(
-    mask: Mask,
-    Lq: int,
-    Lk: int,
-    offset: Offset = None,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    block: int = 128,
-    device: torch.device | str | None = None,
-) -> BlockMask:
+    mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, batch: int | None = None,
+    heads: int | None = None, block: int = 128, device: torch.device | str | None = None,
+) -> BlockMask:  # fmt: skip
     """A FlexAttention BlockMask. Give `batch` and `heads` if the mask differs between samples or heads."""
     from torch.nn.attention.flex_attention import create_block_mask
 

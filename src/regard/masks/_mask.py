@@ -93,13 +93,9 @@ class Mask(Value):
     _dims: ClassVar[dict[str, int]]
 
     def to_dense(
-        self,
-        Lq: int,
-        Lk: int,
-        offset: Offset = None,
-        heads: int | None = None,
+        self, Lq: int, Lk: int, offset: Offset = None, heads: int | None = None,
         device: torch.device | str | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The mask as a bool tensor.
 
         Shape (Lq, Lk) if it is the same for all heads and samples, (H, Lq, Lk) if only heads differ,
@@ -147,31 +143,18 @@ class Mask(Value):
         return next((tensor.device for tensor in self._tensors()), torch.device("cpu"))
 
     def draw(
-        self,
-        Lq: int | None = None,
-        Lk: int | None = None,
-        offset: Offset = None,
-        *,
-        head: int = 0,
-        sample: int = 0,
-        width: int | None = None,
-    ) -> str:
+        self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
+        sample: int = 0, width: int | None = None,
+    ) -> str:  # fmt: skip
         """The mask as text, at most `width` characters wide. Sizes default to those of its tensors, or 32."""
         from . import _draw
 
         return _draw.text(_draw.picture(self, Lq, Lk, offset, head, sample), width)
 
     def show(
-        self,
-        Lq: int | None = None,
-        Lk: int | None = None,
-        offset: Offset = None,
-        *,
-        head: int = 0,
-        sample: int = 0,
-        file: str | os.PathLike[str] | IO[str] | None = None,
-        width: int | None = None,
-    ) -> None:
+        self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
+        sample: int = 0, file: str | os.PathLike[str] | IO[str] | None = None, width: int | None = None,
+    ) -> None:  # fmt: skip
         """Print the drawing, to the terminal or the open `file`; a path is saved as an image."""
         if isinstance(file, (str, os.PathLike)):
             self.image(file, Lq, Lk, offset, head=head, sample=sample)
@@ -179,16 +162,9 @@ class Mask(Value):
             print(self.draw(Lq, Lk, offset, head=head, sample=sample, width=width), file=file)
 
     def image(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        Lq: int | None = None,
-        Lk: int | None = None,
-        offset: Offset = None,
-        *,
-        head: int = 0,
-        sample: int = 0,
-        dark: bool = False,
-    ) -> Figure:
+        self, path: str | os.PathLike[str] | None = None, Lq: int | None = None, Lk: int | None = None,
+        offset: Offset = None, *, head: int = 0, sample: int = 0, dark: bool = False,
+    ) -> Figure:  # fmt: skip
         """The mask as a matplotlib Figure, saved to `path` if one is given (needs the extra `plot`)."""
         from . import _draw
 

@@ -34,11 +34,8 @@ def chunked(chunk: int, Lk: int) -> Mask:
 
 
 def longformer(
-    window: int,
-    global_tokens: Sequence[int] | Tensor | None = None,
-    dilation: int = 1,
-    causal: bool = False,
-) -> Mask:
+    window: int, global_tokens: Sequence[int] | Tensor | None = None, dilation: int = 1, causal: bool = False,
+) -> Mask:  # fmt: skip
     """`window` keys on each side at distances that are multiples of `dilation`, and global tokens.
 
     `window` counts one side, like Window; HF's `attention_window` counts both.
@@ -50,13 +47,8 @@ def longformer(
 
 
 def bigbird(
-    block: int,
-    window: int = 3,
-    random: int = 3,
-    global_blocks: int = 2,
-    seed: int = 0,
-    causal: bool = False,
-) -> Mask:
+    block: int, window: int = 3, random: int = 3, global_blocks: int = 2, seed: int = 0, causal: bool = False,
+) -> Mask:  # fmt: skip
     """A window, random blocks and global blocks, all counted in blocks of `block` tokens.
 
     The window is `window` blocks wide around each token; the global blocks are the first ones.

@@ -3,20 +3,16 @@
 Positions are an int, the place of the first token, or an integer tensor with the place of every token.
 """
 
-from ._biases import AlibiBias as AlibiBias
-from ._biases import Relative as Relative
-from ._biases import alibi_slopes as alibi_slopes
-from ._embeddings import Learned as Learned
-from ._embeddings import Sinusoidal as Sinusoidal
-from ._embeddings import sinusoidal as sinusoidal
-from ._frequencies import NTK as NTK
-from ._frequencies import Frequencies as Frequencies
-from ._frequencies import LinearScaling as LinearScaling
-from ._frequencies import Llama3 as Llama3
-from ._frequencies import Scaling as Scaling
-from ._frequencies import YaRN as YaRN
-from ._frequencies import frequencies as frequencies
+from ._biases import AlibiBias as AlibiBias, Relative as Relative, alibi_slopes as alibi_slopes
+from ._embeddings import Learned as Learned, Sinusoidal as Sinusoidal, sinusoidal as sinusoidal
+from ._frequencies import (
+    NTK as NTK,
+    Frequencies as Frequencies,
+    LinearScaling as LinearScaling,
+    Llama3 as Llama3,
+    Scaling as Scaling,
+    YaRN as YaRN,
+    frequencies as frequencies,
+)
 from ._places import Positions as Positions
-from ._rotary import Rotary as Rotary
-from ._rotary import rotary_table as rotary_table
-from ._rotary import rotate as rotate
+from ._rotary import Rotary as Rotary, rotary_table as rotary_table, rotate as rotate

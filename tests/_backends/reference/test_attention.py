@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import masks as M
-from regard import scores
+from regard import masks as M, scores
 from regard._backends import reference
 from regard._call.dropout import kept
 from regard._call.make import make

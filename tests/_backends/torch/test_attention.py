@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import masks as M
-from regard import scores
+from regard import masks as M, scores
 from regard._backends.torch import attention as _torch
 from regard._call.make import make
 from regard._call.spec import Options

@@ -93,14 +93,9 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    problem: Problem,
-    out: Tensor,
-    stats: Tensor,
-    rest: Tensor | None,
-    dout: Tensor,
-    dlse: Tensor | None,
+    problem: Problem, out: Tensor, stats: Tensor, rest: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """The gradients asked for, in the order of `Gradients`; those of q, k and v have q's dtype."""
     spec, q, k, v = problem[:4]
     grads = _empty_gradients(problem, wanted)

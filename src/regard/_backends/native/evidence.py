@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import facts as F
-from ..._call.spec import Problem, Spec
+from ..._call.spec import Problem
 from .attention import extras_of, prepare
 from .core import _core
 
@@ -63,26 +63,21 @@ def _clash(a: F.Fact, b: F.Fact) -> bool:
     return isinstance(a, F.ColumnMass)
 
 
-def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.zeros((spec.B, spec.Hq, *inner), dtype=dtype or spec.lse_dtype)
-
-
 def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Room:
-    spec, k = problem.spec, max(fact.k for fact in facts)
-    weights, keys = _zeros(spec, spec.Lq, k), _zeros(spec, spec.Lq, k, dtype=torch.int64)
-    fields = {"k": k, "top_weights": weights, "top_keys": keys}
+    widest = max(facts, key=lambda fact: fact.k)
+    weights, keys = widest.empty(problem)
+    fields = {"k": widest.k, "top_weights": weights, "top_keys": keys}
     return Room(fields, lambda fact: (weights[..., : fact.k], keys[..., : fact.k]))
 
 
 def _entropy(problem: Problem, facts: list[F.Entropy]) -> Room:
-    spec = problem.spec
-    nats, choices = _zeros(spec, spec.Lq), _zeros(spec, spec.Lq, dtype=torch.int64)
+    nats, choices = facts[0].empty(problem)
     return Room({"nats": nats, "choices": choices}, lambda fact: (nats, choices))
 
 
 def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
     spec, (fact,) = problem.spec, facts
-    mass, weights = _zeros(spec, spec.Lk, dtype=torch.float64), fact.by_sample(problem.spec)
+    (mass,), weights = fact.empty(problem), fact.by_sample(spec)
     stride = spec.Lq if weights is not None and len(weights) > 1 else 0
     fields = {"column_mass": mass, "row_weights": weights, "row_weights_batch": stride}
     return Room(fields, lambda fact: (mass,))
@@ -90,37 +85,32 @@ def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
 
 def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Room:
     mass, distances = facts[0].empty(problem)
-    count = len(distances)
-    low = int(distances[0]) if count else 0
-    fields = {"histogram": mass, "distance_low": low, "distances": count}
+    low = int(distances[0]) if len(distances) else 0
+    fields = {"histogram": mass, "distance_low": low, "distances": len(distances)}
     return Room(fields, lambda fact: (mass, distances))
 
 
 def _sets(problem: Problem, facts: list[F.MassOn]) -> Room:
     spec = problem.spec
     chosen = torch.stack([fact.by_sample(spec).expand(spec.B, spec.Lk) for fact in facts])
-    mass = torch.zeros((len(facts), spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
+    mass = torch.stack([part for fact in facts for part in fact.empty(problem)])
     fields = {"sets": len(facts), "chosen": chosen, "mass_on": mass}
     return Room(fields, lambda fact: (mass[facts.index(fact)],))
 
 
 def _blocks(problem: Problem, facts: list[F.BlockMass]) -> Room:
-    spec, block, kinds = problem.spec, facts[0].block, [type(fact) for fact in facts]
-    shape = [-(-n // block) for n in (spec.Lq, spec.Lk)]
-    mass = _zeros(spec, *shape, dtype=torch.float64) if F.BlockMass in kinds else None
-    most = _zeros(spec, *shape) if F.BlockMax in kinds else None
-    fields = {"block": block, "block_mass": mass, "block_max": most}
-    return Room(
-        fields, lambda fact: [x for x in (most if isinstance(fact, F.BlockMax) else mass,) if x is not None]
-    )
+    parts = {type(fact): fact.empty(problem) for fact in facts}
+    names = {F.BlockMass: "block_mass", F.BlockMax: "block_max"}
+    fields = {"block": facts[0].block} | {names[kind]: part for kind, (part,) in parts.items()}
+    return Room(fields, lambda fact: parts[type(fact)])
 
 
 def _rows(problem: Problem, facts: list[F.Rows]) -> Room:
-    spec = problem.spec
-    places = sorted({i for fact in facts for i in fact.places(spec.Lq)})
-    values = _zeros(spec, len(places), spec.Lk)
+    Lq = problem.spec.Lq
+    places = sorted({i for fact in facts for i in fact.places(Lq)})
+    (values,) = F.Rows(places).empty(problem)
     fields = {"n_rows": len(places), "rows": torch.tensor(places, dtype=torch.int64), "row_values": values}
-    return Room(fields, lambda fact: (values[:, :, [places.index(i) for i in fact.places(spec.Lq)]],))
+    return Room(fields, lambda fact: (values[:, :, [places.index(i) for i in fact.places(Lq)]],))
 
 
 Maker = Callable[[Problem, list[Any]], Room]

@@ -39,13 +39,8 @@ def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
 
 
 def forward_stored(
-    ready: StoredCall,
-    q: Tensor,
-    stored: Stored,
-    offset: int,
-    extras: _core.Extras,
-    new: New | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    ready: StoredCall, q: Tensor, stored: Stored, offset: int, extras: _core.Extras, new: New | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` as `extras_of` makes them.
 
     With `new` its one token is written first: it is the last of the stored ones.
