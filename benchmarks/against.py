@@ -81,6 +81,10 @@ class Row:
         """Whether both the best times and the median are beyond the limit: noise seldom moves both."""
         return not any(self.faults) and min(self.ratio, self.quartiles[1]) > limit
 
+    def verdict(self, limit: float) -> str:
+        """Returns "slower", "unclear" if a quarter of the turns says that it is faster, or ""."""
+        return "" if not self.slower(limit) else "slower" if self.quartiles[0] > 1 else "unclear"
+
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
     """Times both in the order ABBA, so that slow changes of clock and load meet both alike."""
@@ -308,12 +312,12 @@ def table(rows: Iterable[Row], options: Options) -> Table:
     shown = Table("row", "this", "other", "ratio", "median", "quartiles", "", box=SIMPLE_HEAD)
     for row in rows:
         if any(row.faults):
-            said = zip(("this tree", "the other"), row.faults, strict=True)
-            shown.add_row(row.name, *[""] * 5, "; ".join(f"{who}: {fault}" for who, fault in said if fault))
+            faults = zip(("this tree", "the other"), row.faults, strict=True)
+            shown.add_row(row.name, *[""] * 5, "; ".join(f"{who}: {fault}" for who, fault in faults if fault))
             continue
         first, median, third = (f"{x:.3f}" for x in row.quartiles)
-        times, mark = map(duration, row.best), "slower" if row.slower(limit(row, options)) else ""
-        shown.add_row(row.name, *times, f"{row.ratio:.3f}", median, f"{first} to {third}", mark)
+        said = f"{row.ratio:.3f}", median, f"{first} to {third}", row.verdict(limit(row, options))
+        shown.add_row(row.name, *map(duration, row.best), *said)
     return shown
 
 
@@ -322,10 +326,18 @@ def duration(seconds: float) -> str:
 
 
 def verdict(rows: Iterable[Row], options: Options) -> tuple[str, int]:
-    """What to say, and the exit code."""
-    wrong = [row.name for row in rows if row.faults[0]]
-    slow = [row.name for row in rows if row.slower(limit(row, options))]
-    said = [f"{what}: {', '.join(names)}." for what, names in (("Wrong", wrong), ("Slower", slow)) if names]
+    """Returns what to say, and the exit code."""
+    verdicts = {row.name: "wrong" if row.faults[0] else row.verdict(limit(row, options)) for row in rows}
+    kinds = {
+        "wrong": "Wrong",
+        "slower": "Slower",
+        "unclear": "Slower or noise, to be repeated on a quiet machine",
+    }
+    said = [
+        f"{text}: {', '.join(name for name, found in verdicts.items() if found == kind)}."
+        for kind, text in kinds.items()
+        if kind in verdicts.values()
+    ]
     return " ".join(said) or "No row is slower.", 1 if said else 0
 
 

@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import memory  # noqa: E402
 from cases import CASES, Case  # noqa: E402
-from measure import best_times, cpu_name, row_error  # noqa: E402
+from checks import row_error  # noqa: E402
+from measure import best_times, cpu_name  # noqa: E402
 from report import mebibytes, milliseconds  # noqa: E402
 from run import ready, remark  # noqa: E402
 
