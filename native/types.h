@@ -118,12 +118,6 @@ struct RunList {
   int64_t count;
 };
 
-// What the query rows of one group of heads see: a list for each head, or one for all of them.
-struct Sight {
-  const RunList* heads;
-  bool by_head;
-};
-
 // Keys [begin, end) of one head, for all query rows of its group (lane i of a run is row i of each head).
 // Key j of the piece is key `key + j * key_step` of the call.
 struct Piece {
@@ -131,7 +125,8 @@ struct Piece {
   const Call* call;
   int64_t batch, kv_head;
   int64_t key, key_step;
-  Sight sight;
+  const RunList* runs;  // what the rows see: a list for each head, or one for all of them
+  bool by_head;
   int64_t begin, end;
   const Run* seen;  // the keys among them that any row sees, and few others
   int64_t n_seen;

@@ -1,7 +1,5 @@
 // The door between Python and the core: named structs and addresses in, integers out. No arithmetic, no
 // tensors.
-#include "bind/bind.h"
-
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -152,8 +150,8 @@ void bind_linear(nb::module_& m) {
 }
 
 void bind_machine(nb::module_& m) {
-  m.def("compiled", &compiled);
-  m.def("runnable", &runnable);
+  m.def("compiled", [] { return instruction_sets(false); });
+  m.def("runnable", [] { return instruction_sets(true); });
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("use", &use, "name"_a);
   m.def("open_pool", &open_pool, "library"_a);

@@ -68,4 +68,11 @@ void bind_struct(nb::module_& m, const char* name, Field<Members, Optional>... f
       nb::kw_only(), fields.argument()...);
 }
 
+// What a call has besides q, k, v and their results; those are still to be set.
+struct Extras : Call {
+  std::vector<MaskTensor> tensors;
+};
+
+void bind_structs(nb::module_& m);
+
 }  // namespace regard

@@ -17,7 +17,7 @@ inline V score_gradient(V weight, V dp, V delta) {
 
 // x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
 template <class V>
-inline bool all_finite(const typename V::Scalar* x, int64_t n) {
+inline bool all_finite(const Number<V>* x, int64_t n) {
   V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
   int64_t i = 0;
   for (; i + 4 * V::N <= n; i += 4 * V::N)
@@ -32,7 +32,7 @@ inline bool all_finite(const typename V::Scalar* x, int64_t n) {
 
 template <class V, class S>
 struct Backward {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
   static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
   static constexpr int64_t kKeys = kBackwardBlock;
@@ -43,7 +43,7 @@ struct Backward {
   struct State {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
-    int64_t run;
+    int64_t run = 0;
   };
 
   const Chunk& chunk;
@@ -85,10 +85,9 @@ struct Backward {
     keys = a.take<Scalar>(chunk.copy_k ? n * spec.D : 0);
     values = a.take<Scalar>(chunk.copy_v ? n * spec.Dv : 0);
     for (State& s : states)
-      s = {a.take<Scalar>(spec.D * P), a.take<Scalar>(spec.Dv * P),
-           a.take<Scalar>(spec.D * P), a.take<Scalar>(P),
-           a.take<Scalar>(P),          a.take<uint32_t>(P),
-           a.take<uint32_t>(P),        0};
+      s = {a.take<Scalar>(spec.D * P), a.take<Scalar>(spec.Dv * P), a.take<Scalar>(spec.D * P),
+           a.take<Scalar>(P),          a.take<Scalar>(P),           a.take<uint32_t>(P),
+           a.take<uint32_t>(P)};
     q_rows = a.take<Scalar>(q_slices * tile * P);
     dout_rows = a.take<Scalar>(v_slices * tile * P);
     weights = a.take<Scalar>(kTilePanels * kBlockSize);
@@ -468,21 +467,13 @@ struct Backward {
   bool panel_block(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* seen) {
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
     bool whole = false;
-    while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
-    for (int64_t i = s.run; i < p.n_runs && p.runs[i].begin < end;) {
-      const Run* first = p.runs + i;
-      const int64_t from = first->begin > begin ? first->begin : begin;
-      int64_t to = from;
-      bool partial = false;
-      for (; i < p.n_runs && to < end && p.runs[i].begin <= to; ++i) {
-        partial |= p.runs[i].lanes != kAllLanes;
-        to = p.runs[i].end < end ? p.runs[i].end : end;
-      }
-      mark(panel, from - begin, to - begin, end - begin, seen);
-      weigh_stretches(p, s, first, begin, from, to, w, g);
-      if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
-      whole = !partial && from == begin && to == end;
-    }
+    each_stretch(p, s.run, begin, end, kAllLanes,
+                 [&](const Run* first, int64_t from, int64_t to, bool partial) {
+                   mark(panel, from - begin, to - begin, end - begin, seen);
+                   weigh_stretches(p, s, first, begin, from, to, w, g);
+                   if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
+                   whole = !partial && from == begin && to == end;
+                 });
     return whole;
   }
 
@@ -544,7 +535,7 @@ struct Backward {
 };
 
 template <class V, class S>
-void copy_row(const typename V::Scalar* source, S* target, int64_t n) {
+void copy_row(const Number<V>* source, S* target, int64_t n) {
   int64_t i = 0;
   for (; i + V::N <= n; i += V::N) Lanes<V>::store(target + i, Lanes<V>::load(source + i));
   for (; i < n; ++i) from_float(target + i, source[i]);
@@ -553,7 +544,7 @@ void copy_row(const typename V::Scalar* source, S* target, int64_t n) {
 // delta = dout . out - dlse
 template <class V, class S>
 struct BackwardRows {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   const Spec& spec;
   const Call& call;
   const Gradients& grads;
@@ -625,7 +616,7 @@ constexpr BackwardKernels backward_kernels() {
           [](const Chunk& c, const Panel* panels, int count) { B(c).add_queries(panels, count); },
           [](const Chunk& c) { B(c).close(); },
           [](const void* source, void* target, int64_t count) {
-            copy_row<V>(static_cast<const typename V::Scalar*>(source), static_cast<S*>(target), count);
+            copy_row<V>(static_cast<const Number<V>*>(source), static_cast<S*>(target), count);
           },
           [](const Task& t, const Panel& p, const Gradients& g) { ExactGradients<V, S>(t, p, g).run(); }};
 }

@@ -19,8 +19,8 @@ constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys, kNearBytes = 512 << 
 // Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
 // that is read asks for the one `ahead` elements further on, if that is not 0.
 template <class V, int R, class K>
-REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R],
-                     int64_t D, int64_t ahead) {
+REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R], int64_t D,
+                     int64_t ahead) {
   constexpr int C = V::N / R, kLine = FloatRow<V, K>::kLine;
   V sum[V::N];
   UNROLLED (i, V::N) sum[i] = Lanes<V>::zero();
@@ -43,7 +43,7 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Float
   for (; d + V::N <= D; d += V::N) step(d, 0);
   const V found = sum_each(sum);
   if (d == D) return found;
-  typename V::Scalar rest[V::N];
+  Number<V> rest[V::N];
   for (int i = 0; i < V::N; ++i) {
     rest[i] = 0;
     for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
@@ -53,14 +53,14 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const Float
 
 // The same for codes. One query takes the products of a group before it scales them; several share numbers.
 template <class V, int R, StoreKind Kind>
-REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
+REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
                      int64_t D, int64_t ahead) {
   using Row = CodeRow<V, Kind>;
   constexpr int C = V::N / R;
   V sum[V::N];
   UNROLLED (i, V::N) sum[i] = Lanes<V>::zero();
   for (int64_t g = 0; g * kGroup < D; ++g) {
-    const typename V::Scalar* q = queries + g * kGroup;
+    const Number<V>* q = queries + g * kGroup;
     if (ahead) {
       UNROLLED (c, C) keys[c].prefetch(g, ahead);
     }
@@ -98,8 +98,8 @@ REGARD_INLINE V dots(const typename V::Scalar* queries, int64_t ldq, const CodeR
 
 // scores[R][ld_scores] of a tile of n keys
 template <class V, int R, class Tile>
-void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n,
-                int64_t ahead, typename V::Scalar* scores, int64_t ld_scores) {
+void score_tile(const Number<V>* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n, int64_t ahead,
+                Number<V>* scores, int64_t ld_scores) {
   constexpr int C = V::N / R;
   for (int64_t c = 0; c < n; c += C) {
     typename Tile::Row key[C];
@@ -110,7 +110,7 @@ void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const
       Lanes<V>::store(scores + c, found);
       continue;
     }
-    typename V::Scalar lane[V::N];
+    Number<V> lane[V::N];
     Lanes<V>::store(lane, found);
     UNROLLED (r, R)
       UNROLLED (i, C)
@@ -119,15 +119,14 @@ void score_tile(const typename V::Scalar* queries, int64_t ldq, int64_t D, const
 }
 
 template <class V>
-REGARD_INLINE void add_to(typename V::Scalar* at, V x) {
+REGARD_INLINE void add_to(Number<V>* at, V x) {
   Lanes<V>::store(at, Lanes<V>::load(at) + x);
 }
 
 // out[R][Count vectors from d on] += weights[R][n] * values[n]
 template <class V, int R, int Count, class K>
-REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
-                               const FloatTile<V, K>& values, int64_t d, int64_t n, int64_t ahead,
-                               typename V::Scalar* out, int64_t ldo) {
+REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const FloatTile<V, K>& values,
+                               int64_t d, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
   V sum[R][Count];
   UNROLLED (r, R)
     UNROLLED (i, Count) sum[r][i] = Lanes<V>::zero();
@@ -147,9 +146,8 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
 
 // The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
 template <class V, int R, int Units, StoreKind Kind>
-REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_weights,
-                               const CodeTile<V, Kind>& values, int64_t first, int64_t n, int64_t ahead,
-                               typename V::Scalar* out, int64_t ldo) {
+REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
+                               int64_t first, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
   using Row = CodeRow<V, Kind>;
   V sum[R][Units][Row::kVectors], low[Units];
   UNROLLED (u, Units) {
@@ -190,8 +188,8 @@ REGARD_INLINE void add_columns(const typename V::Scalar* weights, int64_t ld_wei
 
 // out[R][Dv] += weights[R][n] * values[n][Dv]
 template <class V, int R, class K>
-void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const FloatTile<V, K>& values, int64_t n,
-              int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+void add_tile(const Number<V>* weights, int64_t ld_weights, const FloatTile<V, K>& values, int64_t n,
+              int64_t ahead, Number<V>* out, int64_t ldo, int64_t Dv) {
   constexpr int Count = 8 / R;
   int64_t d = 0;
   for (; d + Count * V::N <= Dv; d += Count * V::N)
@@ -203,13 +201,13 @@ void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const Float
       for (int64_t c = 0; c < n; ++c)
         sum +=
             static_cast<double>(weights[r * ld_weights + c]) * static_cast<double>(values.row(c).element(d));
-      out[r * ldo + d] += static_cast<typename V::Scalar>(sum);
+      out[r * ldo + d] += static_cast<Number<V>>(sum);
     }
 }
 
 template <class V, int R, StoreKind Kind>
-void add_tile(const typename V::Scalar* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
-              int64_t n, int64_t ahead, typename V::Scalar* out, int64_t ldo, int64_t Dv) {
+void add_tile(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values, int64_t n,
+              int64_t ahead, Number<V>* out, int64_t ldo, int64_t Dv) {
   using Row = CodeRow<V, Kind>;
   constexpr int kUnits = Row::kUnits, kMost = 8 / R / Row::kVectors;  // sums stay in registers
   constexpr int Units = R == 1 ? (kMost < kUnits ? kUnits : kMost / kUnits * kUnits) : kMost > 0 ? kMost : 1;
@@ -245,7 +243,7 @@ inline int64_t panel_rows(int64_t rows) {
 
 template <class V, class S>
 struct Decode {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
   // What a piece of the keys gives to each row: its softmax's shift and sum, and the weighted values.
@@ -311,7 +309,7 @@ struct Decode {
 
   int64_t head(int64_t r) const { return piece.kv_head * group + r / spec.Lq; }
   int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
-  const RunList& runs(int64_t r) const { return piece.sight.heads[piece.sight.by_head ? r / spec.Lq : 0]; }
+  const RunList& runs(int64_t r) const { return piece.runs[piece.by_head ? r / spec.Lq : 0]; }
 
   // Which key of the piece key j of the call is.
   int64_t at(int64_t j) const { return (j - piece.key) / piece.key_step; }
@@ -426,7 +424,7 @@ struct Decode {
     const int64_t n = piece.end - piece.begin, filled = round_up(n, V::N);
     const RowPlace at = place(first + r, piece.begin);
     if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
-    if (spec.bias != kNoBias) add_bias_row<V, S>(spec, call, at, n, row);
+    if (spec.bias != kNoBias) add_bias<V, S>(spec, call, at, n, row);
     hide_row<V>(runs(first + r), lane(first + r), piece.begin, piece.end, row);
     const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
     p.shift[r] = first_of(shift);
@@ -505,13 +503,6 @@ struct Decode {
     return !bits(differs(zero, zero));
   }
 
-  // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
-  bool is_hopeless(const S* q, const Panel& p, int t) const {
-    bool nan = false;
-    for (int64_t d = 0; d < spec.D; ++d) nan |= to_float(q[d * spec.q.d]) != to_float(q[d * spec.q.d]);
-    return nan && sees(p, t) && spec.bias != kTensorBias;
-  }
-
   void write(S* out, Scalar factor) const {
     int64_t d = 0;
     for (; spec.out.d == 1 && d + V::N <= spec.Dv; d += V::N)
@@ -529,7 +520,7 @@ struct Decode {
     ExactRow<V, S> row{task, p, t, exact, 0, 0};
     write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
     if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
-    if (is_finite(s) || is_hopeless(query(r), p, t)) return;
+    if (is_finite(s) || row.query_is_nan()) return;
     row.walk([&](int64_t j, const S* q, bool kept) {
       int64_t ld;
       const double score = row.score(q, keys.rows(at(j), 1, tile, scales, ld), 1, j);

@@ -8,7 +8,7 @@ namespace {
 template <class V, class S>
 struct Evidence : Forward<V, S> {
   using Base = Forward<V, S>;
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   using State = typename Base::State;
   using Seen = typename Base::Seen;
   using Base::call, Base::P, Base::scores, Base::spec, Base::states, Base::task;
@@ -18,9 +18,9 @@ struct Evidence : Forward<V, S> {
     Scalar *factor, *weighted,
         *threshold;  // 1 / sum; sum of 2^z * z, z being a score less the shift; of top-k
     int64_t* choices;
-    double *top, *total;   // of exact rows
-    int* filled;           // numbers in the row's top-k
-    uint32_t good, exact;  // rows that see something, and those of them that are computed key by key
+    double *top, *total;           // of exact rows
+    int* filled;                   // numbers in the row's top-k
+    uint32_t good = 0, exact = 0;  // rows that see something, and those of them that are computed key by key
   };
 
   const Facts& facts;
@@ -32,15 +32,10 @@ struct Evidence : Forward<V, S> {
     Arena& arena = this->arena;
     found = arena.template take<Found>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
-      found[i] = {arena.template take<Scalar>(P),
-                  arena.template take<Scalar>(P),
-                  arena.template take<Scalar>(P),
-                  arena.template take<int64_t>(P),
-                  arena.template take<double>(P),
-                  arena.template take<double>(P),
-                  arena.template take<int>(P),
-                  0,
-                  0};
+      found[i] = {arena.template take<Scalar>(P), arena.template take<Scalar>(P),
+                  arena.template take<Scalar>(P), arena.template take<int64_t>(P),
+                  arena.template take<double>(P), arena.template take<double>(P),
+                  arena.template take<int>(P)};
     by_key = arena.template take<Scalar>(facts.column_mass ? kBlock * P : 0);
     by_distance = arena.template take<Scalar>(facts.histogram ? diagonals(task.n_panels) * P : 0);
   }
@@ -216,13 +211,9 @@ struct Evidence : Forward<V, S> {
 
   void start_exact(const Panel& p, int t, Found& r) const {
     ExactRow<V, S> row = exact_row(p, t);
-    row.walk([&](int64_t j, const S* q, bool) { row.add(row.score(q, key_row(j), j), q, 0, true); });
+    row.walk([&](int64_t j, const S* q, bool) { row.add(row.score(q, j), q, 0, true); });
     r.top[t] = row.top;
     r.total[t] = row.total;
-  }
-
-  const S* key_row(int64_t j) const {
-    return static_cast<const S*>(call.k) + task.batch * spec.k.b + task.kv_head * spec.k.h + j * spec.k.l;
   }
 
   // visit(key, weight) for every key that the row sees.
@@ -230,7 +221,7 @@ struct Evidence : Forward<V, S> {
   void each_exact(const Panel& p, int t, const Found& r, Visit visit) const {
     ExactRow<V, S> row = exact_row(p, t);
     row.walk([&](int64_t j, const S* q, bool) {
-      const double s = row.score(q, key_row(j), j);
+      const double s = row.score(q, j);
       if (s != -__builtin_inf()) visit(j, exp(s - r.top[t]) / r.total[t]);
     });
   }
@@ -243,7 +234,7 @@ struct Evidence : Forward<V, S> {
       if (!(run->lanes >> t & 1)) continue;
       const int64_t from = run->begin > seen.begin ? run->begin : seen.begin;
       for (int64_t c = from; c < run->end && c < seen.end; ++c) {
-        const double s = row.score(q, key_row(key(c)), key(c));
+        const double s = row.score(q, key(c));
         if (s == -__builtin_inf()) continue;
         scores[(c - seen.begin) * P + t] = static_cast<Scalar>(exp(s - r.top[t]) / r.total[t]);
       }
@@ -390,13 +381,8 @@ struct Evidence : Forward<V, S> {
 };
 
 template <class V, class S>
-void look(const Look& l) {
-  Evidence<V, S>(l).run();
-}
-
-template <class V, class S>
 constexpr EvidenceKernels evidence_kernels() {
-  return {Evidence<V, S>::scratch_bytes, look<V, S>};
+  return {Evidence<V, S>::scratch_bytes, [](const Look& l) { Evidence<V, S>(l).run(); }};
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ inline bool sees(const Panel& p, int lane) {
 
 template <class V, class S>
 struct ExactRow {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   static constexpr double kLargestSize = sizeof(Scalar) == 4 ? 0x1p120 : 0x1p1016;
   const Task& task;
   const Panel& panel;
@@ -75,7 +75,9 @@ struct ExactRow {
     return most;
   }
 
-  double score(const S* q, const S* k, int64_t j) { return score(q, k, task.spec->k.d, j); }
+  double score(const S* q, int64_t j) {
+    return score(q, key_row(task.call->k, task.spec->k, j), task.spec->k.d, j);
+  }
 
   template <class K>
   double score(const S* q, const K* k, int64_t stride, int64_t j) {
@@ -114,6 +116,19 @@ struct ExactRow {
            row() * spec.q.l;
   }
 
+  const S* key_row(const void* base, const Strides& s, int64_t j) const {
+    return static_cast<const S*>(base) + task.batch * s.b + task.kv_head * s.h + j * s.l;
+  }
+
+  // A NaN in the query reaches every score: there is nothing to mend, if the row sees any key.
+  bool query_is_nan() const {
+    const Spec& spec = *task.spec;
+    bool nan = false;
+    for (int64_t d = 0; d < spec.D; ++d)
+      nan |= to_float(query()[d * spec.q.d]) != to_float(query()[d * spec.q.d]);
+    return nan && sees(panel, lane) && spec.bias != kTensorBias;
+  }
+
   // visit(key, query row, whether its weight is kept) for every key that the row sees; then the row is done.
   template <class Visit>
   void walk(Visit visit) {
@@ -130,10 +145,8 @@ struct ExactRow {
 
   void walk() {
     const Spec& spec = *task.spec;
-    const S* k = static_cast<const S*>(task.call->k) + task.batch * spec.k.b + task.kv_head * spec.k.h;
-    const S* v = static_cast<const S*>(task.call->v) + task.batch * spec.v.b + task.kv_head * spec.v.h;
     walk([&](int64_t j, const S* q, bool kept) {
-      add(score(q, k + j * spec.k.l, j), v + j * spec.v.l, spec.v.d, kept);
+      add(score(q, j), key_row(task.call->v, spec.v, j), spec.v.d, kept);
     });
   }
 
@@ -160,9 +173,8 @@ struct ExactRow {
 };
 
 template <class V, class S>
-typename V::Scalar lse_of(const ExactRow<V, S>& row, typename V::Scalar shift, typename V::Scalar total,
-                          bool only_sink) {
-  using Scalar = typename V::Scalar;
+Number<V> lse_of(const ExactRow<V, S>& row, Number<V> shift, Number<V> total, bool only_sink) {
+  using Scalar = Number<V>;
   if (total == 0) return static_cast<Scalar>(-__builtin_inf());
   if (only_sink) return static_cast<const Scalar*>(row.task.call->sink)[row.panel.head];
   if (total == total && shift < Biased<V>::kLowest / 2) return static_cast<Scalar>(row.largest_bias());

@@ -13,7 +13,7 @@ inline void add_to(T* p, double x) {
 
 template <class V, class S>
 struct ExactGradients {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   const Task& task;
   const Panel& panel;
   const Gradients& grads;
@@ -26,13 +26,9 @@ struct ExactGradients {
   ExactGradients(const Task& t, const Panel& p, const Gradients& g)
       : task(t), panel(p), grads(g), spec(*t.spec), call(*t.call),
         row{t, p, 0, static_cast<double*>(t.scratch), 0, 0} {
-    const Strides &a = spec.q, &b = g.dout_stride;
-    q = static_cast<const S*>(call.q) + t.batch * a.b + p.head * a.h + p.row * a.l;
-    dout = static_cast<const S*>(g.dout) + t.batch * b.b + p.head * b.h + p.row * b.l;
-  }
-
-  const S* key_row(const void* base, const Strides& s, int64_t j) const {
-    return static_cast<const S*>(base) + task.batch * s.b + task.kv_head * s.h + j * s.l;
+    const Strides& s = g.dout_stride;
+    q = row.query();
+    dout = static_cast<const S*>(g.dout) + t.batch * s.b + p.head * s.h + p.row * s.l;
   }
 
   double dot_dout(const S* v) const {
@@ -61,10 +57,10 @@ struct ExactGradients {
   }
 
   void add(int64_t j, bool kept, int64_t at) {
-    const double s = row.score(q, key_row(call.k, spec.k, j), j), p = exp(s - lse);
+    const double s = row.score(q, j), p = exp(s - lse);
     if (p == 0) return;
     const double given = kept ? p * spec.keep_scale : 0;
-    const double ds = given * dot_dout(key_row(call.v, spec.v, j)) - p * delta;
+    const double ds = given * dot_dout(row.key_row(call.v, spec.v, j)) - p * delta;
     for (int64_t d = 0; grads.dv && d < spec.Dv; ++d)
       grads.dv_exact[key_at(j) * spec.Dv + d] +=
           given * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
@@ -81,7 +77,7 @@ struct ExactGradients {
   }
 
   void add_products(int64_t j, int64_t at, double ds) {
-    const S* k = key_row(call.k, spec.k, j);
+    const S* k = row.key_row(call.k, spec.k, j);
     Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + at * spec.D : nullptr;
     for (int64_t d = 0; d < spec.D; ++d) {
       if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));

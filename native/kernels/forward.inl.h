@@ -11,15 +11,15 @@ constexpr int64_t kBlock = 192;  // keys; the scores of a panel stay in L1
 
 template <class V, class S>
 struct Forward {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
   // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
-    int64_t run;
-    Scalar first_shift, first_total;  // before any key
+    int64_t run = 0;
+    Scalar first_shift = 0, first_total = 0;  // before any key
   };
 
   // Keys [begin, end) of one block, all seen by some row of the panel.
@@ -44,21 +44,12 @@ struct Forward {
 
   explicit Forward(const Task& t)
       : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
-    k = spec.k;
-    v = spec.v;
-    k.l *= task.key_step;
-    v.l *= task.key_step;
+    k = spec.k, v = spec.v;
+    k.l *= task.key_step, v.l *= task.key_step;
     states = arena.take<State>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
-      states[i] = {arena.take<Scalar>(spec.D * P),
-                   arena.take<Scalar>(spec.Dv * P),
-                   arena.take<Scalar>(P),
-                   arena.take<Scalar>(P),
-                   arena.take<uint32_t>(P),
-                   arena.take<uint32_t>(P),
-                   0,
-                   0,
-                   0};
+      states[i] = {arena.take<Scalar>(spec.D * P), arena.take<Scalar>(spec.Dv * P), arena.take<Scalar>(P),
+                   arena.take<Scalar>(P),          arena.take<uint32_t>(P),         arena.take<uint32_t>(P)};
     scores = arena.take<Scalar>(kBlock * P);
     factor = arena.take<Scalar>(P);
     row_sum = arena.take<double>(spec.Dv);
@@ -172,19 +163,11 @@ struct Forward {
   template <class Visit>
   void panel_block(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
                    const Scalar* vb, int64_t ldv, Visit visit) {
-    const uint32_t all = all_lanes(p);
-    while (s.run < p.n_runs && p.runs[s.run].end <= begin) ++s.run;
-    for (int64_t i = s.run; i < p.n_runs && p.runs[i].begin < end;) {
-      const Run* first = p.runs + i;
-      const int64_t from = first->begin > begin ? first->begin : begin;
-      int64_t to = from;
-      bool partial = false;
-      for (; i < p.n_runs && to < end && (p.runs[i].begin <= to); ++i) {
-        partial |= p.runs[i].lanes != all;
-        to = p.runs[i].end < end ? p.runs[i].end : end;
-      }
-      visit(Seen{first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv});
-    }
+    each_stretch(
+        p, s.run, begin, end, all_lanes(p), [&](const Run* first, int64_t from, int64_t to, bool partial) {
+          visit(
+              Seen{first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv});
+        });
   }
 
   bool touched(int64_t begin, int64_t end) const {
@@ -264,7 +247,7 @@ struct Forward {
                       : nullptr;
     for (int t = 0; t < p.rows; ++t)
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
-    write(p, s, out);
+    unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d, Whole<V>());
     if (call.rest) write_rest(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t)
       lse[t * task.row_step] =
@@ -273,8 +256,7 @@ struct Forward {
       write_stats(p, t, s.shift[t], only_sink(s, t) && !sees(p, t) ? 0 : s.total[t]);
     uint32_t again = broken(s) & all_lanes(p);
     for (int t = 0; again; ++t, again >>= 1)
-      if ((again & 1) && !hopeless(p, s, t)) {
-        ExactRow<V, S> row{task, p, t, row_sum, 0, 0};
+      if (ExactRow<V, S> row{task, p, t, row_sum, 0, 0}; (again & 1) && !row.query_is_nan()) {
         row.walk();
         row.write(out, t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
         if (call.stats) write_stats(p, t, row.shift(), row.sum_at_shift());
@@ -293,21 +275,6 @@ struct Forward {
                  t * task.row_step;
     at[0] = shift;
     at[rows] = total;
-  }
-
-  void write(const Panel& p, const State& s, S* out) const {
-    const int64_t stride = spec.out.l * task.row_step;
-    unpack<V>(s.out, spec.Dv, factor, p.rows, out, stride, spec.out.d, Whole<V>());
-  }
-
-  // A NaN in the query itself reaches every score: nothing to mend, if the row sees any key.
-  bool hopeless(const Panel& p, const State& s, int t) const {
-    bool nan = false;
-    for (int64_t d = 0; d < spec.D; ++d) {
-      const Scalar q = s.queries[d * P + t];
-      nan |= q != q;
-    }
-    return nan && sees(p, t) && spec.bias != kTensorBias;
   }
 
   void attend_all() {

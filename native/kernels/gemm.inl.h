@@ -15,8 +15,8 @@ inline int tile_rows(int64_t left) {
 
 // A(r, k) = a[r * lda + k] when RowMajor, else a[r + k * lda].
 template <class V, int R, bool RowMajor>
-REGARD_INLINE void multiply_add(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
-                                int64_t depth, V (&sum)[R][2]) {
+REGARD_INLINE void multiply_add(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
+                                V (&sum)[R][2]) {
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     const V b0 = Lanes<V>::load(b + k * 2 * V::N), b1 = Lanes<V>::load(b + k * 2 * V::N + V::N);
@@ -29,8 +29,8 @@ REGARD_INLINE void multiply_add(const typename V::Scalar* a, int64_t lda, const 
 }
 
 template <class V, int R, bool RowMajor>
-REGARD_INLINE void multiply(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
-                            int64_t depth, V (&sum)[R][2]) {
+REGARD_INLINE void multiply(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
+                            V (&sum)[R][2]) {
   UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
   multiply_add<V, R, RowMajor>(a, lda, b, depth, sum);
 }
@@ -62,8 +62,8 @@ REGARD_INLINE void tiles(int64_t n, Tile tile) {
 
 // C = A * B for R rows, and the largest of each lane.
 template <class V, int R>
-REGARD_INLINE void set_tile(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
-                            int64_t depth, typename V::Scalar* c, V (&top)[2]) {
+REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
+                            V (&top)[2]) {
   V sum[R][2];
   multiply<V, R, true>(a, lda, b, depth, sum);
   UNROLLED (r, R)
@@ -75,21 +75,21 @@ REGARD_INLINE void set_tile(const typename V::Scalar* a, int64_t lda, const type
 
 // C += A * B for R rows.
 template <class V, int R, bool RowMajor>
-REGARD_INLINE void add_tile(const typename V::Scalar* a, int64_t lda, const typename V::Scalar* b,
-                            int64_t depth, typename V::Scalar* c) {
+REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
+                            Number<V>* c) {
   V sum[R][2];
   multiply<V, R, RowMajor>(a, lda, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      typename V::Scalar* at = c + (2 * r + i) * V::N;
+      Number<V>* at = c + (2 * r + i) * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
 }
 
 // scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `top` holds the largest of each lane.
 template <class V>
-bool score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typename V::Scalar* queries,
-                int64_t D, typename V::Scalar* scores, V (&top)[2]) {
+bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
+                Number<V>* scores, V (&top)[2]) {
   constexpr int P = 2 * V::N;
   V best[2] = {top[0], top[1]};
   tiles(n, [&](auto rows, int64_t at) {
@@ -108,8 +108,8 @@ bool score_keys(const typename V::Scalar* keys, int64_t ld, int64_t n, const typ
 // finish(row, half, products) for each row of rows[n][depth] * panel[depth][P], by vectors. Depth is at most
 // kChain.
 template <class V, class Finish>
-void multiply_rows(const typename V::Scalar* rows, int64_t ld, int64_t n, const typename V::Scalar* panel,
-                   int64_t depth, Finish finish) {
+void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
+                   Finish finish) {
   tiles(n, [&](auto count, int64_t at) {
     V sum[count.value][2];
     multiply<V, count.value, true>(rows + at * ld, ld, panel, depth, sum);
@@ -120,8 +120,8 @@ void multiply_rows(const typename V::Scalar* rows, int64_t ld, int64_t n, const 
 
 // out[Dv][P] += values[n][Dv]^T * weights[n][P]
 template <class V>
-void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const typename V::Scalar* weights,
-                int64_t Dv, typename V::Scalar* out) {
+void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>* weights, int64_t Dv,
+                Number<V>* out) {
   constexpr int64_t chain = kChain < 96 ? kChain : 96;
   for (int64_t k = 0; k < n; k += chain)
     tiles(Dv, [&](auto rows, int64_t at) {
@@ -133,8 +133,8 @@ void add_values(const typename V::Scalar* values, int64_t ld, int64_t n, const t
 
 // C[r][0:P] += sum over the chosen panels and their lanes of A[panel][r][lane] * B[panel][lane][0:P].
 template <class V, int R>
-REGARD_INLINE void add_lanes(const typename V::Scalar* a, int64_t panel_stride, uint32_t panels,
-                             const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
+REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
+                             Number<V>* c, int64_t ldc) {
   constexpr int P = 2 * V::N;
   V sum[R][2];
   UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
@@ -152,7 +152,7 @@ REGARD_INLINE void add_lanes(const typename V::Scalar* a, int64_t panel_stride, 
   }
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      typename V::Scalar* at = c + r * ldc + i * V::N;
+      Number<V>* at = c + r * ldc + i * V::N;
       Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
     }
 }
@@ -160,8 +160,8 @@ REGARD_INLINE void add_lanes(const typename V::Scalar* a, int64_t panel_stride, 
 // The same for up to kLanesRows rows.
 constexpr int kLanesRows = 6;
 template <class V>
-void add_lanes(int64_t rows, const typename V::Scalar* a, int64_t panel_stride, uint32_t panels,
-               const typename V::Scalar* b, typename V::Scalar* c, int64_t ldc) {
+void add_lanes(int64_t rows, const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
+               Number<V>* c, int64_t ldc) {
   switch (rows) {
     case 6: return add_lanes<V, 6>(a, panel_stride, panels, b, c, ldc);
     case 5: return add_lanes<V, 5>(a, panel_stride, panels, b, c, ldc);

@@ -17,6 +17,10 @@
 
 using namespace regard;
 
+// The type of a lane.
+template <class V>
+using Number = typename V::Scalar;
+
 #define REGARD_JOIN(a, b) a##_##b
 #define REGARD_SYMBOL(table, isa) REGARD_JOIN(table, isa)
 // The name of a table of this instruction set: regard_forward_avx2, ...

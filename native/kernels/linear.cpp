@@ -6,7 +6,7 @@ namespace {
 template <class V>
 struct LinearForward : LinearChunk<V> {
   using Base = LinearChunk<V>;
-  using T = typename V::Scalar;
+  using T = Number<V>;
   using Base::head, Base::group, Base::tokens, Base::at, Base::n, Base::shifted;
   using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
   using Base::pairs, Base::since, Base::until, Base::whole, Base::beta, Base::ones;

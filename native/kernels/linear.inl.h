@@ -10,25 +10,24 @@
 namespace {
 
 template <class V>
-inline typename V::Scalar dot(const typename V::Scalar* a, const typename V::Scalar* b, int64_t n) {
+inline Number<V> dot(const Number<V>* a, const Number<V>* b, int64_t n) {
   V sum = Lanes<V>::zero();
   int64_t i = 0;
   for (; i + V::N <= n; i += V::N) sum = fma(Lanes<V>::load(a + i), Lanes<V>::load(b + i), sum);
-  typename V::Scalar total = sum_of(sum);
+  Number<V> total = sum_of(sum);
   for (; i < n; ++i) total += a[i] * b[i];
   return total;
 }
 
 // Numbers in place, n a multiple of V::N.
 template <class V>
-inline void scale(typename V::Scalar* x, int64_t n, typename V::Scalar factor) {
+inline void scale(Number<V>* x, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N) Lanes<V>::store(x + i, Lanes<V>::load(x + i) * Lanes<V>::set(factor));
 }
 
 // x += y * factor, n a multiple of V::N.
 template <class V>
-inline void add_scaled(typename V::Scalar* x, const typename V::Scalar* y, int64_t n,
-                       typename V::Scalar factor) {
+inline void add_scaled(Number<V>* x, const Number<V>* y, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N)
     Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
 }
@@ -37,7 +36,7 @@ inline void add_scaled(typename V::Scalar* x, const typename V::Scalar* y, int64
 // Everything else knows the compute type alone, and is compiled once for it.
 template <class V>
 struct TokenAccess {
-  using T = typename V::Scalar;
+  using T = Number<V>;
   void (*load)(const void* base, const Strides&, int64_t start, int64_t n, int64_t width, int64_t ld,
                T* rows);
   // Times a factor, from slices of kLinearChunk rows.
@@ -48,13 +47,13 @@ struct TokenAccess {
 
 template <class V, class S>
 void load_tokens(const void* base, const Strides& s, int64_t start, int64_t n, int64_t width, int64_t ld,
-                 typename V::Scalar* rows) {
+                 Number<V>* rows) {
   copy_rows<V>(static_cast<const S*>(base) + start, s.l, s.d, n, width, ld, rows);
 }
 
 template <class V, class S>
-void store_tokens(const typename V::Scalar* slices, typename V::Scalar factor, int64_t n, int64_t width,
-                  void* base, const Strides& s, int64_t start) {
+void store_tokens(const Number<V>* slices, Number<V> factor, int64_t n, int64_t width, void* base,
+                  const Strides& s, int64_t start) {
   unpack_slices<V>(slices, kLinearChunk, n, width, factor, static_cast<S*>(base) + start, s.l, s.d);
 }
 
@@ -62,7 +61,7 @@ template <class V, class S>
 void clear_tokens(void* base, const Strides& s, int64_t start, int64_t n, int64_t width) {
   S* row = static_cast<S*>(base) + start;
   for (int64_t l = 0; l < n; ++l, row += s.l)
-    for (int64_t c = 0; c < width; ++c) from_float(row + c * s.d, typename V::Scalar(0));
+    for (int64_t c = 0; c < width; ++c) from_float(row + c * s.d, Number<V>(0));
 }
 
 template <class V, class S>
@@ -71,7 +70,7 @@ constexpr TokenAccess<V> kTokenAccess = {load_tokens<V, S>, store_tokens<V, S>, 
 // What both passes know of a task and of the chunk at hand.
 template <class V>
 struct LinearChunk {
-  using T = typename V::Scalar;
+  using T = Number<V>;
   static constexpr int P = kPanel<V>;
   static constexpr int64_t C = kLinearChunk;
   static constexpr T kSmallest = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
@@ -215,7 +214,7 @@ struct LinearChunk {
 };
 
 template <class V, int R>
-REGARD_INLINE void scale_tile(const typename V::Scalar* factor, V (&sum)[R][2]) {
+REGARD_INLINE void scale_tile(const Number<V>* factor, V (&sum)[R][2]) {
   UNROLLED (r, R) {
     const V x = Lanes<V>::set(factor[r]);
     sum[r][0] = sum[r][0] * x;
@@ -224,7 +223,7 @@ REGARD_INLINE void scale_tile(const typename V::Scalar* factor, V (&sum)[R][2]) 
 }
 
 template <class V, int R>
-REGARD_INLINE void store_tile(const V (&sum)[R][2], typename V::Scalar* target) {
+REGARD_INLINE void store_tile(const V (&sum)[R][2], Number<V>* target) {
   UNROLLED (r, R) {
     Lanes<V>::store(target + r * kPanel<V>, sum[r][0]);
     Lanes<V>::store(target + r * kPanel<V> + V::N, sum[r][1]);
@@ -232,7 +231,7 @@ REGARD_INLINE void store_tile(const V (&sum)[R][2], typename V::Scalar* target) 
 }
 
 template <class V, int R>
-REGARD_INLINE void load_tile(const typename V::Scalar* source, V (&sum)[R][2]) {
+REGARD_INLINE void load_tile(const Number<V>* source, V (&sum)[R][2]) {
   UNROLLED (r, R) {
     sum[r][0] = Lanes<V>::load(source + r * kPanel<V>);
     sum[r][1] = Lanes<V>::load(source + r * kPanel<V> + V::N);
@@ -242,9 +241,8 @@ REGARD_INLINE void load_tile(const typename V::Scalar* source, V (&sum)[R][2]) {
 // target[rows][columns] = factor * before + left^T * right, in slices: `left`
 // is [n][ld], `right` [n][P] slices of kLinearChunk rows.
 template <class V>
-void add_outer(const typename V::Scalar* left, int64_t ld, int64_t rows, const typename V::Scalar* right,
-               int64_t columns, int64_t n, typename V::Scalar factor, const typename V::Scalar* before,
-               typename V::Scalar* target) {
+void add_outer(const Number<V>* left, int64_t ld, int64_t rows, const Number<V>* right, int64_t columns,
+               int64_t n, Number<V> factor, const Number<V>* before, Number<V>* target) {
   constexpr int P = kPanel<V>;
   for (int64_t c = 0; c < columns; c += P)
     tiles(rows, [&](auto count, int64_t r) {
@@ -271,7 +269,7 @@ int64_t linear_bytes(const LinearSpec& spec) {
   const LinearTask task{&spec, &call, &grads, 0, 0, nullptr, nullptr, nullptr};
   constexpr uintptr_t anywhere = 64;
   Arena arena{reinterpret_cast<char*>(anywhere)};
-  const Pass<V> pass(task, kTokenAccess<V, typename V::Scalar>, arena);
+  const Pass<V> pass(task, kTokenAccess<V, Number<V>>, arena);
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - anywhere);
 }
 

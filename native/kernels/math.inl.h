@@ -28,7 +28,7 @@ struct Exp2<Doubles> {
 };
 
 template <class V, int Count>
-inline V horner(const typename V::Scalar (&c)[Count], V x) {
+inline V horner(const Number<V> (&c)[Count], V x) {
   V sum = Lanes<V>::set(c[Count - 1]);
 #pragma GCC unroll 16
   for (int i = Count - 2; i >= 0; --i) sum = fma(sum, x, Lanes<V>::set(c[i]));
@@ -71,15 +71,15 @@ inline V tanh_of(V y) {
 }
 
 template <class V>
-inline typename V::Scalar first_of(V x) {
-  typename V::Scalar lane[V::N];
+inline Number<V> first_of(V x) {
+  Number<V> lane[V::N];
   Lanes<V>::store(lane, x);
   return lane[0];
 }
 
 template <class V>
-inline typename V::Scalar sum_of(V x) {
-  typename V::Scalar lane[V::N], sum = 0;
+inline Number<V> sum_of(V x) {
+  Number<V> lane[V::N], sum = 0;
   Lanes<V>::store(lane, x);
   for (int i = 0; i < V::N; ++i) sum += lane[i];
   return sum;

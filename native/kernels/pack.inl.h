@@ -10,7 +10,7 @@ constexpr int kPanel = 2 * V::N;
 // How a value meets what is in the panel: replaces it, scaled ...
 template <class V>
 struct Scaled {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   Scalar factor;
   V operator()(V, V x) const { return x * Lanes<V>::set(factor); }
   Scalar operator()(Scalar, Scalar x) const { return x * factor; }
@@ -19,7 +19,7 @@ struct Scaled {
 // ... or is added to a score as a bias. -inf excludes the key; a finite bias is finite, however large.
 template <class V>
 struct Biased {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   Scalar factor;
   static constexpr Scalar kInfinity = static_cast<Scalar>(__builtin_inf());
   static constexpr Scalar kLowest =
@@ -37,18 +37,18 @@ struct Biased {
 
 template <class V, class S, class Put>
 inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride, int row, int row_end,
-                        int64_t col, int64_t cols, Put put, typename V::Scalar* panel) {
+                        int64_t col, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = col; c < cols; ++c)
     for (int r = row; r < row_end; ++r) {
-      typename V::Scalar& at = panel[c * kPanel<V> + r];
-      at = put(at, static_cast<typename V::Scalar>(to_float(source[r * row_stride + c * col_stride])));
+      Number<V>& at = panel[c * kPanel<V> + r];
+      at = put(at, static_cast<Number<V>>(to_float(source[r * row_stride + c * col_stride])));
     }
 }
 
 // panel[c][r] = put(panel[c][r], source[r][c]) for the first `rows` rows; other lanes are left alone.
 template <class V, class S, class Put>
 void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols, Put put,
-          typename V::Scalar* panel) {
+          Number<V>* panel) {
   for (int r = 0; r < rows; r += V::N) {
     int64_t c = 0;
     if (col_stride == 1 && r + V::N <= rows)
@@ -57,7 +57,7 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
         UNROLLED (i, V::N) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
         transpose(block);
         UNROLLED (i, V::N) {
-          typename V::Scalar* at = panel + (c + i) * kPanel<V> + r;
+          Number<V>* at = panel + (c + i) * kPanel<V> + r;
           Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
         }
       }
@@ -67,11 +67,11 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
 
 // panel[c][r] = put(panel[c][r], source[c]) for every row.
 template <class V, class S, class Put>
-void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, typename V::Scalar* panel) {
+void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = 0; c < cols; ++c) {
-    const V x = Lanes<V>::set(static_cast<typename V::Scalar>(to_float(source[c * col_stride])));
+    const V x = Lanes<V>::set(static_cast<Number<V>>(to_float(source[c * col_stride])));
     for (int r = 0; r < kPanel<V>; r += V::N) {
-      typename V::Scalar* at = panel + c * kPanel<V> + r;
+      Number<V>* at = panel + c * kPanel<V> + r;
       Lanes<V>::store(at, put(Lanes<V>::load(at), x));
     }
   }
@@ -85,7 +85,7 @@ struct Whole {
     Lanes<V>::store(at, x);
   }
   template <class S>
-  void operator()(S* at, typename V::Scalar x) const {
+  void operator()(S* at, Number<V> x) const {
     from_float(at, x);
   }
 };
@@ -93,13 +93,13 @@ template <class V, class S>
 struct Rest {
   int64_t rounded;  // where, from the target
   void operator()(S* at, V x) const { Lanes<V>::store(at, x - Lanes<V>::load(at + rounded)); }
-  void operator()(S* at, typename V::Scalar x) const { from_float(at, x - to_float(at[rounded])); }
+  void operator()(S* at, Number<V> x) const { from_float(at, x - to_float(at[rounded])); }
 };
 
 // target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
 template <class V, class S, class Put>
-void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Scalar* factor, int rows,
-            S* target, int64_t row_stride, int64_t col_stride, Put put) {
+void unpack(const Number<V>* panel, int64_t cols, const Number<V>* factor, int rows, S* target,
+            int64_t row_stride, int64_t col_stride, Put put) {
   for (int r = 0; r < rows; r += V::N) {
     const V scale = Lanes<V>::load(factor + r);
     const int filled = rows - r < V::N ? rows - r : V::N;
@@ -119,8 +119,8 @@ void unpack(const typename V::Scalar* panel, int64_t cols, const typename V::Sca
 
 // target[r][c] += panel[c][r] * factor for the first `rows` rows.
 template <class V>
-void unpack_add(const typename V::Scalar* panel, int64_t cols, typename V::Scalar factor, int rows,
-                typename V::Scalar* target, int64_t row_stride, int64_t col_stride) {
+void unpack_add(const Number<V>* panel, int64_t cols, Number<V> factor, int rows, Number<V>* target,
+                int64_t row_stride, int64_t col_stride) {
   const V scale = Lanes<V>::set(factor);
   for (int r = 0; r < rows; r += V::N) {
     const int filled = rows - r < V::N ? rows - r : V::N;
@@ -130,7 +130,7 @@ void unpack_add(const typename V::Scalar* panel, int64_t cols, typename V::Scala
       UNROLLED (i, V::N) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
       transpose(block);
       UNROLLED (i, V::N)
-        if (typename V::Scalar* at = target + (r + i) * row_stride + c; i < filled)
+        if (Number<V>* at = target + (r + i) * row_stride + c; i < filled)
           Lanes<V>::store(at, fma(block[i], scale, Lanes<V>::load(at)));
     }
     for (; c < cols; ++c)
@@ -143,12 +143,12 @@ void unpack_add(const typename V::Scalar* panel, int64_t cols, typename V::Scala
 // `ld` is the distance of slices in rows.
 template <class V, class S>
 void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
-                 const typename V::Scalar* factor, int64_t ld, typename V::Scalar* slices) {
+                 const Number<V>* factor, int64_t ld, Number<V>* slices) {
   constexpr int P = kPanel<V>;
   for (int r = 0; r < rows; ++r) {
     const V scale = Lanes<V>::set(factor[r]);
     const S* from = source + r * row_stride;
-    typename V::Scalar* to = slices + r * P;
+    Number<V>* to = slices + r * P;
     int64_t c = 0;
     for (; col_stride == 1 && c + P <= cols; c += P, to += ld * P) {
       Lanes<V>::store(to, Lanes<V>::load(from + c) * scale);
@@ -161,12 +161,12 @@ void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int ro
 
 // target[r][c] = slices[slice][r][c % P] * factor. `ld` is the distance of slices in rows.
 template <class V, class S>
-void unpack_slices(const typename V::Scalar* slices, int64_t ld, int64_t rows, int64_t cols,
-                   typename V::Scalar factor, S* target, int64_t row_stride, int64_t col_stride) {
+void unpack_slices(const Number<V>* slices, int64_t ld, int64_t rows, int64_t cols, Number<V> factor,
+                   S* target, int64_t row_stride, int64_t col_stride) {
   constexpr int P = kPanel<V>;
   const V scale = Lanes<V>::set(factor);
   for (int64_t r = 0; r < rows; ++r) {
-    const typename V::Scalar* from = slices + r * P;
+    const Number<V>* from = slices + r * P;
     S* to = target + r * row_stride;
     int64_t c = 0;
     for (; col_stride == 1 && c + P <= cols; c += P, from += ld * P) {
@@ -181,7 +181,7 @@ void unpack_slices(const typename V::Scalar* slices, int64_t ld, int64_t rows, i
 // Rows of K or V, converted, `ld` apart.
 template <class V, class S>
 void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
-               int64_t ld, typename V::Scalar* target) {
+               int64_t ld, Number<V>* target) {
   for (int64_t r = 0; r < rows; ++r, source += row_stride, target += ld) {
     int64_t c = 0;
     if (col_stride == 1)

@@ -13,9 +13,8 @@ struct RowPlace {
 };
 
 template <class V, class S>
-void add_tensor_bias_row(const S* bias, const Strides& stride, const RowPlace& at, int64_t n,
-                         typename V::Scalar* scores) {
-  using Scalar = typename V::Scalar;
+void add_tensor_bias(const S* bias, const Strides& stride, const RowPlace& at, int64_t n, Number<V>* scores) {
+  using Scalar = Number<V>;
   const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
   const int64_t step = stride.d * at.key_step;
   const Biased<V> put{static_cast<Scalar>(kLog2E)};
@@ -26,8 +25,8 @@ void add_tensor_bias_row(const S* bias, const Strides& stride, const RowPlace& a
 }
 
 template <class V>
-void add_alibi_row(typename V::Scalar slope, const RowPlace& at, int64_t n, typename V::Scalar* scores) {
-  using Scalar = typename V::Scalar;
+void add_alibi(Number<V> slope, const RowPlace& at, int64_t n, Number<V>* scores) {
+  using Scalar = Number<V>;
   const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
   const V step = Lanes<V>::set(static_cast<Scalar>(-at.key_step)), lowest = Lanes<V>::set(Biased<V>::kLowest);
   for (int64_t c = 0; c < n; c += V::N) {
@@ -39,31 +38,15 @@ void add_alibi_row(typename V::Scalar slope, const RowPlace& at, int64_t n, type
 
 // Beyond its ends the table goes on unchanged.
 template <class V>
-void add_relative_row(const typename V::Scalar* table, int64_t low, int64_t count, const RowPlace& at,
-                      int64_t n, typename V::Scalar* scores) {
-  const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
+void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowPlace& at, int64_t n,
+                  Number<V>* scores) {
+  const Biased<V> put{static_cast<Number<V>>(kLog2E)};
   for (int64_t c = 0; c < n; c += V::N) {
-    typename V::Scalar lane[V::N];
+    Number<V> lane[V::N];
     const int64_t first = at.position - (at.key + c * at.key_step) - low;
     for (int i = 0; i < V::N; ++i) lane[i] = table[clamped(first - i * at.key_step, count)];
     Lanes<V>::store(scores + c, put(Lanes<V>::load(scores + c), Lanes<V>::load(lane)));
   }
-}
-
-// Whatever bias the call has.
-template <class V, class S>
-void add_bias_row(const Spec& spec, const Call& call, const RowPlace& at, int64_t n,
-                  typename V::Scalar* scores) {
-  using Scalar = typename V::Scalar;
-  const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
-  if (spec.bias == kAlibi) add_alibi_row<V>(by_head[at.head], at, n, scores);
-  if (spec.bias == kRelative)
-    add_relative_row<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
-  if (spec.bias != kTensorBias) return;
-  if (spec.bias_dtype == kFloat32)
-    add_tensor_bias_row<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
-  else
-    add_tensor_bias_row<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
 // The first run of a list that ends after `key`.
@@ -81,9 +64,9 @@ inline int64_t first_run(const RunList& list, int64_t key) {
 
 // Keys [begin, end) that the row in `lane` does not see become -inf, and what fills up the last vector.
 template <class V>
-void hide_row(const RunList& list, int lane, int64_t begin, int64_t end, typename V::Scalar* scores) {
+void hide_row(const RunList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
   const auto fill = [&](int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; ++j) scores[j - begin] = static_cast<typename V::Scalar>(-__builtin_inf());
+    for (int64_t j = from; j < to; ++j) scores[j - begin] = static_cast<Number<V>>(-__builtin_inf());
   };
   int64_t next = begin;
   for (int64_t i = first_run(list, begin); i < list.count && list.runs[i].begin < end; ++i) {
@@ -96,10 +79,10 @@ void hide_row(const RunList& list, int lane, int64_t begin, int64_t end, typenam
 
 // NaN does not count.
 template <class V>
-typename V::Scalar largest_of_row(const typename V::Scalar* scores, int64_t n) {
-  V top = Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()));
+Number<V> largest_of_row(const Number<V>* scores, int64_t n) {
+  V top = Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()));
   for (int64_t c = 0; c < n; c += V::N) top = max(Lanes<V>::load(scores + c), top);
-  typename V::Scalar lane[V::N];
+  Number<V> lane[V::N];
   Lanes<V>::store(lane, top);
   for (int i = 1; i < V::N; ++i) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
   return lane[0];
@@ -107,7 +90,7 @@ typename V::Scalar largest_of_row(const typename V::Scalar* scores, int64_t n) {
 
 // scores -> 2^(scores - shift). Returns their sum.
 template <class V>
-typename V::Scalar exponentiate_row(typename V::Scalar* scores, int64_t n, V shift) {
+Number<V> exponentiate_row(Number<V>* scores, int64_t n, V shift) {
   V sum[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
   for (int64_t c = 0; c < n; c += V::N) {
     const V weight = exp2(Lanes<V>::load(scores + c) - shift);
@@ -119,8 +102,7 @@ typename V::Scalar exponentiate_row(typename V::Scalar* scores, int64_t n, V shi
 }
 
 template <class V>
-void drop_row(uint64_t stream, const RowPlace& at, uint32_t drop_below, int64_t n,
-              typename V::Scalar* weights) {
+void drop_row(uint64_t stream, const RowPlace& at, uint32_t drop_below, int64_t n, Number<V>* weights) {
   for (int64_t c = 0; c < n; ++c)
     if (dropped(stream, at.key + c * at.key_step, drop_below)) weights[c] = 0;
 }

@@ -17,20 +17,38 @@ struct Place {
   int rows;
 };
 
+// visit(first run, from, to, whether some lane misses a key) for neighbouring runs of a panel in keys
+// [begin, end). `run` is brought to the first that ends after `begin`.
+template <class Visit>
+inline void each_stretch(const Panel& p, int64_t& run, int64_t begin, int64_t end, uint32_t all,
+                         Visit visit) {
+  while (run < p.n_runs && p.runs[run].end <= begin) ++run;
+  for (int64_t i = run; i < p.n_runs && p.runs[i].begin < end;) {
+    const Run* first = p.runs + i;
+    const int64_t from = first->begin > begin ? first->begin : begin;
+    int64_t to = from;
+    bool partial = false;
+    for (; i < p.n_runs && to < end && p.runs[i].begin <= to; ++i) {
+      partial |= p.runs[i].lanes != all;
+      to = p.runs[i].end < end ? p.runs[i].end : end;
+    }
+    visit(first, from, to, partial);
+  }
+}
+
 inline int64_t clamped(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
 
 template <class V>
-void soft_cap(typename V::Scalar* scores, int64_t count, typename V::Scalar cap) {
+void soft_cap(Number<V>* scores, int64_t count, Number<V> cap) {
   const V factor = Lanes<V>::set(cap);
   for (int64_t i = 0; i < count; i += V::N)
     Lanes<V>::store(scores + i, tanh_of(Lanes<V>::load(scores + i)) * factor);
 }
 
 template <class V, class S>
-void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n,
-                     typename V::Scalar* scores) {
+void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n, Number<V>* scores) {
   const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
-  const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
+  const Biased<V> put{static_cast<Number<V>>(kLog2E)};
   if (stride.l == 0)
     pack_same<V>(first, stride.d * at.key_step, n, put, scores);
   else
@@ -39,8 +57,8 @@ void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int6
 
 // -slope * |position - key|
 template <class V>
-void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V::Scalar* scores) {
-  using Scalar = typename V::Scalar;
+void add_alibi(Number<V> slope, const Place& at, int64_t n, Number<V>* scores) {
+  using Scalar = Number<V>;
   const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
   const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
   const V lowest = Lanes<V>::set(Biased<V>::kLowest);
@@ -56,11 +74,11 @@ void add_alibi(typename V::Scalar slope, const Place& at, int64_t n, typename V:
 // table[position - key], whose `count` columns run from distance `low` on; beyond its ends the table goes on
 // unchanged.
 template <class V>
-void add_relative(const typename V::Scalar* table, int64_t low, int64_t count, const Place& at, int64_t n,
-                  typename V::Scalar* scores) {
-  const Biased<V> put{static_cast<typename V::Scalar>(kLog2E)};
+void add_relative(const Number<V>* table, int64_t low, int64_t count, const Place& at, int64_t n,
+                  Number<V>* scores) {
+  const Biased<V> put{static_cast<Number<V>>(kLog2E)};
   for (int64_t c = 0; c < n; ++c) {
-    typename V::Scalar* s = scores + c * kPanel<V>;
+    Number<V>* s = scores + c * kPanel<V>;
     const int64_t first = at.position - (at.key + c * at.key_step) - low,
                   last = first + (kPanel<V> - 1) * at.row_step;
     const bool inside = at.row_step == 1 && first >= 0 && last < count, outside = last < 0 || first >= count;
@@ -74,10 +92,10 @@ void add_relative(const typename V::Scalar* table, int64_t low, int64_t count, c
   }
 }
 
-// Whatever bias the call has.
-template <class V, class S>
-void add_bias(const Spec& spec, const Call& call, const Place& at, int64_t n, typename V::Scalar* scores) {
-  using Scalar = typename V::Scalar;
+// Whatever bias the call has; at a Place, or at a RowPlace of rows.inl.h.
+template <class V, class S, class Where>
+void add_bias(const Spec& spec, const Call& call, const Where& at, int64_t n, Number<V>* scores) {
+  using Scalar = Number<V>;
   const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
   if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
   if (spec.bias == kRelative)
@@ -91,8 +109,7 @@ void add_bias(const Spec& spec, const Call& call, const Place& at, int64_t n, ty
 
 // Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `runs` starts at begin.
 template <class V>
-void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V::Scalar instead,
-          typename V::Scalar* scores) {
+void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, Number<V> instead, Number<V>* scores) {
   const V hidden = Lanes<V>::set(instead);
   for (int64_t key = begin; key < end; ++runs) {
     const int64_t stop = runs->end < end ? runs->end : end;
@@ -100,7 +117,7 @@ void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V:
       for (int r = 0; r < kPanel<V>; r += V::N) {
         const auto seen = Lanes<V>::mask(runs->lanes, r);
         for (int64_t j = key; j < stop; ++j) {
-          typename V::Scalar* s = scores + (j - begin) * kPanel<V> + r;
+          Number<V>* s = scores + (j - begin) * kPanel<V> + r;
           Lanes<V>::store(s, select(seen, Lanes<V>::load(s), hidden));
         }
       }
@@ -110,7 +127,7 @@ void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, typename V:
 
 // Of each lane.
 template <class V>
-void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
+void largest(const Number<V>* scores, int64_t n, V (&top)[2]) {
   for (int64_t c = 0; c < n; ++c)
     for (int i = 0; i < 2; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
 }
@@ -118,13 +135,12 @@ void largest(const typename V::Scalar* scores, int64_t n, V (&top)[2]) {
 // scores -> power(scores), by vector; each lane's sum is added to its total. Two sums in turn halve the
 // chain.
 template <class V, class Power>
-inline void raise_to_powers(typename V::Scalar* scores, int64_t n, const Power (&power)[2],
-                            typename V::Scalar* total) {
+inline void raise_to_powers(Number<V>* scores, int64_t n, const Power (&power)[2], Number<V>* total) {
   V sum[2][2];
   for (int i = 0; i < 2; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
   const auto step = [&](int64_t c, V(&into)[2]) {
     UNROLLED (i, 2) {
-      typename V::Scalar* at = scores + (2 * c + i) * V::N;
+      Number<V>* at = scores + (2 * c + i) * V::N;
       const V weight = power[i](Lanes<V>::load(at));
       Lanes<V>::store(at, weight);
       into[i] = into[i] + weight;
@@ -152,13 +168,13 @@ struct CarefulExp2 {
 // A lane that has seen nothing has shift -inf; 0 stands in for it.
 template <class V>
 inline V finite_shift(V shift) {
-  return keep(differs(shift, Lanes<V>::set(static_cast<typename V::Scalar>(-__builtin_inf()))), shift);
+  return keep(differs(shift, Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()))), shift);
 }
 
 // A head's softmax before any key: nothing, or its sink.
 template <class V>
 inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
   shift = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
   total = Lanes<V>::zero();
   if (!call.sink) return;
@@ -169,7 +185,7 @@ inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
 
 // scores -> 2^(scores - shift)
 template <class V>
-void exponentiate(typename V::Scalar* scores, int64_t n, const V (&shift)[2], typename V::Scalar* total) {
+void exponentiate(Number<V>* scores, int64_t n, const V (&shift)[2], Number<V>* total) {
   using Quick = ShiftedExp2<V>;
   if (Quick::fits(shift[0]) && Quick::fits(shift[1]))
     raise_to_powers<V, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
@@ -230,7 +246,7 @@ struct Negated {
 // Drops weights of a block. `low` and `high` are the lanes' two stream words.
 template <class V, template <class> class Shown>
 void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t drop_below, int64_t n,
-          typename V::Scalar* weights) {
+          Number<V>* weights) {
   const Words limit = words(drop_below - 1), half = words(0xFFFF);
   for (int r = 0; r < kPanel<V>; r += Words::N) {
     const Words a = load_words(low + r), b = load_words(high + r);
@@ -241,7 +257,7 @@ void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t d
       if (key >> 1 != pair) x = dropout_words(a, b, pair = key >> 1);
       const Words kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
       for (int i = 0; i < Words::N / V::N; ++i) {
-        typename V::Scalar* w = weights + c * kPanel<V> + r + i * V::N;
+        Number<V>* w = weights + c * kPanel<V> + r + i * V::N;
         Lanes<V>::store(w, Shown<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
       }
     }

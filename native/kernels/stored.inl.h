@@ -14,7 +14,7 @@ struct FloatRow {
   static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
   const K* at;
   V load(int64_t d, int i) const { return Lanes<V>::load(at + d + i); }
-  typename V::Scalar element(int64_t d) const { return static_cast<typename V::Scalar>(to_float(at[d])); }
+  Number<V> element(int64_t d) const { return static_cast<Number<V>>(to_float(at[d])); }
   void prefetch(int64_t d, int64_t ahead) const { __builtin_prefetch(at + d + ahead); }
 };
 
@@ -32,7 +32,7 @@ struct CodeRow {
   static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2;
   static constexpr int kUnits = kGroup / kVectors / V::N;  // of a group
   const uint8_t* codes;
-  const typename V::Scalar* scales;
+  const Number<V>* scales;
 
   // Where element 0 of vector n of a unit is in its group.
   static constexpr int place(int unit, int n) { return unit * V::N + n * kHalf; }
@@ -60,14 +60,14 @@ struct CodeTile {
   using Row = CodeRow<V, Kind>;
   const uint8_t* codes;
   int64_t ld;
-  const typename V::Scalar* scales;
+  const Number<V>* scales;
   int64_t per_row;
   Row row(int64_t c) const { return {codes + c * ld, scales + c * per_row}; }
 };
 
 template <class V, class S>
 class Stored {
-  using Scalar = typename V::Scalar;
+  using Scalar = Number<V>;
 
  public:
   Stored(const Piece& p, const void* data, const Strides& stride, const void* scales,

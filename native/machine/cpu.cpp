@@ -41,16 +41,10 @@ std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
 
-std::vector<std::string> compiled() {
-  std::vector<std::string> names;
-  for (const Entry& e : kEntries) names.push_back(e.kernels->name);
-  return names;
-}
-
-std::vector<std::string> runnable() {
+std::vector<std::string> instruction_sets(bool runnable) {
   std::vector<std::string> names;
   for (const Entry& e : kEntries)
-    if (e.can_run()) names.push_back(e.kernels->name);
+    if (!runnable || e.can_run()) names.push_back(e.kernels->name);
   return names;
 }
 

@@ -7,8 +7,8 @@
 
 namespace regard {
 
-std::vector<std::string> compiled();
-std::vector<std::string> runnable();
+// All that were compiled, or those of them that this CPU can run.
+std::vector<std::string> instruction_sets(bool runnable);
 const Kernels& kernels();
 // Query rows of a panel with these kernels.
 int panel_rows(DType dtype);

@@ -126,7 +126,7 @@ class Decode : Pass {
     p.spec = &spec_, p.call = &call_;
     p.batch = set / spec_.Hkv, p.kv_head = set % spec_.Hkv;
     p.key = s.key, p.key_step = step_;
-    p.sight = {s.lists.data(), spans_.varies_by_head()};
+    p.runs = s.lists.data(), p.by_head = spans_.varies_by_head();
     p.scratch = room;
     return p;
   }

@@ -1,19 +1,13 @@
 // The vector vocabulary on AVX2 + FMA + F16C: 8 floats or 4 doubles.
 #pragma once
 #include <immintrin.h>
-#include <stdint.h>
+
+#include "simd/scalars.h"
 
 namespace {
 
 // Terms summed in one chain before the chain starts anew, to keep rounding errors small.
 constexpr int64_t kChain = 128;
-
-struct Half {
-  uint16_t bits;
-};
-struct BHalf {
-  uint16_t bits;
-};
 
 struct Words {
   static constexpr int N = 8;
@@ -32,7 +26,6 @@ inline Words greater(Words a, Words b) { return {_mm256_cmpgt_epi32(a.v, b.v)}; 
 
 struct Floats {
   using Scalar = float;
-  using Vector = __m256;
   static constexpr int N = 8;
   __m256 v;
 };
@@ -40,22 +33,40 @@ struct FloatMask {
   __m256 v;
 };
 
-inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
-inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
-inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
-inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
-inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-inline Floats fma_once(Floats a, Floats b, Floats c) { return fma(a, b, c); }
-// b where either is NaN.
-inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
-inline Floats ceil(Floats a) { return {_mm256_ceil_ps(a.v)}; }
-inline Floats abs(Floats a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
-inline FloatMask less(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
-inline FloatMask not_less(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ)}; }
-inline FloatMask differs(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ)}; }
-inline Floats select(FloatMask m, Floats a, Floats b) { return {_mm256_blendv_ps(b.v, a.v, m.v)}; }
-inline Floats keep(FloatMask m, Floats a) { return {_mm256_and_ps(m.v, a.v)}; }
-inline uint32_t bits(FloatMask m) { return static_cast<uint32_t>(_mm256_movemask_ps(m.v)); }
+struct Doubles {
+  using Scalar = double;
+  static constexpr int N = 4;
+  __m256d v;
+};
+struct DoubleMask {
+  __m256d v;
+};
+
+// The vocabulary of a vector type V with masks M, by the suffix of its intrinsics. max: b where either is
+// NaN.
+#define REGARD_VECTOR(V, M, suffix)                                                        \
+  inline V operator+(V a, V b) { return {_mm256_add_##suffix(a.v, b.v)}; }                 \
+  inline V operator-(V a, V b) { return {_mm256_sub_##suffix(a.v, b.v)}; }                 \
+  inline V operator*(V a, V b) { return {_mm256_mul_##suffix(a.v, b.v)}; }                 \
+  inline V operator/(V a, V b) { return {_mm256_div_##suffix(a.v, b.v)}; }                 \
+  inline V fma(V a, V b, V c) { return {_mm256_fmadd_##suffix(a.v, b.v, c.v)}; }           \
+  inline V fma_once(V a, V b, V c) { return fma(a, b, c); }                                \
+  inline V max(V a, V b) { return {_mm256_max_##suffix(a.v, b.v)}; }                       \
+  inline V ceil(V a) { return {_mm256_ceil_##suffix(a.v)}; }                               \
+  inline V abs(V a) { return {_mm256_andnot_##suffix(_mm256_set1_##suffix(-0.0f), a.v)}; } \
+  inline M less(V a, V b) { return {_mm256_cmp_##suffix(a.v, b.v, _CMP_LT_OQ)}; }          \
+  inline M not_less(V a, V b) { return {_mm256_cmp_##suffix(a.v, b.v, _CMP_NLT_UQ)}; }     \
+  inline M differs(V a, V b) { return {_mm256_cmp_##suffix(a.v, b.v, _CMP_NEQ_UQ)}; }      \
+  inline V select(M m, V a, V b) { return {_mm256_blendv_##suffix(b.v, a.v, m.v)}; }       \
+  inline V keep(M m, V a) { return {_mm256_and_##suffix(m.v, a.v)}; }                      \
+  inline uint32_t bits(M m) { return static_cast<uint32_t>(_mm256_movemask_##suffix(m.v)); }
+REGARD_VECTOR(Floats, FloatMask, ps)
+REGARD_VECTOR(Doubles, DoubleMask, pd)
+#undef REGARD_VECTOR
+
+inline float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma_once(double a, double b, double c) { return __builtin_fma(a, b, c); }
+
 // 2^n from a float whose low mantissa bits hold n + 127.
 inline Floats power_from_bits(Floats t) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t.v), 23))};
@@ -91,33 +102,6 @@ inline Floats sum_each(const Floats (&r)[8]) {
   return {_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31))};
 }
 
-struct Doubles {
-  using Scalar = double;
-  using Vector = __m256d;
-  static constexpr int N = 4;
-  __m256d v;
-};
-struct DoubleMask {
-  __m256d v;
-};
-
-inline Doubles operator+(Doubles a, Doubles b) { return {_mm256_add_pd(a.v, b.v)}; }
-inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.v, b.v)}; }
-inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.v, b.v)}; }
-inline Doubles operator/(Doubles a, Doubles b) { return {_mm256_div_pd(a.v, b.v)}; }
-inline Doubles fma(Doubles a, Doubles b, Doubles c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
-inline Doubles fma_once(Doubles a, Doubles b, Doubles c) { return fma(a, b, c); }
-inline float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline double fma_once(double a, double b, double c) { return __builtin_fma(a, b, c); }
-inline Doubles max(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
-inline Doubles ceil(Doubles a) { return {_mm256_ceil_pd(a.v)}; }
-inline Doubles abs(Doubles a) { return {_mm256_andnot_pd(_mm256_set1_pd(-0.0), a.v)}; }
-inline DoubleMask less(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_LT_OQ)}; }
-inline DoubleMask not_less(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_NLT_UQ)}; }
-inline DoubleMask differs(Doubles a, Doubles b) { return {_mm256_cmp_pd(a.v, b.v, _CMP_NEQ_UQ)}; }
-inline Doubles select(DoubleMask m, Doubles a, Doubles b) { return {_mm256_blendv_pd(b.v, a.v, m.v)}; }
-inline Doubles keep(DoubleMask m, Doubles a) { return {_mm256_and_pd(m.v, a.v)}; }
-inline uint32_t bits(DoubleMask m) { return static_cast<uint32_t>(_mm256_movemask_pd(m.v)); }
 // 2^n from a double whose low mantissa bits hold n + 1023.
 inline Doubles power_from_bits(Doubles t) {
   return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t.v), 52))};
@@ -210,16 +194,7 @@ inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   high.v = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
 }
 
-inline float to_float(float x) { return x; }
-inline float to_float(BHalf x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(x.bits << 16))); }
 inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
-inline double to_float(double x) { return x; }
-inline void from_float(float* p, float x) { *p = x; }
-inline void from_float(double* p, double x) { *p = x; }
 inline void from_float(Half* p, float x) { p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
-inline void from_float(BHalf* p, float x) {
-  const uint32_t u = static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(x))));
-  p->bits = static_cast<uint16_t>(x != x ? (u | 0x400000) >> 16 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16);
-}
 
 }  // namespace

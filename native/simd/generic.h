@@ -2,8 +2,8 @@
 // half as many doubles.
 #pragma once
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "simd/scalars.h"
 
 namespace {
 
@@ -11,26 +11,10 @@ namespace {
 // once.
 constexpr int64_t kChain = 32;
 
-struct Half {
-  uint16_t bits;
-};
-struct BHalf {
-  uint16_t bits;
-};
-
 template <class T, int Count>
 struct Raw {
   typedef T type __attribute__((vector_size(sizeof(T) * Count)));
 };
-
-// Bit pattern of A as B, both of one size.
-template <class B, class A>
-inline B as(A a) {
-  static_assert(sizeof(A) == sizeof(B), "same size");
-  B b;
-  memcpy(&b, &a, sizeof(B));
-  return b;
-}
 
 struct Words {
   static constexpr int N = REGARD_LANES;
@@ -132,10 +116,7 @@ REGARD_LANE inline REGARD_V sum_each(REGARD_V (&r)[N]) {
 #undef REGARD_LANE
 #undef REGARD_V
 
-inline float to_float(float x) { return x; }
-inline double to_float(double x) { return x; }
 inline float to_float(int8_t x) { return x; }
-inline float to_float(BHalf x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
   if (rest >= 0x7C00)
@@ -143,12 +124,6 @@ inline float to_float(Half x) {
   if (rest >= 0x400) return as<float>(sign | ((rest << 13) + (112u << 23)));
   const float tiny = static_cast<float>(rest) * 0x1p-24f;
   return sign ? -tiny : tiny;
-}
-inline void from_float(float* p, float x) { *p = x; }
-inline void from_float(double* p, double x) { *p = x; }
-inline void from_float(BHalf* p, float x) {
-  const uint32_t u = as<uint32_t>(x);
-  p->bits = static_cast<uint16_t>(x != x ? (u | 0x400000) >> 16 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16);
 }
 inline void from_float(Half* p, float x) {
   const uint32_t u = as<uint32_t>(x), sign = u >> 16 & 0x8000, rest = u & 0x7FFFFFFF;

@@ -29,20 +29,19 @@ def linear(p: LinearCall) -> LinearResult:
 
 def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearKept]:
     """The forward pass of a call that is going to be differentiated."""
-    (B, Hkv, L, D), Dv = p.k.shape, p.v.shape[3]
-    segments = -(-L // SEGMENT)
-    S = p.k.new_empty((B, Hkv, segments, D, Dv), dtype=p.dtype)
-    z = p.k.new_empty((B, Hkv, segments, D), dtype=p.dtype) if p.normalize else None
-    errors = p.k.new_empty((B, Hkv, L, Dv), dtype=p.dtype) if p.beta is not None else None
+    spec = p.spec
+    S, z = _empty_state(p, -(-spec.Lk // SEGMENT))
+    errors = (
+        p.k.new_empty((spec.B, spec.Hkv, spec.Lk, spec.Dv), dtype=p.dtype) if p.beta is not None else None
+    )
     kept = LinearKept(S, z, errors)
     return _forward(p, kept), kept
 
 
 def _forward(p: LinearCall, kept: LinearKept) -> LinearResult:
-    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
-    out = p.q.new_empty_strided((B, Hq, L, Dv), p.out_stride)
-    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
-    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    spec = p.spec
+    out = p.q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
+    S, z = _empty_state(p)
     call, alive = _call(p, kept, out.data_ptr(), S.data_ptr(), address(z))
     _core.linear_forward(_spec(p), call)
     del alive
@@ -57,9 +56,7 @@ def linear_backward(
     dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
     gates = [None if x is None else x.new_empty(x.shape) for x in (p.log_decay, p.beta)]
-    (B, Hkv, _, D), Dv = p.k.shape, p.v.shape[3]
-    S = p.k.new_empty((B, Hkv, D, Dv), dtype=p.dtype)
-    z = p.k.new_empty((B, Hkv, D), dtype=p.dtype) if p.normalize else None
+    S, z = _empty_state(p)
     call, alive = _call(p, kept)
     gradients = _core.LinearGradients(
         dout=dout.data_ptr(), dout_stride=dout.stride(), dS_end=address(dS), dz_end=address(dz),
@@ -86,9 +83,17 @@ def _call(
     return call, alive
 
 
+def _empty_state(p: LinearCall, *segments: int) -> tuple[Tensor, Tensor | None]:
+    """S (B, Hkv, *segments, D, Dv) and, where the result is normalised, z (B, Hkv, *segments, D)."""
+    spec, outer = p.spec, (p.spec.B, p.spec.Hkv, *segments)
+    S = p.k.new_empty((*outer, spec.D, spec.Dv), dtype=p.dtype)
+    return S, p.k.new_empty((*outer, spec.D), dtype=p.dtype) if p.normalize else None
+
+
 def _spec(p: LinearCall) -> _core.LinearSpec:
-    (B, Hkv, _, D), (_, Hq, L, _), Dv = p.k.shape, p.q.shape, p.v.shape[3]
+    spec = p.spec
     return _core.LinearSpec(
-        dtype=DTYPES[p.q.dtype], B=B, Hq=Hq, Hkv=Hkv, L=L, D=D, Dv=Dv, q=p.q.stride(), k=p.k.stride(),
-        v=p.v.stride(), out=p.out_stride, scale=p.scale, normalize=p.normalize,
+        dtype=DTYPES[spec.dtype], B=spec.B, Hq=spec.Hq, Hkv=spec.Hkv, L=spec.Lq, D=spec.D, Dv=spec.Dv,
+        q=p.q.stride(), k=p.k.stride(), v=p.v.stride(), out=spec.out_stride, scale=spec.scale,
+        normalize=p.normalize,
     )  # fmt: skip
