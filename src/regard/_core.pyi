@@ -153,17 +153,17 @@ class LinearCall:
         q: int,
         k: int,
         v: int,
-        out: int = 0,
+        out: int,
         log_decay: int,
         beta: int,
         lengths: int,
         S: int,
         z: int,
-        S_end: int = 0,
-        z_end: int = 0,
-        S_kept: int = 0,
-        z_kept: int = 0,
-        errors: int = 0,
+        S_end: int,
+        z_end: int,
+        S_kept: int,
+        z_kept: int,
+        errors: int,
     ) -> None: ...
 
 class LinearGradients:
