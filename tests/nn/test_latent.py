@@ -102,9 +102,9 @@ def test_deepseek_forward(case: str, absorb: bool) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_deepseek_decode(case: str, absorb: bool) -> None:
     """A prompt and then token by token, each with its own cache; both keep the same latents."""
+    ours, theirs, table = twins(case)
     from transformers import DynamicCache
 
-    ours, theirs, table = twins(case)
     x, theirs_cache, cache = torch.randn(2, 23, 96), DynamicCache(), ours.new_cache(2)
     with torch.no_grad():
         for begin, end in [(0, 13), *((i, i + 1) for i in range(13, 23))]:

@@ -74,7 +74,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_llama(rope: dict[str, Any], scaling: Scaling | None, kv_heads: int) -> None:
-    from transformers.models.llama import modeling_llama as llama
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     config = llama.LlamaConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=10,
@@ -94,7 +94,7 @@ def test_llama(rope: dict[str, Any], scaling: Scaling | None, kv_heads: int) -> 
 
 @pytest.mark.parametrize("decoder", [False, True])
 def test_t5(decoder: bool) -> None:
-    from transformers.models.t5 import modeling_t5 as t5
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
 
     config = t5.T5Config(
         d_model=WIDTH, d_kv=8, num_heads=HEADS, relative_attention_num_buckets=8,
@@ -122,7 +122,7 @@ def rows(layer: nn.Linear, order: tuple[int, ...]) -> nn.Linear:
 
 
 def test_bloom() -> None:
-    from transformers.models.bloom import modeling_bloom as bloom
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
 
     theirs = double(bloom.BloomAttention(bloom.BloomConfig(hidden_size=WIDTH, n_head=HEADS), 0)).eval()
     ours = Attention(WIDTH, HEADS, position=AlibiBias(HEADS), mask=M.Causal())
@@ -134,7 +134,7 @@ def test_bloom() -> None:
 
 
 def test_mpt() -> None:
-    from transformers.models.mpt import modeling_mpt as mpt
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
 
     theirs = double(mpt.MptAttention(mpt.MptConfig(d_model=WIDTH, n_heads=4), 0)).eval()
     ours = Attention(WIDTH, 4, position=AlibiBias(4), mask=M.Causal(), bias=False)
@@ -148,8 +148,7 @@ def test_mpt() -> None:
 def x_transformers() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # theirs, of PyTorch
-        import x_transformers.x_transformers as module
-    return module
+        return pytest.importorskip("x_transformers.x_transformers")
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "rotary", "softclamp", "gate"])
@@ -185,7 +184,7 @@ def test_llama_block() -> None:
     """A whole layer: RMSNorm before, grouped heads, rotary, SwiGLU."""
     from functools import partial
 
-    from transformers.models.llama import modeling_llama as llama
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     config = llama.LlamaConfig(
         hidden_size=WIDTH, num_attention_heads=HEADS, num_key_value_heads=2, intermediate_size=80,

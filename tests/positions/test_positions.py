@@ -87,6 +87,7 @@ def test_learned_positions_beyond_the_table() -> None:
 
 def hf_frequencies(dims: int, base: float, **rope: Any) -> tuple[Tensor, float]:
     """`inv_freq` and the attention factor of a Llama with these parameters."""
+    pytest.importorskip("transformers")
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -147,6 +148,7 @@ def test_given_frequencies() -> None:
 
 
 def test_growth_is_deepseeks() -> None:
+    pytest.importorskip("transformers")
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
     for factor, mscale in ((4.0, 1.0), (40.0, 0.707), (1.0, 1.0)):
@@ -154,6 +156,7 @@ def test_growth_is_deepseeks() -> None:
 
 
 def test_dynamic_ntk_at_a_length() -> None:
+    pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.configuration_llama import LlamaConfig
 
@@ -251,6 +254,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_hugging_face_rotations() -> None:
+    pytest.importorskip("transformers")
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as interleaved
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half
 
