@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import regard
 from regard import masks as M, packing, scores
 from regard._api import packed as _packed
-from support import ROOT, assert_close
+from support import assert_close
 
 TRAINING = ["auto", "reference", "torch"]
 HQ, HKV, D, DV = 4, 2, 7, 5
@@ -696,12 +694,3 @@ def test_strided_nested_tensors_are_refused() -> None:
     x = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)])
     with pytest.raises(TypeError, match=r"q: expected a dense .* layout=torch\.jagged"):
         regard.attention(x, x, x)
-
-
-@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.full), ["--backward"]], ids=str)
-def test_the_benchmark_runs(options: list[str]) -> None:
-    script = ROOT / "benchmarks" / "packed.py"
-    tiny = ["--most", "32", "--seconds", "0", "--threads", "1", *options]
-    done = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" ms |") == 6 * 4

@@ -377,3 +377,12 @@ def test_modules_stay_apart(bench: Any) -> None:
     assert isinstance(bench.run, ModuleType)
     with pytest.raises(ValueError, match="--only"):
         bench.cases.chosen(["no such case"])
+
+
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.full), ["--backward"]], ids=str)
+def test_packed_runs(options: list[str]) -> None:
+    script = BENCHMARKS / "packed.py"
+    tiny = ["--most", "32", "--seconds", "0", "--threads", "1", *options]
+    done = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" ms |") == 6 * 4
