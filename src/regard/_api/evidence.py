@@ -13,7 +13,7 @@ from .._backends.torch.evidence import COLLECTORS
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
-from .._tools.watching import PLAIN, is_followed
+from .._tools.watching import PLAIN, is_watched
 from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
@@ -158,7 +158,7 @@ def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
 
 def _check_plain(problem: Problem) -> None:
     plain = all(x is None or type(x) in PLAIN for x in (learned(problem.bias), problem.sink))
-    if is_followed(problem.q, problem.k, problem.v) or not plain or problem.q.is_meta:
+    if is_watched(problem.q, problem.k, problem.v, by_profiler=False) or not plain or problem.q.is_meta:
         raise NotImplementedError(
             "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
             "call it outside of vmap and of modes"

@@ -19,7 +19,7 @@ from .._call.layout import canonical
 from .._call.linear import LinearCall
 from .._call.spec import Problem
 from .._tools.arguments import describe
-from .._tools.watching import is_followed
+from .._tools.watching import is_watched
 from . import reference
 from .native import attention as native, core, evidence as native_evidence, linear as native_linear
 from .torch import attention as torch_attention, evidence as torch_evidence, linear as torch_linear
@@ -42,7 +42,7 @@ def _linear_reasons(call: LinearCall) -> tuple[str, ...]:
         return (f"native kernels run on the CPU, the tensors are on {call.q.device}",)
     if not call.causal:
         return ("without causal=True it is two matrix products, which are PyTorch's",)
-    if forward_ad._current_level >= 0 or is_followed(call.q, call.k, call.v):
+    if forward_ad._current_level >= 0 or is_watched(call.q, call.k, call.v, by_profiler=False):
         return ("PyTorch compiles or transforms it and must see every operation",)
     return ()
 

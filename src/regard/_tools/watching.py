@@ -20,25 +20,21 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 __all__ = [
-    "PLAIN", "below_autograd", "in_autocast", "in_transform", "is_followed", "is_functorch_wrapped_tensor",
+    "PLAIN", "below_autograd", "in_autocast", "in_transform", "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor", "is_watched", "no_torch_function",
 ]  # fmt: skip
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> bool:
     """Whether PyTorch must see the call: it compiles, traces, transforms, counts or profiles.
 
-    Or q, k or v are not plain tensors.
+    Or q, k or v are not plain tensors. Without `by_profiler`, a profiler does not count: it only looks on.
     """
-    return profiler._is_profiler_enabled or is_followed(q, k, v)
-
-
-def is_followed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch must see every operation: as `is_watched`, but a profiler only looks on."""
     return (
-        is_dynamo_compiling()
+        (by_profiler and profiler._is_profiler_enabled)
+        or is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0
         or in_transform()
         or _get_tracing_state() is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._call.spec import Problem, Spec
@@ -33,7 +33,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
     spec, q, k, v = problem[:4]
     call, like_q, extras = spec.memo.get("native") or prepare(spec, q)
-    out = torch.empty_like(q) if like_q else empty_out(spec, q)
+    out = empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return _as_given(out, spec), lse
@@ -67,10 +67,10 @@ def forward_saving(problem: Problem) -> Saved:
     """The forward pass of a canonical problem that is going to be differentiated."""
     spec, q, k, v = problem[:4]
     call, like_q, _ = spec.memo.get("native") or prepare(spec, q)
-    out = torch.empty_like(q) if like_q else empty_out(spec, q)
+    out = empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
-    rest = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
+    rest = empty_like(out) if spec.dtype.itemsize == 2 else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return Saved(out, lse, stats, rest)
     extras, alive = extras_of(problem, stats, rest)
@@ -119,8 +119,8 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
     """Room for the gradients."""
     spec, q, k, v = problem[:4]
     nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
-    like = torch.zeros_like if nothing else torch.empty_like
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
+    like = torch.zeros_like if nothing else empty_like
+    dq = empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
     dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
     if not any(wanted[3:]):
         return Gradients(dq, dk, dv, None, None, None)
@@ -156,7 +156,7 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Extras | None]:
     """The compiled call, whether the output is laid out like q, and the extras if it has none."""
     like_q = spec.rank == 4 and q.shape == spec.out_shape
-    like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
+    like_q = like_q and strides_agree(empty_like(q, device="meta"), spec)
     prepared = spec.memo["native"] = (attention_of(spec), like_q, NO_EXTRAS if spec.is_plain else None)
     return prepared
 
