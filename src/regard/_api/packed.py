@@ -1,7 +1,9 @@
 """Attention within each of several sequences, which are packed into one row or form a jagged nested tensor.
 
-A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths: 0, n1, n1 + n2, ..., total.
+A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths: 0, n1, n1 + n2, ...
 Positions start at 0 in every sequence, and `offset` applies to each sequence separately.
+
+The public `attention` passes itself to both functions, because this module lies below it.
 """
 
 from __future__ import annotations
