@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard import masks as M
 from regard._backends.native import core
-from regard._call.dropout import kept
+from regard._call.dropout import keep_mask
 from regard.scores import Alibi
 from support import HAVE_CORE, assert_close, rel_l2, repeats
 from support.contract import KINDS, NAN, broken_values, masks_over, rows_without_keys, same_bits
@@ -542,13 +542,13 @@ def test_the_pattern_is_the_reference_s(isa: str, dtype: torch.dtype) -> None:
             q, k = torch.zeros(2, 2, 37, 1, dtype=dtype), torch.zeros(2, 2, 101, 1, dtype=dtype)
             v = torch.eye(101, dtype=dtype).expand(2, 2, 101, 101)
             out = native(q, k, v, dropout=p, seed=seed)[0]
-            assert torch.equal(out != 0, kept(seed, p, 2, 2, 37, 101, q.device))
+            assert torch.equal(out != 0, keep_mask(seed, p, 2, 2, 37, 101, q.device))
 
 
 def test_the_pattern_ignores_masks_and_tiles(isa: str) -> None:
     q, k = torch.zeros(1, 4, 90, 1), torch.zeros(1, 2, 250, 1)
     v = torch.eye(250).expand(1, 2, 250, 250)
-    pattern = kept(9, 0.5, 1, 4, 90, 250, q.device)
+    pattern = keep_mask(9, 0.5, 1, 4, 90, 250, q.device)
     for mask in (M.Causal(), M.Dilated(3), M.Window(20, 20), M.Lengths([77]), M.bigbird(16)):
         out = native(q, k, v, mask=mask, dropout=0.5, seed=9)[0]
         assert torch.equal(out != 0, pattern & mask.to_dense(90, 250)), mask

@@ -385,9 +385,9 @@ def test_facts_are_values() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: F.TopK(0), ValueError, r"TopK\(k\) must be an integer from 1"),
-        (lambda: F.TopK(2.0), TypeError, r"TopK\(k\) must be an int"),
-        (lambda: F.BlockMax(0), ValueError, r"BlockMax\(block\) must be"),
+        (lambda: F.TopK(0), ValueError, r"TopK\(k\): expected an integer from 1"),
+        (lambda: F.TopK(2.0), TypeError, r"TopK\(k\): expected an int"),
+        (lambda: F.BlockMax(0), ValueError, r"BlockMax\(block\): expected"),
         (lambda: F.Rows("abc"), TypeError, r"Rows\(indices\): expected integers, got str 'abc'"),
         (lambda: F.Rows([0.5]), TypeError, r"Rows\(indices\): expected integers"),
         (lambda: F.MassOn([0.5]), TypeError, r"MassOn\(keys\): expected a bool tensor"),
@@ -409,7 +409,7 @@ X = torch.randn(1, 2, 4, 8)
         ([], {}, ValueError, "want: expected at least one fact"),
         ([F.Entropy], {}, TypeError, "write its parentheses"),
         ([F.Fact()], {}, TypeError, "want: expected facts"),
-        (["entropy"], {}, TypeError, "want: expected facts, as regard.Entropy"),
+        (["entropy"], {}, TypeError, "want: expected facts, such as regard.Entropy"),
         ([F.Rows([4])], {}, ValueError, r"Rows\(indices\): expected queries below Lq = 4, got 4"),
         ([F.Rows([-5])], {}, ValueError, r"got -5"),
         ([F.MassOn([4])], {}, ValueError, r"MassOn\(keys\): expected keys below Lk = 4, got \[4\]"),
@@ -445,8 +445,8 @@ def test_wrong_tensors() -> None:
     [
         ([], 0, ValueError, "layers: expected at least one"),
         ([(X,)], 0, TypeError, r"layers\[0\]: expected \(q, k\)"),
-        ([(X, X[:, :, :3])], 0, ValueError, r"layers\[0\]: expected q and k of as many tokens"),
-        ([(X, X[0, 0, 0])], 0, ValueError, r"layers\[0\]: expected q and k of as many tokens"),
+        ([(X, X[:, :, :3])], 0, ValueError, r"layers\[0\]: expected q and k of equal length"),
+        ([(X, X[0, 0, 0])], 0, ValueError, r"layers\[0\]: expected q and k of equal length"),
         ([(X, X, M.Causal())], 0, TypeError, r"layers\[0\]: expected options as a dict, got Causal"),
         ([(X, X), (X[:, :, :3], X[:, :, :3])], 0, ValueError, r"layers\[1\]: expected L = 4 tokens .* got 3"),
         ([(X, X)], 4, ValueError, "row: expected a token below L = 4, got 4"),

@@ -430,14 +430,14 @@ Z = torch.zeros(2, 2, 5, 8)
         (
             {"log_decay": torch.zeros(4)}, ValueError,
             r"log_decay: expected \(Hkv,\) = \(2,\) or a shape broadcastable to \(..., Hkv, L\) = "
-            r"\(2, 2, 5\), got \(4,\); for a gate of each query head give k and v Hq heads by expand",
+            r"\(2, 2, 5\), got \(4,\); for one gate per query head, expand k and v to Hq heads",
         ),
         ({"beta": torch.zeros(2, 2, 5).double()}, TypeError, "beta: expected dtype torch.float32"),
         ({"state": torch.zeros(3)}, TypeError, "state: expected a LinearState"),
         ({"state": LinearState(torch.zeros(3))}, ValueError, r"state.S: expected torch.float32 \(2, 2"),
         (
             {"state": LinearState(torch.zeros(2, 2, 8, 8)), "normalize": True}, ValueError,
-            "state: expected z for normalize=True",
+            "state.z: expected a tensor with normalize=True, got NoneType None",
         ),
         ({"lengths": torch.tensor([5, 6])}, ValueError, "lengths: expected from 0 to L = 5, got .* 6"),
         ({"lengths": torch.tensor([5])}, ValueError, r"lengths: expected shape \(2,\)"),

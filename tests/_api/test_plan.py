@@ -67,7 +67,7 @@ def test_the_kernel_within_torch() -> None:
 
 def test_reasons_against_others() -> None:
     p = regard.plan(*qkv(), softcap=1.0, dropout=0.5, impl="reference")
-    assert p.against["torch"] == ("SDPA: has no way to ask for softcap", "FlexAttention: has no dropout")
+    assert p.against["torch"] == ("SDPA: does not support softcap", "FlexAttention: has no dropout")
     assert regard.plan(*qkv(), impl="reference").against["torch"] == ()
 
 

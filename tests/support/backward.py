@@ -14,7 +14,7 @@ import regard
 from regard import masks as M
 from regard._backends.native import core
 from regard._backends.reference import attention as formula
-from regard._call.dropout import kept
+from regard._call.dropout import keep_mask
 from regard._call.layout import dense_bias, heads_4d
 from regard._call.make import make
 from regard._call.spec import Options, Problem, learned
@@ -170,7 +170,7 @@ def sizes(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str,
     scale = spec.scale**2 * softcap_slope(p).square()
     keep = torch.ones_like(pairs.weights)
     if spec.dropout:
-        pattern = kept(p.seed, spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
+        pattern = keep_mask(p.seed, spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
         keep = pattern.double() / max(1 - spec.dropout, 1e-300)
     dp = dout @ v.mT * keep.square()
     delta = (pairs.weights.square() * dp).sum(-1, keepdim=True)

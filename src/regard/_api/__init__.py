@@ -1,1 +1,1 @@
-"""The public functions, one file for each."""
+"""The public functions, one file each."""

@@ -1,4 +1,4 @@
-"""The verb: exact attention behind one call."""
+"""The public functions `attention` and `weights`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._backends import reference
 from .._backends.dispatch import choose
 from .._call.make import make
 from .._call.spec import Bias, Options, fast_new
-from .._tools.listeners import listeners, tell
+from .._tools.listeners import listeners, notify
 from ..masks import Mask
 from .packed import attend_jagged
 
@@ -52,38 +52,45 @@ def attention(
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
+    """Computes exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
 
-    A score passes through scale, softcap, bias, mask, softmax with sink, dropout, in this order.
+    Scores pass through scale, softcap, bias, mask, softmax with sink and dropout, in this order.
 
     Args:
-        q: queries (..., Hq, Lq, D), or (Hq, Lq, D), or (Lq, D). float64, float32, bfloat16 or float16.
-            Or, with k and v, a nested tensor (N, Hq, j, D) of layout torch.jagged, and so is the result.
-        k: keys (..., Hkv, Lk, D) of the same rank and dtype. Hkv divides Hq: query head h reads key head
-            h // (Hq / Hkv), so Hkv < Hq is grouped-query and Hkv = 1 multi-query attention.
+        q: queries (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D) in float64, float32, bfloat16 or
+            float16. q, k and v may also be nested tensors (N, Hq, j, D) of layout torch.jagged;
+            then the result is nested, too.
+        k: keys (..., Hkv, Lk, D) of q's rank and dtype. Hkv divides Hq: query head h reads key head
+            h // (Hq / Hkv). Hkv < Hq is grouped-query attention, Hkv = 1 multi-query attention.
         v: values (..., Hkv, Lk, Dv). Batch dims of q, k and v are equal or 1.
-        mask: a `regard.masks.Mask`, or a bool tensor broadcastable to (..., Hq, Lq, Lk); True = may attend.
-        offset: the position of query 0 among the keys: query i stands at offset + i, key j at j. An int, or
-            an integer tensor with one position for each sample. Default Lk - Lq: the last query meets the
-            last key.
-        bias: added to the scores: a tensor broadcastable to (..., Hq, Lq, Lk) in q's dtype or float32,
-            `scores.Alibi` or `scores.RelativeBias`. A bias of -inf excludes the key.
+        mask: a `regard.masks.Mask`, or a bool tensor broadcastable to (..., Hq, Lq, Lk), True = may
+            attend.
+        offset: the position of query 0: query i has position offset + i, key j position j. An int,
+            or an integer tensor with one offset for each sample. Default Lk - Lq (bottom-right
+            alignment).
+        bias: added to the scores. A tensor broadcastable to (..., Hq, Lq, Lk) in q's dtype or
+            float32, `scores.Alibi` or `scores.RelativeBias`. A bias of -inf masks the pair.
         scale: multiplies q.k. Default 1 / sqrt(D).
-        softcap: replaces a score s by softcap * tanh(s / softcap). Above 0.
-        sink: (Hq,) logits in q's dtype or float32 that take probability and give nothing.
-        dropout: the probability, from 0 to 1, that a weight is set to 0; others are divided by 1 - dropout.
-        seed: keys the dropout pattern. Default: drawn from PyTorch's generator, so `torch.manual_seed` works.
-        return_lse: also return the LSE.
-        impl: "auto", "native", "torch" or "reference". A backend asked for by name never falls back.
+        softcap: replaces a score s by softcap * tanh(s / softcap). Must be above 0.
+        sink: (Hq,) logits in q's dtype or float32. The sink takes part in the softmax as one more
+            key with a value of zeros.
+        dropout: the probability that a weight is set to 0. Other weights are divided by
+            1 - dropout.
+        seed: the seed of the dropout pattern. Default: drawn from PyTorch's generator, so that
+            `torch.manual_seed` works.
+        return_lse: whether to return the LSE, too.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
 
     Returns:
-        out (..., Hq, Lq, Dv) with q's dtype and memory order; with `return_lse` also the LSE (..., Hq, Lq),
-        the natural logarithm of the softmax's denominator, sink included, in float32 (float64 for float64).
-        A query that may attend to nothing gives zeros and an LSE of -inf (with a sink: the sink).
+        out (..., Hq, Lq, Dv) with q's dtype and memory order. With `return_lse` also the LSE
+        (..., Hq, Lq), the natural logarithm of the softmax's denominator, sink included, in float32
+        (float64 for float64). A fully masked row has an output of zeros and an LSE of -inf (with a
+        sink: the sink's logit).
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it.
-        NotImplementedError: the backend cannot run this call; the message says why and what can.
+        TypeError, ValueError: an argument is invalid. The message names it.
+        NotImplementedError: the backend cannot run the call. The message gives the reason and the
+            backends that can.
 
     Example:
         >>> q = torch.randn(2, 8, 128, 64)
@@ -96,7 +103,7 @@ def attention(
         return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
     problem = make(q, k, v, options)
     if listeners:
-        tell(q, k, **options.of_weights())
+        notify(q, k, **options.of_weights())
     out, lse = run(problem, choose(problem, impl))
     return out if lse is None else (out, lse)
 
@@ -107,12 +114,12 @@ def weights(
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The matrix of weights, (..., Hq, Lq, Lk) in q's dtype, for small inputs.
+    """Computes the matrix of attention weights (..., Hq, Lq, Lk) in q's dtype, for small inputs.
 
-    The arguments mean what they mean for `attention`, and `weights(...) @ v` is its output when Hq = Hkv
-    (else repeat each head of v Hq / Hkv times). Rows sum to 1, less with a sink; a row that sees nothing is
-    zeros.
-    Computed in float64 from the formula, with the whole matrix in memory; above 2**28 weights it refuses.
+    The arguments are those of `attention`. `weights(...) @ v` is its output if Hq = Hkv; otherwise
+    repeat each head of v Hq / Hkv times. Rows sum to 1, or to less with a sink. A fully masked row
+    is zeros. The reference backend computes the full matrix in float64. More than 2**28 weights
+    raise ValueError.
 
     Example:
         >>> regard.weights(q, k, v, mask=masks.Causal())[0, 0].sum(-1)   # (Lq,) ones

@@ -1,4 +1,4 @@
-"""The verb: facts about the weights without the n x n matrix."""
+"""The public functions `evidence` and `rollout`, which compute facts at O(n) memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..masks import Mask
 
 
 class Evidence(tuple[Any, ...]):
-    """The results of `evidence`, one for each fact in `want`."""
+    """A tuple of the results of `evidence`, one for each fact in `want`."""
 
     want: tuple[Fact, ...]
 
@@ -41,36 +41,37 @@ def evidence(
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     impl: str = "auto",
 ) -> Evidence:  # fmt: skip
-    """Exact facts about the weights of attention, at O(n) memory.
+    """Computes exact facts about the attention weights, at O(n) memory.
 
-    The weights are those of `attention` with the same arguments: p = softmax(cap(scale * q.k) + bias), where
-    the mask allows. They are computed tile by tile, used for every fact, and forgotten. There is no dropout:
-    facts are about what the model attends to, not about one draw. Facts carry no gradient.
+    The weights p = softmax(cap(scale * q.k) + bias, where the mask allows) are those of `attention`
+    with the same arguments, before dropout. They are computed tile by tile and never stored as a
+    whole. Results carry no gradient.
 
     Args:
-        q: queries (..., Hq, Lq, D), or (Hq, Lq, D), or (Lq, D).
+        q: queries (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D).
         k: keys (..., Hkv, Lk, D).
-        v: values (..., Hkv, Lk, Dv), or None: only their shape is looked at.
+        v: values (..., Hkv, Lk, Dv), or None. Only their shape is checked.
         want: facts of `regard.facts`: `Rows`, `TopK`, `ColumnMass`, `Entropy`, `RowMax`,
             `DistanceHistogram`, `MassOn`, `BlockMass`, `BlockMax`.
-        mask, offset, bias, scale, softcap, sink: as for `attention`.
-        impl: "auto", "native", "torch" or "reference". A backend asked for by name never falls back.
+        mask, offset, bias, scale, softcap, sink: as in `attention`.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
 
     Returns:
-        A tuple with the result of each fact, in the order of `want`. (..., Hq) stands for q's outer dims,
-        nothing for (Lq, D). float32 (float64 for float64), keys and distances int64. A query that may attend
-        to nothing has weights 0, entropy 0 and keys -1.
+        A tuple with the result of each fact, in the order of `want`. Results have q's leading dims
+        (..., Hq); there are none for q (Lq, D). They are float32 (float64 for float64), key indices
+        and distances int64. A fully masked row has weights 0, entropy 0 and key indices -1.
 
     Example:
-        >>> found = regard.evidence(q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
-        >>> found[0].keys.shape, found[1].nats.shape
+        >>> top, entropy = regard.evidence(
+        ...     q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
+        >>> top.keys.shape, entropy.nats.shape
     """
-    found: Evidence = _find(q, k, v, want, Options(mask, offset, bias, scale, softcap, sink), impl)
-    return found
+    result: Evidence = _compute(q, k, v, want, Options(mask, offset, bias, scale, softcap, sink), impl)
+    return result
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _find(
+def _compute(
     q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: Options, impl: str
 ) -> Evidence:
     _check_want(want)
@@ -84,23 +85,24 @@ def _find(
 
 
 def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:
-    """One row of attention rollout, (..., L): how token `row` goes back through the layers to the input.
+    """Computes a row of attention rollout, (..., L): the share of each input token in token `row`.
 
-    Attention rollout multiplies the layers' matrices (A + I) / 2, A being the mean over heads and I the
-    residual connection, rows scaled to sum to 1. One row of it is a vector times a matrix for each layer,
-    computed in tiles: O(L) memory.
+    Attention rollout multiplies the matrices (A + I) / 2 of all layers, rows scaled to sum to 1. A
+    is the mean of the weights over heads, I stands for the residual connection. One row needs a
+    vector-matrix product for each layer, which is computed tile by tile at O(L) memory.
 
     Args:
-        layers: first layer first, each (q, k) or (q, k, options): queries (..., Hq, L, D) and keys
-            (..., Hkv, L, D) of self-attention, and a dict of further arguments of `evidence`, as its mask.
-        row: the token, -1 for the last.
-        impl: as for `evidence`.
+        layers: the layers in order, each (q, k) or (q, k, options): queries (..., Hq, L, D) and
+            keys (..., Hkv, L, D) of self-attention, and a dict of keyword arguments of `evidence`,
+            such as `mask`.
+        row: the index of the token, -1 for the last.
+        impl: as in `evidence`.
     """
     if not isinstance(layers, Sequence) or not layers:
         raise ValueError(f"layers: expected at least one (q, k) or (q, k, options), got {describe(layers)}")
-    steps = [_layer(n, layer) for n, layer in enumerate(layers)]
-    L = steps[0][0].shape[-2]
-    for n, (q, *_) in enumerate(steps):
+    checked = [_layer(n, layer) for n, layer in enumerate(layers)]
+    L = checked[0][0].shape[-2]
+    for n, (q, *_) in enumerate(checked):
         if q.shape[-2] != L:
             raise ValueError(f"layers[{n}]: expected L = {L} tokens as in layers[0], got {q.shape[-2]}")
     if not is_integer(row):
@@ -109,12 +111,13 @@ def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") ->
         raise ValueError(f"row: expected a token below L = {L}, got {row}")
     vector = torch.zeros(L, dtype=torch.float64)
     vector[as_int(row)] = 1
-    for q, k, options in reversed(steps):
+    for q, k, options in reversed(checked):
         vector = _step_back(vector.to(q.device), q, k, {"impl": impl, **options})
-    return vector.to(torch.float64 if steps[0][0].dtype is torch.float64 else torch.float32)
+    return vector.to(torch.float64 if checked[0][0].dtype is torch.float64 else torch.float32)
 
 
 def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Checks a layer of `rollout` and returns q, k and its options."""
     if not isinstance(layer, Sequence) or len(layer) not in (2, 3):
         raise TypeError(f"layers[{n}]: expected (q, k) or (q, k, options), got {describe(layer)}")
     q, k, options = (*layer, {})[:3]
@@ -122,44 +125,48 @@ def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]
         raise TypeError(f"layers[{n}]: expected options as a dict, got {describe(options)}")
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.ndim, k.ndim) > 1
     if not tensors or q.shape[-2] != k.shape[-2]:
-        told = f"{describe(q)} and {describe(k)}"
-        raise ValueError(f"layers[{n}]: expected q and k of as many tokens, as in self-attention, got {told}")
+        got = f"{describe(q)} and {describe(k)}"
+        raise ValueError(f"layers[{n}]: expected q and k of equal length, as in self-attention, got {got}")
     return q, k, options
 
 
 def _step_back(vector: Tensor, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """vector (..., L) times (A + I) / 2, rows scaled to sum to 1. Rows of A sum to 1, to less with a sink."""
-    everything = torch.ones(k.shape[-2], dtype=torch.bool)
-    (given,) = evidence(q, k, None, MassOn(everything), **options)
-    share = vector / (1 + _mean_over_heads(q, given))
-    (passed,) = evidence(q, k, None, ColumnMass(share), **options)
-    return share + _mean_over_heads(q, passed)
+    """Multiplies vector (..., L) by (A + I) / 2, rows scaled to sum to 1.
+
+    Rows of A sum to 1, or to less with a sink.
+    """
+    all_keys = torch.ones(k.shape[-2], dtype=torch.bool)
+    (row_sums,) = evidence(q, k, None, MassOn(all_keys), **options)
+    share = vector / (1 + _mean_over_heads(q, row_sums))
+    (column_sums,) = evidence(q, k, None, ColumnMass(share), **options)
+    return share + _mean_over_heads(q, column_sums)
 
 
 def _mean_over_heads(q: Tensor, x: Tensor) -> Tensor:
-    """(..., Hq, L) -> (..., L) in float64; there are no heads in (L, D)."""
+    """Averages over heads in float64: (..., Hq, L) -> (..., L). q (L, D) has no heads."""
     return x.double() if q.ndim == 2 else x.mean(-2, dtype=torch.float64)
 
 
 def _check_want(want: tuple[Fact, ...]) -> None:
     if not want:
-        raise ValueError("want: expected at least one fact, as regard.Entropy(), got none")
+        raise ValueError("want: expected at least one fact, such as regard.Entropy(), got none")
     for fact in want:
         if type(fact) not in COLLECTORS:
             hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
-            raise TypeError(f"want: expected facts, as regard.Entropy(), got {describe(fact)}{hint}")
+            raise TypeError(f"want: expected facts, such as regard.Entropy(), got {describe(fact)}{hint}")
 
 
 def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
-    """Values of no width, which no kernel has to read."""
+    """Returns values with Dv = 0, which kernels do not read."""
     like = k if v is None else v
     return like[..., :0] if isinstance(like, Tensor) and like.ndim and not like.is_nested else like
 
 
 def _check_plain(problem: Problem) -> None:
+    """Raises NotImplementedError for watched calls, tensor subclasses and meta tensors."""
     plain = all(x is None or type(x) in PLAIN for x in (learned(problem.bias), problem.sink))
     if is_watched(problem.q, problem.k, problem.v, by_profiler=False) or not plain or problem.q.is_meta:
         raise NotImplementedError(
-            "evidence: expected plain tensors with values, got some that PyTorch traces or transforms; "
+            "evidence: expected plain tensors with values, got tensors that PyTorch traces or transforms; "
             "call it outside of vmap and of modes"
         )

@@ -1,4 +1,4 @@
-"""The verb: linear attention, whose state does not grow."""
+"""The public function `linear_attention`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._autograd.linear import run
 from .._backends.dispatch import select
-from .._call.layout import as_given
+from .._call.layout import restore_out
 from .._call.linear import LinearOptions, LinearResult, LinearState, check, state_dims
 from .._call.spec import Spec
 from .._tools.arguments import describe
@@ -54,37 +54,43 @@ def linear_attention(
     lengths: Tensor | None = None, state: LinearState | None = None, return_state: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
-    """Attention without the softmax: O(L) time, and a state of constant size in place of a cache.
+    """Computes linear attention: no softmax, O(L) time, a constant-size state instead of a cache.
 
     For each token, with phi the feature map and S (D, Dv) the state:
 
         S <- exp(log_decay) S
         S <- S + phi(k) u^T        u = v, or with beta (the delta rule)  u = beta (v - S^T phi(k))
-        o =  scale phi(q)^T S      divided by the sum of the weights with normalize=True
+        o =  scale phi(q)^T S      divided by the sum of the weights if normalize=True
 
     Args:
-        q: queries (..., Hq, L, D), or (L, D). float64, float32, bfloat16 or float16.
-        k: keys (..., Hkv, L, D), Hkv a divisor of Hq as in `attention`.
+        q: queries (..., Hq, L, D) or (L, D) in float64, float32, bfloat16 or float16.
+        k: keys (..., Hkv, L, D). Hkv divides Hq as in `attention`.
         v: values (..., Hkv, L, Dv).
-        causal: each token sees itself and those before it. False: every query sees every key; then there may
-            be other numbers of queries and keys, and neither gates nor the delta rule.
-        feature_map: phi, applied to q and k: "identity" (or None), "elu+1", "relu", "exp", "softmax" (over
-            D), "unit" (length 1), or a function of a tensor that may change its last dim.
-        normalize: divide by the sum of the weights, phi(q) . (sum of phi(k)), as softmax does. Sensible where
-            phi is not negative. A row whose weights sum to 0 gives zeros. Not with beta.
-        log_decay: the logarithm of what is left of the state at each step, usually below 0: a number, one for
-            each head (Hkv,), or one for each token (..., Hkv, L). In q's dtype or float32.
-        beta: how much of the old value at k is replaced by v, from 0 to 1; shapes as of `log_decay`.
-        scale: multiplies q.k. Default 1 / sqrt(D), D as the feature map leaves it; normalising cancels it.
-        lengths: (B,) integers: the first n keys of each sample are real, the rest changes nothing; with
-            causal=True rows of padding are zeros.
-        state: what an earlier call returned: q, k and v are the tokens that follow.
-        return_state: also return the state after the last token.
-        impl: "auto", "native", "torch" or "reference". A backend asked for by name never falls back.
+        causal: whether a token attends only to itself and earlier tokens. If False, every query
+            attends to every key, the numbers of queries and keys may differ, and `log_decay` and
+            `beta` must be None.
+        feature_map: phi, applied to q and k: "identity" (or None), "elu+1", "relu", "exp",
+            "softmax" (over D), "unit" (vectors of length 1), or a function of a tensor that may
+            change its last dim.
+        normalize: whether to divide by the sum of the weights, phi(q) . (sum of phi(k)), as softmax
+            does. Use it with a non-negative phi. A row whose weights sum to 0 gives zeros. Not with
+            `beta`.
+        log_decay: the logarithm of the factor by which the state decays at each token, usually
+            negative. A number, one value for each head (Hkv,), or one for each token (..., Hkv, L),
+            in q's dtype or float32.
+        beta: the fraction, from 0 to 1, of the value stored at k that v replaces. Shapes as
+            `log_decay`.
+        scale: multiplies q.k. Default 1 / sqrt(D), D after the feature map. No effect with
+            `normalize`.
+        lengths: (B,) integers, the number of tokens of each sample. Padding leaves the state
+            unchanged. With causal=True its output rows are zeros.
+        state: the state that an earlier call returned. q, k and v are the tokens after it.
+        return_state: whether to return the state after the last token, too.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
 
     Returns:
-        out (..., Hq, L, Dv) with q's dtype and memory order; with `return_state` also a `LinearState` in
-        float32 (float64 for float64).
+        out (..., Hq, L, Dv) with q's dtype and memory order. With `return_state` also a
+        `LinearState` in float32 (float64 for float64).
 
     Example:
         >>> q = k = v = torch.randn(2, 8, 1000, 64)
@@ -96,12 +102,13 @@ def linear_attention(
     q, k = _features(feature_map, q, k)
     call = check(q, k, v, scale, LinearOptions(causal, normalize, log_decay, beta, lengths, state))
     name, spec = select("linear", call, impl), call.spec
-    found = run(call, name)
-    out = found.out if name == "native" and spec.rank == 4 else as_given(spec, found.out)
-    return (out, _state(spec, found)) if return_state else out
+    result = run(call, name)
+    out = result.out if name == "native" and spec.rank == 4 else restore_out(spec, result.out)
+    return (out, _state(spec, result)) if return_state else out
 
 
 def _features(feature_map: str | FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Applies the feature map to q and k, and checks the shapes of the results."""
     if feature_map is None or feature_map == "identity":
         return q, k
     phi = feature_map_of(feature_map)
@@ -116,19 +123,20 @@ def _features(feature_map: str | FeatureMap | None, q: Tensor, k: Tensor) -> tup
     return mapped
 
 
-def feature_map_of(given: str | FeatureMap) -> FeatureMap:
-    """A feature map by its name, or itself."""
-    if callable(given):
-        return given
-    if not isinstance(given, str) or given not in FEATURE_MAPS:
+def feature_map_of(feature_map: str | FeatureMap) -> FeatureMap:
+    """Returns the feature map of a name, or the function itself."""
+    if callable(feature_map):
+        return feature_map
+    if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
         known = ", ".join(FEATURE_MAPS)
-        raise ValueError(f"feature_map: expected one of {known}, or a function, got {describe(given)}")
-    return FEATURE_MAPS[given]
+        raise ValueError(f"feature_map: expected one of {known}, or a function, got {describe(feature_map)}")
+    return FEATURE_MAPS[feature_map]
 
 
-def _state(spec: Spec, found: LinearResult) -> LinearState:
+def _state(spec: Spec, result: LinearResult) -> LinearState:
+    """Returns the state with the caller's leading dims."""
     if spec.rank == 4:
-        return LinearState(found.S, found.z)
+        return LinearState(result.S, result.z)
     outer = state_dims(spec)
-    z = None if found.z is None else found.z.reshape(*outer, spec.D)
-    return LinearState(found.S.reshape(*outer, spec.D, spec.Dv), z)
+    z = None if result.z is None else result.z.reshape(*outer, spec.D)
+    return LinearState(result.S.reshape(*outer, spec.D, spec.Dv), z)

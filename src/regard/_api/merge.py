@@ -1,4 +1,4 @@
-"""The exact union of partial results over disjoint sets of keys."""
+"""The public function `merge`: combines partial results over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ Partials = Tensor | Sequence[Tensor]
 
 
 def merge(outs: Partials, lses: Partials) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from results over some of them each.
+    """Merges partial results of attention over disjoint sets of keys into the result over all keys.
 
-    With partial results `out_i, lse_i = attention(q, k_i, v_i, return_lse=True)` over sets of keys that do
-    not overlap, the softmax over their union is
+    With `out_i, lse_i = attention(q, k_i, v_i, return_lse=True)` the merged result is
 
         lse = log(sum_i exp(lse_i)),    out = sum_i exp(lse_i - lse) * out_i
 
-    A partial result that saw nothing (LSE -inf) adds nothing, and where none saw anything the result is zeros
-    with an LSE of -inf; gradients are zero there. Differentiable by outs and lses, in both modes.
-    A `sink` is part of the LSE of the call that had it: give it to one of the calls, or it counts twice.
+    A fully masked row of a partial result (LSE -inf) contributes nothing. A row that is fully
+    masked in all of them is zeros with an LSE of -inf and has zero gradients. `merge` is
+    differentiable with respect to outs and lses, in reverse and forward mode. The LSE of a call
+    includes its `sink`: pass the sink to only one of the calls.
 
     Args:
-        outs: N tensors (..., Hq, Lq, Dv) of one floating dtype, or one tensor with N in front.
-        lses: N tensors (..., Hq, Lq), or one with N in front; float64 for float64, else float32.
+        outs: N tensors (..., Hq, Lq, Dv) of one floating dtype, or one tensor (N, ..., Hq, Lq, Dv).
+        lses: N tensors (..., Hq, Lq), or one tensor (N, ..., Hq, Lq). float64 for float64, else
+            float32.
 
     Returns:
-        out (..., Hq, Lq, Dv) in the dtype of outs, computed in that of the LSE, and the LSE (..., Hq, Lq).
+        out (..., Hq, Lq, Dv) in the dtype of outs and the LSE (..., Hq, Lq), computed in the LSE's
+        dtype.
 
     Example:
         >>> near = regard.attention(q, k[..., :9, :], v[..., :9, :], return_lse=True)
@@ -42,28 +44,29 @@ def merge(outs: Partials, lses: Partials) -> tuple[Tensor, Tensor]:
     _check(outs, lses)
     top = lses.detach().amax(0)
     top = top.masked_fill(top == -torch.inf, 0)
-    parts = (lses - top).exp()  # (N, ..., Hq, Lq)
-    total = parts.sum(0)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)  # before the logarithm, whose gradient at 0 is infinite
-    lse = (top + total.log()).masked_fill(empty, -torch.inf)
-    seen = outs.to(lses.dtype).masked_fill((lses == -torch.inf).unsqueeze(-1), 0)
-    out = ((parts / total).unsqueeze(-1) * seen).sum(0)
+    masses = (lses - top).exp()  # (N, ..., Hq, Lq)
+    total = masses.sum(0)
+    fully_masked = total == 0
+    total = total.masked_fill(fully_masked, 1)  # before the logarithm, whose gradient at 0 is infinite
+    lse = (top + total.log()).masked_fill(fully_masked, -torch.inf)
+    # 0 * NaN is NaN: clear rows without weight.
+    outs_seen = outs.to(lses.dtype).masked_fill((lses == -torch.inf).unsqueeze(-1), 0)
+    out = ((masses / total).unsqueeze(-1) * outs_seen).sum(0)
     return out.to(outs.dtype), lse
 
 
-def _stacked(name: str, given: Partials) -> Tensor:
-    """(N, ...)"""
-    if isinstance(given, Tensor):
-        if given.ndim == 0 or len(given) == 0:
-            raise ValueError(f"{name}: expected N >= 1 results in dim 0, got shape {tuple(given.shape)}")
-        return given
-    if not isinstance(given, Sequence) or not given or not all(isinstance(x, Tensor) for x in given):
-        raise TypeError(f"{name}: expected a tensor, or a list of at least one, got {describe(given)}")
-    kinds = {(tuple(x.shape), x.dtype) for x in given}
+def _stacked(name: str, partials: Partials) -> Tensor:
+    """Stacks partial results to (N, ...)."""
+    if isinstance(partials, Tensor):
+        if partials.ndim == 0 or len(partials) == 0:
+            raise ValueError(f"{name}: expected N >= 1 results in dim 0, got shape {tuple(partials.shape)}")
+        return partials
+    if not isinstance(partials, Sequence) or not partials or not all(isinstance(x, Tensor) for x in partials):
+        raise TypeError(f"{name}: expected a tensor, or a list of at least one, got {describe(partials)}")
+    kinds = {(tuple(x.shape), x.dtype) for x in partials}
     if len(kinds) > 1:
         raise ValueError(f"{name}: expected tensors of one shape and dtype, got {sorted(map(str, kinds))}")
-    return torch.stack(tuple(given))
+    return torch.stack(tuple(partials))
 
 
 def _check(outs: Tensor, lses: Tensor) -> None:

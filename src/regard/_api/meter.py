@@ -1,4 +1,4 @@
-"""The meter: how far an approximation is from exact attention."""
+"""The public function `compare_to_exact`: the error of an approximation of attention."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..masks import Causal, Lengths, Mask
 from .attention import attention
 
 Attend = Callable[..., Any]
-LINEAR, PROBABILITY = 1e-3, 1e-4  # what rounding may do, besides that of the results' dtype
+LINEAR, PROBABILITY = 1e-3, 1e-4  # tolerances for float32 rounding; 16-bit results add their dtype's epsilon
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What `compare_to_exact` found. It prints as a small table."""
+    """The result of `compare_to_exact`. It prints as a table."""
 
-    error: float  # |out - exact| / |exact|, over all numbers of the result
-    kl: float | None  # nats, the mean over rows of KL(approximate weights || exact weights)
-    top1: float | None  # the share of rows whose largest weight is at the same key
+    error: float  # |out - exact| / |exact| in the L2 norm, over all rows compared
+    kl: float | None  # nats, mean over rows of KL(approximate weights || exact weights)
+    top1: float | None  # the fraction of rows with the largest weight at the same key
     rows: int  # query rows compared, over samples and heads
 
     def __repr__(self) -> str:
@@ -43,26 +43,26 @@ def compare_to_exact(
     approximation: nn.Module | Attend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = None,
     lengths: Tensor | None = None, scale: float | None = None, weights: bool = True, **options: Any,
 ) -> Comparison:  # fmt: skip
-    """Compare an attention with softmax attention over all keys, on the same q, k and v.
+    """Compares an approximation of attention with exact attention on the same q, k and v.
 
-    The weights of an approximation are found through its results: with unit vectors for values, the result
-    is the weights. So KL and top-1 agreement are defined for everything that is linear in v, and KL where the
-    weights are probabilities. KL(approximate || exact) is finite where a pattern leaves keys out: if exact
-    attention gives the pattern's keys the mass p, it is -log p.
+    The weights of the approximation are recovered from its results: with unit vectors as values,
+    the result equals the weights. KL and top-1 agreement are defined for every approximation that
+    is linear in v, KL only if its weights are probabilities. KL(approximate || exact) stays finite
+    for a sparse pattern: exact attention restricted to keys of mass p has a KL of -log p.
 
     Args:
-        approximation: a function (q, k, v, **options) -> out, or a module with such a method `attend`, as
-            those of `regard.nn` have it: its attention apart from its projections. A module is compared in
-            evaluation mode.
+        approximation: a function (q, k, v, **options) -> out, or a module with a method `attend` of
+            this form, such as the modules of `regard.nn`. `attend` excludes the projections. A
+            module is compared in evaluation mode.
         q: (B, H, Lq, D).
         k: (B, Hkv, Lk, D), Hkv a divisor of H.
         v: (B, Hkv, Lk, Dv).
-        causal: whether exact attention is. Default: the module's `causal`, or False.
-        lengths: (B,): the first n tokens are real. Passed on to the approximation, if given; rows of padding
-            are not compared.
-        scale: of exact attention. Default 1 / sqrt(D).
-        weights: whether to look at the weights, for which the approximation is called Lk / Dv times.
-        options: passed on to the approximation.
+        causal: whether exact attention is causal. Default: the module's `causal`, or False.
+        lengths: (B,) the number of tokens of each sample. Passed to the approximation unless None.
+            Rows of padding are not compared.
+        scale: the scale of exact attention. Default 1 / sqrt(D).
+        weights: whether to compare the weights, which calls the approximation Lk / Dv more times.
+        options: keyword arguments of the approximation.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64)
@@ -70,24 +70,24 @@ def compare_to_exact(
     """
     _check(approximation, q, k, v, lengths)
     attend = _attend_of(approximation)
-    given = options if lengths is None else options | {"lengths": lengths}
+    options = options if lengths is None else options | {"lengths": lengths}
     exact = _Exact(q, k, v, _is_causal(approximation, causal), lengths, scale)
     modules = [approximation] if isinstance(approximation, nn.Module) else []
     with torch.no_grad(), evaluating(*modules):
-        out = attend(q, k, v, **given)
+        out = attend(q, k, v, **options)
         _check_out(out, exact.out)
-        found = _Weights(exact) if weights else None
-        if found is not None:
+        sums = _WeightSums(exact) if weights else None
+        if sums is not None:
             for first in range(0, k.shape[2], v.shape[3]):
-                found.add(first, attend(q, k, _units(v, first), **given))
-    error = exact.relative(out, exact.out)
-    if found is None or not exact.relative(found.rebuilt, out) < LINEAR + exact.rounding:
+                sums.add(first, attend(q, k, _unit_values(v, first), **options))
+    error = exact.relative_error(out, exact.out)
+    if sums is None or not exact.relative_error(sums.rebuilt, out) < LINEAR + exact.rounding:
         return Comparison(error, None, None, exact.rows)
-    return Comparison(error, found.kl(), found.top1(), exact.rows)
+    return Comparison(error, sums.kl(), sums.top1(), exact.rows)
 
 
 class _Exact:
-    """Exact attention: its result, and its weights for some keys at a time."""
+    """Exact attention: its output, and its log weights for a range of keys."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, scale: float | None
@@ -99,68 +99,68 @@ class _Exact:
             mask = _mask(causal, lengths)
             self.out, self.lse = attention(q, k, v, mask=mask, scale=self.scale, return_lse=True)
         B, H, Lq, Lk = *q.shape[:3], k.shape[2]
-        every = torch.full((B,), max(Lq, Lk)) if lengths is None else lengths
-        self.causal, self.lengths = causal, every.to(q.device)[:, None]
+        lengths = torch.full((B,), max(Lq, Lk)) if lengths is None else lengths
+        self.causal, self.lengths = causal, lengths.to(q.device)[:, None]
         self.real = (self._range(0, Lq) < self.lengths)[:, None].expand(B, H, Lq)
         self.rows = int(self.real.sum())
-        # Of a 16-bit result; single precision is in the limits.
+        # LINEAR and PROBABILITY allow for float32 rounding.
         self.rounding = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
 
     def _range(self, first: int, end: int) -> Tensor:
         return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
-        """(B, H, Lq, n), -inf for hidden keys."""
+        """Returns the logarithms of the weights (B, H, Lq, n), -inf for masked keys."""
         q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
         s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
-        places = self._range(keys.start, keys.stop)
+        positions = self._range(keys.start, keys.stop)
         if self.causal:
             last = self._range(self.k.shape[2] - self.q.shape[2], self.k.shape[2])
-            s = s.masked_fill(places > last[:, None], -torch.inf)
-        return s.masked_fill((places >= self.lengths)[:, None, None], -torch.inf)
+            s = s.masked_fill(positions > last[:, None], -torch.inf)
+        return s.masked_fill((positions >= self.lengths)[:, None, None], -torch.inf)
 
-    def relative(self, found: Tensor, expected: Tensor) -> float:
-        """The difference in the rows that count, relative in L2."""
-        difference, norm = (x.double()[self.real].norm() for x in (found - expected, expected))
+    def relative_error(self, actual: Tensor, expected: Tensor) -> float:
+        """Computes the relative L2 error over all rows but padding."""
+        difference, norm = (x.double()[self.real].norm() for x in (actual - expected, expected))
         return float(difference / norm)
 
 
-class _Weights:
-    """Sums over the keys that came so far, for every query row."""
+class _WeightSums:
+    """Accumulates sums over keys for every query row, one range of keys at a time."""
 
     def __init__(self, exact: _Exact) -> None:
         self.exact = exact
         shape = exact.q.shape[:3]
         self.rebuilt = torch.zeros_like(exact.out, dtype=exact.lse.dtype)
         self.divergence, self.total, self.lowest = self.rebuilt.new_zeros(3, *shape)
-        # The largest weight so far and its key: approximate, exact.
+        # (2, B, H, Lq): the largest approximate weight and exact log weight so far, and their keys
         self.best = self.rebuilt.new_full((2, *shape), -torch.inf)
-        self.at = torch.zeros_like(self.best, dtype=torch.int64)
+        self.best_key = torch.zeros_like(self.best, dtype=torch.int64)
 
-    def add(self, first: int, found: Tensor) -> None:
-        """`found` (B, H, Lq, Dv): the weights of the keys from `first` on."""
-        n = min(found.shape[3], self.exact.k.shape[2] - first)
-        keys, w = slice(first, first + n), found[..., :n].to(self.rebuilt.dtype)
+    def add(self, first: int, weights: Tensor) -> None:
+        """Adds the approximate weights (B, H, Lq, Dv) of the keys from `first` on."""
+        n = min(weights.shape[3], self.exact.k.shape[2] - first)
+        keys, w = slice(first, first + n), weights[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)
         self.rebuilt += w @ self.exact.v[:, :, keys].to(w.dtype)
         self.total += w.sum(-1)
         self.lowest = torch.minimum(self.lowest, w.amin(-1))
         self.divergence += torch.where(w > 0, w * (w.clamp(min=1e-38).log() - log_p), 0).sum(-1)
         for side, values in enumerate((w, log_p)):
-            largest, where = values.max(-1)
+            largest, index = values.max(-1)
             larger = largest > self.best[side]
             self.best[side][larger] = largest[larger]
-            self.at[side][larger] = where[larger] + first
+            self.best_key[side][larger] = index[larger] + first
 
     def kl(self) -> float | None:
-        """None where some row is no probability distribution."""
+        """Returns the mean KL, or None if the weights of some row are no probabilities."""
         real = self.exact.real
-        most = PROBABILITY + self.exact.rounding
-        sound = (self.lowest > -most) & ((self.total - 1).abs() < most)
-        return max(0.0, float(self.divergence[real].mean())) if bool(sound[real].all()) else None
+        tolerance = PROBABILITY + self.exact.rounding
+        valid = (self.lowest > -tolerance) & ((self.total - 1).abs() < tolerance)
+        return max(0.0, float(self.divergence[real].mean())) if bool(valid[real].all()) else None
 
     def top1(self) -> float:
-        return float((self.at[0] == self.at[1])[self.exact.real].float().mean())
+        return float((self.best_key[0] == self.best_key[1])[self.exact.real].float().mean())
 
 
 def _mask(causal: bool, lengths: Tensor | None) -> Mask | None:
@@ -170,8 +170,8 @@ def _mask(causal: bool, lengths: Tensor | None) -> Mask | None:
     return Lengths(lengths) if mask is None else mask & Lengths(lengths)
 
 
-def _units(v: Tensor, first: int) -> Tensor:
-    """Values like v whose row first + i is the unit vector i: the result is the weights of those keys."""
+def _unit_values(v: Tensor, first: int) -> Tensor:
+    """Returns values of v's shape: row first + i is unit vector i, all other rows are zeros."""
     units = torch.zeros_like(v)
     n = min(v.shape[3], v.shape[2] - first)
     units[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)

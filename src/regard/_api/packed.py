@@ -1,9 +1,9 @@
-"""Attention within each of several sequences, which are packed into one row or form a jagged nested tensor.
+"""Attention within each sequence of a packed row or of a jagged nested tensor.
 
-A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths: 0, n1, n1 + n2, ...
+A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths.
 Positions start at 0 in every sequence, and `offset` applies to each sequence separately.
 
-The public `attention` passes itself to both functions, because this module lies below it.
+`attention` is a parameter of both functions, because `attention.py` imports this module.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ MAX_PLANS = 16
 def attend_packed(
     attention: Attention, qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options
 ) -> Result:
-    """q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
+    """Computes attention over packed q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
-    One call over the whole row does it if the mask speaks of distances alone and every sequence has its
-    queries at the same shift against its keys, as in self-attention. Otherwise the sequences come one by one.
-    A padded batch, or the queries spread out over the keys' row, would be one call again, but they pay in
-    time and memory for places that hold no token.
+    One call over the whole row suffices if the mask depends on distances only and the shift between
+    query and key positions is the same in all sequences, as in self-attention. Otherwise there is
+    one call for each sequence. A padded batch would also be one call, but would spend time and
+    memory on padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
         row = _unread_row(qkv, cu_seqlens_q, cu_seqlens_k, options, by_distance)
         return _attend(attention, qkv, options | {"mask": row, "offset": 0})
     plan = _plan(
-        _numbers("cu_seqlens_q", cu_seqlens_q), _numbers("cu_seqlens_k", cu_seqlens_k), options["mask"],
+        _as_ints("cu_seqlens_q", cu_seqlens_q), _as_ints("cu_seqlens_k", cu_seqlens_k), options["mask"],
         _offset(options["offset"]), by_distance, qkv[0].device,
     )  # fmt: skip
     for name, x, sizes in zip("qkv", qkv, (plan.sizes_q, plan.sizes_k, plan.sizes_k), strict=True):
         if x.shape[1] != sum(sizes):
-            raise ValueError(f"{name}: expected {sum(sizes)} tokens, where cu_seqlens end, got {x.shape[1]}")
+            raise ValueError(f"{name}: expected {sum(sizes)} tokens as in cu_seqlens, got {x.shape[1]}")
     if plan.row is None:
         return _one_by_one(attention, qkv, plan, options)
     return _attend(attention, qkv, options | {"mask": plan.row, "offset": plan.shift})
@@ -58,7 +58,10 @@ def attend_packed(
 def attend_jagged(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q (N, Hq, jq, D), k (N, Hkv, jk, D), v (N, Hkv, jk, Dv) -> out (N, Hq, jq, Dv), LSE (N, Hq, jq)."""
+    """Computes attention over nested q (N, Hq, jq, D), k (N, Hkv, jk, D) and v (N, Hkv, jk, Dv).
+
+    Returns nested out (N, Hq, jq, Dv) and, with `return_lse`, LSE (N, Hq, jq).
+    """
     rows_q, cu_seqlens_q = _row("q", q, len(q))
     rows_k, cu_seqlens_k = _row("k", k, len(q))
     rows_v, cu_seqlens_v = _row("v", v, len(q))
@@ -68,7 +71,7 @@ def attend_jagged(
     if isinstance(options["bias"], Tensor):
         raise TypeError(
             "bias: expected scores.Alibi or scores.RelativeBias with nested tensors, got a tensor; "
-            "packing.varlen_attention takes one over the packed row, (Hq, total_q, total_k)"
+            "packing.varlen_attention takes a tensor over the packed row, (Hq, total_q, total_k)"
         )
     out, lse = attend_packed(attention, (rows_q, rows_k, rows_v), cu_seqlens_q, cu_seqlens_k, options)
     out = torch.nested.nested_tensor_from_jagged(out, cu_seqlens_q, jagged_dim=2)
@@ -78,10 +81,10 @@ def attend_jagged(
 
 
 def _row(name: str, x: Any, N: int) -> tuple[Tensor, Tensor]:
-    """The tokens (H, total, D) of a jagged tensor, and their cu_seqlens."""
+    """Returns the packed tokens (H, total, D) of a jagged tensor, and their cu_seqlens."""
     if not isinstance(x, Tensor) or x.layout is not torch.jagged:
-        came = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, as q is, got {came}")
+        got = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, like q, got {got}")
     nested: Any = x
     if x.ndim != 4 or nested._ragged_idx != 2:
         raise ValueError(
@@ -89,31 +92,33 @@ def _row(name: str, x: Any, N: int) -> tuple[Tensor, Tensor]:
             f".unflatten(-1, (H, D)).transpose(1, 2), got {tuple(x.shape)}"
         )
     if nested.lengths() is not None:
-        raise ValueError(f"{name}: expected no holes between the sequences; .contiguous() closes them")
+        raise ValueError(f"{name}: expected no holes between the sequences; call .contiguous() to close them")
     if len(x) != N:
         raise ValueError(f"{name}: expected {N} sequences as in q, got {len(x)}")
     return nested.values(), nested.offsets()
 
 
 def _attend(attention: Attention, qkv: QKV, options: Options) -> Result:
-    found: Any = attention(*qkv, **options)
-    return found if options["return_lse"] else (found, None)
+    result: Any = attention(*qkv, **options)
+    return result if options["return_lse"] else (result, None)
 
 
-# What is to be done
+# The plan of a packed call
 
 
 class PackedPlan(NamedTuple):
-    sizes_q: list[int]  # tokens of each sequence
-    sizes_k: list[int]
-    offsets: list[int]  # where its first query stands among its keys
-    row: Mask | None  # for one call over the row; None: one by one
-    shift: int  # the offset of that call
+    """How to run a packed call: as one call over the row, or one call for each sequence."""
+
+    sizes_q: list[int]  # number of queries of each sequence
+    sizes_k: list[int]  # number of keys of each sequence
+    offsets: list[int]  # offset of each sequence
+    row: Mask | None  # mask of one call over the row; None: one call for each sequence
+    shift: int  # offset of the call over the row
 
 
-def _numbers(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
+def _as_ints(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
     if cu_seqlens.ndim != 1 or not holds_integers(cu_seqlens):
-        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(cu_seqlens)}")
+        raise ValueError(f"{name}: expected integers of shape (N + 1,), got {describe(cu_seqlens)}")
     return tuple(cu_seqlens.tolist())
 
 
@@ -130,8 +135,11 @@ def _plan(
     cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], mask: Mask | None,
     offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
 ) -> PackedPlan:  # fmt: skip
-    """Remembered, because the layers of a model ask the same. `by_distance`: the bias goes by positions."""
-    with torch.inference_mode(False):  # or its tensors could not take part in training later
+    """Plans a packed call. Cached, because all layers of a model share a plan.
+
+    `by_distance` is True for a bias that depends on distances.
+    """
+    with torch.inference_mode(False):  # else the cached tensors could not be used in training
         cu_seqlens = (torch.tensor(numbers, device=device) for numbers in (cu_seqlens_q, cu_seqlens_k))
         documents = from_cu_seqlens(*cu_seqlens)
     sizes_q, sizes_k = (
@@ -141,8 +149,8 @@ def _plan(
     kinds = _kinds(mask)
     shifts = {o + k - q for o, q, k in zip(offsets, cu_seqlens_q, cu_seqlens_k, strict=False)}
     if not kinds and not by_distance:
-        shifts = {0}  # nothing speaks of positions
-    # Distances are the same in the row as in a sequence, positions are not.
+        shifts = {0}  # neither mask nor bias depends on positions
+    # Distances in the row equal distances in a sequence; positions do not.
     if MaskKind.POSITION in kinds or len(shifts) > 1:
         return PackedPlan(sizes_q, sizes_k, offsets, None, 0)
     return PackedPlan(
@@ -163,13 +171,13 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
 def _unread_row(
     qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
 ) -> Mask:
-    """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
+    """Returns the mask of one call over the row, without reading the values of cu_seqlens."""
     mask, kinds = options["mask"], _kinds(options["mask"])
-    alike = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
-    if MaskKind.POSITION in kinds or not (alike or (not kinds and not by_distance)):
+    self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
+    if MaskKind.POSITION in kinds or not (self_attention or (not kinds and not by_distance)):
         raise NotImplementedError(
             "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
-            "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
+            "needs the same cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
         )
     q_ids = _ids(cu_seqlens_q, qkv[0].shape[1])
     documents = Documents(
@@ -179,49 +187,49 @@ def _unread_row(
 
 
 def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(total,): which sequence each token belongs to."""
+    """Returns the index of each token's sequence, (total,)."""
     return torch.repeat_interleave(
         torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device), cu_seqlens.diff(), output_size=total
     )
 
 
 def _kinds(mask: Any) -> frozenset[MaskKind]:
-    """What the mask speaks of, if it can be applied to every sequence."""
+    """Returns the kinds of a mask. Raises TypeError if the mask cannot apply to every sequence."""
     if mask is None:
         return frozenset()
     if not isinstance(mask, Mask) or MaskKind.INDEX in mask.kinds:
         raise TypeError(
-            "mask: expected one that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
+            "mask: expected a mask that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
             f"Global, RandomBlocks, PerHead, combined with &, |, ~), got {describe(mask)}; over one packed "
             "row: attention(..., mask=masks.from_cu_seqlens(cu_seqlens) & mask)"
         )
     return mask.kinds
 
 
-# One after the other
+# One call for each sequence
 
 
 def _one_by_one(attention: Attention, qkv: QKV, plan: PackedPlan, options: Options) -> Result:
     (q, k, v), sizes_q, sizes_k = qkv, plan.sizes_q, plan.sizes_k
-    # The gradient of a split is one concatenation; that of N slices would be N padded sums.
+    # The gradient of `split` is one concatenation; the gradient of N slices is N padded sums.
     qs, ks, vs = q.split(sizes_q, 1), k.split(sizes_k, 1), v.split(sizes_k, 1)
-    own = {
+    per_sequence = {
         "offset": plan.offsets,
         "bias": _blocks(options["bias"], (len(q), q.shape[1], k.shape[1]), sizes_q, sizes_k),
         "seed": _seeds(options["seed"], len(sizes_q)),
     }
-    found = [
-        _attend(attention, (qs[s], ks[s], vs[s]), options | {name: values[s] for name, values in own.items()})
-        for s in range(len(sizes_q))
-    ]
-    # Joined as (total, H, D): the order in memory that packed tokens mostly have.
-    out = torch.cat([x.transpose(0, 1) for x, _ in found]).transpose(0, 1)
-    lses = [lse for _, lse in found if lse is not None]
+    results = []
+    for s in range(len(sizes_q)):
+        changes = {name: values[s] for name, values in per_sequence.items()}
+        results.append(_attend(attention, (qs[s], ks[s], vs[s]), options | changes))
+    # Concatenated as (total, H, D), the usual memory order of packed tokens.
+    out = torch.cat([x.transpose(0, 1) for x, _ in results]).transpose(0, 1)
+    lses = [lse for _, lse in results if lse is not None]
     return out, torch.cat(lses, 1) if lses else None
 
 
 def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k: list[int]) -> list[Any]:
-    """The bias of each sequence; of a tensor over (Hq, total_q, total_k) the block on the diagonal."""
+    """Returns the bias of each sequence. A tensor (Hq, total_q, total_k) is cut into diagonal blocks."""
     if not isinstance(bias, Tensor):
         return [bias] * len(sizes_q)
     if not broadcasts(tuple(bias.shape), target):
@@ -232,7 +240,7 @@ def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k
 
 
 def _seeds(seed: int | Tensor | None, count: int) -> list[Any]:
-    """One for each sequence, so that they do not share a dropout pattern."""
-    if seed is None or isinstance(seed, bool):  # `make` says what it thinks of a bool
+    """Returns one seed for each sequence, so that their dropout patterns differ."""
+    if seed is None or isinstance(seed, bool):  # `make` rejects a bool
         return [seed] * count
     return [(operator.index(seed) + s) % 2**64 for s in range(count)]

@@ -1,4 +1,4 @@
-"""What a call would do, without doing it: which backend and why, arithmetic, traffic, memory."""
+"""The public function `plan`: predicts backend, FLOPs, traffic and memory of a call."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .._call.make import make
 from .._call.spec import Bias, Options, Problem, Spec, learned
 from ..masks import Mask
 
-COUNTED = 2**26  # without the native core, masks of up to this many pairs are counted from their dense form
+COUNTED = 2**26  # without the native core, larger masks than this many pairs are not counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for one call. A pair is one query and one key of one head of one sample."""
+    """The predicted work of a call. A pair is one query and one key in one head of one sample."""
 
     impl: str
-    kernel: str  # instruction set of the native core, "sdpa" or "flex" of torch, "float64" of the reference
-    against: Mapping[str, tuple[str, ...]]  # reasons against each of the other backends; () = it could run
-    fraction: float  # visible pairs in the full rectangle
-    flops: int  # of the visible pairs: 2 * pairs * (D + Dv)
-    flops_executed: int
+    kernel: str  # native: instruction set, torch: "sdpa" or "flex", reference: "float64"
+    against: Mapping[str, tuple[str, ...]]  # why each other backend cannot run the call; () if it can
+    fraction: float  # visible pairs divided by all pairs
+    flops: int  # 2 * visible pairs * (D + Dv)
+    flops_executed: int  # 2 * computed pairs * (D + Dv)
     bytes_read: int  # every input once
     bytes_written: int  # out and LSE
     peak_extra_bytes: int  # out, LSE and scratch
     tasks: int
-    cut: str  # what tasks have their own part of: "queries", or "keys" where query rows are few (decoding)
+    cut: str  # dimension that tasks split: "queries", or "keys" in decode steps
 
     @property
     def isa(self) -> str | None:
@@ -59,14 +59,14 @@ def plan(
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
 ) -> Plan:  # fmt: skip
-    """What `attention` with these arguments would run, why not something else, and what it would cost.
+    """Predicts backend and work of `attention` with these arguments, without running it.
 
-    Nothing is computed. Meta tensors are planned for the torch backend, without counting the mask.
+    Meta tensors are planned for the torch backend, and their masks are not counted.
 
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
     """
-    seed = 0 if seed is None else seed  # PyTorch's generator stays where it is
+    seed = 0 if seed is None else seed  # leaves PyTorch's generator unchanged
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     name = choose(problem, impl)
     against = {other: reasons("attention", problem, other) for other in BACKENDS if other != name}
@@ -95,7 +95,7 @@ def _kernel(problem: Problem, name: str) -> str:
 
 
 def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
-    """Visible pairs, pairs computed, scratch bytes, tasks."""
+    """Returns the numbers of visible pairs, computed pairs, scratch bytes and tasks."""
     full = problem.spec.pairs
     if name == "native":
         cost = _native.cost(problem)
@@ -104,7 +104,7 @@ def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
 
 
 def _visible_pairs(problem: Problem) -> int:
-    """From the dense mask where that is small; else every pair counts as visible."""
+    """Counts the visible pairs in the dense mask. Above COUNTED pairs all count as visible."""
     spec = problem.spec
     if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:
         return spec.pairs
@@ -114,7 +114,7 @@ def _visible_pairs(problem: Problem) -> int:
 
 
 def _dense_scratch(problem: Problem, name: str) -> int:
-    """Bytes of the n x n tensors, counted roughly: scores, weights and what lies between."""
+    """Estimates the bytes of the n x n tensors: scores, weights and intermediates."""
     spec, full = problem.spec, problem.spec.pairs
     if name == "reference":
         return 5 * 8 * full
@@ -136,7 +136,7 @@ def _bytes_written(spec: Spec) -> int:
 
 
 def _unit(amount: float, base: int) -> str:
-    """1234567 -> "1.23 M"; powers of 1024 are written Ki, Mi."""
+    """Formats an amount with a prefix: 1234567 -> "1.23 M". Base 1024 uses Ki, Mi, ..."""
     names = ("", "K", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
     for name in names:
         if amount < base or name == names[-1]:

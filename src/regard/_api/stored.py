@@ -1,4 +1,4 @@
-"""Keys and values as a cache keeps them: attention over them, and writing them."""
+"""Attention over stored keys, and writes to their storage. For caches and integrations."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _prepared: dict[Key, _stored.StoredCall] = {}
 def attend_stored(
     q: Tensor, stored: Stored, options: Options = NO_OPTIONS, impl: str = "auto", new: New | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention(q, *stored.dense(q.dtype), ...)`, q (B, Hq, Lq, D), without dropout.
+    """Computes `attention(q, *stored.dense(q.dtype), ...)` for q (B, Hq, Lq, D), without dropout.
 
-    With few query rows the native kernel reads the store itself. Then a repeated call skips the checks,
-    though the length, the offset and the data may have changed. A token `new`, checked by the caller, is
-    written first: it is the last of the stored ones.
+    With few query rows the native kernel reads the storage in place. Then a repeated call skips the
+    checks, even if length, offset and data have changed. A token `new`, checked by the caller, is
+    first written as the last stored token.
     """
-    key = None if listeners else _key(q, stored, options, impl)  # listeners hear of calls of `attention`
+    key = None if listeners else _key(q, stored, options, impl)  # listeners are notified by `attention` only
     prepared = _prepared.get(key) if key is not None else None
     if prepared is not None:
-        out, lse = _again(prepared, q, stored, options, new)
+        out, lse = _repeat(prepared, q, stored, options, new)
         return out if lse is None else (out, lse)
     if new is not None:
         B = new[0].shape[0]
@@ -43,39 +43,42 @@ def attend_stored(
     if problem is None or prepared is None:
         k, v = stored.dense(q.dtype)
         if any_needs_grad(q, options.sink, learned(options.bias)):
-            k, v = k.clone(), v.clone()  # backward reads them, and tokens may be written over them until then
-        found: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options._asdict(), impl=impl)
-        return found
+            k, v = k.clone(), v.clone()  # backward reads k and v, which later writes may change
+        result: Tensor | tuple[Tensor, Tensor] = attention(q, k, v, **options._asdict(), impl=impl)
+        return result
     if key is not None:
         remember(_prepared, key, prepared)
-    operands, alive = _native.operands_of(problem)
+    operands, keepalive = _native.operands_of(problem)
     out, lse = _stored.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, operands)
-    del alive
+    del keepalive
     return out if lse is None else (out, lse)
 
 
 def write_stored(
     stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None
 ) -> None:
-    """`stored.write(starts, counts, k, v)`, which has checked nothing: the caller has."""
+    """Runs `stored.write(starts, counts, k, v)`, in the core if possible.
+
+    The caller has checked shapes, dtypes and capacity.
+    """
     k = k if k.ndim == 4 else k.unsqueeze(1)
-    (_stored.write if _is_plain(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
+    (_stored.write if _core_reads(k, k if v is None else v) else Stored.write)(stored, starts, counts, k, v)
 
 
-def _is_plain(k: Tensor, v: Tensor) -> bool:
-    """Whether the core may read these tensors where they lie, and nobody watches."""
+def _core_reads(k: Tensor, v: Tensor) -> bool:
+    """Returns whether the core can read these tensors in place and the call is not watched."""
     if core.reason_unavailable() is not None or k.device.type != "cpu":
         return False
     return not (k.is_neg() or v.is_neg() or is_watched(k, v, v))
 
 
 def _key(q: Tensor, stored: Stored, options: Options, impl: str) -> Key | None:
-    """What calls that differ in length, offset and data have in common; None: check this one."""
+    """Returns the signature of a call without length, offset and data. None: no fast path."""
     mask, offset, bias, scale, softcap, sink, _, _, return_lse = options
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if bias is not None or q.is_neg() or in_autocast() or is_watched(q, k, v):
         return None
-    if needs_grad(q, k, v) or (sink is not None and any_needs_grad(sink)) or not _is_simple(offset):
+    if needs_grad(q, k, v) or (sink is not None and any_needs_grad(sink)) or not _is_valid(offset):
         return None
     if not (q.is_cpu and k.is_cpu and (sink is None or sink.is_cpu)):
         return None
@@ -93,14 +96,14 @@ def _key(q: Tensor, stored: Stored, options: Options, impl: str) -> Key | None:
     )  # fmt: skip
 
 
-def _is_simple(offset: object) -> bool:
+def _is_valid(offset: object) -> bool:
     return offset is None or type(offset) is Tensor or (type(offset) is int and abs(offset) <= MAX_OFFSET)
 
 
-def _again(
+def _repeat(
     prepared: _stored.StoredCall, q: Tensor, stored: Stored, options: Options, new: New | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A call that differs from a checked one in length, offset and data."""
+    """Runs a call that differs from a checked call in length, offset and data only."""
     spec, offset, sink = prepared.spec, options.offset, options.sink
     if sink is not None:
         sink = sink.detach().to(spec.lse_dtype).contiguous()
@@ -108,7 +111,7 @@ def _again(
     start = offset if type(offset) is int else stored.length - spec.Lq
     if new is not None and any(x is not None and x.is_neg() for x in new):
         new = new[0].resolve_neg(), None if new[1] is None else new[1].resolve_neg()
-    return _stored.forward_stored(prepared, q, stored, start, _stored.few_extras(sink, offsets), new)
+    return _stored.forward_stored(prepared, q, stored, start, _stored.operands_from(sink, offsets), new)
 
 
 def _checked_offsets(offset: Tensor, B: int) -> Tensor:
@@ -119,19 +122,26 @@ def _checked_offsets(offset: Tensor, B: int) -> Tensor:
 
 
 def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
-    """The problem with stand-ins for k and v, of their shapes; None if only tensors will do."""
+    """Builds the Problem with placeholders for k and v.
+
+    Returns None if the call needs k and v as tensors: if it is watched, differentiated or in
+    autocast.
+    """
     k, v, table = stored.k, stored.v, stored.table
     if not isinstance(q, Tensor) or q.ndim != 4 or in_autocast():
         return None
     dtype = k.dtype if stored.kind == "float" else q.dtype
-    one = torch.empty((), dtype=dtype, device=k.device)
+    scalar = torch.empty((), dtype=dtype, device=k.device)
     sizes = (k.shape[0] if table is None else table.shape[0], k.shape[1], stored.length)
-    problem = make(q, one.expand(*sizes, stored.D), one.expand(*sizes, stored.Dv), options)
+    problem = make(q, scalar.expand(*sizes, stored.D), scalar.expand(*sizes, stored.Dv), options)
     return None if problem.watched or problem.needs_grad or any_needs_grad(k, v) else problem
 
 
 def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
-    """None: by another backend, or too many rows for the kernel that reads stores."""
+    """Prepares a native call.
+
+    Returns None if another backend runs the call or it has too many query rows to decode.
+    """
     spec = problem.spec
     if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):
         return None

@@ -1,1 +1,1 @@
-"""How a call is differentiated and registered: autograd functions, operators, batching rules."""
+"""Derivatives of attention, its operators in `torch.ops.regard`, and their vmap rules."""

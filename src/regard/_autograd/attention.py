@@ -1,9 +1,9 @@
-"""Run a problem: plainly, with its derivatives, or as an operator.
+"""Runs a problem: without derivatives, with derivatives, or as an operator.
 
-The torch and reference backends are built from differentiable operations. The native kernels are not. They
-get their derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
-<J t, dy>, which is the derivative of either (`_backends/torch/higher.py`). That gives every second derivative
-but forward mode of forward mode. A missing derivative raises; nothing is ever detached in silence.
+The torch and reference backends consist of differentiable operations. The native kernels get their
+derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
+<J t, dy>, which is the derivative of the other two (`_backends/torch/higher.py`). Every second
+derivative exists except forward mode of forward mode. A missing derivative raises an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._call.make import any_needs_grad
 from .._call.spec import Problem
 from .._tools.watching import PLAIN, below_autograd, in_transform, is_legacy_batchedtensor, is_watched
 from . import ops as _ops, vmap as _vmap
-from .ops import FIELDS, INPUTS, KEPT, FlatCall
+from .ops import FIELDS, INPUTS, N_SAVED, FlatCall
 
 Maybe = Tensor | None
 NONE = (None,) * FIELDS
@@ -31,7 +31,7 @@ TENSORS, OFFSETS, SEED = (FlatCall._fields.index(name) for name in ("tensors", "
 
 
 def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
-    """out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None."""
+    """Computes out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None, by the backend `name`."""
     if name != "native":
         results: tuple[Tensor, Tensor | None] = TABLE["attention"][name].run(problem)
         return results
@@ -51,9 +51,9 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 class RegardAttention(Function):
-    """y = (out, LSE or None) of a canonical Problem: the short way, which most training takes.
+    """Maps a canonical Problem to (out, LSE or None): the fast path of training.
 
-    Arguments: the six inputs, and the Problem. `Transformed` does the same where PyTorch watches the call.
+    Arguments: the six inputs and the Problem. `Transformed` is the equivalent for watched calls.
     """
 
     @staticmethod
@@ -61,17 +61,17 @@ class RegardAttention(Function):
         *inputs, p = args
         out, lse, stats, residual = _native.forward_saving(p)
         ctx.set_materialize_grads(False)
-        kept = (*inputs, p.offset, out, stats, residual, *p.tensors)
-        ctx.save_for_backward(*kept)
-        ctx.spec, ctx.seed, ctx.strides = p.spec, p.seed, _all_strides(kept)
+        saved = (*inputs, p.offset, out, stats, residual, *p.tensors)
+        ctx.save_for_backward(*saved)
+        ctx.spec, ctx.seed, ctx.strides = p.spec, p.seed, _all_strides(saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
-        wanted, kept = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
-        q, k, v, bias, by_head, sink, offset, out, stats, residual, *tensors = kept
+        wanted, saved = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
+        q, k, v, bias, by_head, sink, offset, out, stats, residual, *tensors = saved
         p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
-        moved = _all_strides(kept) != ctx.strides  # by a hook
+        moved = _all_strides(saved) != ctx.strides  # a saved-tensor hook may change the layout
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
             return *_backward(_ops.arguments(p), (out, stats, residual), dout, dlse, wanted), None
         _check_mapped(dout, dlse)
@@ -82,21 +82,21 @@ def _all_strides(tensors: Sequence[Maybe]) -> list[tuple[int, ...] | None]:
     return [None if x is None else x.stride() for x in tensors]
 
 
-# What Function.apply comes down to outside of transforms; its own tests take as long as a small forward pass.
+# Function.apply without its checks for transforms, which take as long as a small forward pass.
 _attend: Any = super(Function, RegardAttention).apply
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
-    out, _, *more = output
-    ctx.mark_non_differentiable(*(x for x in more if x is not None))
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
+    out, _, *saved = output
+    ctx.mark_non_differentiable(*(x for x in saved if x is not None))
     ctx.set_materialize_grads(False)
-    _save(ctx, inputs, out, *more)
+    _save(ctx, inputs, out, *saved)
 
 
 class Transformed(Function):
-    """y = (out, LSE) of a FlatCall, and what backward needs: stats and residual.
+    """Maps a FlatCall to (out, LSE, stats, residual); backward needs the last two.
 
-    In the form that `torch.func`, forward mode and operators need, which takes PyTorch longer to call.
+    It has the form that `torch.func`, forward mode and operators need, which is slower to call.
     """
 
     @staticmethod
@@ -104,19 +104,19 @@ class Transformed(Function):
         args = (*args[: FIELDS - 1], True)
         if not is_watched(*args[:3]):
             return _ops.forward(*args)
-        *results, residual = _below(_ops.attention_forward, args)
+        *results, residual = _call_below_autograd(_ops.attention_forward, args)
         return *results, residual if args[0].dtype.itemsize == 2 else None
 
-    setup_context = staticmethod(_remember)
+    setup_context = staticmethod(_setup_context)
 
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dlse: Maybe, *_: Maybe) -> tuple[Maybe, ...]:
-        call, kept = _saved(ctx)
-        return *_backward(call, kept, dout, dlse, ctx.needs_input_grad[:INPUTS]), *NONE[INPUTS:]
+        call, saved = _restore(ctx)
+        return *_backward(call, saved, dout, dlse, ctx.needs_input_grad[:INPUTS]), *NONE[INPUTS:]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
-        call, _ = _saved(ctx)
+        call, _ = _restore(ctx)
         return *_apply(ForwardMode, *call, *tangents[:INPUTS]), None, None
 
     @staticmethod
@@ -125,14 +125,17 @@ class Transformed(Function):
 
 
 class AttentionBackward(Function):
-    """J^T dy: the gradients of the first six of a FlatCall. Arguments as of `attention_backward`."""
+    """Computes J^T dy: the gradients of the six inputs of a FlatCall.
+
+    Arguments: those of the operator `attention_backward`.
+    """
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
         *_, dout, dlse, wanted = args
         _check_mapped(dout, dlse)
         if is_watched(*args[:3]):
-            return _only(wanted, _below(_ops.attention_backward, args))
+            return _only(wanted, _call_below_autograd(_ops.attention_backward, args))
         return tuple(_ops.backward(*args))
 
     @staticmethod
@@ -143,16 +146,16 @@ class AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
-        call, (*_, dout, dlse) = _saved(ctx)
+        call, (*_, dout, dlse) = _restore(ctx)
         grads = _double_backward(call, dout, dlse, tangents)
-        return *grads[:INPUTS], *NONE[INPUTS:], *NONE[:KEPT], *grads[INPUTS:], None
+        return *grads[:INPUTS], *NONE[INPUTS:], *NONE[:N_SAVED], *grads[INPUTS:], None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Maybe) -> tuple[Maybe, ...]:
-        call, (*kept, dout, dlse) = _saved(ctx)
-        ddout, ddlse = tangents[FIELDS + KEPT : FIELDS + KEPT + 2]
+        call, (*saved, dout, dlse) = _restore(ctx)
+        ddout, ddlse = tangents[FIELDS + N_SAVED : FIELDS + N_SAVED + 2]
         by_inputs = _double_backward(call, dout, dlse, tangents[:INPUTS])[:INPUTS]
-        by_dy = _backward(call, kept, ddout, ddlse, ctx.wanted)
+        by_dy = _backward(call, saved, ddout, ddlse, ctx.wanted)
         return tuple(
             _sum(x, y) if wanted else None for x, y, wanted in zip(by_inputs, by_dy, ctx.wanted, strict=True)
         )
@@ -163,14 +166,14 @@ class AttentionBackward(Function):
 
 
 class ForwardMode(Function):
-    """J t: the tangents of out and LSE. Arguments: a FlatCall, six tangents."""
+    """Computes J t: the tangents of out and LSE. Arguments: a FlatCall and six tangents."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
         _check_mapped(*args[FIELDS:])
-        if type(args[0]) in PLAIN:  # then PyTorch sees the operations of `_higher` one by one
+        if type(args[0]) in PLAIN:  # run the differentiable operations of `_higher` directly
             return _ops.jvp(*args)
-        return _below(_ops.attention_jvp, args)
+        return _call_below_autograd(_ops.attention_jvp, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None:
@@ -179,10 +182,10 @@ class ForwardMode(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
-        call, tangents = _saved(ctx)
+        call, tangents = _restore(ctx)
         by_inputs = _double_backward(call, dout, dlse, tangents)[:INPUTS]
-        out, _, *more = _apply(Transformed, *call)
-        by_tangents = _backward(call, (out, *more), dout, dlse, tuple(t is not None for t in tangents))
+        out, _, *saved = _apply(Transformed, *call)
+        by_tangents = _backward(call, (out, *saved), dout, dlse, tuple(t is not None for t in tangents))
         return *by_inputs, *NONE[INPUTS:], *by_tangents
 
     @staticmethod
@@ -195,17 +198,17 @@ class ForwardMode(Function):
 
 
 class DoubleBackward(Function):
-    """The gradient of <J t, dy> by the first six of a FlatCall and by dy.
+    """Computes the gradients of <J t, dy> with respect to the six inputs of a FlatCall and to dy.
 
-    Arguments: a FlatCall, dy, six tangents.
+    Arguments: a FlatCall, dout, dlse and six tangents.
     """
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
         if type(args[0]) in PLAIN:
             return _ops.double_backward(*args)
-        given = [x is not None for x in (*args[:INPUTS], *args[FIELDS : FIELDS + 2])]
-        return _only(given, _below(_ops.attention_double_backward, args))
+        present = [x is not None for x in (*args[:INPUTS], *args[FIELDS : FIELDS + 2])]
+        return _only(present, _call_below_autograd(_ops.attention_double_backward, args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> None: ...
@@ -222,13 +225,13 @@ class DoubleBackward(Function):
 
 
 def _backward(
-    call: FlatCall, kept: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
+    call: FlatCall, saved: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
 ) -> tuple[Maybe, ...]:
-    """`AttentionBackward`, without a graph of its own where nothing asks for one."""
+    """Runs `AttentionBackward`, and records a graph only if one is needed."""
     if dout is None and dlse is None:
         return NONE[:INPUTS]
-    dout = kept[0].new_zeros(()).expand(kept[0].shape) if dout is None else dout
-    args = (*call, *kept, dout, dlse, wanted)
+    dout = saved[0].new_zeros(()).expand(saved[0].shape) if dout is None else dout
+    args = (*call, *saved, dout, dlse, wanted)
     return _apply(AttentionBackward, *args) if _wants_graph() else AttentionBackward.forward(*args)
 
 
@@ -239,7 +242,10 @@ def _wants_graph() -> bool:
 def _double_backward(
     call: FlatCall, dout: Maybe, dlse: Maybe, tangents: Sequence[Maybe]
 ) -> tuple[Maybe, ...]:
-    """`DoubleBackward`, unless all tangents or both of dy are zero."""
+    """Runs `DoubleBackward`.
+
+    All gradients are None if all tangents are None, or dout and dlse are None.
+    """
     if (dout is None and dlse is None) or all(t is None for t in tangents):
         return NONE[: INPUTS + 2]
     if dout is None:
@@ -255,61 +261,70 @@ def _sum(x: Maybe, y: Maybe) -> Maybe:
     return y if x is None else x if y is None else x + y
 
 
-def _below(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The operator without its derivatives, which the Function that calls it has."""
-    if is_dynamo_compiling():  # a backward pass on its own, which has no Function around it
+def _call_below_autograd(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Calls an operator below autograd: the calling Function has the derivatives."""
+    if is_dynamo_compiling():  # a compiled backward pass, outside of any Function
         return op(*args)  # type: ignore[no-any-return]
     with below_autograd():
         return op(*args)  # type: ignore[no-any-return]
 
 
 def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
+    """Replaces the results that are not wanted by None."""
     return tuple(x if w else None for x, w in zip(results, wanted, strict=True))
 
 
 def _check_mapped(*tensors: Maybe) -> None:
+    """Raises NotImplementedError for tensors that the legacy vmap has batched."""
     if is_dynamo_compiling():
         return
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
         raise NotImplementedError(
-            "is_grads_batched=True and vectorize=True map by an older vmap that does not know attention; "
+            "is_grads_batched=True and vectorize=True use an older vmap, which attention does not support; "
             "use torch.func.jacrev, torch.func.jacfwd or torch.func.vmap"
         )
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(derivative: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what} of attention is not in the native backend, which has first and second derivatives; "
-        "use impl='reference', where every derivative exists, at n x n memory"
+        f"{derivative} of attention is not implemented in the native backend, which has first and second "
+        "derivatives; use impl='reference', which has every derivative, at n x n memory"
     )
 
 
-def _save(ctx: Any, call: Sequence[Any], *more: Maybe) -> None:
-    """Everything that is a tensor by PyTorch's own means: hooks see it, changes in place are noticed."""
-    tensors = (*call[:INPUTS], call[OFFSETS], call[SEED], *more, *call[TENSORS])
+def _save(ctx: Any, call: Sequence[Any], *results: Maybe) -> None:
+    """Saves a FlatCall and some results in ctx.
+
+    Tensors go through `save_for_backward`, so that hooks see them and in-place changes are
+    detected.
+    """
+    tensors = (*call[:INPUTS], call[OFFSETS], call[SEED], *results, *call[TENSORS])
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
-    ctx.numbers, ctx.more = call[SEED + 1 : FIELDS], len(more)
+    ctx.constants, ctx.n_results = call[SEED + 1 : FIELDS], len(results)
 
 
-def _saved(ctx: Any) -> tuple[FlatCall, tuple[Any, ...]]:
-    tensors, end = ctx.saved_tensors, INPUTS + 2 + ctx.more
+def _restore(ctx: Any) -> tuple[FlatCall, tuple[Any, ...]]:
+    """Returns the FlatCall and the results that `_save` has saved."""
+    tensors, end = ctx.saved_tensors, INPUTS + 2 + ctx.n_results
     offsets, seed = tensors[INPUTS : INPUTS + 2]
-    call = (*tensors[:INPUTS], tensors[end:], offsets, seed, *ctx.numbers)
+    call = (*tensors[:INPUTS], tensors[end:], offsets, seed, *ctx.constants)
     return FlatCall(*call), tensors[INPUTS + 2 : end]
 
 
 def _register(op: Any, function: type[Function]) -> None:
+    """Registers the derivatives of an operator."""
+
     def with_derivatives(*args: Any) -> tuple[Tensor, ...]:
-        if in_transform():  # PyTorch has begun to peel the levels off, too late for a Function to follow
+        if in_transform():  # the dispatcher has unwrapped a level: too late to apply a Function
             raise NotImplementedError(
-                f"{op}: torch.func cannot differentiate an operator, as it must inside torch.compile; call "
-                "regard.attention under torch.func outside, or use backward() and torch.autograd.grad"
+                f"{op}: torch.func cannot differentiate an operator, as inside torch.compile; call "
+                "regard.attention under torch.func outside, or use backward() or torch.autograd.grad"
             )
         if any_needs_grad(*args):
-            return _ops.filled(*_apply(function, *args))
-        return _below(op, args)
+            return _ops.none_to_empty(*_apply(function, *args))
+        return _call_below_autograd(op, args)
 
     _ops.library.impl(op, with_derivatives, "Autograd")
 

@@ -1,4 +1,4 @@
-"""Runs linear attention, with gradients for the native backend."""
+"""Runs linear attention, and gives the native backend its gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from .._backends.dispatch import TABLE
 from .._backends.native import linear as _native
-from .._backends.native.linear import LinearKept
+from .._backends.native.linear import LinearSaved
 from .._backends.torch import linear as _linear_torch
 from .._call.linear import LinearCall, LinearResult
 from .._call.make import any_needs_grad
@@ -20,7 +20,10 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
 def run(call: LinearCall, name: str) -> LinearResult:
-    """Runs a call. The torch and reference backends consist of differentiable operations."""
+    """Runs a call by the backend `name`.
+
+    Only the native backend needs a Function for its gradients.
+    """
     if name == "native" and any_needs_grad(*call[:INPUTS]):
         return LinearResult(*_attend(*call[:INPUTS], call))
     result: LinearResult = TABLE["linear"][name].run(call)
@@ -28,40 +31,40 @@ def run(call: LinearCall, name: str) -> LinearResult:
 
 
 class RegardLinearAttention(Function):
-    """(out, S, z or None) of a LinearCall. Arguments: its inputs, and itself."""
+    """Maps a LinearCall to (out, S, z or None). Arguments: its inputs and the LinearCall."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
         *inputs, p = args
-        result, kept = _native.linear_saving(p)
+        result, linear_saved = _native.linear_saving(p)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, p.lengths, *kept)
-        ctx.numbers = p[INPUTS + 1 :]
+        ctx.save_for_backward(*inputs, p.lengths, *linear_saved)
+        ctx.constants = p[INPUTS + 1 :]
         return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dS: Maybe, dz: Maybe) -> tuple[Maybe, ...]:
-        saved = ctx.saved_tensors  # once: under a checkpoint each look computes forward again
-        p = LinearCall(*saved[: INPUTS + 1], *ctx.numbers)
+        saved = ctx.saved_tensors  # read once: under checkpointing each access recomputes forward
+        p = LinearCall(*saved[: INPUTS + 1], *ctx.constants)
         if dout is None:
             dout = p.q.new_zeros(()).expand(*p.q.shape[:3], p.v.shape[3])
         if torch.is_grad_enabled():
             return *_through_torch(p, ctx.needs_input_grad[:INPUTS], dout, dS, dz), None
-        kept = LinearKept(*saved[INPUTS + 1 :])
-        return *_native.linear_backward(p, kept, dout, dS, dz), None
+        linear_saved = LinearSaved(*saved[INPUTS + 1 :])
+        return *_native.linear_backward(p, linear_saved, dout, dS, dz), None
 
 
 def _through_torch(
     p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
-    """The gradients as functions that can be differentiated again."""
+    """Computes the gradients by the torch backend, so that they can be differentiated again."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
-    given = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
+    used = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
     inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]
-    outputs, dys = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, dys, create_graph=True, allow_unused=True))
-    return tuple(next(found) if w else None for w in wanted)
+    outputs, dys = zip(*used, strict=True)
+    grads = iter(torch.autograd.grad(outputs, inputs, dys, create_graph=True, allow_unused=True))
+    return tuple(next(grads) if w else None for w in wanted)
 
 
-# What Function.apply comes down to outside of transforms, which take the torch backend.
+# Function.apply without its checks for transforms: transformed calls run on the torch backend.
 _attend: Any = super(Function, RegardLinearAttention).apply

@@ -1,9 +1,9 @@
-"""The operators in `torch.ops.regard`: how compilers, exporters and modes see the native kernels.
+"""The operators in `torch.ops.regard`: the native kernels for compilers, exporters and modes.
 
-Each has a schema, a CPU kernel and a shape function, the two passes also a count of FLOPs. `vmap.py` gives
-them batching rules, `attention.py` derivatives. A `FlatCall` is what crosses a schema: tensors in canonical
-form and numbers, no Python object. A schema cannot say that a result is missing: where a kernel returns None,
-its operator returns an empty tensor.
+Each operator has a schema, a CPU kernel and a shape function; forward and backward also have a FLOP
+formula. `vmap.py` registers their batching rules, `attention.py` their derivatives. The arguments
+are a `FlatCall`: tensors in canonical form and numbers, no other Python objects. A schema has no
+optional results, so an operator returns an empty tensor for a result that is None.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ Results = tuple[Maybe, ...]
 
 
 class FlatCall(NamedTuple):
-    """A call in canonical form, in the order of the schemas. The first six may have gradients."""
+    """A call in canonical form, in the order of the schemas.
+
+    The first six fields are differentiable.
+    """
 
     q: Tensor  # (B, Hq, Lq, D)
     k: Tensor  # (B, Hkv, Lk, D)
     v: Tensor  # (B, Hkv, Lk, Dv)
     bias: Maybe  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
-    by_head: Maybe  # (Hq,) ALiBi's slopes, (Hq, 2 * far + 1) the relative bias by distance
+    by_head: Maybe  # ALiBi slopes (Hq,), or a relative bias by distance (Hq, 2 * far + 1)
     sink: Maybe  # (Hq,)
-    tensors: Sequence[Tensor]  # the mask program's, (1 or B, ...)
+    tensors: Sequence[Tensor]  # of the mask program, (1 or B, ...)
     offsets: Maybe  # (B,) int64
     seed: Maybe  # () int64, with dropout
     code: Sequence[int]  # the mask program
-    offset: int  # where there are no offsets
+    offset: int  # used if `offsets` is None
     scale: float
     softcap: float | None
     dropout: float
-    saving: bool  # forward returns what backward needs, which takes longer where there are few rows
+    saving: bool  # forward also returns stats and residual; slower with few query rows
 
     @property
     def inputs(self) -> Results:
@@ -53,12 +56,12 @@ class FlatCall(NamedTuple):
 
 
 INPUTS = 6
-KEPT = 3  # out, stats and residual: what backward needs of forward
+N_SAVED = 3  # results of forward that backward needs: out, stats and residual
 FIELDS = len(FlatCall._fields)
 
 
 class BackwardArguments(NamedTuple):
-    """The further arguments of the backward pass."""
+    """The arguments of the backward pass after the FlatCall."""
 
     out: Tensor  # (B, Hq, Lq, Dv)
     stats: Tensor  # (2, B, Hq, Lq)
@@ -69,6 +72,7 @@ class BackwardArguments(NamedTuple):
 
 
 def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments]:
+    """Splits the arguments of the backward pass."""
     return FlatCall(*args[:FIELDS]), BackwardArguments(*args[FIELDS:])
 
 
@@ -76,34 +80,34 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """A FlatCall -> out, LSE, stats, residual."""
+    """Maps a FlatCall to out, LSE, stats and residual."""
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
 
 
 def backward(*args: Any) -> Results:
-    """A FlatCall, BackwardArguments -> the gradients that are wanted."""
+    """Maps a FlatCall and BackwardArguments to the gradients that are wanted."""
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
-    out, residual = _laid_out(out, problem.spec), _laid_out(residual, problem.spec)
+    out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)
     return _native.backward(problem, out, stats.contiguous(), residual, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
 
 
-def _laid_out(out: Any, spec: Spec) -> Any:
-    """As forward has left it: a hook or a transform may have moved it."""
+def _restore_strides(out: Any, spec: Spec) -> Any:
+    """Restores the strides of `spec.out_stride`, which a hook or a transform may have changed."""
     if out is None or out.stride() == spec.out_stride:
         return out
     return out.new_empty_strided(out.shape, spec.out_stride).copy_(out)
 
 
 def jvp(*args: Any) -> Results:
-    """A FlatCall, six tangents -> the tangents of out and LSE."""
+    """Maps a FlatCall and six tangents to the tangents of out and LSE."""
     return _contiguous(_higher.jvp(problem_of(FlatCall(*args[:FIELDS])), args[FIELDS:]))
 
 
 def double_backward(*args: Any) -> Results:
-    """A FlatCall, dout, dlse, six tangents -> the gradients by the six inputs, dout and dlse."""
+    """Maps a FlatCall, dout, dlse and six tangents to the gradients of inputs, dout and dlse."""
     dout, dlse, *tangents = args[FIELDS:]
     return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))
 
@@ -113,7 +117,7 @@ def _contiguous(results: Results) -> Results:
 
 
 def arguments(problem: Problem) -> FlatCall:
-    """The arguments of an operator, from a problem of any layout."""
+    """Converts a problem of any layout to the arguments of an operator."""
     p, spec = canonical(problem), problem.spec
     seed = None
     if spec.dropout:
@@ -126,7 +130,7 @@ def arguments(problem: Problem) -> FlatCall:
 
 
 def problem_of(call: FlatCall) -> Problem:
-    """The canonical Problem of an operator's arguments. There is nothing left to check."""
+    """Converts the arguments of an operator to a canonical Problem, without checks."""
     q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
@@ -135,8 +139,8 @@ def problem_of(call: FlatCall) -> Problem:
         None if offsets is not None else offset, *numbers,
     )  # fmt: skip
     spec = specs.get(key) or remember(specs, key, _spec(call))
-    number = int(seed) if seed is not None else 0
-    return Problem(spec, q, k, v, None, tuple(tensors), offsets, bias, by_head, sink, number, False)
+    seed_bits = int(seed) if seed is not None else 0
+    return Problem(spec, q, k, v, None, tuple(tensors), offsets, bias, by_head, sink, seed_bits, False)
 
 
 def _spec(call: FlatCall) -> Spec:
@@ -144,10 +148,10 @@ def _spec(call: FlatCall) -> Spec:
     kind = "none" if bias is None else "tensor"
     if by_head is not None:
         kind = "alibi" if by_head.ndim == 1 else "relative"
-    given = Options(
+    options = Options(
         None, offset if offsets is None else offsets, bias, scale, softcap, sink, dropout, return_lse=True
     )
-    return spec_of((q, k, v), (q.shape[0],), tuple(code), tensors, kind, given)
+    return spec_of((q, k, v), (q.shape[0],), tuple(code), tensors, kind, options)
 
 
 # Shapes
@@ -168,17 +172,17 @@ def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_shapes(*args: Any) -> Results:
-    """Gradients of k and v lie in memory as k and v do."""
-    call, more = backward_arguments(args)
-    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call.inputs, more.wanted, strict=True))
+    """Returns empty gradients. Those of k and v have the memory order of k and v."""
+    call, rest = backward_arguments(args)
+    q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call.inputs, rest.wanted, strict=True))
     dk, dv = (None if x is None else torch.empty_like(x) for x in kv)
     dq, *others = (None if x is None else x.new_empty(x.shape) for x in (q, bias, by_head, sink))
     return dq, dk, dv, *others
 
 
 def _double_backward_shapes(*args: Any) -> Results:
-    given = (*args[:INPUTS], *args[FIELDS : FIELDS + 2])
-    return tuple(None if x is None else x.new_empty(x.shape) for x in given)
+    inputs = (*args[:INPUTS], *args[FIELDS : FIELDS + 2])
+    return tuple(None if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 # The operators
@@ -198,12 +202,14 @@ library = torch.library.Library("regard", "DEF")
 
 
 def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., Results]) -> Any:
+    """Registers an operator with its CPU kernel and shape function, and returns it."""
+
     def cpu(*args: Any) -> tuple[Tensor, ...]:
         _check(FlatCall(*args[:FIELDS]))
-        return filled(*kernel(*args))
+        return none_to_empty(*kernel(*args))
 
     def fake(*args: Any) -> tuple[Tensor, ...]:
-        return filled(*shapes(*args))
+        return none_to_empty(*shapes(*args))
 
     name = schema.partition("(")[0]
     library.define(schema)
@@ -212,13 +218,13 @@ def _define(schema: str, kernel: Callable[..., Results], shapes: Callable[..., R
     return getattr(torch.ops.regard, name).default
 
 
-def filled(*results: Maybe) -> tuple[Tensor, ...]:
-    """Empty tensors in the place of None."""
+def none_to_empty(*results: Maybe) -> tuple[Tensor, ...]:
+    """Replaces None by an empty tensor."""
     return tuple(torch.empty(0) if x is None else x for x in results)
 
 
 def _check(call: FlatCall) -> None:
-    """Anybody can call an operator, and the kernels trust what they are given."""
+    """Checks the shapes of a direct call of an operator. The kernels do not check them."""
     q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
     B, Hq, Lq, D = q.shape
     Hkv, Lk = v.shape[1:3]
@@ -251,7 +257,7 @@ attention_double_backward = _define(
 )
 
 
-# FLOPs of the pairs that the mask leaves, as `plan` counts them
+# FLOPs of the visible pairs, counted as in `plan`
 
 
 @register_flop_formula(torch.ops.regard.attention_forward, get_raw=True)
@@ -262,16 +268,16 @@ def _forward_flops(*args: Any, out_val: Any = None) -> int:
 
 @register_flop_formula(torch.ops.regard.attention_backward, get_raw=True)
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
-    """The scores again, then the products that the wanted gradients need; five in all."""
-    call, more = backward_arguments(args)
+    """Counts the recomputed scores and the products of the wanted gradients, five in all."""
+    call, rest = backward_arguments(args)
     D, Dv = call.q.shape[3], call.v.shape[3]
-    q, k, v, *others = more.wanted
-    of_scores = q or k or any(others)
-    return 2 * _pairs(call) * (D * (1 + q + k) + Dv * (v + of_scores))
+    q, k, v, *others = rest.wanted
+    needs_scores_grad = q or k or any(others)
+    return 2 * _pairs(call) * (D * (1 + q + k) + Dv * (v + needs_scores_grad))
 
 
 def _pairs(call: FlatCall) -> int:
-    """Visible pairs; all pairs where the mask cannot be read."""
+    """Counts the visible pairs, or all pairs if sizes or mask tensors have no known values."""
     (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
     known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)
     if not known or not all(type(n) is int for n in (B, Hq, Lq, Lk, call.offset)):

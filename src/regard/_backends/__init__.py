@@ -1,1 +1,4 @@
-"""Who computes a call: `dispatch` chooses between the native core, PyTorch and the reference."""
+"""The backends: the native core, PyTorch and the reference.
+
+`dispatch` chooses one for each call.
+"""

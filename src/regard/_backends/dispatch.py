@@ -1,9 +1,9 @@
-"""Which backend runs a call, and the reasons against the others: one table for all mechanisms.
+"""Chooses the backend that runs a call, and gives the reasons why other backends cannot.
 
-`auto` takes the first backend that can run the call: the native kernels, then PyTorch, then the reference.
-The native kernels run every call of attention and evidence on a CPU. Without a compiled core `auto` begins
-with PyTorch, and on other devices it is PyTorch alone. A backend asked for by name never falls back.
-The environment variable REGARD_IMPL, read when the library is imported, says what `auto` means.
+`impl="auto"` takes the first backend that can run the call: native, then torch, then reference. The
+native backend runs every call of attention and evidence on a CPU. Without a compiled core `auto`
+starts with torch, and on other devices it tries torch only. A backend chosen by name never falls
+back. The environment variable REGARD_IMPL, read at import, replaces `auto` by a backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORCED = os.environ.get(VARIABLE) or None
 
 class Backend(NamedTuple):
     run: Callable[..., Any]
-    reasons: Callable[[Any], tuple[str, ...]]  # why it cannot run a call; () when it can
+    reasons: Callable[[Any], tuple[str, ...]]  # why the backend cannot run a call; () if it can
 
 
 def _no_reasons(call: object) -> tuple[str, ...]:
@@ -41,9 +41,9 @@ def _linear_reasons(call: LinearCall) -> tuple[str, ...]:
     if not call.q.is_cpu:
         return (f"native kernels run on the CPU, the tensors are on {call.q.device}",)
     if not call.causal:
-        return ("without causal=True it is two matrix products, which are PyTorch's",)
+        return ("a call with causal=False is two matrix products, which PyTorch computes",)
     if forward_ad._current_level >= 0 or is_watched(call.q, call.k, call.v, by_profiler=False):
-        return ("PyTorch compiles or transforms it and must see every operation",)
+        return ("PyTorch compiles or transforms the call and must see every operation",)
     return ()
 
 
@@ -68,7 +68,7 @@ BACKENDS = tuple(TABLE["attention"])
 
 
 def choose(problem: Problem, impl: str = "auto") -> str:
-    """`select` for attention, remembered in the Spec."""
+    """Returns the name of the backend that runs attention. Caches the choice in the Spec."""
     memo = problem.spec.choices[problem.needs_grad]
     name = memo.get(impl) if type(impl) is str else None
     if name is None:
@@ -77,31 +77,34 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 
 def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
-    """The name of the backend that runs the call."""
+    """Returns the name of the backend that runs the call.
+
+    Raises NotImplementedError if `impl` cannot run it.
+    """
     if impl == "auto":
         names = preference(call.spec.device)
     else:
         check_name(impl, "impl", "auto")
         names = (impl,)
-    against = {}
+    obstacles = {}
     for name in names:
-        against[name] = reasons(mechanism, call, name)
-        if not against[name]:
+        obstacles[name] = reasons(mechanism, call, name)
+        if not obstacles[name]:
             return name
-    told = "; ".join(f"{name}: {', '.join(found)}" for name, found in against.items())
+    details = "; ".join(f"{name}: {', '.join(why)}" for name, why in obstacles.items())
     others = [name for name in BACKENDS if name not in names and not reasons(mechanism, call, name)]
     hint = f"; possible here: impl={' or '.join(map(repr, others))}" if others else ""
-    raise NotImplementedError(f"impl={impl!r} cannot run this call: {told}{hint}")
+    raise NotImplementedError(f"impl={impl!r} cannot run this call: {details}{hint}")
 
 
 def reasons(mechanism: str, call: Problem | LinearCall, name: str) -> tuple[str, ...]:
-    """Why backend `name` cannot run the call; () when it can."""
+    """Returns why backend `name` cannot run the call, or () if it can."""
     missing = core.reason_unavailable() if name == "native" else None
     return (missing,) if missing is not None else TABLE[mechanism][name].reasons(call)
 
 
 def preference(device: torch.device) -> tuple[str, ...]:
-    """The backends that `auto` tries, in order."""
+    """Returns the names of the backends that `auto` tries, in order."""
     if FORCED is not None and FORCED != "auto":
         check_name(FORCED, f"environment variable {VARIABLE}")
         return (FORCED,)
@@ -110,8 +113,9 @@ def preference(device: torch.device) -> tuple[str, ...]:
     return BACKENDS if core.reason_unavailable() is None else BACKENDS[1:]
 
 
-def check_name(name: object, argument: str, *more: str) -> None:
-    known = (*more, *BACKENDS)
+def check_name(name: object, argument: str, *other_names: str) -> None:
+    """Checks that `name` is a backend or one of `other_names`."""
+    known = (*other_names, *BACKENDS)
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected one of {', '.join(known)}, got {describe(name)}")
     if name not in known:

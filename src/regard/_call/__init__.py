@@ -1,1 +1,1 @@
-"""What a call asks: its arguments, checked once and frozen. Imports only values (masks, scores, facts)."""
+"""The arguments of a call, checked and frozen. Imports only values (masks, scores, facts)."""

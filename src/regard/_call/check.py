@@ -1,4 +1,4 @@
-"""The checks of a call, each with a message that names the argument."""
+"""Checks and conversions of the arguments of a call. Every error message names the argument."""
 
 from __future__ import annotations
 
@@ -19,51 +19,60 @@ def fail(error: type[Exception], name: str, expected: str, got: object, qkv: QKV
     raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
 
 
-def check(qkv: QKV, program: Program | None, given: Options) -> tuple[int, ...]:
-    """Checks everything that shapes, dtypes and options alone decide. Returns the broadcast batch dims.
+def check(qkv: QKV, program: Program | None, options: Options) -> tuple[int, ...]:
+    """Checks shapes, dtypes, devices and options without reading data.
 
-    Mask and offset in `given` are as `as_mask` and `as_offset` return them.
+    Returns the broadcast batch dims. `options.mask` and `options.offset` are results of `as_mask`
+    and `as_offset`.
     """
     check_tensors(qkv)
-    _check_scalars(given)
+    _check_scalars(options)
     batch = _check_sizes(qkv)
     q, k, _ = qkv
     Hq, Lq, Lk = 1 if q.ndim == 2 else q.shape[-3], q.shape[-2], k.shape[-2]
-    _check_offset(given.offset, batch, qkv)
-    if isinstance(given.mask, Mask) and program is not None:
+    _check_offset(options.offset, batch, qkv)
+    if isinstance(options.mask, Mask) and program is not None:
         _check_mask_device(program, q)
-        given.mask.check_shapes(batch, Hq, Lq, Lk, given.offset)
-    _check_bias(given.bias, Hq, (Lq, Lk) if q.ndim == 2 else (*batch, Hq, Lq, Lk), qkv)
-    _check_sink(given.sink, Hq, qkv)
+        options.mask.check_shapes(batch, Hq, Lq, Lk, options.offset)
+    _check_bias(options.bias, Hq, (Lq, Lk) if q.ndim == 2 else (*batch, Hq, Lq, Lk), qkv)
+    _check_sink(options.sink, Hq, qkv)
     return batch
 
 
 # Conversions
 
 
-def as_numbers(given: Options) -> Options:
-    """The options with Python floats. Raises TypeError if a number or `return_lse` has another type."""
-    scale = None if given.scale is None else number("scale", given.scale)
-    softcap = None if given.softcap is None else number("softcap", given.softcap)
-    dropout = number("dropout", given.dropout)
-    if type(given.return_lse) is not bool:
-        fail(TypeError, "return_lse", "a bool", describe(given.return_lse))
-    return given._replace(scale=scale, softcap=softcap, dropout=dropout)
+def as_numbers(options: Options) -> Options:
+    """Converts the numeric options to Python floats.
+
+    Raises TypeError for a value of another type.
+    """
+    scale = None if options.scale is None else number("scale", options.scale)
+    softcap = None if options.softcap is None else number("softcap", options.softcap)
+    dropout = number("dropout", options.dropout)
+    if type(options.return_lse) is not bool:
+        fail(TypeError, "return_lse", "a bool", describe(options.return_lse))
+    return options._replace(scale=scale, softcap=softcap, dropout=dropout)
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:
+    """Converts a bool tensor to a `Dense` mask.
+
+    Raises TypeError unless `mask` is a mask or None.
+    """
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
         fail(TypeError, "mask", "a Mask or a bool tensor (True = may attend)", describe(mask))
     if mask.dtype is torch.bool:
         return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
-    added = mask.dtype.is_floating_point
-    how = "numbers to add to the scores go to bias=" if added else "convert it: mask.bool()"
-    fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({how})", describe(mask))
+    is_float = mask.dtype.is_floating_point
+    hint = "numbers to add to the scores go to bias=" if is_float else "convert it: mask.bool()"
+    fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({hint})", describe(mask))
 
 
 def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
+    """Checks the type of an offset, and the range of an int."""
     if offset is None:
         return None
     if not (holds_integers(offset) if isinstance(offset, Tensor) else is_integer(offset)):
@@ -77,16 +86,17 @@ def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
 
 
 def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) -> int | Tensor:
-    """The 64 bits that key the dropout pattern; without a seed, from PyTorch's default CPU generator.
+    """Returns the 64-bit seed of the dropout pattern, as a signed integer.
 
-    In a watched call the value of a tensor may not be known yet: it stays one.
+    Without a seed, draws one from PyTorch's default CPU generator. In a watched call a tensor stays
+    a tensor, because its value may not be known yet.
     """
     if seed is None:
         if not dropout:
             return 0
         seed = torch.randint(2**63 - 1, (), device="cpu")
-    one = holds_integers(seed) and seed.numel() == 1 if isinstance(seed, Tensor) else is_integer(seed)
-    if not one:
+    valid = holds_integers(seed) and seed.numel() == 1 if isinstance(seed, Tensor) else is_integer(seed)
+    if not valid:
         fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
     if isinstance(seed, Tensor):
         return seed.reshape(()).to(torch.int64) if watched else int(seed)
@@ -117,7 +127,7 @@ def check_tensors(qkv: QKV) -> None:
 
 
 def _check_sizes(qkv: QKV) -> tuple[int, ...]:
-    """The broadcast batch dims."""
+    """Checks that the shapes of q, k and v fit together. Returns the broadcast batch dims."""
     q, k, v = (x.shape for x in qkv)
     if len(q) < 2:
         fail(ValueError, "q", "(L, D), (H, L, D) or (..., H, L, D)", tuple(q), qkv)
@@ -145,13 +155,13 @@ def _broadcast(sizes: tuple[int, int, int], qkv: QKV) -> int:
     return size
 
 
-def _check_scalars(given: Options) -> None:
-    if given.scale is not None and not -math.inf < given.scale < math.inf:
-        fail(ValueError, "scale", "a finite number", given.scale)
-    if given.softcap is not None and not 0 < given.softcap < math.inf:
-        fail(ValueError, "softcap", "a finite number above 0", given.softcap)
-    if not 0 <= given.dropout <= 1:
-        fail(ValueError, "dropout", "a probability from 0 to 1", given.dropout)
+def _check_scalars(options: Options) -> None:
+    if options.scale is not None and not -math.inf < options.scale < math.inf:
+        fail(ValueError, "scale", "a finite number", options.scale)
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        fail(ValueError, "softcap", "a finite number above 0", options.softcap)
+    if not 0 <= options.dropout <= 1:
+        fail(ValueError, "dropout", "a probability from 0 to 1", options.dropout)
 
 
 def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: QKV) -> None:
@@ -189,11 +199,11 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: QKV) -
 
 
 def check_learned(name: str, x: Tensor, qkv: QKV) -> None:
-    """Checks a tensor of numbers besides q, k and v: in their dtype or float32, on their device."""
+    """Checks a float tensor other than q, k and v: q's dtype or float32, strided, on q's device."""
     q = qkv[0]
     if x.dtype not in (q.dtype, torch.float32):
-        both = "" if q.dtype is torch.float32 else " or torch.float32"
-        fail(TypeError, name, f"dtype {q.dtype}{both}", x.dtype, qkv)
+        or_float = "" if q.dtype is torch.float32 else " or torch.float32"
+        fail(TypeError, name, f"dtype {q.dtype}{or_float}", x.dtype, qkv)
     if x.layout is not torch.strided:
         fail(TypeError, name, "a dense (strided) tensor", x.layout)
     _check_device(name, x, qkv)

@@ -1,7 +1,8 @@
-"""Which weights dropout keeps: a hash of (seed, batch, head, query, key), so no tiling can change it.
+"""The dropout pattern: a hash of (seed, batch, head, query, key), which does not depend on tiling.
 
-Each query has 64 bits from splitmix64, each pair of keys 32 bits of a second hash, each key 16 of them.
-torch lacks unsigned 64-bit arithmetic; int64 wraps the same way, and a mask makes right shifts logical.
+Each query has a 64-bit word from splitmix64. A second hash yields 32 bits for two adjacent keys, 16
+for each. PyTorch lacks unsigned 64-bit arithmetic: int64 wraps the same way, and a mask makes right
+shifts logical.
 """
 
 from __future__ import annotations
@@ -13,39 +14,44 @@ GOLDEN = 0x9E3779B97F4A7C15
 LOW = 0xFFFFFFFF
 
 
-def kept(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:
-    """Bool (B, Hq, Lq, Lk): True where the weight is kept."""
+def keep_mask(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:
+    """Returns bool (B, Hq, Lq, Lk), True for weights that dropout keeps."""
     head, query, key = (torch.arange(n, device=device) for n in (B * Hq, Lq, Lk))
-    return kept_at(seed, p, head.view(B, Hq, 1, 1), query[:, None], key)
+    return keep_mask_at(seed, p, head.view(B, Hq, 1, 1), query[:, None], key)
 
 
-def kept_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The same for any heads (numbered b * Hq + h), queries and keys; the three int64 tensors broadcast."""
+def keep_mask_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the keep mask for selected heads (b * Hq + h), queries and keys.
+
+    The three int64 tensors broadcast.
+    """
     row = _query_words(seed, head, query)
     x = ((key >> 1) * 0x9E3779B9 + (row & LOW)) & LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
     x = ((x ^ (x >> 15) ^ _shift(row, 32)) * 0x846CA68B) & LOW
     x = x ^ (x >> 16)
-    u = torch.where(key % 2 == 0, x & 0xFFFF, x >> 16)
-    return u >= round(p * 65536)
+    bits = torch.where(key % 2 == 0, x & 0xFFFF, x >> 16)
+    return bits >= round(p * 65536)
 
 
 def _query_words(seed: int, head: Tensor, query: Tensor) -> Tensor:
+    """Returns the 64-bit word of each query."""
     start = _mix(torch.tensor(_signed(seed + GOLDEN), device=head.device))
     return _mix(_mix(start + head) + query)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of splitmix64."""
+    """Applies the finaliser of splitmix64."""
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     return z ^ _shift(z, 31)
 
 
 def _shift(z: Tensor, n: int) -> Tensor:
+    """Shifts right by n bits, filling with zeros."""
     return (z >> n) & ((1 << (64 - n)) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int64 with the low 64 bits of x."""
+    """Returns the low 64 bits of x as a signed integer."""
     return (x + 2**63) % 2**64 - 2**63

@@ -1,8 +1,8 @@
-"""How the tensors of a call lie in memory, and their canonical form in four dims.
+"""The memory layout of a call's tensors, and the canonical form of a call.
 
-Canonical are q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), a bias of pairs that broadcasts to
-(B, Hq, Lq, Lk), and a sink (Hq,) in the dtype of the LSE. Any call gets this form by views, apart from
-tensors in `Spec.copied`.
+The canonical form has q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), a bias tensor that
+broadcasts to (B, Hq, Lq, Lk), and a sink (Hq,) in the dtype of the LSE. Views bring every call into
+this form, except for the tensors in `Spec.copied`.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from .spec import QKV, Options, Problem, Spec, Strides, compute_dtype
 
 def spec_of(
     qkv: QKV, batch: tuple[int, ...], code: tuple[int, ...], tensors: Sequence[Tensor], bias: str,
-    given: Options,
+    options: Options,
 ) -> Spec:  # fmt: skip
-    """Builds the Spec of a call whose arguments fit together.
+    """Builds the Spec of a call whose arguments have been checked.
 
-    `code` and `tensors` are the mask's program, `bias` is the kind of bias.
+    `code` and `tensors` are the mask program, `bias` is the kind of bias.
     """
     q, k, v = qkv
     Hq, Hkv = (1, 1) if q.ndim == 2 else (q.shape[-3], k.shape[-3])
     Lq, Lk, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    B, offset = math.prod(batch), given.offset
-    by_pair = given.bias if isinstance(given.bias, Tensor) else None
-    strides, copied = _strides(qkv, by_pair, batch)
+    B, offset = math.prod(batch), options.offset
+    pair_bias = options.bias if isinstance(options.bias, Tensor) else None
+    strides, copied = _strides(qkv, pair_bias, batch)
     return Spec(
         dtype=q.dtype, lse_dtype=compute_dtype(q.dtype), device=q.device, batch=batch, rank=q.ndim,
         B=B, Hq=Hq, Hkv=Hkv, Lq=Lq, Lk=Lk, D=D, Dv=Dv,
         q_stride=strides["q"], k_stride=strides["k"], v_stride=strides["v"], code=code,
         offset=Lk - Lq if offset is None else None if isinstance(offset, Tensor) else offset,
-        bias=bias, bias_dtype=None if by_pair is None else by_pair.dtype,
+        bias=bias, bias_dtype=None if pair_bias is None else pair_bias.dtype,
         bias_stride=strides.get("bias", (0, 0, 0, 0)),
-        scale=(1 / math.sqrt(D) if D else 1.0) if given.scale is None else given.scale,
-        softcap=given.softcap, sink=given.sink is not None, dropout=given.dropout,
-        return_lse=given.return_lse, copied=copied,
+        scale=(1 / math.sqrt(D) if D else 1.0) if options.scale is None else options.scale,
+        softcap=options.softcap, sink=options.sink is not None, dropout=options.dropout,
+        return_lse=options.return_lse, copied=copied,
         out_shape=(*batch, Hq, Lq, Dv) if q.ndim > 2 else (Lq, Dv),
         out_stride=ordered_like(strides["q"], (B, Hq, Lq, Dv)),
-        is_plain=bias == "none" and given.sink is None
-        and not (len(tensors) or given.dropout or isinstance(offset, Tensor)),
-        is_canonical=_is_canonical(qkv, by_pair, given.sink),
+        has_operands=bias != "none" or options.sink is not None
+        or bool(len(tensors) or options.dropout or isinstance(offset, Tensor)),
+        is_canonical=_is_canonical(qkv, pair_bias, options.sink),
     )  # fmt: skip
 
 
@@ -66,10 +66,10 @@ def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
 def _strides(
     qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
-    """Strides for (B, H, L, D), and the names of the tensors that must be copied to have them."""
-    given = dict(zip("qkv", qkv, strict=True)) | ({} if bias is None else {"bias": bias})
+    """Returns strides for (B, H, L, D) by name, and the names of tensors that need a copy."""
+    tensors = dict(zip("qkv", qkv, strict=True)) | ({} if bias is None else {"bias": bias})
     strides, copied = {}, []
-    for name, x in given.items():
+    for name, x in tensors.items():
         outer = _merged_stride(x.shape[:-3], x.stride()[:-3], batch)
         H, L, D = (0, 0, 0, *x.stride())[-3:]
         if outer is None:
@@ -81,14 +81,14 @@ def _strides(
     return strides, tuple(copied)
 
 
-def _contiguous(own: tuple[int, ...]) -> Strides:
-    """Strides of a contiguous (B, *own)."""
-    H, L, D = own
+def _contiguous(sizes: tuple[int, ...]) -> Strides:
+    """Returns the strides of a contiguous (B, H, L, D); `sizes` are H, L and D."""
+    H, L, D = sizes
     return H * L * D, L * D, D, 1
 
 
 def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
-    """The stride of all batch dims taken as one, or None when no single stride does it."""
+    """Returns the stride of all batch dims flattened into one, or None if there is none."""
     if 0 in batch:
         return 0
     missing = len(batch) - len(shape)
@@ -101,11 +101,14 @@ def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple
 
 
 def ordered_like(stride: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
-    """Dense strides of `shape`, its dims in the memory order of `stride`; broadcast dims keep their place."""
-    real = [d for d in range(4) if shape[d] > 1 and stride[d] > 0]
+    """Returns dense strides for `shape` with the memory order of `stride`.
+
+    Dims of size 1 or stride 0 keep their place in the order.
+    """
+    ordered = [d for d in range(4) if shape[d] > 1 and stride[d] > 0]
     order = list(range(4))
-    for place, dim in zip(real, descending(real, stride), strict=True):
-        order[place] = dim
+    for rank, dim in zip(ordered, descending(ordered, stride), strict=True):
+        order[rank] = dim
     dense, step = [0] * 4, 1
     for dim in reversed(order):
         dense[dim], step = step, step * max(shape[dim], 1)
@@ -113,7 +116,10 @@ def ordered_like(stride: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
 
 
 def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
-    """The dims by falling stride; compared one by one, because symbols cannot be sorted."""
+    """Returns the dims by descending stride.
+
+    Insertion sort, because `sorted` does not take SymInts.
+    """
     order: list[int] = []
     for dim in dims:
         order.insert(sum(1 for other in order if stride[other] >= stride[dim]), dim)
@@ -121,7 +127,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """The tensor, contiguous over all samples if the Spec asks for a copy."""
+    """Returns x, or a contiguous copy over all samples if `spec.copied` names it."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 
@@ -129,7 +135,10 @@ def copied(spec: Spec, name: str, x: Any) -> Any:
 
 
 def canonical(problem: Problem) -> Problem:
-    """The problem in canonical form, by differentiable views. Its mask is the program in the Spec."""
+    """Returns the problem in canonical form, by differentiable views.
+
+    `mask` becomes None: the mask program is in the Spec.
+    """
     spec, p = problem.spec, problem
     if spec.is_canonical:
         return problem
@@ -141,18 +150,21 @@ def canonical(problem: Problem) -> Problem:
 
 
 def _canonical_spec(spec: Spec) -> Spec:
-    """Strides are the same: those of a Spec always are for four dims."""
-    found: Spec | None = spec.memo.get("canonical")
-    if found is None:
-        found = spec.memo["canonical"] = replace(
+    """Returns the Spec of the canonical form.
+
+    Strides stay: a Spec's strides always have four dims.
+    """
+    canonical_spec: Spec | None = spec.memo.get("canonical")
+    if canonical_spec is None:
+        canonical_spec = spec.memo["canonical"] = replace(
             spec, batch=(spec.B,), rank=4, out_shape=(spec.B, spec.Hq, spec.Lq, spec.Dv), copied=(),
             is_canonical=True, memo={}, choices=({}, {}),
         )  # fmt: skip
-    return found
+    return canonical_spec
 
 
 def heads_4d(spec: Spec, x: Tensor) -> Tensor:
-    """q, k or v as (B, H, L, D)."""
+    """Returns a view of q, k or v as (B, H, L, D)."""
     if spec.rank <= 3:
         return x[(None,) * (4 - spec.rank)]
     if spec.rank == 4:
@@ -161,7 +173,10 @@ def heads_4d(spec: Spec, x: Tensor) -> Tensor:
 
 
 def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
-    """A dense mask or bias, broadcastable to (*batch, Hq, Lq, Lk), as (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)."""
+    """Reshapes a dense mask or bias to (1 or B, 1 or Hq, 1 or Lq, 1 or Lk).
+
+    x broadcasts to (*batch, Hq, Lq, Lk).
+    """
     if x.ndim == spec.rank == 4:
         return x
     x = x[(None,) * max(0, 3 - x.ndim)]
@@ -171,7 +186,7 @@ def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
 
 
 def dense_mask(problem: Problem) -> Tensor | None:
-    """The mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend."""
+    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend. None without a mask."""
     spec = problem.spec
     if problem.mask is None:
         return None
@@ -180,7 +195,10 @@ def dense_mask(problem: Problem) -> Tensor | None:
 
 
 def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
-    """The bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk); ALiBi is multiplied out in that precision."""
+    """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk), or None.
+
+    ALiBi and a relative bias are computed in that precision.
+    """
     bias, spec = problem.bias, problem.spec
     if bias is None:
         return None
@@ -192,8 +210,8 @@ def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
     return pairs_4d(spec, dense.to(dtype))
 
 
-def as_given(spec: Spec, out: Tensor) -> Tensor:
-    """out (B, Hq, Lq, Dv) in q's dtype, memory order and rank."""
+def restore_out(spec: Spec, out: Tensor) -> Tensor:
+    """Converts out (B, Hq, Lq, Dv) to q's dtype and memory order and the caller's leading dims."""
     order = descending(range(4), spec.out_stride)
-    back = [order.index(d) for d in range(4)]
-    return out.to(spec.dtype).permute(order).contiguous().permute(back).reshape(spec.out_shape)
+    inverse = [order.index(d) for d in range(4)]
+    return out.to(spec.dtype).permute(order).contiguous().permute(inverse).reshape(spec.out_shape)

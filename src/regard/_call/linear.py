@@ -1,4 +1,4 @@
-"""What is asked of linear attention: every check of a call, once, and its canonical form."""
+"""Checks of a call of linear attention, and its canonical form."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .layout import heads_4d
 from .make import NO_OPTIONS, make
 from .spec import Options, Problem, Spec, Strides
 
-SEGMENT = 512  # tokens between two states that training keeps; the core counts on the same
+SEGMENT = 512  # tokens between two states that training saves; equals the core's LINEAR_SEGMENT
 
 
 class LinearState(NamedTuple):
-    """All that linear attention remembers of the tokens so far; its size does not depend on their number.
+    """The state of linear attention after some tokens. Its size does not depend on their number.
 
-    In float32, in float64 for float64 inputs.
+    The tensors are float32, or float64 for float64 inputs.
     """
 
     S: Tensor  # (..., Hkv, D, Dv): the decayed sum of k v^T
-    z: Tensor | None = None  # (..., Hkv, D): the decayed sum of k, where the result is normalised
+    z: Tensor | None = None  # (..., Hkv, D): the decayed sum of k, with normalize=True
 
 
 class LinearOptions(NamedTuple):
-    """The keyword arguments of `linear_attention` that are not in a Problem."""
+    """The keyword arguments of `linear_attention` that a Problem does not hold."""
 
     causal: bool
     normalize: bool
@@ -38,7 +38,7 @@ class LinearOptions(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """A checked call in four dims. "Compute dtype" is float64 for float64 and float32 for all others."""
+    """A checked call in four dims. The compute dtype is float64 for float64, else float32."""
 
     q: Tensor  # (B, Hq, Lq, D)
     k: Tensor  # (B, Hkv, Lk, D)
@@ -66,43 +66,43 @@ class LinearCall(NamedTuple):
 
 
 class LinearResult(NamedTuple):
-    """What a backend returns."""
+    """The result of a backend."""
 
     out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
     S: Tensor  # (B, Hkv, D, Dv) in the compute dtype
-    z: Tensor | None  # (B, Hkv, D) in the compute dtype, where the result is normalised
+    z: Tensor | None  # (B, Hkv, D) in the compute dtype, with normalize=True
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, given: LinearOptions) -> LinearCall:
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: LinearOptions) -> LinearCall:
     """Checks a call and returns its canonical form."""
     problem = make(q, k, v, NO_OPTIONS if scale is None else Options(scale=scale))
     spec = problem.spec
-    _check_flags(spec, given)
-    S, z = _flat_state(spec, given)
+    _check_flags(spec, options)
+    S, z = _flat_state(spec, options)
     return LinearCall(
         heads_4d(spec, problem.q), heads_4d(spec, problem.k), heads_4d(spec, problem.v),
-        _per_token("log_decay", given.log_decay, problem), _per_token("beta", given.beta, problem),
-        S, z, _flat_lengths(spec, given.lengths), spec, given.normalize, given.causal,
+        _per_token("log_decay", options.log_decay, problem), _per_token("beta", options.beta, problem),
+        S, z, _flat_lengths(spec, options.lengths), spec, options.normalize, options.causal,
     )  # fmt: skip
 
 
-def _check_flags(spec: Spec, given: LinearOptions) -> None:
-    for name, flag in (("causal", given.causal), ("normalize", given.normalize)):
+def _check_flags(spec: Spec, options: LinearOptions) -> None:
+    for name, flag in (("causal", options.causal), ("normalize", options.normalize)):
         if type(flag) is not bool:
             raise TypeError(f"{name}: expected a bool, got {describe(flag)}")
-    if given.causal and spec.Lq != spec.Lk:
+    if options.causal and spec.Lq != spec.Lk:
         expected = f"Lk = Lq = {spec.Lq} with causal=True, as queries and keys are the same tokens"
-        fail(ValueError, "k", expected, f"{spec.Lk}; earlier tokens come by state=")
-    if not given.causal:
-        for name, gate in (("log_decay", given.log_decay), ("beta", given.beta)):
+        fail(ValueError, "k", expected, f"{spec.Lk}; pass earlier tokens as state=")
+    if not options.causal:
+        for name, gate in (("log_decay", options.log_decay), ("beta", options.beta)):
             if gate is not None:
                 raise ValueError(f"{name}: expected None with causal=False, got {describe(gate)}")
-    if given.beta is not None and given.normalize:
+    if options.beta is not None and options.normalize:
         raise ValueError("normalize: expected False with beta, whose weights are not positive, got True")
 
 
 def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tensor | None:
-    """A gate, one for all, one for each head or one for each token, as (B, Hkv, L)."""
+    """Expands a gate to (B, Hkv, L). It is one number, or has one value a head or a token."""
     if gate is None:
         return None
     spec = problem.spec
@@ -120,36 +120,36 @@ def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tens
 
 
 def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> None:
-    by_head = spec.rank > 2 and gate.ndim == 1
-    if not (gate.shape[0] in (1, spec.Hkv) if by_head else broadcasts(gate.shape, shape)):
-        one = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "
-        hint = "; for a gate of each query head give k and v Hq heads by expand"
-        expected = f"{one}a shape broadcastable to (..., Hkv, L) = {shape}"
+    per_head = spec.rank > 2 and gate.ndim == 1
+    if not (gate.shape[0] in (1, spec.Hkv) if per_head else broadcasts(gate.shape, shape)):
+        by_head = "" if spec.rank == 2 else f"(Hkv,) = ({spec.Hkv},) or "
+        hint = "; for one gate per query head, expand k and v to Hq heads"
+        expected = f"{by_head}a shape broadcastable to (..., Hkv, L) = {shape}"
         fail(ValueError, name, expected, f"{tuple(gate.shape)}{hint if spec.Hq != spec.Hkv else ''}")
 
 
-def _flat_state(spec: Spec, given: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
-    """S (B, Hkv, D, Dv) and z (B, Hkv, D)."""
-    state = given.state
+def _flat_state(spec: Spec, options: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
+    """Checks `options.state`. Returns S (B, Hkv, D, Dv) and z (B, Hkv, D), or None for each."""
+    state = options.state
     if state is None:
         return None, None
     if not isinstance(state, LinearState):
         raise TypeError(f"state: expected a LinearState, got {describe(state)}")
     S, z = state
-    if (z is not None) != given.normalize:
-        how = "for" if given.normalize else "to be None without"
-        raise ValueError(f"state: expected z {how} normalize=True")
+    if (z is not None) != options.normalize:
+        needed = "a tensor" if options.normalize else "None"
+        raise ValueError(f"state.z: expected {needed} with normalize={options.normalize}, got {describe(z)}")
     outer = state_dims(spec)
-    flat = _flat_part(spec, "S", S, (*outer, spec.D, spec.Dv))
-    return flat, None if z is None else _flat_part(spec, "z", z, (*outer, spec.D))
+    flat = _flat_state_tensor(spec, "S", S, (*outer, spec.D, spec.Dv))
+    return flat, None if z is None else _flat_state_tensor(spec, "z", z, (*outer, spec.D))
 
 
 def state_dims(spec: Spec) -> tuple[int, ...]:
-    """(*batch, Hkv), () for the textbook form."""
+    """Returns the leading dims of a state: (*batch, Hkv), or () for inputs (L, D)."""
     return () if spec.rank == 2 else (*spec.batch, spec.Hkv)
 
 
-def _flat_part(spec: Spec, name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
+def _flat_state_tensor(spec: Spec, name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype is not spec.lse_dtype or tuple(x.shape) != shape:
         raise ValueError(f"state.{name}: expected {spec.lse_dtype} {shape}, got {describe(x)}")
     if x.device != spec.device:
@@ -163,7 +163,7 @@ def _flat_lengths(spec: Spec, lengths: Tensor | None) -> Tensor | None:
     if not isinstance(lengths, Tensor) or not holds_integers(lengths):
         raise TypeError(f"lengths: expected an integer tensor (B,), got {describe(lengths)}")
     if tuple(lengths.shape) not in (spec.batch, (spec.B,)) or spec.rank < 4:
-        raise ValueError(f"lengths: expected shape {spec.batch}, the samples, got {tuple(lengths.shape)}")
+        raise ValueError(f"lengths: expected shape {spec.batch}, the batch dims, got {tuple(lengths.shape)}")
     lengths = lengths.reshape(spec.B).to(spec.device, torch.int64)
     if readable(lengths) and lengths.is_cpu and spec.B:
         low, high = (int(x) for x in torch.aminmax(lengths))

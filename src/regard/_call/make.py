@@ -1,6 +1,6 @@
-"""Makes the `Problem` of a call.
+"""Builds the `Problem` of a call.
 
-The `Spec` is everything that can be known without looking at data. It is remembered by the signature of the
+The `Spec` holds everything that is known without reading data. It is cached by the signature of the
 call, so that a repeated call skips the checks. The `Problem` is a Spec and the live tensors.
 """
 
@@ -20,14 +20,17 @@ from ..scores import Alibi, RelativeBias
 from .check import as_mask, as_numbers, as_offset, as_seed, check, check_tensors, fail
 from .layout import copied, spec_of
 from .memory import Key, remember
-from .spec import MAX_OFFSET, Bias, Options, Problem, Spec, fast_new, learned
+from .spec import MAX_OFFSET, QKV, Bias, Options, Problem, Spec, fast_new, learned
 
 NO_OPTIONS = Options()
 specs: dict[Key, Spec] = {}
 
 
 def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Problem:
-    """Checks a call and freezes it. q (..., Hq, Lq, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
+    """Checks a call and returns its Problem.
+
+    q (..., Hq, Lq, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
+    """
     mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse = options
     if (
         (scale is not None and type(scale) is not float)
@@ -52,16 +55,16 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
         check_tensors((q, k, v))
         raise
     if bias is None and sink is None and seed is None and not dropout:
-        spec = specs.get(key) if mask is None and offset is None else _remembered(key, mask, offset)
+        spec = specs.get(key) if mask is None and offset is None else _cached_spec(key, mask, offset)
         if spec is not None and not spec.copied and not (q.is_neg() or k.is_neg() or v.is_neg()):
-            # What Problem(...) does, in half the time.
+            # Equals Problem(...) and takes half the time.
             grad = needs_grad(q, k, v)
             return fast_new(Problem, (spec, q, k, v, mask, (), None, None, None, None, 0, grad, False))
     return _make_general(key, q, k, v, options)
 
 
-def _remembered(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
-    """The Spec of a call that has been seen and has no tensor besides q, k and v."""
+def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
+    """Returns the cached Spec of a call without tensors besides q, k and v, or None."""
     if type(offset) is not int and offset is not None:
         return None
     if mask is None:
@@ -70,54 +73,53 @@ def _remembered(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | Non
     return specs.get((key, program.code, offset, None, None)) if program and not program.tensors else None
 
 
-def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, given: Options) -> Problem:
-    """`make` with options, for unusual strides, or for a signature seen for the first time.
+def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Problem:
+    """Builds the Problem of any call. `make` is the fast path for a known signature.
 
-    Without a key the call is watched: sizes may be symbols, nothing is remembered and no value is read.
+    `key` is None for a watched call: sizes may be symbolic, no Spec is cached and no value is read.
     """
-    bias, sink = given.bias, given.sink
+    bias, sink = options.bias, options.sink
     if not is_compiling() and _any_negated(q, k, v, bias, sink):
-        # Views like `z.conj().imag` hold the negated numbers in memory.
-        q, k, v, *options = (_resolved(x) for x in (q, k, v, *given))
-        return make(q, k, v, Options(*options))
-    mask, offset = as_mask(given.mask), as_offset(given.offset)
-    if mask is not given.mask or offset is not given.offset:
-        given = Options(mask, offset, *given[2:])
+        # Views like `z.conj().imag` store the negated numbers.
+        q, k, v, *resolved = (_resolve_neg(x) for x in (q, k, v, *options))
+        return make(q, k, v, Options(*resolved))
+    mask, offset = as_mask(options.mask), as_offset(options.offset)
+    if mask is not options.mask or offset is not options.offset:
+        options = Options(mask, offset, *options[2:])
     program = mask.lower() if mask is not None else None
-    spec = _spec(key, q, k, v, program, given)
+    spec = _spec(key, (q, k, v), program, options)
     offsets = _flat_offset(spec, offset)
     if mask is not None and not is_compiling() and type(q) in PLAIN and not q.is_meta:
         mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
     tensors = program.bind(spec.batch) if program is not None else ()
     if spec.copied:
         q, k, v, bias = (copied(spec, *x) for x in (("q", q), ("k", k), ("v", v), ("bias", bias)))
-    by_bias = learned(bias)
-    plain = (by_bias is None or type(by_bias) in PLAIN) and (sink is None or type(sink) in PLAIN)
+    bias_data = learned(bias)
+    plain = (bias_data is None or type(bias_data) in PLAIN) and (sink is None or type(sink) in PLAIN)
     watched = key is None or not plain
-    seed = as_seed(given.seed, spec.dropout, watched)
-    grad = needs_grad(q, k, v) or any_needs_grad(by_bias, sink)
+    seed = as_seed(options.seed, spec.dropout, watched)
+    grad = needs_grad(q, k, v) or any_needs_grad(bias_data, sink)
     by_head = _by_head(spec, bias)
     return Problem(spec, q, k, v, mask, tensors, offsets, bias, by_head, sink, seed, grad, watched)
 
 
-def _any_negated(*given: object) -> bool:
-    return any(isinstance(x, Tensor) and x.is_neg() for x in given)
+def _any_negated(*values: object) -> bool:
+    return any(isinstance(x, Tensor) and x.is_neg() for x in values)
 
 
-def _resolved(x: Any) -> Any:
+def _resolve_neg(x: Any) -> Any:
     return x.resolve_neg() if isinstance(x, Tensor) else x
 
 
-def _spec(key: Key | None, q: Tensor, k: Tensor, v: Tensor, program: Program | None, given: Options) -> Spec:
-    """The Spec of a call, from memory if there is a key."""
-    offset, bias, sink = given.offset, given.bias, given.sink
+def _spec(key: Key | None, qkv: QKV, program: Program | None, options: Options) -> Spec:
+    """Returns the Spec of a call, from the cache if there is a key."""
+    offset, bias, sink = options.offset, options.bias, options.sink
     if key is not None and not (program is None and offset is None and bias is None and sink is None):
         key = (key, _program_key(program), _signature(offset), _bias_key(bias), _signature(sink))
     spec = specs.get(key) if key is not None else None
     if spec is None:
-        qkv = (q, k, v)
         code, tensors = (program.code, program.tensors) if program is not None else ((), ())
-        spec = spec_of(qkv, check(qkv, program, given), code, tensors, _bias_kind(bias), given)
+        spec = spec_of(qkv, check(qkv, program, options), code, tensors, _bias_kind(bias), options)
         if key is not None:
             remember(specs, key, spec)
     return spec
@@ -130,15 +132,16 @@ def _bias_kind(bias: Bias | None) -> str:
 
 
 def _by_head(spec: Spec, bias: Bias | None) -> Tensor | None:
+    """Returns ALiBi slopes (Hq,), a relative bias by distance (Hq, 2 * far + 1), or None."""
     if isinstance(bias, Alibi):
         return bias.slopes.to(spec.lse_dtype).contiguous()
-    if isinstance(bias, RelativeBias):  # beyond max_distance the bias does not change
+    if isinstance(bias, RelativeBias):  # constant beyond max_distance
         return bias.in_dtype(spec.lse_dtype).by_distance(-bias.max_distance, bias.max_distance)
     return None
 
 
 def _flat_offset(spec: Spec, offset: int | Tensor | None) -> Tensor | None:
-    """(B,) int64, or None when all samples share Spec.offset."""
+    """Returns the offsets as (B,) int64, or None if all samples share Spec.offset."""
     if not isinstance(offset, Tensor):
         return None
     offset = offset.detach().reshape(spec.B).to(torch.int64)
@@ -152,14 +155,17 @@ def _flat_offset(spec: Spec, offset: int | Tensor | None) -> Tensor | None:
 def _autocast(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias | None
 ) -> tuple[Tensor, Tensor, Tensor, Bias | None]:
-    """The tensors that SDPA would cast, cast: not float64, and not the parameters that may be float32."""
+    """Casts q, k, v and a bias tensor to the autocast dtype, as SDPA does.
+
+    float64 tensors and learned parameters (sink, ALiBi, relative bias) keep their dtype.
+    """
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
 
     def cast(x: Any) -> Any:
-        lower = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64
-        return x.to(dtype) if lower else x
+        casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if casts else x
 
     return cast(q), cast(k), cast(v), cast(bias) if q.dtype is not torch.float64 else bias
 
@@ -170,7 +176,7 @@ def _autocast(
 def _signature(x: int | Tensor | None) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device
-    return x if x is None or isinstance(x, int) else type(x)  # another type fails its check
+    return x if x is None or isinstance(x, int) else type(x)  # `check` rejects other types
 
 
 def _bias_key(bias: Bias | None) -> Any:
@@ -188,6 +194,7 @@ def _program_key(program: Program | None) -> Any:
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Returns whether q, k or v requires grad in grad mode, or has a forward-mode tangent."""
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in (q, k, v))
@@ -197,9 +204,9 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def any_needs_grad(*given: object) -> bool:
-    """`needs_grad` of all tensors among the arguments."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
+def any_needs_grad(*values: object) -> bool:
+    """Returns whether any tensor among the arguments needs a gradient or has a tangent."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
     if is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors)

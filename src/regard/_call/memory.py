@@ -1,4 +1,4 @@
-"""The memory of checked calls: a call like an earlier one skips the checks."""
+"""A bounded cache of checked calls: a call with a known signature skips the checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def remember(memory: dict[Key, T], key: Key, value: T) -> T:
-    """Keeps the checked form of a call under its signature. A full memory begins anew."""
+    """Stores a value under a call's signature and returns it. A full memory is cleared first."""
     if len(memory) >= MAX_SPECS:
         memory.clear()
     memory[key] = value

@@ -1,4 +1,4 @@
-"""The values that describe a call: its options, the checked `Spec`, and the `Problem` with its tensors."""
+"""The values that describe a call: its `Options`, its `Spec` and its `Problem`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Bias = Tensor | Alibi | RelativeBias
 QKV = tuple[Tensor, Tensor, Tensor]  # q, k, v
 Strides = tuple[int, int, int, int]
 
-# fast_new(Options, (...)) is Options(...) in a third of the time, for calls that take microseconds.
+# fast_new(Options, (...)) equals Options(...) and takes a third of the time.
 fast_new = tuple.__new__
 
 
 class Options(NamedTuple):
-    """The options of `attention`, as given."""
+    """The options of `attention`, as the caller passes them."""
 
     mask: Mask | Tensor | None = None
     offset: int | Tensor | None = None
@@ -36,19 +36,22 @@ class Options(NamedTuple):
     return_lse: bool = False
 
     def of_weights(self) -> dict[str, Any]:
-        """Those that the weights before dropout depend on, by name."""
+        """Returns by name the options that affect the weights before dropout."""
         return dict(zip(self._fields[:6], self, strict=False))
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A checked call without its data. Strides are for (B, H, L, D), in elements, 0 in broadcast dims."""
+    """A checked call without its data.
+
+    Strides are in elements for (B, H, L, D), 0 in broadcast dims.
+    """
 
     dtype: torch.dtype
     lse_dtype: torch.dtype  # `compute_dtype` of the dtype
     device: torch.device
     batch: tuple[int, ...]  # broadcast leading dims, () for (H, L, D) and (L, D)
-    rank: int  # rank of q as given: 2 is the textbook form without heads
+    rank: int  # the caller's q.ndim; 2: no heads, (L, D)
     B: int
     Hq: int
     Hkv: int
@@ -60,7 +63,7 @@ class Spec:
     k_stride: Strides
     v_stride: Strides
     code: tuple[int, ...]  # the mask program, () when there is no mask
-    offset: int | None  # None: one for each sample, in Problem.offset
+    offset: int | None  # None: each sample has an offset, in Problem.offset
     bias: str  # "none" | "tensor" | "alibi" | "relative"
     bias_dtype: torch.dtype | None
     bias_stride: Strides  # for "tensor": (B, H, Lq, Lk), 0 where broadcast
@@ -70,12 +73,12 @@ class Spec:
     dropout: float
     return_lse: bool
     copied: tuple[str, ...]  # tensors whose batch dims cannot be flattened without a copy
-    out_shape: tuple[int, ...]  # as the caller gets it
-    out_stride: Strides  # (B, H, L, Dv), dense, ordered like q's
-    is_plain: bool  # q, k, v and the Spec say it all: no other tensor and no seed
-    is_canonical: bool  # the tensors have four dims and q, k and v the same batch: see `layout.canonical`
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of layout and backends
-    # Dispatch's memo: impl -> backend, without and with gradients.
+    out_shape: tuple[int, ...]  # with the caller's leading dims
+    out_stride: Strides  # (B, H, L, Dv), dense, in q's memory order
+    has_operands: bool  # the call has a tensor besides q, k and v, or a seed
+    is_canonical: bool  # four dims, equal batch sizes: see `layout.canonical`
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by layout and backends
+    # impl -> backend that dispatch chose, without and with gradients
     choices: tuple[dict[str, str], dict[str, str]] = field(
         default_factory=lambda: ({}, {}), compare=False, repr=False
     )
@@ -86,7 +89,7 @@ class Spec:
 
     @property
     def pairs(self) -> int:
-        """Queries times keys, over all samples and heads."""
+        """The number of (query, key) pairs over all samples and heads."""
         return self.B * self.Hq * self.Lq * self.Lk
 
     @property
@@ -95,25 +98,25 @@ class Spec:
 
 
 class Problem(NamedTuple):
-    """A Spec and the live tensors."""
+    """A Spec and the live tensors of a call."""
 
     spec: Spec
-    q: Tensor  # as given, or the one copy named in Spec.copied
+    q: Tensor  # the caller's tensor, or a copy if Spec.copied names it
     k: Tensor
     v: Tensor
     mask: Mask | None
-    tensors: tuple[Tensor, ...]  # the mask program's, batch dims flattened to 1 or B
+    tensors: tuple[Tensor, ...]  # of the mask program, batch dims flattened to 1 or B
     offset: Tensor | None  # (B,) int64
     bias: Bias | None
-    by_head: Tensor | None  # behind ALiBi (Hq,) or a relative bias (Hq, 2 * far + 1), in lse_dtype
+    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, 2 * far + 1), in lse_dtype
     sink: Tensor | None
-    seed: Any  # 64 bits, as a signed integer; in a call that is watched it may be a tensor ()
-    needs_grad: bool  # grad mode is on and a floating input requires grad
-    watched: bool = False  # the call must go through PyTorch's dispatcher: see `is_watched`
+    seed: Any  # a signed 64-bit integer; in a watched call possibly a tensor ()
+    needs_grad: bool  # grad mode is on and an input requires grad, or an input has a tangent
+    watched: bool = False  # the call must go through an operator: see `is_watched`
 
     @property
     def bias_tensor(self) -> Tensor | None:
-        """A bias of pairs; None for a bias by head and distance."""
+        """The bias if it is a tensor, else None."""
         return self.bias if isinstance(self.bias, Tensor) else None
 
     @property
@@ -126,10 +129,10 @@ class Problem(NamedTuple):
 
 
 def learned(bias: Bias | None) -> Tensor | None:
-    """The tensor behind a bias: itself, ALiBi's slopes or the relative table."""
+    """Returns the tensor that holds a bias: the bias itself, ALiBi slopes or a relative table."""
     return bias.slopes if isinstance(bias, Alibi) else bias.table if isinstance(bias, RelativeBias) else bias
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, the LSE and states: float64 for float64, float32 for all others."""
+    """Returns the dtype of sums, the LSE and states: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,1 +1,1 @@
-"""Time and memory of calls, and listeners of calls."""
+"""Helpers below every other package: argument checks, measuring, listeners, PyTorch's modes."""

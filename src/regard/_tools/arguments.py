@@ -1,4 +1,4 @@
-"""Arguments: what messages and reprs show of them, checks that several modules share, where queries stand."""
+"""Argument checks that several modules share, and how messages and reprs show values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Offset = int | Tensor | None
 
 
 def describe(value: object) -> str:
-    """A value as messages show it: tensors by dtype and shape, others by type and the start of their repr."""
+    """Describes a value for an error message: dtype and shape of a tensor, else type and repr."""
     if isinstance(value, Tensor):
         return f"{_dtype(value)} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
 def brief(value: object) -> str:
-    """A value as reprs show it: a few integers as they are, other tensors as <dtype shape>."""
+    """Formats a value for a repr. A tensor becomes `<dtype shape>`, up to 8 integers a list."""
     if not isinstance(value, Tensor):
         return repr(value)
     if value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64 and readable(value):
@@ -39,7 +39,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is one integer, Python's or NumPy's; a bool or a tensor is not."""
+    """Returns whether a value is a Python or NumPy integer. Bools and tensors are not."""
     if isinstance(value, bool | Tensor):
         return False
     if isinstance(value, INTEGER):
@@ -52,7 +52,10 @@ def is_integer(value: object) -> bool:
 
 
 def as_int(value: Any) -> int:
-    """One integer as Python's. A compiler's symbol stays one: it would become a constant."""
+    """Converts an integer to a Python int.
+
+    A SymInt stays symbolic: as an int it would be a constant.
+    """
     return value if isinstance(value, INTEGER) else operator.index(value)  # type: ignore[return-value]
 
 
@@ -61,17 +64,20 @@ def holds_integers(tensor: Tensor) -> bool:
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
-    """An integer from `least` up to 2^62; a bool, a float or a tensor is refused."""
+    """Converts an integer from `least` to 2^62 - 1 to a Python int.
+
+    Raises TypeError for bools, floats and tensors, ValueError for an integer out of range.
+    """
     if not is_integer(value):
-        raise TypeError(f"{name} must be an int, got {describe(value)}")
+        raise TypeError(f"{name}: expected an int, got {describe(value)}")
     number = as_int(value)
     if not least <= number < LARGEST:
-        raise ValueError(f"{name} must be an integer from {least} to 2^62 - 1, got {number}")
+        raise ValueError(f"{name}: expected an integer from {least} to 2^62 - 1, got {number}")
     return number
 
 
 def number(name: str, value: Any) -> float:
-    """An int or float, also NumPy's, as a float. A bool or a tensor is a mistake."""
+    """Converts a Python or NumPy number to float. Raises TypeError for bools and tensors."""
     if isinstance(value, bool | Tensor | complex) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
     try:
@@ -86,40 +92,40 @@ def probability(name: str, value: float) -> float:
     return value
 
 
-def bool_tensor(name: str, value: Any, least_dims: int) -> Tensor:
-    """A private bool tensor with at least `least_dims` dimensions."""
+def bool_tensor(name: str, value: Any, min_dims: int) -> Tensor:
+    """Copies a value into a new bool tensor with at least `min_dims` dimensions."""
     tensor = tensor_of(name, value)
     if tensor.dtype != torch.bool:
         raise TypeError(
-            f"{name} must be a bool tensor where True means 'may attend', got {describe(tensor)}; "
+            f"{name}: expected a bool tensor where True means 'may attend', got {describe(tensor)}; "
             "write `x != 0` if 1 means keep, and pass a float tensor as `bias`"
         )
-    return snapshot(_deep_enough(name, tensor, least_dims))
+    return snapshot(_check_ndim(name, tensor, min_dims))
 
 
-def int_tensor(name: str, value: Any, least_dims: int) -> Tensor:
-    """A private int64 tensor with at least `least_dims` dimensions."""
+def int_tensor(name: str, value: Any, min_dims: int) -> Tensor:
+    """Copies a value into a new int64 tensor with at least `min_dims` dimensions."""
     tensor = tensor_of(name, value)
     if not holds_integers(tensor):
-        raise TypeError(f"{name} must be integers, got {describe(tensor)}")
-    return snapshot(_deep_enough(name, tensor, least_dims).to(torch.int64))
+        raise TypeError(f"{name}: expected integers, got {describe(tensor)}")
+    return snapshot(_check_ndim(name, tensor, min_dims).to(torch.int64))
 
 
-def _deep_enough(name: str, tensor: Tensor, least_dims: int) -> Tensor:
-    if tensor.ndim < least_dims:
+def _check_ndim(name: str, tensor: Tensor, min_dims: int) -> Tensor:
+    if tensor.ndim < min_dims:
         shape = tuple(tensor.shape)
-        raise ValueError(f"{name} must have at least {least_dims} dimensions, got shape {shape}")
+        raise ValueError(f"{name}: expected at least {min_dims} dimensions, got shape {shape}")
     return tensor
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
-    """A tensor as it is, or one made from a list."""
+    """Returns a tensor unchanged and converts a list to a tensor."""
     if isinstance(value, Tensor):
         return value
     try:
         tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a tensor or a list, got {describe(value)}") from error
+        raise TypeError(f"{name}: expected a tensor or a list, got {describe(value)}") from error
     return tensor.to(torch.int64) if tensor.numel() == 0 and not hasattr(value, "dtype") else tensor
 
 
@@ -128,7 +134,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values can be looked at: not fake, not on the meta device, not inside a transform."""
+    """Returns whether a tensor's values can be read: not fake, meta, compiled or transformed."""
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.device.type != "meta"
@@ -142,7 +148,7 @@ def common_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in device, dtype, shape and values."""
+    """Returns whether two tensors have equal device, dtype, shape and values."""
     if a is b:
         return True
     if (a.device, a.dtype, a.shape) != (b.device, b.dtype, b.shape):
@@ -151,19 +157,19 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether `shape`, aligned on the right, is `target` or 1 in every dimension."""
+    """Returns whether `shape` can be expanded to `target`."""
     aligned = target[len(target) - len(shape) :]
     return len(shape) <= len(target) and all(s in (1, t) for s, t in zip(shape, aligned, strict=True))
 
 
 def first_position(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor | int:
-    """Where query 0 stands among the keys: an int, or (*batch, 1)."""
+    """Returns the position of query 0: an int, or (*batch, 1) if each sample has an offset."""
     if offset is None:
         return Lk - Lq
     if isinstance(offset, Tensor):
         if not holds_integers(offset):
-            raise TypeError(f"offset must be integers, got {describe(offset)}")
+            raise TypeError(f"offset: expected integers, got {describe(offset)}")
         return offset.to(device, torch.int64)[..., None]
     if not is_integer(offset):
-        raise TypeError(f"offset must be an int or a (B,) int tensor, got {describe(offset)}")
+        raise TypeError(f"offset: expected an int or a (B,) int tensor, got {describe(offset)}")
     return as_int(offset)

@@ -1,4 +1,4 @@
-"""Who wants to hear of each call of attention. Most of the time nobody does; `see.capture` does."""
+"""Listeners that are notified of every call of `attention`, such as `see.capture`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ listeners: list[Listener] = []
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def tell(q: Tensor, k: Tensor, **options: Any) -> None:
-    """Called with what the weights come from. Calls that a listener makes itself are not told."""
-    told = listeners[:]
+def notify(q: Tensor, k: Tensor, **options: Any) -> None:
+    """Passes q, k and the options of a call to every listener.
+
+    Listeners are not notified of calls that a listener makes.
+    """
+    notified = listeners[:]
     listeners.clear()
     try:
-        for listener in told:
+        for listener in notified:
             listener(q, k, options)
     finally:
-        listeners[:] = told
+        listeners[:] = notified
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
+    """Registers a listener for a `with` block."""
     listeners.append(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Time of several calls in turns, and the peak memory of a call."""
+"""Measures the time of calls that take turns, and the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from time import perf_counter
 from typing import Any
 
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the names of mallopt
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt parameters
 SMALL, LARGE = 2**16, 2**25
 
 
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
-    """Measures the shortest time of each call in seconds. Calls take turns, so that a slow spell hits all."""
+    """Measures the shortest time of each call in seconds.
+
+    The calls take turns, so that a slow phase of the machine affects all of them.
+    """
     best = dict.fromkeys(calls, float("inf"))
     end, rounds = perf_counter() + seconds, 0
     while rounds < least or perf_counter() < end:
@@ -31,11 +34,11 @@ def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: in
 
 
 def peak_memory(run: Callable[[], Any]) -> int | None:
-    """Measures the peak memory of a call in bytes, beyond what the process held before it (Linux).
+    """Measures the peak memory of a call in bytes, beyond the memory in use before it (Linux).
 
-    The call runs in a new thread, since the core keeps scratch for each thread that calls it. The first call
-    of a kind also counts the code that it loads and the threads that it starts: measure it twice. Returns
-    None, without the call, where the system does not report the peak of a process.
+    The call runs in a new thread, because the core keeps scratch memory for each calling thread.
+    The first call of a kind also loads code and starts threads: measure twice. On systems that do
+    not report the peak memory of a process, returns None without running the call.
     """
     if not os.access(REFS, os.W_OK):
         return None
@@ -44,9 +47,9 @@ def peak_memory(run: Callable[[], Any]) -> int | None:
 
 
 def _extra(run: Callable[[], Any]) -> int:
-    gc.collect(1)  # what the last call left; all of it would take longer than most calls
+    gc.collect(1)  # garbage of the last call; a full collection takes longer than most calls
     ctypes.CDLL(None).malloc_trim(0)
-    REFS.write_text("5")  # the high-water mark starts again from here
+    REFS.write_text("5")  # resets VmHWM
     before = _status("VmRSS")
     result = run()
     peak = _status("VmHWM")
@@ -56,19 +59,19 @@ def _extra(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _freed_at_once() -> Iterator[None]:
-    """Returns freed blocks to the system at once: else they would hide the next allocation."""
+    """Makes malloc return freed blocks to the system at once, so that reuse hides no allocation."""
     set_option = ctypes.CDLL(None).mallopt
     set_option(MMAP_THRESHOLD, SMALL)
     set_option(TRIM_THRESHOLD, SMALL)
     try:
         yield
     finally:
-        # What the allocator itself comes to when large blocks are freed often.
+        # The values that glibc's dynamic thresholds reach after large blocks are freed.
         set_option(MMAP_THRESHOLD, LARGE)
         set_option(TRIM_THRESHOLD, 2 * LARGE)
 
 
 def _status(name: str) -> int:
-    """Reads a line of the system's report on this process, in bytes."""
+    """Reads a field of /proc/self/status in bytes."""
     line = next(s for s in STATUS.read_text(encoding="ascii").splitlines() if s.startswith(name + ":"))
     return 1024 * int(line.split()[1])

@@ -1,4 +1,4 @@
-"""Modules in evaluation mode for a while."""
+"""A context manager that puts modules into evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Puts modules into evaluation mode for a `with` block, then each of their parts back into its own."""
-    before = [(part, part.training) for module in modules for part in module.modules()]
+    """Puts modules into evaluation mode for a `with` block, then restores each submodule's mode."""
+    modes = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
     for module in modules:
         module.eval()
     try:
         yield
     finally:
-        for part, training in before:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training

@@ -1,4 +1,4 @@
-"""Values: frozen objects that are compared, hashed and printed by their contents."""
+"""Frozen objects that are compared, hashed and printed by their contents."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ V = TypeVar("V", bound="Value")
 
 
 def value(cls: type[V]) -> type[V]:
-    """Makes a subclass of Value a frozen dataclass that keeps its own `__init__`."""
+    """Makes a subclass of Value a frozen dataclass.
+
+    The class keeps the `__init__` that it defines.
+    """
     cls = dataclass(frozen=True, eq=False, repr=False, init=False)(cls)
     cls._names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
     return cls
 
 
 class Value:
-    """Equality, hash, repr and pickling by the contents of the fields; tensors are compared by value."""
+    """A base class with equality, hash, repr and pickling by fields. Tensors compare by value."""
 
     _names: ClassVar[tuple[str, ...]] = ()
 
@@ -60,7 +63,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _fingerprint(content: Any) -> object:
-    """Returns something hashable that is equal for equal contents, and cheap for large tensors."""
+    """Returns a hashable value, equal for equal contents. For a tensor: dtype, shape and sum."""
     if not isinstance(content, Tensor):
         return content
     total = content.sum().item() if readable(content) else None

@@ -1,6 +1,6 @@
-"""Whether PyTorch is watching: compiling, tracing, transforming, counting or profiling.
+"""Detects whether PyTorch compiles, traces, transforms, counts or profiles a call.
 
-Everything that needs `torch._C` is imported here and nowhere else.
+No other file imports from `torch._C`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> bool:
-    """Whether PyTorch must see the call: it compiles, traces, transforms, counts or profiles.
+    """Returns whether the call must go through an operator that PyTorch can see.
 
-    Or q, k or v are not plain tensors. Without `by_profiler`, a profiler does not count: it only looks on.
+    That is so while PyTorch compiles, traces, transforms, counts or profiles, or if q, k or v is a
+    tensor subclass. With `by_profiler=False` an active profiler is ignored.
     """
     return (
         (by_profiler and profiler._is_profiler_enabled)

@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 from regard import masks as M, scores
 from regard._backends import reference
-from regard._call.dropout import kept
+from regard._call.dropout import keep_mask
 from regard._call.make import make
 from regard._call.spec import Options
 from support import assert_close
@@ -301,13 +301,13 @@ def kept_in_python(seed: int, p: float, Hq: int, b: int, h: int, i: int, j: int)
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
 def test_the_dropout_pattern(seed: int) -> None:
-    pattern = kept(seed, 0.3, 2, 3, 4, 5, torch.device("cpu"))
+    pattern = keep_mask(seed, 0.3, 2, 3, 4, 5, torch.device("cpu"))
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, 3, 4, 5))).tolist():
         assert pattern[b, h, i, j] == kept_in_python(seed, 0.3, 3, b, h, i, j)
 
 
 def test_dropout_keeps_the_right_share_without_structure() -> None:
-    pattern = kept(7, 0.25, 4, 4, 64, 64, torch.device("cpu")).double()
+    pattern = keep_mask(7, 0.25, 4, 4, 64, 64, torch.device("cpu")).double()
     assert abs(pattern.mean().item() - 0.75) < 0.005
     x = pattern - pattern.mean()
     for dim in range(4):
@@ -316,7 +316,7 @@ def test_dropout_keeps_the_right_share_without_structure() -> None:
 
 def test_a_key_keeps_its_fate_when_others_are_added() -> None:
     cpu = torch.device("cpu")
-    assert torch.equal(kept(5, 0.5, 2, 3, 4, 9, cpu)[..., :5], kept(5, 0.5, 2, 3, 4, 5, cpu))
+    assert torch.equal(keep_mask(5, 0.5, 2, 3, 4, 9, cpu)[..., :5], keep_mask(5, 0.5, 2, 3, 4, 5, cpu))
 
 
 def test_dropout_of_zero_and_one() -> None:

@@ -1,1 +1,1 @@
-"""The native backend: allocates results and calls the compiled core."""
+"""The native backend: allocates the results and calls the compiled core."""

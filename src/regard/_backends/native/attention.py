@@ -1,6 +1,6 @@
-"""The native backend: allocates the results, names their addresses and calls the compiled core.
+"""Attention by the compiled core: allocates the results and passes addresses, sizes and strides.
 
-No tensor goes further down than this folder.
+The core sees no tensor objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZEROS = (0, 0, 0, 0)
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
-    """Why this problem cannot run here; () when it can."""
+    """Returns why the native backend cannot run the problem, or () if it can."""
     device = problem.spec.device.type
     if device != "cpu":
         return (f"native kernels run on the CPU, the tensors are on {device}",)
@@ -30,41 +30,43 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
+    """Computes out (..., Hq, Lq, Dv) and the LSE (..., Hq, Lq) or None.
+
+    out has q's dtype and memory order.
+    """
     spec, q, k, v = problem[:4]
     call, like_q, operands = spec.memo.get("native") or prepare(spec, q)
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
-        return _as_given(out, spec), lse
+        return _restore_batch(out, spec), lse
     lse_address = lse.data_ptr() if lse is not None else 0
-    alive = None
+    keepalive = None
     if operands is None:
-        operands, alive = operands_of(problem)
+        operands, keepalive = operands_of(problem)
     call.forward(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, operands
     )
-    del alive
-    return out if spec.rank == 4 else _as_given(out, spec), lse  # a call less for most
+    del keepalive
+    return out if spec.rank == 4 else _restore_batch(out, spec), lse  # saves a call at rank 4
 
 
 class Saved(NamedTuple):
-    """Results of a forward pass and what backward starts from besides them.
+    """The results of a forward pass and the other tensors that backward needs.
 
-    The stats say what the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so
-    would be all weights. The residual keeps the rounding of a 16-bit output out of the gradients.
+    Stats hold the LSE without its rounding error: at scores of -1e4 a float32 LSE is off by 5e-4,
+    and so would be all weights. The residual keeps the rounding of a 16-bit output out of the
+    gradients.
     """
 
     out: Tensor  # (B, Hq, Lq, Dv)
     lse: Tensor | None
-    stats: (
-        Tensor  # (2, B, Hq, Lq): each row's shift, an integer in base 2, and its softmax's sum at that shift
-    )
-    residual: Tensor | None  # like out, for 16-bit dtypes: what rounding took from it
+    stats: Tensor  # (2, B, Hq, Lq): each row's shift, an integer in base 2, and softmax sum at that shift
+    residual: Tensor | None  # like out, for 16-bit dtypes: the rounding error of out
 
 
 def forward_saving(problem: Problem) -> Saved:
-    """The forward pass of a canonical problem that is going to be differentiated."""
+    """Runs the forward pass of a canonical problem and returns what backward needs."""
     spec, q, k, v = problem[:4]
     call, like_q, _ = spec.memo.get("native") or prepare(spec, q)
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
@@ -73,22 +75,22 @@ def forward_saving(problem: Problem) -> Saved:
     residual = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return Saved(out, lse, stats, residual)
-    operands, alive = operands_of(problem, stats, residual)
+    operands, keepalive = operands_of(problem, stats, residual)
     call.forward(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), address(lse), spec.offset or 0, operands
     )
-    del alive
+    del keepalive
     return Saved(out, lse, stats, residual)
 
 
 class Gradients(NamedTuple):
-    """Of (B, H, L, D) inputs; None where not asked for."""
+    """Gradients of the canonical inputs. None for a gradient that is not wanted."""
 
     q: Tensor | None
     k: Tensor | None
     v: Tensor | None
     bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
-    by_head: Tensor | None  # (Hq,) ALiBi's slopes or (Hq, distances)
+    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, distances)
     sink: Tensor | None  # (Hq,)
 
 
@@ -96,12 +98,12 @@ def backward(
     problem: Problem, out: Tensor, stats: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
 ) -> Gradients:  # fmt: skip
-    """The gradients asked for, in the order of `Gradients`; those of q, k and v have q's dtype."""
+    """Computes the gradients that `wanted` selects. Those of q, k and v have q's dtype."""
     spec, q, k, v = problem[:4]
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
-    operands, alive = operands_of(problem)
+    operands, keepalive = operands_of(problem)
     gradients = _core.Gradients(
         out=out.data_ptr(), residual=address(residual), dout=dout.data_ptr(), dout_stride=dout.stride(),
         dlse=address(dlse), stats=stats.data_ptr(), dq=address(grads.q), dk=address(grads.k),
@@ -111,15 +113,15 @@ def backward(
     )  # fmt: skip
     call = (spec.memo.get("native") or prepare(spec, q))[0]
     call.backward(q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0, operands, gradients)
-    del alive
+    del keepalive
     return grads if grads.bias is None else grads._replace(bias=grads.bias.to(spec.bias_dtype))
 
 
 def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
-    """Room for the gradients."""
+    """Allocates the gradients that `wanted` selects."""
     spec, q, k, v = problem[:4]
-    nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
-    like = torch.zeros_like if nothing else torch.empty_like
+    empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
+    like = torch.zeros_like if empty else torch.empty_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
     dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
     if not any(wanted[3:]):
@@ -132,12 +134,16 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
 
 
 def _empty_bias(problem: Problem) -> Tensor | None:
-    """In the dtype of the sums, unless a bias of 16 bits has a gradient for each pair."""
+    """Allocates the gradient of a bias tensor.
+
+    A broadcast bias is summed in float64. A bias of full size (Lq, Lk) has a gradient in its own
+    dtype if that has 16 bits, else in the dtype of the LSE.
+    """
     spec, bias = problem.spec, problem.bias
     if not isinstance(bias, Tensor):
         return None
-    has_pairs = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
-    dtype = torch.float64 if not has_pairs else bias.dtype if bias.dtype.itemsize == 2 else spec.lse_dtype
+    full_size = bias.shape[-2] == spec.Lq and bias.shape[-1] == spec.Lk
+    dtype = torch.float64 if not full_size else bias.dtype if bias.dtype.itemsize == 2 else spec.lse_dtype
     empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     return (torch.zeros if empty else torch.empty)(bias.shape, dtype=dtype, device=bias.device)
 
@@ -147,17 +153,21 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
-    """0 in dims of size 1."""
+    """Returns the strides of x with 0 in dims of size 1."""
     if x is None:
         return ZEROS
     return tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Operands | None]:
-    """The compiled call, whether the output is laid out like q, and the operands if it has none."""
+    """Returns the core's call object, whether out has q's layout, and empty operands or None.
+
+    None means that the operands depend on the tensors of the call. The result is cached in the
+    Spec.
+    """
     like_q = spec.rank == 4 and q.shape == spec.out_shape
     like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
-    prepared = spec.memo["native"] = (attention_of(spec), like_q, NO_OPERANDS if spec.is_plain else None)
+    prepared = spec.memo["native"] = (attention_of(spec), like_q, None if spec.has_operands else NO_OPERANDS)
     return prepared
 
 
@@ -169,8 +179,8 @@ def empty_out(spec: Spec, q: Tensor) -> Tensor:
     return q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
 
 
-def _as_given(out: Tensor, spec: Spec) -> Tensor:
-    """(B, Hq, Lq, Dv) with the caller's own batch dims."""
+def _restore_batch(out: Tensor, spec: Spec) -> Tensor:
+    """Restores the caller's leading dims: (B, Hq, Lq, Dv) -> (..., Hq, Lq, Dv)."""
     if spec.rank == 4:
         return out
     if spec.rank == 2:
@@ -179,22 +189,22 @@ def _as_given(out: Tensor, spec: Spec) -> Tensor:
 
 
 def attention_of(spec: Spec, stored: Stored | None = None) -> _core.Attention:
-    """The compiled call, over tensors or over stored keys."""
-    kept: dict[str, Any] = (
+    """Returns the core's call object, for k and v in tensors or in storage."""
+    storage: dict[str, Any] = (
         {"k": spec.k_stride, "v": spec.v_stride} if stored is None else _stored_fields(stored)
     )
-    numbers = _core.Spec(
+    core_spec = _core.Spec(
         dtype=DTYPES[spec.dtype], bias_dtype=DTYPES[spec.bias_dtype] if spec.bias_dtype is not None else 0,
         bias=BIASES[spec.bias], B=spec.B, Hq=spec.Hq, Hkv=spec.Hkv, Lq=spec.Lq, Lk=spec.Lk, D=spec.D,
         Dv=spec.Dv, q=spec.q_stride, out=spec.out_stride, bias_stride=spec.bias_stride, scale=spec.scale,
         softcap=spec.softcap or 0.0, drop_below=round(spec.dropout * 65536),
-        keep_scale=1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0, **kept,
+        keep_scale=1 / (1 - spec.dropout) if spec.dropout < 1 else 0.0, **storage,
     )  # fmt: skip
-    return _core.Attention(numbers, spec.code)
+    return _core.Attention(core_spec, spec.code)
 
 
 def _stored_fields(stored: Stored) -> dict[str, Any]:
-    """The fields of a core's Spec that say how keys and values are stored."""
+    """Returns the fields of the core's Spec that describe the storage of keys and values."""
     k, v, k_scale, v_scale, table, page, kind, *_ = stored
     strides = {name: (*_outer(x), x.stride(3)) for name, x in (("k", k), ("v", v))}
     scales = {
@@ -205,14 +215,14 @@ def _stored_fields(stored: Stored) -> dict[str, Any]:
 
 
 def _outer(x: Tensor) -> tuple[int, int, int]:
-    """Strides of samples (or pages), heads and rows."""
+    """Returns the strides of samples (or pages), heads and rows."""
     return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
 
 
 def operands_of(
     problem: Problem, stats: Tensor | None = None, residual: Tensor | None = None
 ) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
-    """What a call has besides q, k, v and their results, and the tensors that must live until it ends."""
+    """Returns the operands of a call, and tensors that must stay alive until the call ends."""
     spec, bias = problem.spec, problem.bias
     by_head, low, count = _by_head(problem)
     sink = problem.sink.detach().to(spec.lse_dtype).contiguous() if problem.sink is not None else None
@@ -226,64 +236,68 @@ def operands_of(
 
 
 def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
-    """ALiBi's slopes, or the relative bias by distance with its first distance and their number."""
-    numbers = problem.by_head
-    if numbers is None:
+    """Returns ALiBi slopes or a relative bias, its first distance and the number of distances."""
+    table = problem.by_head
+    if table is None:
         return None, 0, 0
-    numbers = numbers.detach()
-    return (numbers, 0, 0) if numbers.ndim == 1 else (numbers, -(numbers.shape[1] // 2), numbers.shape[1])
+    table = table.detach()
+    return (table, 0, 0) if table.ndim == 1 else (table, -(table.shape[1] // 2), table.shape[1])
 
 
 def _mask_tensors(problem: Problem) -> list[_core.MaskTensor]:
-    """Those of the mask's program, with sizes and strides for (b, h, q, k), 0 where broadcast."""
-    found = []
+    """Describes the mask program's tensors: sizes and strides for (b, h, q, k).
+
+    Strides are 0 in broadcast dims.
+    """
+    mask_tensors = []
     for x in problem.tensors:
         missing = 4 - x.ndim
         sizes = (x.shape[0], *(1,) * missing, *x.shape[1:])
         strides = (x.stride(0), *(0,) * missing, *x.stride()[1:])
         strides = tuple(s if n > 1 else 0 for n, s in zip(sizes, strides, strict=True))
-        found.append(_core.MaskTensor(data=x.data_ptr(), size=sizes, stride=strides))
-    return found
+        mask_tensors.append(_core.MaskTensor(data=x.data_ptr(), size=sizes, stride=strides))
+    return mask_tensors
 
 
 class Cost(NamedTuple):
-    """What the kernels would do, from the spans they would use."""
+    """The work of a forward pass, counted from the spans of the mask."""
 
-    pairs: int  # (query, key) pairs seen, over all samples and heads
+    pairs: int  # (query, key) pairs that the mask allows, over all samples and heads
     touched: int  # pairs computed
-    full: int  # panel x key: all 16 query rows see the key
-    partial: int
-    empty: int
+    full: int  # (panel, key) pairs: every row of the panel may attend to the key
+    partial: int  # (panel, key) pairs: some rows may
+    empty: int  # (panel, key) pairs: no row may
     tasks: int
     scratch_bytes: int  # of all threads
     threads: int
 
 
 def cost(problem: Problem) -> Cost:
-    operands, alive = _mask_operands(problem)
+    """Counts the work of a call without running it."""
+    operands, keepalive = _mask_operands(problem)
     cost = Cost(**attention_of(problem.spec).cost(problem.spec.offset or 0, operands))
-    del alive
+    del keepalive
     return cost
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether the call has so few query rows that it is cut along its keys."""
+    """Returns whether the call runs as decode: few query rows, tasks split along the keys."""
     return attention_of(problem.spec).decodes()
 
 
 def spans(
     problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1
 ) -> list[tuple[int, int, int]]:
-    """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
-    operands, alive = _mask_operands(problem)
-    found = attention_of(problem.spec).spans(
+    """Returns the spans of query rows row, row + step, ...: (begin, end, bit set of rows)."""
+    operands, keepalive = _mask_operands(problem)
+    result = attention_of(problem.spec).spans(
         batch, head, row, step, count, problem.spec.offset or 0, operands
     )
-    del alive
-    return found
+    del keepalive
+    return result
 
 
 def _mask_operands(problem: Problem) -> tuple[_core.Operands, Tensor | None]:
-    """What the mask needs: positions and its tensors."""
+    """Returns the mask's operands, and a tensor that must stay alive until the call ends."""
     offsets = problem.offset.contiguous() if problem.offset is not None else None
     return _core.Operands(offsets=address(offsets), tensors=_mask_tensors(problem)), offsets

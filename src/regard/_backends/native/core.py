@@ -1,4 +1,4 @@
-"""The compiled core: start-up, instruction sets and threads. No other file imports it."""
+"""Loads the compiled core and selects its instruction set. No other file imports the core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ except ImportError as error:
 
 
 def _start() -> bool:
-    """Choose the instruction set that the environment asks for and find PyTorch's threads."""
+    """Selects the instruction set named by REGARD_ISA.
+
+    Returns whether PyTorch's thread pool was found.
+    """
     forced = os.environ.get(VARIABLE)
     if forced and not _core.use(forced):
         raise ValueError(
@@ -37,43 +40,45 @@ _pool = _start() if _core is not None else False
 
 
 def reason_unavailable() -> str | None:
-    """Why no problem can run here, or None."""
+    """Returns why the core is not available, or None."""
     return _missing
 
 
 def address(x: Tensor | None) -> int:
+    """Returns the data pointer of a tensor, 0 for None."""
     return x.data_ptr() if x is not None else 0
 
 
 def fma_probe(rounds: int) -> float:
-    """Multiply-adds in registers alone, on this thread; how many FLOPs that was."""
+    """Runs multiply-adds in registers on the calling thread. Returns the number of FLOPs."""
     return _core.fma_probe(rounds)
 
 
 def read_probe(x: Tensor) -> None:
-    """Read contiguous float32 numbers once, on this thread."""
+    """Reads a contiguous float32 tensor once, on the calling thread."""
     _core.read_probe(x.data_ptr(), x.numel())
 
 
 def isas() -> list[str]:
-    """The instruction sets that this CPU can run."""
+    """Returns the names of the instruction sets that this CPU can run."""
     return _core.runnable() if _core is not None else []
 
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Run with another instruction set for a while."""
+    """Uses another instruction set in a `with` block."""
     if name not in isas():
         raise ValueError(f"name: expected one of {', '.join(isas())}, got {name!r}")
-    before = _core.isa()
+    previous = _core.isa()
     _core.use(name)
     try:
         yield
     finally:
-        _core.use(before)
+        _core.use(previous)
 
 
 def info() -> dict[str, Any]:
+    """Returns instruction sets, threads and compiler of the core, or why it is missing."""
     if _core is None:
         return {"isa": None, "missing": _missing}
     return {

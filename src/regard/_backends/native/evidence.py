@@ -1,4 +1,4 @@
-"""Facts about the weights by the compiled core: room for the results, and their addresses as integers."""
+"""Evidence by the compiled core: allocates the results and passes their addresses."""
 
 from __future__ import annotations
 
@@ -14,107 +14,113 @@ from .attention import operands_of, prepare
 from .core import _core
 
 
-class Room(NamedTuple):
-    """What facts of one kind add to a call."""
+class Buffers(NamedTuple):
+    """The output buffers that facts of one kind need in a native call."""
 
-    fields: dict[str, Any]  # numbers, or tensors for their addresses
-    parts: Callable[[Any], F.Parts]  # of one of the facts, when the core has written
+    fields: dict[str, Any]  # of the core's Facts: numbers, or tensors whose addresses are passed
+    parts: Callable[[Any], F.Parts]  # fact -> its parts, valid after the call
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """The parts of each fact."""
-    found: dict[F.Fact, F.Parts] = {}
-    for together in _calls(want):
-        rooms = [(kind, maker(problem, kind)) for maker, kind in together.items()]
-        fields = {name: x for _, room in rooms for name, x in room.fields.items()}
-        _look(problem, _core.Facts(**{name: _number(x) for name, x in fields.items()}))
-        for kind, room in rooms:
-            found |= {fact: room.parts(fact) for fact in kind}
-    return [found[fact] for fact in want]
+    """Computes the parts of each fact."""
+    results: dict[F.Fact, F.Parts] = {}
+    for group in _group_by_call(want):
+        allocated = [(facts, allocate(problem, facts)) for allocate, facts in group.items()]
+        fields = {name: x for _, buffers in allocated for name, x in buffers.fields.items()}
+        _compute(problem, _core.Facts(**{name: _as_int(x) for name, x in fields.items()}))
+        for facts, buffers in allocated:
+            results |= {fact: buffers.parts(fact) for fact in facts}
+    return [results[fact] for fact in want]
 
 
-def _look(problem: Problem, facts: _core.Facts) -> None:
+def _compute(problem: Problem, facts: _core.Facts) -> None:
     spec, q, k = problem[:3]
     call, *_ = spec.memo.get("native") or prepare(spec, q)
-    operands, alive = operands_of(problem)
+    operands, keepalive = operands_of(problem)
     call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, operands, facts)
-    del alive
+    del keepalive
 
 
-def _number(x: int | Tensor | None) -> int:
+def _as_int(x: int | Tensor | None) -> int:
+    """Returns a number, or the address of a tensor."""
     return x.data_ptr() if isinstance(x, Tensor) else x or 0
 
 
-def _calls(want: Sequence[F.Fact]) -> list[dict[Maker, list[Any]]]:
-    """Facts by kind, as few times as possible: a call has room for one column mass and one size of blocks."""
-    calls: list[dict[Maker, list[Any]]] = []
+def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
+    """Distributes facts over as few native calls as possible, grouped by kind.
+
+    One call computes at most one `ColumnMass` and one block size.
+    """
+    groups: list[dict[Allocate, list[Any]]] = []
     for fact in dict.fromkeys(want):
-        maker = MAKERS[type(fact)]
-        call = next((c for c in calls if not any(_clash(fact, other) for other in c.get(maker, ()))), None)
-        if call is None:
-            calls.append(call := {})
-        call.setdefault(maker, []).append(fact)
-    return calls
+        allocate = ALLOCATE[type(fact)]
+        fitting = (g for g in groups if not any(_conflict(fact, other) for other in g.get(allocate, ())))
+        group = next(fitting, None)
+        if group is None:
+            groups.append(group := {})
+        group.setdefault(allocate, []).append(fact)
+    return groups
 
 
-def _clash(a: F.Fact, b: F.Fact) -> bool:
+def _conflict(a: F.Fact, b: F.Fact) -> bool:
+    """Returns whether two facts with the same buffers need separate calls."""
     if isinstance(a, F.BlockMass) and isinstance(b, F.BlockMass):
         return a.block != b.block
     return isinstance(a, F.ColumnMass)
 
 
-def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Room:
+def _top(problem: Problem, facts: list[F.TopK | F.RowMax]) -> Buffers:
     widest = max(facts, key=lambda fact: fact.k)
     weights, keys = widest.empty(problem)
     fields = {"k": widest.k, "top_weights": weights, "top_keys": keys}
-    return Room(fields, lambda fact: (weights[..., : fact.k], keys[..., : fact.k]))
+    return Buffers(fields, lambda fact: (weights[..., : fact.k], keys[..., : fact.k]))
 
 
-def _entropy(problem: Problem, facts: list[F.Entropy]) -> Room:
+def _entropy(problem: Problem, facts: list[F.Entropy]) -> Buffers:
     nats, choices = facts[0].empty(problem)
-    return Room({"nats": nats, "choices": choices}, lambda fact: (nats, choices))
+    return Buffers({"nats": nats, "choices": choices}, lambda fact: (nats, choices))
 
 
-def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Room:
+def _columns(problem: Problem, facts: list[F.ColumnMass]) -> Buffers:
     spec, (fact,) = problem.spec, facts
     (mass,), weights = fact.empty(problem), fact.by_sample(spec)
     stride = spec.Lq if weights is not None and len(weights) > 1 else 0
     fields = {"column_mass": mass, "row_weights": weights, "row_weights_batch": stride}
-    return Room(fields, lambda fact: (mass,))
+    return Buffers(fields, lambda fact: (mass,))
 
 
-def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Room:
+def _distances(problem: Problem, facts: list[F.DistanceHistogram]) -> Buffers:
     mass, distances = facts[0].empty(problem)
     low = int(distances[0]) if len(distances) else 0
     fields = {"histogram": mass, "distance_low": low, "distances": len(distances)}
-    return Room(fields, lambda fact: (mass, distances))
+    return Buffers(fields, lambda fact: (mass, distances))
 
 
-def _sets(problem: Problem, facts: list[F.MassOn]) -> Room:
+def _sets(problem: Problem, facts: list[F.MassOn]) -> Buffers:
     spec = problem.spec
     chosen = torch.stack([fact.by_sample(spec).expand(spec.B, spec.Lk) for fact in facts])
     mass = torch.stack([part for fact in facts for part in fact.empty(problem)])
     fields = {"sets": len(facts), "chosen": chosen, "mass_on": mass}
-    return Room(fields, lambda fact: (mass[facts.index(fact)],))
+    return Buffers(fields, lambda fact: (mass[facts.index(fact)],))
 
 
-def _blocks(problem: Problem, facts: list[F.BlockMass]) -> Room:
+def _blocks(problem: Problem, facts: list[F.BlockMass]) -> Buffers:
     parts = {type(fact): fact.empty(problem) for fact in facts}
     names = {F.BlockMass: "block_mass", F.BlockMax: "block_max"}
     fields = {"block": facts[0].block} | {names[kind]: part for kind, (part,) in parts.items()}
-    return Room(fields, lambda fact: parts[type(fact)])
+    return Buffers(fields, lambda fact: parts[type(fact)])
 
 
-def _rows(problem: Problem, facts: list[F.Rows]) -> Room:
+def _rows(problem: Problem, facts: list[F.Rows]) -> Buffers:
     Lq = problem.spec.Lq
-    places = sorted({i for fact in facts for i in fact.places(Lq)})
-    (values,) = F.Rows(places).empty(problem)
-    fields = {"n_rows": len(places), "rows": torch.tensor(places, dtype=torch.int64), "row_values": values}
-    return Room(fields, lambda fact: (values[:, :, [places.index(i) for i in fact.places(Lq)]],))
+    rows = sorted({i for fact in facts for i in fact.places(Lq)})
+    (values,) = F.Rows(rows).empty(problem)
+    fields = {"n_rows": len(rows), "rows": torch.tensor(rows, dtype=torch.int64), "row_values": values}
+    return Buffers(fields, lambda fact: (values[:, :, [rows.index(i) for i in fact.places(Lq)]],))
 
 
-Maker = Callable[[Problem, list[Any]], Room]
-MAKERS: dict[type[F.Fact], Maker] = {
+Allocate = Callable[[Problem, list[Any]], Buffers]
+ALLOCATE: dict[type[F.Fact], Allocate] = {
     F.Rows: _rows, F.TopK: _top, F.RowMax: _top, F.Entropy: _entropy, F.ColumnMass: _columns,
     F.DistanceHistogram: _distances, F.MassOn: _sets, F.BlockMass: _blocks, F.BlockMax: _blocks,
 }  # fmt: skip

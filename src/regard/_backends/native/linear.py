@@ -11,53 +11,53 @@ from ..._call.linear import SEGMENT, LinearCall, LinearResult
 from .core import DTYPES, _core, address
 
 
-class LinearKept(NamedTuple):
-    """What backward starts from besides the inputs."""
+class LinearSaved(NamedTuple):
+    """What backward needs besides the inputs."""
 
     S: Tensor | None  # (B, Hkv, segments, D, Dv): the state before every 512th token
     z: Tensor | None  # (B, Hkv, segments, D)
-    errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v less what the state held of it
+    errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v - S^T k
 
 
-NOTHING_KEPT = LinearKept(None, None, None)
+NOTHING_SAVED = LinearSaved(None, None, None)
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """The forward pass."""
-    return _forward(p, NOTHING_KEPT)
+    """Runs the forward pass."""
+    return _forward(p, NOTHING_SAVED)
 
 
-def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearKept]:
-    """The forward pass of a call that is going to be differentiated."""
+def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearSaved]:
+    """Runs the forward pass and returns its result and what backward needs."""
     spec = p.spec
     S, z = _empty_state(p, -(-spec.Lk // SEGMENT))
     errors = (
         p.k.new_empty((spec.B, spec.Hkv, spec.Lk, spec.Dv), dtype=p.dtype) if p.beta is not None else None
     )
-    kept = LinearKept(S, z, errors)
-    return _forward(p, kept), kept
+    saved = LinearSaved(S, z, errors)
+    return _forward(p, saved), saved
 
 
-def _forward(p: LinearCall, kept: LinearKept) -> LinearResult:
+def _forward(p: LinearCall, saved: LinearSaved) -> LinearResult:
     spec = p.spec
     out = p.q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
     S, z = _empty_state(p)
-    call, alive = _call(p, kept, out.data_ptr(), S.data_ptr(), address(z))
+    call, keepalive = _call(p, saved, out.data_ptr(), S.data_ptr(), address(z))
     _core.linear_forward(_spec(p), call)
-    del alive
+    del keepalive
     return LinearResult(out, S, z)
 
 
 def linear_backward(
-    p: LinearCall, kept: LinearKept, dout: Tensor, dS: Tensor | None, dz: Tensor | None
+    p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, log_decay, beta, S and z; None for what was not given."""
+    """Computes the gradients of q, k, v, log_decay, beta, S and z. None for an absent input."""
     dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
     dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
     gates = [None if x is None else x.new_empty(x.shape) for x in (p.log_decay, p.beta)]
     S, z = _empty_state(p)
-    call, alive = _call(p, kept)
+    call, keepalive = _call(p, saved)
     gradients = _core.LinearGradients(
         dout=dout.data_ptr(), dout_stride=dout.stride(), dS_end=address(dS), dz_end=address(dz),
         dq=dq.data_ptr(), dq_stride=dq.stride(), dk=dk.data_ptr(), dk_stride=dk.stride(), dv=dv.data_ptr(),
@@ -65,26 +65,27 @@ def linear_backward(
         dz=address(z),
     )  # fmt: skip
     _core.linear_backward(_spec(p), call, gradients)
-    del alive
+    del keepalive
     return dq, dk, dv, *gates, S if p.S is not None else None, z if p.z is not None else None
 
 
 def _call(
-    p: LinearCall, kept: LinearKept, out: int = 0, S_end: int = 0, z_end: int = 0
+    p: LinearCall, saved: LinearSaved, out: int = 0, S_end: int = 0, z_end: int = 0
 ) -> tuple[_core.LinearCall, tuple[Tensor | None, ...]]:
-    """The addresses of a call, and the tensors that must live until it ends."""
-    alive = tuple(None if x is None else x.contiguous() for x in (p.log_decay, p.beta, p.lengths, p.S, p.z))
-    log_decay, beta, lengths, S, z = map(address, alive)
+    """Returns the addresses of a call, and tensors that must stay alive until the call ends."""
+    optional = (p.log_decay, p.beta, p.lengths, p.S, p.z)
+    keepalive = tuple(None if x is None else x.contiguous() for x in optional)
+    log_decay, beta, lengths, S, z = map(address, keepalive)
     call = _core.LinearCall(
         q=p.q.data_ptr(), k=p.k.data_ptr(), v=p.v.data_ptr(), out=out, log_decay=log_decay, beta=beta,
-        lengths=lengths, S=S, z=z, S_end=S_end, z_end=z_end, S_kept=address(kept.S), z_kept=address(kept.z),
-        errors=address(kept.errors),
+        lengths=lengths, S=S, z=z, S_end=S_end, z_end=z_end, S_kept=address(saved.S), z_kept=address(saved.z),
+        errors=address(saved.errors),
     )  # fmt: skip
-    return call, alive
+    return call, keepalive
 
 
 def _empty_state(p: LinearCall, *segments: int) -> tuple[Tensor, Tensor | None]:
-    """S (B, Hkv, *segments, D, Dv) and, where the result is normalised, z (B, Hkv, *segments, D)."""
+    """Allocates S (B, Hkv, *segments, D, Dv) and, with normalize=True, z (B, Hkv, *segments, D)."""
     spec, outer = p.spec, (p.spec.B, p.spec.Hkv, *segments)
     S = p.k.new_empty((*outer, spec.D, spec.Dv), dtype=p.dtype)
     return S, p.k.new_empty((*outer, spec.D), dtype=p.dtype) if p.normalize else None

@@ -1,4 +1,4 @@
-"""Keys and values as a cache keeps them, for the compiled core."""
+"""Attention over stored keys by the compiled core, and writes to their storage."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from ..._tools.arguments import describe
 from .attention import NO_OPERANDS, STORES, ZEROS, attention_of, empty_out, strides_agree
 from .core import DTYPES, _core, address
 
-CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # and how many hold a group
+CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # dtype, elements a group
 
 
 class StoredCall(NamedTuple):
-    """What is known of a call over stored keys, whatever their number."""
+    """A checked call over stored keys, reusable for any number of keys."""
 
     call: _core.Attention
-    spec: Spec  # Lk and the offset are those of one call among many
+    spec: Spec  # its Lk and offset are those of the first call
     like_q: bool
     capacity: int
 
 
 def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
-    """None when there are so many query rows that other kernels are better, even on gathered keys."""
+    """Checks and prepares a call over stored keys.
+
+    Returns None if there are too many query rows to decode: then gathered keys are faster.
+    """
     _check_stored(spec, stored)
     table = stored.table
     call = attention_of(spec, stored)
@@ -39,17 +42,17 @@ def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
 
 
 def forward_stored(
-    ready: StoredCall, q: Tensor, stored: Stored, offset: int, operands: _core.Operands,
+    prepared: StoredCall, q: Tensor, stored: Stored, offset: int, operands: _core.Operands,
     new: New | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `operands` as `operands_of` makes them.
+    """Computes out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None.
 
-    With `new` its one token is written first: it is the last of the stored ones.
+    `operands` come from `operands_of`. A token `new` is first written as the last stored token.
     """
-    call, spec, like_q, capacity = ready
+    call, spec, like_q, capacity = prepared
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
     if not 0 <= length <= capacity:
-        raise ValueError(f"stored.length: expected 0 to {capacity}, the rows that are there, got {length}")
+        raise ValueError(f"stored.length: expected 0 to {capacity}, the capacity, got {length}")
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     try:
@@ -64,20 +67,20 @@ def forward_stored(
         )  # fmt: skip
     except IndexError:
         raise ValueError(
-            f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} wherever a key is seen"
+            f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} for all visible keys"
         ) from None
     return out, lse
 
 
-def few_extras(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands:
-    """Those of a call without mask tensors and bias, in the dtypes that the core reads."""
+def operands_from(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands:
+    """Returns the operands of a call without mask tensors and bias, in the dtypes of the core."""
     if sink is None and offsets is None:
         return NO_OPERANDS
     return _core.Operands(sink=address(sink), offsets=address(offsets))
 
 
 def _token(k: Tensor, v: Tensor | None) -> _core.Token:
-    """One token (B, H, 1, D), or (B, 1, D) of one head."""
+    """Describes one token: k and v are (B, H, 1, D), or (B, 1, D) if H = 1."""
     if v is None:
         return _core.Token(k=k.data_ptr(), k_stride=_strides(k), v=0, v_stride=ZEROS)
     return _core.Token(k=k.data_ptr(), k_stride=_strides(k), v=v.data_ptr(), v_stride=_strides(v))
@@ -88,7 +91,10 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 
 def write(stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:
-    """`stored.write(starts, counts, k, v)`. The caller has checked shapes, dtypes and room."""
+    """Runs `stored.write(starts, counts, k, v)` in the core.
+
+    The caller has checked shapes, dtypes and capacity.
+    """
     table, sides = stored.table, [_side(k, stored.k, stored.k_scale, stored.D)]
     if v is not None:
         sides.append(_side(v, stored.v, stored.v_scale, stored.Dv))
@@ -109,39 +115,40 @@ def _side(x: Tensor, target: Tensor, scale: Tensor | None, width: int) -> _core.
 
 
 def _check_stored(spec: Spec, stored: Stored) -> None:
-    """That the core can read what it is told to read."""
+    """Checks that the stored tensors have shapes, dtypes and strides that the core supports."""
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if kind not in STORES:
         raise ValueError(f"stored.kind: expected one of {', '.join(STORES)}, got {kind!r}")
     if table is not None and (table.dtype is not torch.int32 or table.ndim != 2 or table.stride(1) != 1):
-        raise TypeError(f"stored.table: expected int32 (B, pages), rows contiguous, got {describe(table)}")
+        raise TypeError(f"stored.table: expected int32 (B, pages), contiguous rows, got {describe(table)}")
     if table is not None and (page < 16 or page & (page - 1)):
-        raise ValueError(f"stored.page: expected a power of two from 16 on, got {page}")
+        raise ValueError(f"stored.page: expected a power of two, at least 16, got {page}")
     outer = (spec.B, 1) if table is None else (k.shape[0],)
     rows = k.shape[2] if table is None else page
     for name, x, scale, width in (("k", k, k_scale, D), ("v", v, v_scale, Dv)):
-        dtype, held = (spec.dtype, width) if kind == "float" else _codes(kind, width)
+        dtype, size = (spec.dtype, width) if kind == "float" else _codes(kind, width)
         if (
             x.dtype is not dtype
             or x.ndim != 4
             or x.shape[0] not in outer
-            or x.shape[1:] != (spec.Hkv, rows, held)
+            or x.shape[1:] != (spec.Hkv, rows, size)
         ):
-            expected = f"{dtype} ({outer[0]}, {spec.Hkv}, {rows}, {held})"
+            expected = f"{dtype} ({outer[0]}, {spec.Hkv}, {rows}, {size})"
             raise ValueError(f"stored.{name}: expected {expected}, got {describe(x)}")
         if kind != "float":
             _check_codes(name, x, scale, -(-width // GROUP), kind)
 
 
 def _codes(kind: str, width: int) -> tuple[torch.dtype, int]:
-    dtype, held = CODES[kind]
-    return dtype, -(-width // GROUP) * held
+    """Returns the dtype of codes, and how many elements hold `width` channels."""
+    dtype, per_group = CODES[kind]
+    return dtype, -(-width // GROUP) * per_group
 
 
 def _check_codes(name: str, codes: Tensor, scale: Tensor | None, groups: int, kind: str) -> None:
-    own = (groups,) if kind == "int8" else (groups, 2)
-    shape = (*codes.shape[:3], *own)
+    last_dims = (groups,) if kind == "int8" else (groups, 2)
+    shape = (*codes.shape[:3], *last_dims)
     if scale is None or scale.dtype is not torch.float16 or scale.shape != shape:
         raise ValueError(f"stored.{name}_scale: expected float16 {shape}, got {describe(scale)}")
     if codes.stride(3) != 1 or not scale[0, 0, 0].is_contiguous():
-        raise ValueError(f"stored.{name}: expected codes and scales whose rows are contiguous")
+        raise ValueError(f"stored.{name}: expected codes and scales with contiguous rows")

@@ -1,6 +1,6 @@
-"""The specification: attention as the formula says it, in float64, n x n, with torch alone.
+"""The reference backend: the formulas in float64 PyTorch, with the full n x n matrix of weights.
 
-Everything else in the library is measured against this package.
+It is the specification: tests compare every other implementation with it.
 """
 
 from .attention import forward, reasons, weights

@@ -1,7 +1,7 @@
-"""softmax(cap(scale * q.k) + bias | mask, sink) -> dropout -> times v, with every option, in float64.
+"""Attention in float64: dropout(softmax(cap(scale * q.k) + bias, masked, with sink)) times v.
 
-Shapes: q (B, Hq, Lq, D), k (B, Hq, Lk, D), v (B, Hq, Lk, Dv), everything about pairs (B, Hq, Lq, Lk).
-Gradients come from autograd: float64 inside, the inputs' own dtypes outside.
+Shapes: q (B, Hq, Lq, D), k (B, Hq, Lk, D), v (B, Hq, Lk, Dv), scores and weights (B, Hq, Lq, Lk).
+Autograd computes the gradients in float64 and returns them in the dtypes of the inputs.
 """
 
 from __future__ import annotations
@@ -9,49 +9,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._call.dropout import kept
-from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
+from ..._call.dropout import keep_mask
+from ..._call.layout import dense_bias, dense_mask, heads_4d, restore_out
 from ..._call.spec import Problem
 
 INF = float("inf")
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
-    """Why the reference cannot run this: never, where tensors have values."""
+    """Returns a reason for meta tensors, else (): the reference runs every other problem."""
     return ("meta tensors have no values",) if problem.q.is_meta else ()
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """out (..., Hq, Lq, Dv) in q's dtype, and the LSE (..., Hq, Lq) when asked for."""
+    """Computes out (..., Hq, Lq, Dv) in q's dtype, and the LSE (..., Hq, Lq) or None."""
     spec = problem.spec
     visible, probabilities, lse = _softmax(problem)
     v = _per_query_head(problem, problem.v)
     out = _weighted_values(visible, _dropped(problem, probabilities), v)
-    return as_given(spec, out), lse.to(spec.lse_dtype).reshape(spec.lse_shape) if spec.return_lse else None
+    return restore_out(spec, out), lse.to(spec.lse_dtype).reshape(spec.lse_shape) if spec.return_lse else None
 
 
 def weights(problem: Problem) -> Tensor:
-    """(..., Hq, Lq, Lk) in q's dtype: what multiplies v, dropout included."""
+    """Computes the weights (..., Hq, Lq, Lk) in q's dtype, after dropout."""
     _, probabilities, _ = _softmax(problem)
     return _dropped(problem, probabilities).to(problem.spec.dtype).reshape(problem.spec.weights_shape)
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Which pairs are visible, their probabilities, and the LSE (B, Hq, Lq)."""
+    """Returns visibility and probabilities (B, Hq, Lq, Lk), and the LSE (B, Hq, Lq)."""
     visible, s = _scores(problem)
     s = torch.cat([torch.where(visible, s, -INF), _sink(problem)], -1)
     top = s.detach().amax(-1, keepdim=True)
-    top = torch.where(top == -INF, 0.0, top)  # a row that sees nothing
+    top = torch.where(top == -INF, 0.0, top)  # fully masked row
     e = torch.exp(s - top)
     total = e.sum(-1, keepdim=True)
-    nothing = total == 0
-    safe = torch.where(nothing, 1.0, total)
-    lse = torch.where(nothing, -INF, top + torch.log(safe))
+    fully_masked = total == 0
+    safe = torch.where(fully_masked, 1.0, total)
+    lse = torch.where(fully_masked, -INF, top + torch.log(safe))
     return visible, (e / safe)[..., :-1], lse[..., 0]
 
 
 def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Which pairs are visible, and the scores: scale -> softcap -> bias."""
+    """Returns visibility and scores (B, Hq, Lq, Lk).
+
+    Scores have scale, softcap and bias applied.
+    """
     spec = problem.spec
     q, k = _per_query_head(problem, problem.q), _per_query_head(problem, problem.k)
     visible = torch.ones(spec.B, spec.Hq, spec.Lq, spec.Lk, dtype=torch.bool, device=spec.device)
@@ -67,7 +70,7 @@ def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _sink(problem: Problem) -> Tensor:
-    """One more column of logits, (B, Hq, Lq, 1); -inf when there is no sink."""
+    """Returns the sink as one more column of logits (B, Hq, Lq, 1), -inf without a sink."""
     spec = problem.spec
     if problem.sink is None:
         return torch.full((spec.B, spec.Hq, spec.Lq, 1), -INF, dtype=torch.float64, device=spec.device)
@@ -75,21 +78,22 @@ def _sink(problem: Problem) -> Tensor:
 
 
 def _dropped(problem: Problem, probabilities: Tensor) -> Tensor:
+    """Applies dropout."""
     spec = problem.spec
     if not spec.dropout:
         return probabilities
-    pattern = kept(int(problem.seed), spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
-    return torch.where(pattern, probabilities / max(1 - spec.dropout, 1e-300), 0.0)
+    keep = keep_mask(int(problem.seed), spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
+    return torch.where(keep, probabilities / max(1 - spec.dropout, 1e-300), 0.0)
 
 
 def _per_query_head(problem: Problem, x: Tensor) -> Tensor:
-    """(B, Hq, L, D) in float64: each key and value head serves Hq / Hkv query heads."""
+    """Returns x as (B, Hq, L, D) in float64, key and value heads repeated Hq / Hkv times."""
     x, Hq = heads_4d(problem.spec, x).double(), problem.spec.Hq
     return x if x.shape[1] == Hq else x.repeat_interleave(Hq // x.shape[1], 1)
 
 
-# A pair that is not visible must contribute nothing, forward and backward, even where k or v is NaN. 0 * NaN
-# is NaN, so such pairs are selected away before multiplying; for finite numbers a matrix product is the same.
+# A masked pair contributes nothing, forward and backward, even if k or v is NaN. 0 * NaN is NaN, so masked
+# pairs are replaced by zeros before the product. For finite inputs a matrix product gives the same result.
 
 
 def _inner_products(visible: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Facts about the weights, from the whole matrix in float64."""
+"""Evidence from the full matrix of weights, in float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from .attention import INF, _sink, _softmax
 
 
 class Matrix(NamedTuple):
+    """The full matrix of weights of a call."""
+
     problem: Problem
     visible: Tensor  # (B, Hq, Lq, Lk)
-    p: Tensor  # (B, Hq, Lq, Lk) weights, 0 where hidden
+    p: Tensor  # (B, Hq, Lq, Lk) weights, 0 where masked
     p_sink: Tensor  # (B, Hq, Lq)
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """The parts of each fact."""
+    """Computes the parts of each fact."""
     visible, p, lse = _softmax(problem)
     p = torch.where(visible, p, 0.0)
     p_sink = torch.where(lse == -INF, 0.0, torch.exp(_sink(problem)[..., 0] - lse))
@@ -38,12 +40,12 @@ def _largest(m: Matrix, fact: F.TopK | F.RowMax) -> F.Parts:
 
 
 def _column_mass(m: Matrix, fact: F.ColumnMass) -> F.Parts:
-    by_row = fact.by_sample(m.problem.spec)
-    if by_row is None:
+    row_weights = fact.by_sample(m.problem.spec)
+    if row_weights is None:
         return (m.p.sum(2),)
-    # A query that counts nothing says nothing, whatever its weights are.
-    by_row = by_row.double()[:, None, :, None]
-    return (torch.where(by_row == 0, 0.0, m.p * by_row).sum(2),)
+    # A query with weight 0 contributes nothing, even if its attention weights are NaN.
+    row_weights = row_weights.double()[:, None, :, None]
+    return (torch.where(row_weights == 0, 0.0, m.p * row_weights).sum(2),)
 
 
 def _entropy(m: Matrix, fact: F.Entropy) -> F.Parts:
@@ -57,8 +59,8 @@ def _distance_histogram(m: Matrix, fact: F.DistanceHistogram) -> F.Parts:
         return mass, distances
     first = m.problem.offset if m.problem.offset is not None else torch.tensor([spec.offset])
     i, j = (torch.arange(n, device=spec.device) for n in (spec.Lq, spec.Lk))
-    at = first.to(spec.device)[:, None, None] + i[:, None] - j - distances[0]  # (1 or B, Lq, Lk)
-    return mass.scatter_add(2, at[:, None].expand_as(m.p).flatten(2), m.p.flatten(2)), distances
+    bins = first.to(spec.device)[:, None, None] + i[:, None] - j - distances[0]  # (1 or B, Lq, Lk)
+    return mass.scatter_add(2, bins[:, None].expand_as(m.p).flatten(2), m.p.flatten(2)), distances
 
 
 def _mass_on(m: Matrix, fact: F.MassOn) -> F.Parts:

@@ -1,7 +1,7 @@
-"""Linear attention, token by token, in float64.
+"""Linear attention, one token at a time, in float64.
 
 S <- a S;  u = v, or with the delta rule beta (v - S^T k);  S <- S + k u^T;  o = scale q^T S
-z <- a z + k;                                               o / (scale q . z), where normalised
+z <- a z + k;                                               o / (scale q . z), with normalize=True
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..._call.linear import LinearCall, LinearResult
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """Shapes: q, k (B, H, L, D), v (B, H, L, Dv), S (B, H, D, Dv), z (B, H, D), every head its own."""
+    """Runs a call. Every query head gets its own state S (B, Hq, D, Dv) and z (B, Hq, D)."""
     group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
     q, k, v, S, z = _start(p, group)
     tokens = range(k.shape[2])
@@ -21,18 +21,19 @@ def linear(p: LinearCall) -> LinearResult:
         rows = []
         for t in tokens:
             S, z = _step(p, t, k, v, S, z, group)
-            rows.append(_look(p, q[:, :, t, None], S, z))
+            rows.append(_read_state(p, q[:, :, t, None], S, z))
         out = torch.cat([*rows, v.new_empty(*q.shape[:2], 0, v.shape[3])], 2)
-        out = torch.where(_real(p, q.shape[2])[:, None, :, None], out, 0.0)
+        out = torch.where(_is_real(p, q.shape[2])[:, None, :, None], out, 0.0)
     else:
         for t in tokens:
             S, z = _step(p, t, k, v, S, z, group)
-        out = _look(p, q, S, z)
+        out = _read_state(p, q, S, z)
     S, z = S[:, ::group], z[:, ::group]
     return LinearResult(out.to(p.q.dtype), S.to(p.dtype), z.to(p.dtype) if p.normalize else None)
 
 
 def _start(p: LinearCall, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v and the initial S and z in float64, with Hq heads each."""
     q, k, v = p.q.double(), _per_head(p.k, group), _per_head(p.v, group)
     B, H, _, D = q.shape
     S = _per_head(p.S, group) if p.S is not None else q.new_zeros(B, H, D, v.shape[3])
@@ -43,36 +44,39 @@ def _start(p: LinearCall, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 def _step(
     p: LinearCall, t: int, k: Tensor, v: Tensor, S: Tensor, z: Tensor, group: int
 ) -> tuple[Tensor, Tensor]:
-    """The state after token t; as it was, for samples that have ended."""
+    """Returns the state after token t. Padding tokens leave the state of their sample unchanged."""
     key, u = k[:, :, t], v[:, :, t]
-    before_S, before_z = S, z
+    old_S, old_z = S, z
     if p.log_decay is not None:
         a = _per_head(p.log_decay, group)[:, :, t].exp()
         S, z = a[..., None, None] * S, a[..., None] * z
     if p.beta is not None:
         u = _per_head(p.beta, group)[:, :, t, None] * (u - (S * key[..., None]).sum(-2))
     S, z = S + key[..., None] * u[..., None, :], z + key
-    going = _real(p, k.shape[2])[:, t, None]
-    return torch.where(going[..., None, None], S, before_S), torch.where(going[..., None], z, before_z)
+    real = _is_real(p, k.shape[2])[:, t, None]
+    return torch.where(real[..., None, None], S, old_S), torch.where(real[..., None], z, old_z)
 
 
-def _look(p: LinearCall, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
-    """q (B, H, n, D) -> (B, H, n, Dv); a row whose weights sum to 0 gives zeros."""
+def _read_state(p: LinearCall, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
+    """Applies queries (B, H, n, D) to the state: (B, H, n, Dv).
+
+    With normalize=True a row whose weights sum to 0 is zeros.
+    """
     out = p.scale * (q @ S)
     if not p.normalize:
         return out
     total = p.scale * (q * z[:, :, None]).sum(-1, keepdim=True)
-    nothing = total == 0
-    return torch.where(nothing, 0.0, out / torch.where(nothing, 1.0, total))
+    zero = total == 0
+    return torch.where(zero, 0.0, out / torch.where(zero, 1.0, total))
 
 
-def _real(p: LinearCall, L: int) -> Tensor:
-    """(B, L): whether there is such a token."""
-    places = torch.arange(L, device=p.q.device)
-    ends = places.new_full((p.q.shape[0],), L) if p.lengths is None else p.lengths
-    return places < ends[:, None]
+def _is_real(p: LinearCall, L: int) -> Tensor:
+    """Returns bool (B, L), False for padding."""
+    positions = torch.arange(L, device=p.q.device)
+    lengths = positions.new_full((p.q.shape[0],), L) if p.lengths is None else p.lengths
+    return positions < lengths[:, None]
 
 
 def _per_head(x: Tensor, group: int) -> Tensor:
-    """(B, Hkv, ...) -> (B, Hq, ...) in float64"""
+    """Repeats key heads for query heads: (B, Hkv, ...) -> (B, Hq, ...) in float64."""
     return x.double().repeat_interleave(group, 1)

@@ -1,1 +1,1 @@
-"""The PyTorch backend: the same mathematics in PyTorch operations, for any device."""
+"""The torch backend: PyTorch operations on any device."""

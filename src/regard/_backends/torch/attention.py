@@ -1,7 +1,7 @@
-"""The backend that hands the problem to PyTorch: SDPA where it can express it, else FlexAttention.
+"""Attention by PyTorch: SDPA if it supports the options of the call, else FlexAttention.
 
-It is how GPU tensors run, and on request CPU tensors. The mathematics is the contract's; where PyTorch's
-kernels promise less, so does this backend:
+This backend runs calls on a GPU, and on a CPU with impl="torch". It computes the same function as
+the other backends, but gives only the guarantees of PyTorch's kernels:
 
 | promise                             | through SDPA                              | through FlexAttention |
 |-------------------------------------|-------------------------------------------|-----------------------|
@@ -12,7 +12,8 @@ kernels promise less, so does this backend:
 | gradients                           | yes                                       | on a GPU              |
 | bitwise equal for any thread count  | not promised                              | not promised          |
 
-SDPA draws dropout from PyTorch's generator; so that a seed repeats, it is set around the call and restored.
+SDPA draws dropout from PyTorch's generator. The generator is seeded for the call and restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import masks
-from ..._call.layout import as_given, dense_bias, dense_mask, heads_4d
+from ..._call.layout import dense_bias, dense_mask, heads_4d, restore_out
 from ..._call.spec import Problem
 from ...scores import Alibi
 
@@ -37,38 +38,38 @@ CAUSAL = masks.Causal().lower().code
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
-    """Why neither SDPA nor FlexAttention can run this; () when one of them can."""
+    """Returns why neither SDPA nor FlexAttention can run the problem, or () if one of them can."""
     sdpa, flex = sdpa_reasons(problem), flex_reasons(problem)
     return (*(f"SDPA: {r}" for r in sdpa), *(f"FlexAttention: {r}" for r in flex)) if sdpa and flex else ()
 
 
 def kernel(problem: Problem) -> str:
-    """Which of PyTorch's two would run: "sdpa" or "flex"."""
+    """Returns which kernel runs the problem: "sdpa" or "flex"."""
     if sdpa_reasons(problem):
         return "flex"
     return "flex" if _flex_is_better(problem) and not flex_reasons(problem) else "sdpa"
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """out (..., Hq, Lq, Dv) in q's dtype, and the LSE (..., Hq, Lq) when asked for."""
+    """Computes out (..., Hq, Lq, Dv) in q's dtype, and the LSE (..., Hq, Lq) or None."""
     return _flex(problem) if kernel(problem) == "flex" else (_sdpa(problem), None)
 
 
 def sdpa_reasons(problem: Problem) -> tuple[str, ...]:
     spec = problem.spec
-    wanted = (("softcap", spec.softcap is not None), ("a sink", spec.sink), ("the LSE", spec.return_lse))
-    return tuple(f"has no way to ask for {name}" for name, asked in wanted if asked)
+    unsupported = (("softcap", spec.softcap is not None), ("a sink", spec.sink), ("the LSE", spec.return_lse))
+    return tuple(f"does not support {name}" for name, used in unsupported if used)
 
 
 def flex_reasons(problem: Problem) -> tuple[str, ...]:
-    found = ["has no dropout"] if problem.spec.dropout else []
+    obstacles = ["has no dropout"] if problem.spec.dropout else []
     if problem.needs_grad and problem.spec.device.type == "cpu":
-        found.append("has no backward on CPU")
-    return tuple(found)
+        obstacles.append("has no backward on CPU")
+    return tuple(obstacles)
 
 
 def _flex_is_better(problem: Problem) -> bool:
-    """On a GPU FlexAttention skips masked blocks and computes a structured bias; SDPA would need n x n."""
+    """Returns whether FlexAttention avoids an n x n mask or bias that SDPA would need on a GPU."""
     spec = problem.spec
     structured = spec.bias in ("alibi", "relative") or _simple_mask(problem) is None
     return spec.device.type == "cuda" and structured
@@ -84,38 +85,41 @@ def _qkv(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sdpa(problem: Problem) -> Tensor:
     spec = problem.spec
-    extra = _additive_mask(problem) if needs_dense_mask(problem) else None
+    mask = _additive_mask(problem) if needs_dense_mask(problem) else None
     q, k, v = _qkv(problem)
     with _seeded(problem) if spec.dropout else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
-            q, k, v, extra, spec.dropout, is_causal=extra is None and _simple_mask(problem) == "causal",
+            q, k, v, mask, spec.dropout, is_causal=mask is None and _simple_mask(problem) == "causal",
             scale=spec.scale, enable_gqa=spec.Hq != spec.Hkv,
         )  # fmt: skip
-    if extra is not None:
-        sees = extra if extra.dtype is torch.bool else extra != -INF
-        out = torch.where(sees.any(-1, keepdim=True), out, 0.0)
-    return as_given(spec, out)
+    if mask is not None:  # zeros in fully masked rows
+        visible = mask if mask.dtype is torch.bool else mask != -INF
+        out = torch.where(visible.any(-1, keepdim=True), out, 0.0)
+    return restore_out(spec, out)
 
 
 def needs_dense_mask(problem: Problem) -> bool:
-    """Whether SDPA needs a tensor of pairs: for a bias, and for every mask but plain causal from offset 0."""
+    """Returns whether SDPA needs an n x n tensor: for a bias and for most masks."""
     return problem.spec.bias != "none" or _simple_mask(problem) is None
 
 
 def _simple_mask(problem: Problem) -> str | None:
-    """ "none" or "causal" when SDPA needs no tensor for the mask."""
+    """Returns "none" or "causal" if SDPA needs no mask tensor, else None."""
     spec = problem.spec
     if not spec.code:
         return "none"
     if spec.code != CAUSAL or spec.offset is None:
         return None
-    if spec.offset >= spec.Lk - 1:  # the first query already sees every key
+    if spec.offset >= spec.Lk - 1:  # the first query may attend to every key
         return "none"
     return "causal" if spec.offset == 0 else None
 
 
 def _additive_mask(problem: Problem) -> Tensor:
-    """Mask and bias as one tensor for SDPA: bool, or float with -inf; broadcastable to (B, Hq, Lq, Lk)."""
+    """Combines mask and bias into one tensor that broadcasts to (B, Hq, Lq, Lk).
+
+    The tensor is bool without a bias, else float with -inf for masked pairs.
+    """
     spec = problem.spec
     keep, bias = dense_mask(problem), dense_bias(problem, spec.bias_dtype or spec.lse_dtype)
     if bias is None:
@@ -127,7 +131,7 @@ def _additive_mask(problem: Problem) -> Tensor:
 
 @contextlib.contextmanager
 def _seeded(problem: Problem) -> Iterator[None]:
-    """Run with PyTorch's generator at the problem's seed, and put it back."""
+    """Seeds PyTorch's generator for a `with` block and restores it afterwards."""
     device = problem.spec.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(problem.seed))
@@ -144,11 +148,11 @@ def _flex(problem: Problem) -> tuple[Tensor, Tensor | None]:
         sink = problem.sink.to(lse.dtype).view(1, spec.Hq, 1)
         share = torch.where(lse == -INF, 0.0, torch.sigmoid(lse - sink))
         out, lse = out * share[..., None].to(out.dtype), torch.logaddexp(lse, sink)
-    return as_given(spec, out), lse.to(spec.lse_dtype).reshape(spec.lse_shape) if spec.return_lse else None
+    return restore_out(spec, out), lse.to(spec.lse_dtype).reshape(spec.lse_shape) if spec.return_lse else None
 
 
 def _flex_without_sink(problem: Problem) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq)."""
+    """Computes out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq), ignoring the sink."""
     spec = problem.spec
     q, k, v = _qkv(problem)
     if 0 in (spec.B, spec.Hq, spec.Lq, spec.Lk):
@@ -165,7 +169,10 @@ def _flex_without_sink(problem: Problem) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _flex_function(device: str) -> Callable[..., Any]:
-    """Compiled on a GPU. On a CPU eager: n x n, but without a compiler, for every dtype and option."""
+    """Returns `flex_attention`, compiled on a GPU.
+
+    Eager on a CPU: it needs n x n memory but no compiler, and takes every dtype and option.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cpu":
@@ -180,21 +187,24 @@ def _flex_function(device: str) -> Callable[..., Any]:
 
 
 def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
-    """softcap, then bias."""
+    """Returns a FlexAttention `score_mod` for softcap and bias, or None if the call has neither."""
     cap, bias = problem.spec.softcap, _bias_at(problem)
     if cap is None and bias is None:
         return None
 
-    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + bias(b, h, i, j)
 
-    return change
+    return modify
 
 
 def _bias_at(problem: Problem) -> Callable[..., Tensor] | None:
-    """The bias of one pair: ALiBi is computed, everything else looked up in a dense tensor."""
+    """Returns a function (b, h, i, j) -> bias, or None.
+
+    ALiBi is computed, any other bias is looked up.
+    """
     spec, bias = problem.spec, problem.bias
     if isinstance(bias, Alibi):
         slopes, offset = bias.slopes, problem.offset
@@ -209,7 +219,7 @@ def _bias_at(problem: Problem) -> Callable[..., Tensor] | None:
 
 
 def _block_mask(problem: Problem) -> Any:
-    """The mask as a BlockMask, or None."""
+    """Returns the mask as a FlexAttention BlockMask, or None."""
     if problem.mask is None:
         return None
     from torch.nn.attention.flex_attention import create_block_mask

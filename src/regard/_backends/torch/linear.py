@@ -1,6 +1,6 @@
-"""Linear attention in chunks, in plain torch: for GPU tensors, compilers, transforms and second derivatives.
+"""Linear attention in chunks of tokens, for GPUs, torch.compile, torch.func and second derivatives.
 
-Within a chunk, with b the running sum of log_decay and G_ij = exp(b_i - b_j) for j <= i, else 0:
+Within a chunk, b is the cumulative sum of log_decay, and G_ij = exp(b_i - b_j) for j <= i, else 0:
 U = V, or with the delta rule (I + beta (G K K^T, below the diagonal)) U = beta (V - exp(b) K S)
 O = exp(b) Q S + (G Q K^T) U,  and then  S <- exp(b_end) S + (exp(b_end - b) K)^T U
 """
@@ -20,6 +20,7 @@ CHUNK = 64
 
 
 def linear(p: LinearCall) -> LinearResult:
+    """Runs a call."""
     p = _without_padding(p)
     B, Hkv, _, D = p.k.shape
     S = p.S if p.S is not None else p.k.new_zeros(B, Hkv, D, p.v.shape[3], dtype=p.dtype)
@@ -29,7 +30,7 @@ def linear(p: LinearCall) -> LinearResult:
 
 
 def _without_padding(p: LinearCall) -> LinearCall:
-    """Tokens beyond the lengths leave the state alone: no key, no value, no gate."""
+    """Sets q, k, v and gates of padding tokens to 0, so that they leave the state unchanged."""
     if p.lengths is None:
         return p
     real = (torch.arange(p.k.shape[2], device=p.k.device) < p.lengths[:, None])[:, None]  # (B, 1, L)
@@ -42,6 +43,7 @@ def _without_padding(p: LinearCall) -> LinearCall:
 
 
 def _full(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, S and z if every query attends to every key."""
     k, v = p.k.to(p.dtype), p.v.to(p.dtype)
     S, z = S + k.mT @ v, z + k.sum(2)
     q = _grouped(p.q, k.shape[1]).to(p.dtype) * p.scale
@@ -62,9 +64,10 @@ class _Chunks(NamedTuple):
 
 
 def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, S and z, chunk by chunk."""
     L, C = p.k.shape[2], min(CHUNK, max(p.k.shape[2], 1))
-    chunks = _cut(p, C)
-    scores = (chunks.q @ chunks.k.mT[:, :, None]) * _between_heads(chunks.pairs)
+    chunks = _split(p, C)
+    scores = (chunks.q @ chunks.k.mT[:, :, None]) * _per_group(chunks.pairs)
     inverse = _inverse(chunks)
     rows, totals = [], []
     for i in range(math.ceil(L / C)):
@@ -78,8 +81,8 @@ def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor
         if p.normalize:
             total = from_state * (q @ z[:, :, None, :, None])
             totals.append(total + scores[:, :, :, i].sum(-1, keepdim=True))
-        late = k * _at(chunks.until, i)
-        S, z = end * S + late.mT @ u, (end if isinstance(end, float) else end[..., 0]) * z + late.sum(2)
+        decayed = k * _at(chunks.until, i)
+        S, z = end * S + decayed.mT @ u, (end if isinstance(end, float) else end[..., 0]) * z + decayed.sum(2)
     if not rows:
         return p.q.new_zeros(*p.q.shape[:3], p.v.shape[3], dtype=p.dtype), S, z
     out = torch.stack(rows, 3)
@@ -87,27 +90,33 @@ def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor
     return out.flatten(3, 4)[:, :, :, :L].flatten(1, 2), S, z
 
 
-def _cut(p: LinearCall, C: int) -> _Chunks:
-    """Every sequence filled up to whole chunks with tokens that change nothing."""
-    L = p.k.shape[2]
-    more = -L % C
+def _split(p: LinearCall, C: int) -> _Chunks:
+    """Splits the tokens into chunks.
 
-    def cut(x: Tensor) -> Tensor:
-        filled = F.pad(x.to(p.dtype), (0, 0, 0, more))
-        return filled.reshape(*x.shape[:-2], (L + more) // C, C, x.shape[-1])
+    Zero tokens pad the last chunk and leave the state unchanged.
+    """
+    L = p.k.shape[2]
+    padding = -L % C
+
+    def chunked(x: Tensor) -> Tensor:
+        padded = F.pad(x.to(p.dtype), (0, 0, 0, padding))
+        return padded.reshape(*x.shape[:-2], (L + padding) // C, C, x.shape[-1])
 
     lower = torch.ones(C, C, dtype=torch.bool, device=p.k.device).tril()
-    q = cut(_grouped(p.q, p.k.shape[1]) * p.scale)
-    beta = None if p.beta is None else cut(p.beta[..., None])
+    q = chunked(_grouped(p.q, p.k.shape[1]) * p.scale)
+    beta = None if p.beta is None else chunked(p.beta[..., None])
     if p.log_decay is None:
-        return _Chunks(q, cut(p.k), cut(p.v), beta, lower.to(p.dtype), None, None)
-    b = cut(p.log_decay[..., None]).cumsum(-2)
+        return _Chunks(q, chunked(p.k), chunked(p.v), beta, lower.to(p.dtype), None, None)
+    b = chunked(p.log_decay[..., None]).cumsum(-2)
     pairs = torch.where(lower, b - b.mT, -math.inf).exp()
-    return _Chunks(q, cut(p.k), cut(p.v), beta, pairs, b.exp(), (b[..., -1:, :] - b).exp())
+    return _Chunks(q, chunked(p.k), chunked(p.v), beta, pairs, b.exp(), (b[..., -1:, :] - b).exp())
 
 
 def _inverse(chunks: _Chunks) -> Tensor | None:
-    """(I + beta (G K K^T, below the diagonal))^-1, (B, Hkv, n, C, C)"""
+    """Computes (I + beta (G K K^T, below the diagonal))^-1, (B, Hkv, n, C, C).
+
+    Returns None without beta.
+    """
     if chunks.beta is None:
         return None
     k = chunks.k
@@ -120,22 +129,24 @@ def _inverse(chunks: _Chunks) -> Tensor | None:
 
 
 def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
-    """A row whose weights sum to 0 gives zeros."""
+    """Divides out by total if `normalize`. A row whose weights sum to 0 becomes zeros."""
     if not normalize:
         return out
-    nothing = total == 0
-    return torch.where(nothing, 0.0, out / torch.where(nothing, 1.0, total))
+    zero = total == 0
+    return torch.where(zero, 0.0, out / torch.where(zero, 1.0, total))
 
 
 def _grouped(q: Tensor, Hkv: int) -> Tensor:
-    """(B, Hq, L, D) -> (B, Hkv, group, L, D)"""
+    """Groups query heads by key head: (B, Hq, L, D) -> (B, Hkv, group, L, D)."""
     B, Hq, L, D = q.shape
     return q.reshape(B, Hkv, Hq // max(Hkv, 1), L, D)
 
 
-def _between_heads(pairs: Tensor) -> Tensor:
+def _per_group(pairs: Tensor) -> Tensor:
+    """Inserts a dim for the query heads of a key head."""
     return pairs if pairs.ndim == 2 else pairs[:, :, None]
 
 
 def _at(x: Tensor | None, i: int) -> Tensor | float:
+    """Returns chunk i of a factor, 1 for None."""
     return 1.0 if x is None else x[:, :, i]
