@@ -618,7 +618,7 @@ attend = packing.varlen_attention
         (lambda: attend(Q, Q, Q, CU, [0, 5]), ValueError, "equally many sequences"),
         (lambda: attend(Q, Q, Q, CU + 1), ValueError, "must start with 0"),
         (lambda: attend(Q, Q, Q, [0, 6, 5]), ValueError, "not decrease"),
-        (lambda: attend(Q, Q, Q, CU.float()), ValueError, r"cu_seqlens_q must be integers"),
+        (lambda: attend(Q, Q, Q, CU.float()), ValueError, r"cu_seqlens_q: expected integers"),
         (lambda: attend(Q, Q, Q, CU, None, mask=M.Lengths(2)), TypeError, "any length"),
         (lambda: attend(Q, Q, Q, CU, mask=M.Documents([0] * 5)), TypeError, "any length"),
         (lambda: attend(Q, Q, Q, CU, mask=M.Dense(Q[0] > 0)), TypeError, "any length"),
@@ -645,7 +645,7 @@ attend = packing.varlen_attention
         (lambda: packing.pack([1], [1]), TypeError, "x: expected a tensor"),
         (lambda: packing.unpack(Q, CU, dim=1), ValueError, "cu_seqlens: expected 2 tokens as in dim 1 of x"),
         (lambda: packing.unpack(Q, CU, length=2, dim=0), ValueError, "up to L = 2"),
-        (lambda: packing.unpack(Q, CU, length=-1, dim=0), ValueError, "length must be"),
+        (lambda: packing.unpack(Q, CU, length=-1, dim=0), ValueError, "length: expected"),
         (lambda: packing.unpack(Q), TypeError, "either cu_seqlens or keep"),
         (lambda: packing.unpack(Q, keep=KEEP, dim=0), ValueError, "keep: expected 5 tokens"),
         (lambda: packing.unpack(Q, keep=KEEP, length=3), TypeError, "length: expected with cu_seqlens"),
@@ -679,7 +679,7 @@ def test_jagged_messages() -> None:
             r"v: expected sequences as long as those of k, \[2, 3\], got \[3, 2\]",
         ),
         ((x, x, x), {"bias": torch.zeros(2, 1, 1)}, TypeError, "bias: expected scores.Alibi"),
-        ((x, x, x), {"mask": torch.ones(1, 1) > 0}, TypeError, "mask: expected one that applies"),
+        ((x, x, x), {"mask": torch.ones(1, 1) > 0}, TypeError, "mask: expected a mask that applies"),
     ]
     for qkv, options, error, message in expect:
         with pytest.raises(error, match=message):

@@ -145,15 +145,15 @@ def test_values() -> None:
             ValueError,
             r"Alibi\(slopes\) must have shape \(H,\), got \(2, 2\)",
         ),
-        (lambda: Alibi.standard(0), ValueError, r"heads must be an integer from 1 .*, got 0"),
-        (lambda: Alibi.standard(2.0), TypeError, r"heads must be an int, got float"),
+        (lambda: Alibi.standard(0), ValueError, r"heads: expected an integer from 1 .*, got 0"),
+        (lambda: Alibi.standard(2.0), TypeError, r"heads: expected an int, got float"),
         (lambda: RelativeBias(torch.rand(4)), ValueError, r"\(num_buckets, Hq\), got \(4,\)"),
         (lambda: RelativeBias(torch.rand(7, 2)), ValueError, r"num_buckets must be an even number from 4 on"),
         (lambda: RelativeBias(torch.rand(1, 2), bidirectional=False), ValueError, r"must be at least 2"),
         (
             lambda: RelativeBias(torch.rand(32, 2), max_distance=8),
             ValueError,
-            r"max_distance must be an integer from 9 .*, got 8",
+            r"max_distance: expected an integer from 9 .*, got 8",
         ),
         (
             lambda: RelativeBias(torch.rand(32, 2), bidirectional=1),

@@ -501,15 +501,15 @@ def test_full(kind: str) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: C.KVCache(0, 1, 4), ValueError, "B must be an integer from 1"),
-        (lambda: C.KVCache(1, 1, 4, capacity=0), ValueError, "capacity must be"),
+        (lambda: C.KVCache(0, 1, 4), ValueError, "B: expected an integer from 1"),
+        (lambda: C.KVCache(1, 1, 4, capacity=0), ValueError, "capacity: expected"),
         (lambda: C.KVCache(1, 1, 4, dtype=torch.int8), TypeError, "dtype: expected float64"),
-        (lambda: C.SlidingCache(1, 1, 4, window=0), ValueError, "window must be"),
-        (lambda: C.SlidingCache(1, 1, 4, window=4, sinks=-1), ValueError, "sinks must be"),
+        (lambda: C.SlidingCache(1, 1, 4, window=0), ValueError, "window: expected"),
+        (lambda: C.SlidingCache(1, 1, 4, window=4, sinks=-1), ValueError, "sinks: expected"),
         (lambda: C.QuantizedCache(1, 1, 4, bits=5), ValueError, "bits: expected 8 or 4, got int 5"),
         (lambda: C.PagedCache(4, 1, 4, page=24), ValueError, "page: expected a power of two"),
-        (lambda: C.PagedCache(4, 1, 4, page=8), ValueError, "page must be"),
-        (lambda: C.LatentCache(1, 0, 4), ValueError, "rank must be"),
+        (lambda: C.PagedCache(4, 1, 4, page=8), ValueError, "page: expected"),
+        (lambda: C.LatentCache(1, 0, 4), ValueError, "rank: expected"),
         (
             lambda: C.quantization_error(torch.ones(2, 3), torch.ones(2, 3), bits=2),
             ValueError,

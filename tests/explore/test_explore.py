@@ -293,7 +293,7 @@ def test_rows_and_keys_are_put_in_when_asked(tmp_path: Path) -> None:
         ({"heads": [(2, 0)]}, r"heads: expected pairs \(layer, head\) up to \(1, 2\), got \[\(2, 0\)\]"),
         ({"heads": []}, "heads: .* got none"),
         ({"rows": [23]}, "rows: expected queries up to 22, got 23"),
-        ({"rows": [-1]}, "rows must be an integer from 0"),
+        ({"rows": [-1]}, "rows: expected an integer from 0"),
     ],
 )
 def test_save_refuses(tmp_path: Path, options: dict[str, Any], match: str) -> None:

@@ -291,7 +291,7 @@ def test_lists_are_taken_and_other_things_named() -> None:
     assert M.from_sdpa([[True, False]]).mask == M.Dense(torch.tensor([[True, False]]))
     assert M.from_hf_2d([[1, 1, 0]]) == M.from_hf_2d(torch.tensor([[1, 1, 0]]))
     assert M.from_cu_seqlens([0, 4, 7]) == M.from_cu_seqlens(torch.tensor([0, 4, 7]))
-    with pytest.raises(TypeError, match="attention_mask must be a tensor or a list"):
+    with pytest.raises(TypeError, match="attention_mask: expected a tensor or a list"):
         M.from_hf_2d("padding")
-    with pytest.raises(TypeError, match="cu_seqlens_q must be a tensor or a list"):
+    with pytest.raises(TypeError, match="cu_seqlens_q: expected a tensor or a list"):
         M.from_cu_seqlens(object())

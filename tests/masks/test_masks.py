@@ -296,24 +296,32 @@ def test_masks_work_on_fake_tensors() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: M.Window(-3), ValueError, r"Window\(left\) must be an integer from 0 .*, got -3"),
+        (lambda: M.Window(-3), ValueError, r"Window\(left\): expected an integer from 0 .*, got -3"),
         (lambda: M.Window(1, -1), ValueError, r"Window\(right\)"),
-        (lambda: M.Window(1.5), TypeError, r"Window\(left\) must be an int, got float 1.5"),
-        (lambda: M.Window(True), TypeError, r"Window\(left\) must be an int, got bool True"),
+        (lambda: M.Window(1.5), TypeError, r"Window\(left\): expected an int, got float 1.5"),
+        (lambda: M.Window(True), TypeError, r"Window\(left\): expected an int, got bool True"),
         (lambda: M.Window(2**62), ValueError, r"Window\(left\)"),
         (lambda: M.Prefix(-1), ValueError, r"Prefix\(n\)"),
-        (lambda: M.Prefix(torch.tensor(3)), TypeError, r"Prefix\(n\) must be an int, got int64 tensor"),
+        (lambda: M.Prefix(torch.tensor(3)), TypeError, r"Prefix\(n\): expected an int, got int64 tensor"),
         (lambda: M.Lengths(-1), ValueError, r"Lengths\(n\) must not be negative, got -1"),
         (lambda: M.Lengths(torch.tensor([2, -4])), ValueError, r"Lengths\(n\).* got -4"),
         (
             lambda: M.Lengths(2.0),
             TypeError,
-            r"Lengths\(n\) must be integers, got float32 tensor of shape \(\)",
+            r"Lengths\(n\): expected integers, got float32 tensor of shape \(\)",
         ),
-        (lambda: M.Lengths(True), TypeError, r"Lengths\(n\) must be integers, got bool tensor of shape \(\)"),
-        (lambda: M.Lengths("many"), TypeError, r"Lengths\(n\) must be a tensor or a list, got str 'many'"),
-        (lambda: M.Documents(torch.rand(3)), TypeError, r"Documents\(q_ids\) must be integers, got float32"),
-        (lambda: M.Documents(3), ValueError, r"Documents\(q_ids\) must have at least 1 dimensions"),
+        (
+            lambda: M.Lengths(True),
+            TypeError,
+            r"Lengths\(n\): expected integers, got bool tensor of shape \(\)",
+        ),
+        (lambda: M.Lengths("many"), TypeError, r"Lengths\(n\): expected a tensor or a list, got str 'many'"),
+        (
+            lambda: M.Documents(torch.rand(3)),
+            TypeError,
+            r"Documents\(q_ids\): expected integers, got float32",
+        ),
+        (lambda: M.Documents(3), ValueError, r"Documents\(q_ids\): expected at least 1 dimensions"),
         (lambda: M.Documents([1], [0.5]), TypeError, r"Documents\(k_ids\)"),
         (lambda: M.Global([-2]), ValueError, r"Global\(tokens\) must be positions >= 0, or -1 .*, got -2"),
         (lambda: M.Global([0.5]), TypeError, r"Global\(tokens\)"),
@@ -322,9 +330,9 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.RandomBlocks(1, 1, 2**64), ValueError, r"RandomBlocks\(seed\) must fit in 64 bits"),
         (lambda: M.RandomBlocks(1, 1, 0.5), TypeError, r"RandomBlocks\(seed\) must be an int"),
         (lambda: M.Dilated(0), ValueError, r"Dilated\(step\)"),
-        (lambda: M.Dense(torch.ones(2, 2, dtype=torch.int64)), TypeError, r"Dense\(keep\) must be a bool"),
+        (lambda: M.Dense(torch.ones(2, 2, dtype=torch.int64)), TypeError, r"Dense\(keep\): expected a bool"),
         (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
-        (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\) must have at least 2 dimensions"),
+        (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\): expected at least 2 dimensions"),
         (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
         (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),
         (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\) must be a list.*, got Causal"),
@@ -336,9 +344,13 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.And(M.Causal()), ValueError, r"And combines at least two masks, got 1"),
         (lambda: M.Or(M.Causal(), 1), TypeError, r"Or combines masks, got int"),
         (lambda: M.Not(1), TypeError, r"Not inverts a mask, got int"),
-        (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq must be"),
-        (lambda: M.Causal().to_dense(2, 3, 0.5), TypeError, r"offset must be an int or a \(B,\) int tensor"),
-        (lambda: M.Causal().to_dense(2, 3, torch.rand(2)), TypeError, r"offset must be integers"),
+        (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq: expected"),
+        (
+            lambda: M.Causal().to_dense(2, 3, 0.5),
+            TypeError,
+            r"offset: expected an int or a \(B,\) int tensor",
+        ),
+        (lambda: M.Causal().to_dense(2, 3, torch.rand(2)), TypeError, r"offset: expected integers"),
     ],
 )
 def test_wrong_arguments_raise_when_a_mask_is_made(make, error: type[Exception], message: str) -> None:
@@ -425,5 +437,5 @@ def test_tutorial_helpers(L: int) -> None:
     assert torch.equal(M.create_document_mask(tokens)[1, 0], tokens[1][:, None] == tokens[1])
     with pytest.raises(ValueError, match=r"tokens must have shape \(B, L\)"):
         M.create_padding_mask(tokens[0])
-    with pytest.raises(TypeError, match=r"must be a tensor or a list, got str 'a b'"):
+    with pytest.raises(TypeError, match=r"expected a tensor or a list, got str 'a b'"):
         M.create_decoder_mask("a b")  # type: ignore[arg-type]

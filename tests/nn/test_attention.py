@@ -649,7 +649,7 @@ def test_a_cache_and_dropout() -> None:
     [
         (lambda: Attention(25, 4), "d_model: expected a multiple of heads = 4, or head_dim"),
         (lambda: Attention(24, 4, kv_heads=3), "kv_heads: expected a divisor of heads = 4, got 3"),
-        (lambda: Attention(24, 4, head_dim=0), "head_dim must be an integer from 1"),
+        (lambda: Attention(24, 4, head_dim=0), "head_dim: expected an integer from 1"),
         (lambda: Attention(24, 4, dropout=-0.1), "dropout: expected a probability"),
         (
             lambda: Attention(24, 4, dropout="some"),

@@ -124,7 +124,7 @@ def test_wrong_edges(edges: Tensor, message: str) -> None:
 
 def test_edges_may_be_lists() -> None:
     assert torch.equal(Graph([[0, 1], [1, 2]], 3).edges, Graph(torch.tensor([[0, 1], [1, 2]]), 3).edges)
-    with pytest.raises(TypeError, match="edges must be a tensor or a list, got str 'ab'"):
+    with pytest.raises(TypeError, match="edges: expected a tensor or a list, got str 'ab'"):
         Graph("ab", 3)
 
 

@@ -302,11 +302,11 @@ def test_it_learns() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"features": 0}, ValueError, "features must be an integer from 1"),
-        ({"redraw": 0}, ValueError, "redraw must be an integer from 1"),
+        ({"features": 0}, ValueError, "features: expected an integer from 1"),
+        ({"redraw": 0}, ValueError, "redraw: expected an integer from 1"),
         ({"kernel": "relu"}, TypeError, "kernel: expected 'softmax' or a function"),
         ({"eps": -1.0}, ValueError, "eps: expected a number from 0 on"),
-        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"seed": 1.5}, TypeError, "seed: expected an int"),
         ({"eps": "small"}, TypeError, "eps: expected a number, got str 'small'"),
     ],
 )

@@ -229,14 +229,14 @@ def test_padding_cannot_be_seen() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"window": -1}, ValueError, "window must be an integer from 0"),
+        ({"window": -1}, ValueError, "window: expected an integer from 0"),
         ({"window": (1, 2, 3)}, ValueError, "window: expected an int or"),
         (
             {"window": 4, "dilation": [1, 2]},
             ValueError,
             "dilation: expected an int or one for each of heads = 4",
         ),
-        ({"window": 4, "dilation": 0}, ValueError, "dilation must be an integer from 1"),
+        ({"window": 4, "dilation": 0}, ValueError, "dilation: expected an integer from 1"),
         ({"window": 4, "dropout": 2.0}, ValueError, "dropout: expected a probability"),
     ],
 )
@@ -453,10 +453,10 @@ def test_the_table(blocks: int, random: int) -> None:
     ("options", "error", "message"),
     [
         ({"window": 2}, ValueError, "window: expected an odd number of blocks, got 2"),
-        ({"block": 0}, ValueError, "block must be an integer from 1"),
-        ({"random": -1}, ValueError, "random must be an integer from 0"),
+        ({"block": 0}, ValueError, "block: expected an integer from 1"),
+        ({"random": -1}, ValueError, "random: expected an integer from 0"),
         ({"global_blocks": 2}, TypeError, "global_blocks: expected numbers of blocks"),
-        ({"seed": "a"}, TypeError, "seed must be an int"),
+        ({"seed": "a"}, TypeError, "seed: expected an int"),
     ],
 )
 def test_wrong_bigbirds(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -135,9 +135,9 @@ def test_letters_without_a_glyph_are_escaped() -> None:
 
 def test_wrong_calls() -> None:
     seen = seen_of(9)
-    with pytest.raises(ValueError, match="limit must be an integer from 1"):
+    with pytest.raises(ValueError, match="limit: expected an integer from 1"):
         see.heatmap(seen[0, 0], limit=0)
-    with pytest.raises(ValueError, match="most must be an integer from 1"):
+    with pytest.raises(ValueError, match="most: expected an integer from 1"):
         see.distances(seen, most=0)
     for draw in (see.grid, see.entropy, see.entropy_map, see.distances):
         with pytest.raises(ValueError, match="expected a capture with layers"):

@@ -229,7 +229,7 @@ def _one_by_one(attention: Attention, qkv: QKV, plan: PackedPlan, options: Optio
 
 
 def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k: list[int]) -> list[Any]:
-    """Returns the bias of each sequence. A tensor (Hq, total_q, total_k) is cut into diagonal blocks."""
+    """Returns the bias of each sequence: of a tensor (Hq, total_q, total_k) a diagonal block."""
     if not isinstance(bias, Tensor):
         return [bias] * len(sizes_q)
     if not broadcasts(tuple(bias.shape), target):

@@ -186,7 +186,7 @@ def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
 
 
 def dense_mask(problem: Problem) -> Tensor | None:
-    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend. None without a mask."""
+    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend, or None."""
     spec = problem.spec
     if problem.mask is None:
         return None

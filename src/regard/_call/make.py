@@ -20,7 +20,7 @@ from ..scores import Alibi, RelativeBias
 from .check import as_mask, as_numbers, as_offset, as_seed, check, check_tensors, fail
 from .layout import copied, spec_of
 from .memory import Key, remember
-from .spec import MAX_OFFSET, QKV, Bias, Options, Problem, Spec, fast_new, learned
+from .spec import MAX_OFFSET, Bias, Options, Problem, Spec, fast_new, learned
 
 NO_OPTIONS = Options()
 specs: dict[Key, Spec] = {}
@@ -87,7 +87,7 @@ def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Opt
     if mask is not options.mask or offset is not options.offset:
         options = Options(mask, offset, *options[2:])
     program = mask.lower() if mask is not None else None
-    spec = _spec(key, (q, k, v), program, options)
+    spec = _spec(key, q, k, v, program, options)
     offsets = _flat_offset(spec, offset)
     if mask is not None and not is_compiling() and type(q) in PLAIN and not q.is_meta:
         mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
@@ -111,7 +111,9 @@ def _resolve_neg(x: Any) -> Any:
     return x.resolve_neg() if isinstance(x, Tensor) else x
 
 
-def _spec(key: Key | None, qkv: QKV, program: Program | None, options: Options) -> Spec:
+def _spec(
+    key: Key | None, q: Tensor, k: Tensor, v: Tensor, program: Program | None, options: Options
+) -> Spec:
     """Returns the Spec of a call, from the cache if there is a key."""
     offset, bias, sink = options.offset, options.bias, options.sink
     if key is not None and not (program is None and offset is None and bias is None and sink is None):
@@ -119,7 +121,8 @@ def _spec(key: Key | None, qkv: QKV, program: Program | None, options: Options) 
     spec = specs.get(key) if key is not None else None
     if spec is None:
         code, tensors = (program.code, program.tensors) if program is not None else ((), ())
-        spec = spec_of(qkv, check(qkv, program, options), code, tensors, _bias_kind(bias), options)
+        batch = check((q, k, v), program, options)
+        spec = spec_of((q, k, v), batch, code, tensors, _bias_kind(bias), options)
         if key is not None:
             remember(specs, key, spec)
     return spec
