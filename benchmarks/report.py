@@ -144,8 +144,8 @@ HEADLINES = (
 
 
 def short_table(rows: Sequence[Row]) -> str:
-    """For the README."""
-    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "through", "faster", "MiB, Regard", "MiB, PyTorch")
+    """Returns the Markdown table of docs/benchmarks.md."""
+    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "PyTorch path", "faster", "MiB, Regard", "MiB, PyTorch")
     lines = [
         [r.title, r.shape, *cells(r)[3:5], _path(r), f"{r.ratio:.1f} x", *map(mebibytes, r.memory)]
         for r in rows
