@@ -72,7 +72,7 @@ def small_pictures() -> None:
 
 
 def hero() -> None:
-    """Six masks in a row, for the top of the README."""
+    """Draws six masks in a row, for the top of docs/masks.md."""
     figure = Figure(figsize=(12, 2.2), layout="constrained", facecolor="white")
     for axes, (title, name) in zip(figure.subplots(1, len(HERO)), HERO.items(), strict=True):
         axes.imshow(pixels(ATOMS[name], 12).numpy(), interpolation="nearest")
