@@ -150,7 +150,9 @@ def test_the_chart_of_the_readme_shows_the_stored_results(bench: Any, tmp_path: 
     page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     ratios = bench.headlines.ratios(page)
     assert len(ratios) == 8
-    window = [line.split("|")[6] for line in page.splitlines() if line.startswith("| window of 256, causal |")]
+    window = [
+        line.split("|")[6] for line in page.splitlines() if line.startswith("| window of 256, causal |")
+    ]
     assert ratios["sliding window of 256"] == min(map(float, window))
     bench.headlines.draw(ratios, tmp_path / "headlines.png")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
