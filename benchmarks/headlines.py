@@ -42,7 +42,7 @@ def draw(values: dict[str, float], path: Path) -> None:
     from matplotlib.figure import Figure
 
     ink, bar, faint = THEMES[path.name]
-    figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+    figure = Figure(figsize=(4.8, 3.7), layout="constrained")
     axes: Any = figure.subplots()
     axes.barh(range(len(values)), values.values(), color=bar, height=0.62)
     axes.axvline(1, color=ink, linewidth=1, linestyle=(0, (2, 2)))
