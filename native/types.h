@@ -21,7 +21,7 @@ constexpr int64_t kGroup = 32;
 constexpr int kMaxPanel = 32;
 
 // Keys [begin, end) are seen by the panel's rows in `lanes`.
-struct Run {
+struct Span {
   int64_t begin, end;
   uint32_t lanes;
 };
@@ -62,7 +62,7 @@ struct Call {
   void* lse;               // (B, Hq, Lq) float or double, or null
   void* stats;             // (2, B, Hq, Lq): each row's shift and sum, which backward starts from; or null.
                            // A negative sum marks a row whose scores leave the compute type.
-  void* rest;              // like out: what rounding to 16 bits took from it; or null
+  void* residual;          // like out: what rounding to 16 bits took from it; or null
   const void* bias;        // tensor bias
   const void* by_head;     // kAlibi: slopes (Hq); kRelative: table (Hq, distances), constant beyond its ends;
                            // float or double like the compute type
@@ -83,8 +83,8 @@ struct Call {
 struct Panel {
   int64_t head, row;
   int rows;
-  const Run* runs;
-  int64_t n_runs;
+  const Span* spans;
+  int64_t n_spans;
 };
 
 // Panels that walk over the same keys together. Key j of the task is key `key + j * key_step` of the call.
@@ -113,32 +113,33 @@ struct NewRows {
   int64_t scale_stride;
 };
 
-struct RunList {
-  const Run* runs;
+struct SpanList {
+  const Span* spans;
   int64_t count;
 };
 
 // Keys [begin, end) of one head, for all query rows of its group (lane i of a run is row i of each head).
-// Key j of the piece is key `key + j * key_step` of the call.
-struct Piece {
+// Key j of the split is key `key + j * key_step` of the call.
+struct Split {
   const Spec* spec;
   const Call* call;
   int64_t batch, kv_head;
   int64_t key, key_step;
-  const RunList* runs;  // what the rows see: a list for each head, or one for all of them
+  const SpanList* spans;  // what the rows see: a list for each head, or one for all of them
   bool by_head;
   int64_t begin, end;
-  const Run* seen;  // the keys among them that any row sees, and few others
+  const Span* seen;  // the keys among them that any row sees, and few others
   int64_t n_seen;
-  void* part;  // where its result goes: see Decode. In `finish`, the first of n_parts
-  int64_t n_parts;
+  void* partial;  // where its result goes: see Decode. In `finish`, the first of n_partials
+  int64_t n_partials;
   void* scratch;
 };
 
 // What the backward pass adds to its Call. "Compute type" is double for float64 and float for all others.
 struct Gradients {
-  const void *out, *rest;  // the result, with Spec::out's strides, and what rounding took from it (or null)
-  const void* dout;        // its gradient
+  const void *out,
+      *residual;     // the result, with Spec::out's strides, and what rounding took from it (or null)
+  const void* dout;  // its gradient
   Strides dout_stride, dk_stride, dv_stride;
   const void* dlse;             // (B, Hq, Lq) compute type, or null
   const void* stats;            // as forward left them
@@ -209,7 +210,7 @@ static inline bool only_rows(const Facts& f) {
 }
 
 // Panels of one head, one after the other, of which facts are to be found.
-struct Look {
+struct EvidenceTask {
   Task task;
   const Facts* facts;
   double *column_mass, *histogram;  // of this head: (Lk), (distances); to be added to

@@ -38,11 +38,11 @@ void run(Work work) {
   if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
 }
 
-Call call_of(const Extras& extras, int64_t q, int64_t k, int64_t v, int64_t offset) {
-  Call call = extras;
+Call call_of(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_t offset) {
+  Call call = operands;
   set(call.q, q), set(call.k, k), set(call.v, v);
   call.offset = offset;
-  call.tensors = extras.tensors.data();
+  call.tensors = operands.tensors.data();
   return call;
 }
 
@@ -52,17 +52,17 @@ class Attention {
   Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
 
   void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
-               const Extras& extras) const {
-    Call call = call_of(extras, q, k, v, offset);
+               const Operands& operands) const {
+    Call call = call_of(operands, q, k, v, offset);
     set(call.out, out), set(call.lse, lse);
     run([&] { return regard::forward(spec_, call, code_, kSignals); });
   }
 
   // Over the first Lk of the stored keys. The last one is written first if it is given as a token.
   void decode(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, int64_t Lk,
-              int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Extras& extras,
+              int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Operands& operands,
               const Token* token) const {
-    Call call = call_of(extras, q, k, v, offset);
+    Call call = call_of(operands, q, k, v, offset);
     set(call.out, out), set(call.lse, lse), set(call.k_scale, k_scale), set(call.v_scale, v_scale);
     set(call.table, table), call.table_stride = table_stride;
     Spec spec = spec_;
@@ -73,20 +73,20 @@ class Attention {
 
   bool decodes() const { return regard::decodes(spec_); }
 
-  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Extras& extras,
+  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Operands& operands,
                 const Gradients& gradients) const {
-    const Call call = call_of(extras, q, k, v, offset);
+    const Call call = call_of(operands, q, k, v, offset);
     run([&] { return regard::backward(spec_, call, gradients, code_, kSignals); });
   }
 
-  void evidence(int64_t q, int64_t k, int64_t offset, const Extras& extras, const Facts& facts) const {
-    const Call call = call_of(extras, q, k, k, offset);
+  void evidence(int64_t q, int64_t k, int64_t offset, const Operands& operands, const Facts& facts) const {
+    const Call call = call_of(operands, q, k, k, offset);
     run([&] { return regard::evidence(spec_, call, facts, code_, kSignals); });
   }
 
-  std::map<std::string, int64_t> cost(int64_t offset, const Extras& extras) const {
-    const Call call = call_of(extras, 0, 0, 0, offset);
-    const Cost c = measure(Spans(code_, spec_, call), spec_, rows_together(spec_));
+  std::map<std::string, int64_t> cost(int64_t offset, const Operands& operands) const {
+    const Call call = call_of(operands, 0, 0, 0, offset);
+    const Cost c = measure(SpanFinder(code_, spec_, call), spec_, rows_together(spec_));
     const Cut plan = cut(spec_, call, code_);
     return {{"pairs", c.pairs},        {"touched", c.touched},
             {"full", c.full},          {"partial", c.partial},
@@ -95,14 +95,14 @@ class Attention {
   }
 
   // (begin, end, set of rows as bits) of the keys that rows row, row + step, ... see.
-  std::vector<std::tuple<int64_t, int64_t, uint32_t>> runs(int64_t batch, int64_t head, int64_t row,
-                                                           int64_t step, int count, int64_t offset,
-                                                           const Extras& extras) const {
-    const Call call = call_of(extras, 0, 0, 0, offset);
-    Runs found;
-    Spans(code_, spec_, call).find({batch, head, row, step, count}, found);
+  std::vector<std::tuple<int64_t, int64_t, uint32_t>> spans(int64_t batch, int64_t head, int64_t row,
+                                                            int64_t step, int count, int64_t offset,
+                                                            const Operands& operands) const {
+    const Call call = call_of(operands, 0, 0, 0, offset);
+    Spans found;
+    SpanFinder(code_, spec_, call).find({batch, head, row, step, count}, found);
     std::vector<std::tuple<int64_t, int64_t, uint32_t>> list;
-    for (const Run& r : found) list.emplace_back(r.begin, r.end, r.lanes);
+    for (const Span& r : found) list.emplace_back(r.begin, r.end, r.lanes);
     return list;
   }
 
@@ -121,15 +121,15 @@ void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
 void bind_attention(nb::module_& m) {
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<const Spec&, Ints>(), "spec"_a, "code"_a)
-      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "extras"_a)
+      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "operands"_a)
       .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
-           "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "extras"_a, "token"_a.none())
+           "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "operands"_a, "token"_a.none())
       .def("decodes", &Attention::decodes)
-      .def("backward", &Attention::backward, "q"_a, "k"_a, "v"_a, "offset"_a, "extras"_a, "gradients"_a)
-      .def("evidence", &Attention::evidence, "q"_a, "k"_a, "offset"_a, "extras"_a, "facts"_a)
-      .def("cost", &Attention::cost, "offset"_a, "extras"_a)
-      .def("runs", &Attention::runs, "batch"_a, "head"_a, "row"_a, "step"_a, "count"_a, "offset"_a,
-           "extras"_a);
+      .def("backward", &Attention::backward, "q"_a, "k"_a, "v"_a, "offset"_a, "operands"_a, "gradients"_a)
+      .def("evidence", &Attention::evidence, "q"_a, "k"_a, "offset"_a, "operands"_a, "facts"_a)
+      .def("cost", &Attention::cost, "offset"_a, "operands"_a)
+      .def("spans", &Attention::spans, "batch"_a, "head"_a, "row"_a, "step"_a, "count"_a, "offset"_a,
+           "operands"_a);
   m.def("write", &write_rows, "rows"_a, "starts"_a, "counts"_a);
 }
 

@@ -69,7 +69,7 @@ void bind_struct(nb::module_& m, const char* name, Field<Members, Optional>... f
 }
 
 // What a call has besides q, k, v and their results; those are still to be set.
-struct Extras : Call {
+struct Operands : Call {
   std::vector<MaskTensor> tensors;
 };
 

@@ -20,11 +20,12 @@ void bind_structs(nb::module_& m) {
          NEEDED(bias_stride), NEEDED(scale), NEEDED(softcap), NEEDED(drop_below), NEEDED(keep_scale),
          OPTIONAL(store), OPTIONAL(k_scale), OPTIONAL(v_scale), OPTIONAL(page), OPTIONAL(pages))
   STRUCT(MaskTensor, NEEDED(data), NEEDED(size), NEEDED(stride))
-  STRUCT(Extras, OPTIONAL(stats), OPTIONAL(rest), OPTIONAL(bias), OPTIONAL(by_head), OPTIONAL(distance_low),
-         OPTIONAL(distances), OPTIONAL(sink), OPTIONAL(offsets), OPTIONAL(seed), OPTIONAL(tensors))
-  STRUCT(Gradients, NEEDED(out), NEEDED(rest), NEEDED(dout), NEEDED(dout_stride), NEEDED(dlse), NEEDED(stats),
-         NEEDED(dq), NEEDED(dk), NEEDED(dk_stride), NEEDED(dv), NEEDED(dv_stride), NEEDED(dbias),
-         NEEDED(dbias_stride), NEEDED(dby_head), NEEDED(dsink))
+  STRUCT(Operands, OPTIONAL(stats), OPTIONAL(residual), OPTIONAL(bias), OPTIONAL(by_head),
+         OPTIONAL(distance_low), OPTIONAL(distances), OPTIONAL(sink), OPTIONAL(offsets), OPTIONAL(seed),
+         OPTIONAL(tensors))
+  STRUCT(Gradients, NEEDED(out), NEEDED(residual), NEEDED(dout), NEEDED(dout_stride), NEEDED(dlse),
+         NEEDED(stats), NEEDED(dq), NEEDED(dk), NEEDED(dk_stride), NEEDED(dv), NEEDED(dv_stride),
+         NEEDED(dbias), NEEDED(dbias_stride), NEEDED(dby_head), NEEDED(dsink))
   STRUCT(Facts, OPTIONAL(k), OPTIONAL(top_weights), OPTIONAL(top_keys), OPTIONAL(nats), OPTIONAL(choices),
          OPTIONAL(column_mass), OPTIONAL(row_weights), OPTIONAL(row_weights_batch), OPTIONAL(histogram),
          OPTIONAL(distance_low), OPTIONAL(distances), OPTIONAL(sets), OPTIONAL(chosen), OPTIONAL(mass_on),

@@ -1,4 +1,4 @@
-// Working memory, handed out from one piece in lines of 64 bytes.
+// Working memory, handed out from one split in lines of 64 bytes.
 #pragma once
 #include "kernels/isa.h"
 

@@ -43,7 +43,7 @@ struct Backward {
   struct State {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
-    int64_t run = 0;
+    int64_t span = 0;
   };
 
   const Chunk& chunk;
@@ -183,7 +183,7 @@ struct Backward {
     for (int t = 0; t < P && left_out; ++t)
       if (left_out >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
-    s.run = 0;
+    s.span = 0;
   }
 
   // Each lane's shift, delta and the factor of its dout; zeros beyond the rows. Returns the rows that take no
@@ -228,7 +228,7 @@ struct Backward {
   }
 
   // Weights and ds of keys [from, to), which some row of the panel sees, in the block that starts at `begin`.
-  void weigh(const Panel& p, const State& s, const Run* runs, int64_t begin, int64_t from, int64_t to,
+  void weigh(const Panel& p, const State& s, const Span* spans, int64_t begin, int64_t from, int64_t to,
              bool partial, Scalar* w, Scalar* g) {
     const int64_t n = to - from, at = from - chunk.begin;
     w += (from - begin) * P;
@@ -238,11 +238,11 @@ struct Backward {
         chunk.key_step, p.rows};
     const Scalar *keys_at = k + at * ldk, *values_at = v + at * ldv;
     if (partial || spec.softcap > 0 || spec.bias != kNoBias || !weigh_plainly(s, keys_at, n, w))
-      weigh_carefully(s, place, runs, partial, keys_at, from, to, w);
+      weigh_carefully(s, place, spans, partial, keys_at, from, to, w);
     if (spec.drop_below) drop<V, Negated>(s.low, s.high, place, spec.drop_below, n, w);
     if (want_ds) {
       spec.drop_below ? find_ds<true>(s, values_at, n, w, g) : find_ds<false>(s, values_at, n, w, g);
-      if (partial) hide<V>(runs, from, to, kAllLanes, 0, g);
+      if (partial) hide<V>(spans, from, to, kAllLanes, 0, g);
       if (excludes()) exclude(w, n, g);
       learn(place, n, g);
       if (spec.softcap > 0)
@@ -256,19 +256,19 @@ struct Backward {
         Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
   }
 
-  // The same for neighbouring runs: long ones that all rows see are spared what partial ones need.
-  void weigh_stretches(const Panel& p, const State& s, const Run* run, int64_t begin, int64_t from,
-                       int64_t to, Scalar* w, Scalar* g) {
-    const auto is_long = [](const Run* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
+  // The same for neighbouring spans: long ones that all rows see are spared what partial ones need.
+  void weigh_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from, int64_t to,
+                   Scalar* w, Scalar* g) {
+    const auto is_long = [](const Span* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
     while (from < to) {
-      const Run* first = run;
+      const Span* first = span;
       int64_t stop;
       bool partial = false;
       do {
-        partial |= run->lanes != kAllLanes;
-        stop = run->end < to ? run->end : to;
-        ++run;
-      } while (stop < to && !is_long(first) && !is_long(run));
+        partial |= span->lanes != kAllLanes;
+        stop = span->end < to ? span->end : to;
+        ++span;
+      } while (stop < to && !is_long(first) && !is_long(span));
       weigh(p, s, first, begin, from, stop, partial, w, g);
       from = stop;
     }
@@ -285,15 +285,15 @@ struct Backward {
     return true;
   }
 
-  void weigh_carefully(const State& s, const Place& place, const Run* runs, bool partial, const Scalar* rows,
-                       int64_t from, int64_t to, Scalar* w) {
+  void weigh_carefully(const State& s, const Place& place, const Span* spans, bool partial,
+                       const Scalar* rows, int64_t from, int64_t to, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
     V ignored_top[2] = {shift[0], shift[1]};
     const int64_t n = to - from;
     score_keys<V>(rows, ldk, n, s.queries, spec.D, w, ignored_top);
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, place, n, w);
-    if (partial) hide<V>(runs, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
+    if (partial) hide<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
     exponentiate<V>(w, n, shift, ignored);
   }
 
@@ -356,8 +356,9 @@ struct Backward {
     const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
     for (int t = 0; t < P; ++t) factor[t] = 1;
     if (spec.bias_dtype == spec.dtype)
-      return unpack<V>(g, n, factor, at.rows, static_cast<S*>(grads.dbias) + first, rows, cols, Whole<V>());
-    unpack<V>(g, n, factor, at.rows, static_cast<Scalar*>(grads.dbias) + first, rows, cols, Whole<V>());
+      return unpack<V>(g, n, factor, at.rows, static_cast<S*>(grads.dbias) + first, rows, cols,
+                       StoreAsIs<V>());
+    unpack<V>(g, n, factor, at.rows, static_cast<Scalar*>(grads.dbias) + first, rows, cols, StoreAsIs<V>());
   }
 
   double* share(const Place& at, int64_t columns) const {
@@ -402,10 +403,10 @@ struct Backward {
 
   // Products
 
-  void add_queries_of(const Panel& p, State& s, const Run* runs, int64_t begin, int64_t from, int64_t to,
+  void add_queries_of(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from, int64_t to,
                       const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
-    if (keys_are_safe(runs, from, to))
+    if (keys_are_safe(spans, from, to))
       return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
     each_pair(p, from, to, [&](int64_t key, int t) {
       const Scalar x = g[(key - begin) * P + t];
@@ -417,18 +418,18 @@ struct Backward {
   // Calls visit(key, lane) for the pairs of a panel in keys [from, to).
   template <class Visit>
   void each_pair(const Panel& p, int64_t from, int64_t to, Visit visit) const {
-    for (const Run* r = p.runs; r < p.runs + p.n_runs; ++r)
+    for (const Span* r = p.spans; r < p.spans + p.n_spans; ++r)
       for (int64_t key = r->begin > from ? r->begin : from; key < r->end && key < to; ++key)
         for (int t = 0; t < p.rows; ++t)
           if (r->lanes >> t & 1) visit(key, t);
   }
 
   // Whether keys that some lane must not meet are finite.
-  bool keys_are_safe(const Run* runs, int64_t from, int64_t to) const {
+  bool keys_are_safe(const Span* spans, int64_t from, int64_t to) const {
     bool finite = true;
-    for (int64_t key = from; key < to; ++runs) {
-      const int64_t stop = runs->end < to ? runs->end : to;
-      const bool partial = excludes() || runs->lanes != kAllLanes;
+    for (int64_t key = from; key < to; ++spans) {
+      const int64_t stop = spans->end < to ? spans->end : to;
+      const bool partial = excludes() || spans->lanes != kAllLanes;
       for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
       key = stop;
     }
@@ -467,13 +468,13 @@ struct Backward {
   bool panel_block(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* seen) {
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
     bool whole = false;
-    each_stretch(p, s.run, begin, end, kAllLanes,
-                 [&](const Run* first, int64_t from, int64_t to, bool partial) {
-                   mark(panel, from - begin, to - begin, end - begin, seen);
-                   weigh_stretches(p, s, first, begin, from, to, w, g);
-                   if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
-                   whole = !partial && from == begin && to == end;
-                 });
+    each_span(p, s.span, begin, end, kAllLanes,
+              [&](const Span* first, int64_t from, int64_t to, bool partial) {
+                mark(panel, from - begin, to - begin, end - begin, seen);
+                weigh_spans(p, s, first, begin, from, to, w, g);
+                if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
+                whole = !partial && from == begin && to == end;
+              });
     return whole;
   }
 
@@ -556,7 +557,7 @@ struct BackwardRows {
     const int64_t row = batch * o.b + head * o.h + i * o.l;
     const S* y = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h + i * g.l;
     Scalar sum = dot(static_cast<const S*>(grads.out) + row, y);
-    if (grads.rest) sum += dot(static_cast<const S*>(grads.rest) + row, y);
+    if (grads.residual) sum += dot(static_cast<const S*>(grads.residual) + row, y);
     return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[at] : sum;
   }
 

@@ -1,4 +1,4 @@
-// Few query rows against many keys. A piece of the keys of one head is read once for all query rows of its
+// Few query rows against many keys. A split of the keys of one head is read once for all query rows of its
 // group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
 // are enough rows to fill a panel, over rows.
 #include "kernels/exact.inl.h"
@@ -43,12 +43,12 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K>
   for (; d + V::N <= D; d += V::N) step(d, 0);
   const V found = sum_each(sum);
   if (d == D) return found;
-  Number<V> rest[V::N];
+  Number<V> tail[V::N];
   for (int i = 0; i < V::N; ++i) {
-    rest[i] = 0;
-    for (int64_t t = d; t < D; ++t) rest[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
+    tail[i] = 0;
+    for (int64_t t = d; t < D; ++t) tail[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
   }
-  return found + Lanes<V>::load(rest);
+  return found + Lanes<V>::load(tail);
 }
 
 // The same for codes. One query takes the products of a group before it scales them; several share numbers.
@@ -230,7 +230,7 @@ inline void row_blocks(int64_t r, int64_t rows, Work work) {
 // Keys that the panels of rows take at once: long enough for sums in registers.
 constexpr int64_t kPanelKeys = 96;
 
-// Rows that pass over a piece together, so that their scores stay in L2. The piece does, too.
+// Rows that pass over a split together, so that their scores stay in L2. The split does, too.
 constexpr int64_t kRowSet = 64;
 
 // Rows that lie in panels. A panel that is nearly full is worth it.
@@ -246,12 +246,12 @@ struct Decode {
   using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
-  // What a piece of the keys gives to each row: its softmax's shift and sum, and the weighted values.
-  struct Part {
+  // What a split of the keys gives to each row: its softmax's shift and sum, and the weighted values.
+  struct Partial {
     Scalar *shift, *total, *out;
   };
 
-  const Piece& piece;
+  const Split& split;
   const Spec& spec;
   const Call& call;
   int64_t ldq, ldo;         // distances of rows of queries and results: whole groups of channels
@@ -264,14 +264,14 @@ struct Decode {
   Scalar *query_panels, *out_panels, *block;  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
   double* exact;
 
-  explicit Decode(const Piece& p)
-      : piece(p), spec(*p.spec), call(*p.call), ldq(round_up(spec.D, kGroup)), ldo(round_up(spec.Dv, kGroup)),
+  explicit Decode(const Split& p)
+      : split(p), spec(*p.spec), call(*p.call), ldq(round_up(spec.D, kGroup)), ldo(round_up(spec.Dv, kGroup)),
         group(spec.Hq / spec.Hkv), all_rows(group * spec.Lq), rows(most_rows(spec)),
         paneled(panel_rows<V>(rows)), keys(Stored<V, S>::keys(p)), values(Stored<V, S>::values(p)),
         arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
     queries = arena.take<Scalar>(rows * ldq);
-    scores = arena.take<Scalar>(rows * kPieceKeys);
+    scores = arena.take<Scalar>(rows * kSplitKeys);
     tile = arena.take<Scalar>(Stored<V, S>::tile_size(width, tile_keys(rows)));
     scales = arena.take<Scalar>(Stored<V, S>::scales_size(width, tile_keys(rows)));
     sum = arena.take<Scalar>(spec.Dv);
@@ -291,40 +291,40 @@ struct Decode {
   static int64_t scratch_bytes(const Spec& s) {
     const int64_t rows = most_rows(s), width = s.D > s.Dv ? s.D : s.Dv;
     const int64_t n = tile_keys(rows), lanes = round_up(panel_rows<V>(rows), P);
-    const int64_t numbers = rows * (round_up(s.D, kGroup) + kPieceKeys) + Stored<V, S>::tile_size(width, n) +
+    const int64_t numbers = rows * (round_up(s.D, kGroup) + kSplitKeys) + Stored<V, S>::tile_size(width, n) +
                             Stored<V, S>::scales_size(width, n) + 3 * s.Dv + lanes * (s.D + s.Dv) +
                             (lanes ? P * kPanelKeys : 0);
     return numbers * sizeof(Scalar) + 9 * 64;
   }
 
-  static int64_t part_bytes(const Spec& s) {
+  static int64_t partial_bytes(const Spec& s) {
     const int64_t rows = s.Hq / s.Hkv * s.Lq;
     return round_up(rows * (round_up(s.Dv, kGroup) + 2) * sizeof(Scalar), 64);
   }
 
-  Part part(int64_t index) const {
-    Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(piece.part) + index * part_bytes(spec));
+  Partial partial(int64_t index) const {
+    Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(split.partial) + index * partial_bytes(spec));
     return {at, at + all_rows, at + 2 * all_rows};
   }
 
-  int64_t head(int64_t r) const { return piece.kv_head * group + r / spec.Lq; }
+  int64_t head(int64_t r) const { return split.kv_head * group + r / spec.Lq; }
   int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
-  const RunList& runs(int64_t r) const { return piece.runs[piece.by_head ? r / spec.Lq : 0]; }
+  const SpanList& spans(int64_t r) const { return split.spans[split.by_head ? r / spec.Lq : 0]; }
 
-  // Which key of the piece key j of the call is.
-  int64_t at(int64_t j) const { return (j - piece.key) / piece.key_step; }
+  // Which key of the split key j of the call is.
+  int64_t at(int64_t j) const { return (j - split.key) / split.key_step; }
 
   RowPlace place(int64_t r, int64_t begin) const {
-    const int64_t offset = call.offsets ? call.offsets[piece.batch] : call.offset;
-    return {piece.batch,   head(r), lane(r), offset + lane(r), piece.key + begin * piece.key_step,
-            piece.key_step};
+    const int64_t offset = call.offsets ? call.offsets[split.batch] : call.offset;
+    return {split.batch,   head(r), lane(r), offset + lane(r), split.key + begin * split.key_step,
+            split.key_step};
   }
 
   const S* query(int64_t r) const {
-    return static_cast<const S*>(call.q) + piece.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
+    return static_cast<const S*>(call.q) + split.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
   }
 
-  // A piece of the keys
+  // A split of the keys
 
   bool is_near() const {
     return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kNearBytes;
@@ -356,9 +356,9 @@ struct Decode {
   // Calls work(first key, keys, tile of rows) for all keys that are seen.
   template <class Work>
   void walk(Stored<V, S>& stored, Work work) {
-    for (int64_t i = 0; i < piece.n_seen; ++i) {
-      const int64_t begin = piece.seen[i].begin > piece.begin ? piece.seen[i].begin : piece.begin;
-      const int64_t end = piece.seen[i].end < piece.end ? piece.seen[i].end : piece.end;
+    for (int64_t i = 0; i < split.n_seen; ++i) {
+      const int64_t begin = split.seen[i].begin > split.begin ? split.seen[i].begin : split.begin;
+      const int64_t end = split.seen[i].end < split.end ? split.seen[i].end : split.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < tile_keys(rows) ? end - j : tile_keys(rows);
         visit(stored, j, n, work);
@@ -369,7 +369,7 @@ struct Decode {
   // Rows as they lie, if one block of query rows is all that uses them; else converted once for all.
   template <class Work>
   void visit(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
-    const int64_t c = j - piece.begin;
+    const int64_t c = j - split.begin;
     int64_t ld = 0;
     if constexpr (sizeof(Scalar) == sizeof(float)) {
       if (spec.store == kInt8 && rows <= kRowsTogether<V>)
@@ -390,7 +390,7 @@ struct Decode {
       score_panels(k, c, n);
       row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
         score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, is_near() ? 0 : kAheadKeys,
-                                   scores + r * kPieceKeys + c, kPieceKeys);
+                                   scores + r * kSplitKeys + c, kSplitKeys);
       });
     });
   }
@@ -401,13 +401,13 @@ struct Decode {
     each_panel([&](int64_t i, int count) {
       V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
       score_keys<V>(k.at, k.ld, n, query_panels + i * P * spec.D, spec.D, block, unused);
-      unpack<V>(block, n, ones, count, scores + i * P * kPieceKeys + c, kPieceKeys, 1, Whole<V>());
+      unpack<V>(block, n, ones, count, scores + i * P * kSplitKeys + c, kSplitKeys, 1, StoreAsIs<V>());
     });
   }
 
   void add_panels(const FloatTile<V, Scalar>& v, int64_t c, int64_t n) {
     each_panel([&](int64_t i, int count) {
-      pack<V>(scores + i * P * kPieceKeys + c, kPieceKeys, 1, count, n, Scaled<V>{1}, block);
+      pack<V>(scores + i * P * kSplitKeys + c, kSplitKeys, 1, count, n, Scaled<V>{1}, block);
       ::add_values<V>(v.at, v.ld, n, block, spec.Dv, out_panels + i * P * spec.Dv);
     });
   }
@@ -419,42 +419,43 @@ struct Decode {
   void add_panels(const Tile&, int64_t, int64_t) {}
 
   // Raw scores -> weights, in the contract's order.
-  void soften(int64_t r, const Part& p) {
-    Scalar* row = scores + r * kPieceKeys;
-    const int64_t n = piece.end - piece.begin, filled = round_up(n, V::N);
-    const RowPlace at = place(first + r, piece.begin);
+  void soften(int64_t r, const Partial& p) {
+    Scalar* row = scores + r * kSplitKeys;
+    const int64_t n = split.end - split.begin, filled = round_up(n, V::N);
+    const RowPlace at = place(first + r, split.begin);
     if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
     if (spec.bias != kNoBias) add_bias<V, S>(spec, call, at, n, row);
-    hide_row<V>(runs(first + r), lane(first + r), piece.begin, piece.end, row);
+    hide_row<V>(spans(first + r), lane(first + r), split.begin, split.end, row);
     const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
     p.shift[r] = first_of(shift);
     p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
     if (spec.drop_below)
-      drop_row<V>(dropout_stream(call.seed, piece.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
+      drop_row<V>(dropout_stream(call.seed, split.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
                   row);
   }
 
-  void add_values(const Part& p) {
+  void add_values(const Partial& p) {
     for (int64_t i = paneled * ldo; i < rows * ldo; ++i) p.out[i] = 0;
     for (int64_t i = 0; i < panels() * P * spec.Dv; ++i) out_panels[i] = 0;
     walk(values, [&](int64_t c, int64_t n, const auto& v) {
       add_panels(v, c, n);
       row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
-        add_tile<V, count.value>(scores + r * kPieceKeys + c, kPieceKeys, v, n, is_near() ? 0 : kAheadValues,
+        add_tile<V, count.value>(scores + r * kSplitKeys + c, kSplitKeys, v, n, is_near() ? 0 : kAheadValues,
                                  p.out + r * ldo, ldo, spec.Dv);
       });
     });
     Scalar ones[P];
     for (Scalar& one : ones) one = 1;
     each_panel([&](int64_t i, int count) {
-      unpack<V>(out_panels + i * P * spec.Dv, spec.Dv, ones, count, p.out + i * P * ldo, ldo, 1, Whole<V>());
+      unpack<V>(out_panels + i * P * spec.Dv, spec.Dv, ones, count, p.out + i * P * ldo, ldo, 1,
+                StoreAsIs<V>());
     });
   }
 
   bool run() {
     for (first = 0; first < all_rows; first += rows) {
       if (all_rows - first < rows) rows = all_rows - first, paneled = panel_rows<V>(rows);
-      const Part all = part(0), p{all.shift + first, all.total + first, all.out + first * ldo};
+      const Partial all = partial(0), p{all.shift + first, all.total + first, all.out + first * ldo};
       start_queries();
       score();
       for (int64_t r = 0; r < rows; ++r) soften(r, p);
@@ -463,27 +464,27 @@ struct Decode {
     return !keys.is_broken() && !values.is_broken();
   }
 
-  // All pieces together
+  // All splits together
 
   struct Softmax {
     Scalar shift, total;
     bool only_sink;
   };
 
-  // Adds up the parts of row r in `sum`, at the largest shift; the sink is there before any key.
+  // Adds up the partials of row r in `sum`, at the largest shift; the sink is there before any key.
   Softmax merge(int64_t r) {
     V first_shift, first_total;
     start_softmax<V>(call, head(r), first_shift, first_total);
     const Scalar before = first_of(first_shift);
     Scalar top = before;
-    for (int64_t i = 0; i < piece.n_parts; ++i)
-      if (const Scalar shift = part(i).shift[r]; shift > top) top = shift;
+    for (int64_t i = 0; i < split.n_partials; ++i)
+      if (const Scalar shift = partial(i).shift[r]; shift > top) top = shift;
     const Scalar shift = first_of(finite_shift(Lanes<V>::set(top)));
     Scalar total = first_of(first_total * exp2(first_shift - Lanes<V>::set(shift)));
     bool only_sink = call.sink;
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
-    for (int64_t i = 0; i < piece.n_parts; ++i) {
-      const Part p = part(i);
+    for (int64_t i = 0; i < split.n_partials; ++i) {
+      const Partial p = partial(i);
       if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
       const Scalar factor = first_of(exp2(Lanes<V>::set(p.shift[r] - shift)));
       const Scalar *out = p.out + r * ldo, added = p.total[r] * factor;
@@ -511,12 +512,12 @@ struct Decode {
   }
 
   void finish_row(int64_t r, const Task& task) {
-    const Panel p{head(r), 0, static_cast<int>(spec.Lq), runs(r).runs, runs(r).count};
+    const Panel p{head(r), 0, static_cast<int>(spec.Lq), spans(r).spans, spans(r).count};
     const int t = lane(r);
     const Softmax s = merge(r);
-    S* out = static_cast<S*>(call.out) + piece.batch * spec.out.b + p.head * spec.out.h + t * spec.out.l;
+    S* out = static_cast<S*>(call.out) + split.batch * spec.out.b + p.head * spec.out.h + t * spec.out.l;
     Scalar* lse = static_cast<Scalar*>(call.lse);
-    if (lse) lse += (piece.batch * spec.Hq + p.head) * spec.Lq + t;
+    if (lse) lse += (split.batch * spec.Hq + p.head) * spec.Lq + t;
     ExactRow<V, S> row{task, p, t, exact, 0, 0};
     write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
     if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
@@ -533,11 +534,11 @@ struct Decode {
     Task task{};
     task.spec = &spec;
     task.call = &call;
-    task.batch = piece.batch;
-    task.kv_head = piece.kv_head;
+    task.batch = split.batch;
+    task.kv_head = split.kv_head;
     task.row_step = 1;
-    task.key = piece.key;
-    task.key_step = piece.key_step;
+    task.key = split.key;
+    task.key_step = split.key_step;
     for (int64_t r = 0; r < all_rows; ++r) finish_row(r, task);
     return !keys.is_broken() && !values.is_broken();
   }
@@ -546,8 +547,8 @@ struct Decode {
 template <class V, class S>
 constexpr DecodeKernels decode_kernels() {
   using D = Decode<V, S>;
-  return {D::part_bytes, D::scratch_bytes, [](const Piece& p) { return D(p).run(); },
-          [](const Piece& p) { return D(p).finish(); }};
+  return {D::partial_bytes, D::scratch_bytes, [](const Split& p) { return D(p).run(); },
+          [](const Split& p) { return D(p).finish(); }};
 }
 
 }  // namespace

@@ -24,11 +24,11 @@ struct Evidence : Forward<V, S> {
   };
 
   const Facts& facts;
-  const Look& look;
+  const EvidenceTask& look;
   Found* found;
   Scalar *by_key, *by_distance;  // sums over the panels for each lane, of a block's keys and distances
 
-  explicit Evidence(const Look& l) : Base(l.task), facts(*l.facts), look(l) {
+  explicit Evidence(const EvidenceTask& l) : Base(l.task), facts(*l.facts), look(l) {
     Arena& arena = this->arena;
     found = arena.template take<Found>(task.n_panels);
     for (int i = 0; i < task.n_panels; ++i)
@@ -69,7 +69,7 @@ struct Evidence : Forward<V, S> {
   }
 
   void start_rows(const Panel& p, State& s, Found& r) {
-    s.run = 0;
+    s.span = 0;
     r.good = r.exact = 0;
     const uint32_t broken = this->broken(s) & this->all_lanes(p);
     for (int t = 0; t < P; ++t) {
@@ -230,10 +230,10 @@ struct Evidence : Forward<V, S> {
     for (int64_t c = 0; c < seen.end - seen.begin; ++c) scores[c * P + t] = 0;
     ExactRow<V, S> row = exact_row(p, t);
     const S* q = row.query();
-    for (const Run* run = seen.runs; run < p.runs + p.n_runs && run->begin < seen.end; ++run) {
-      if (!(run->lanes >> t & 1)) continue;
-      const int64_t from = run->begin > seen.begin ? run->begin : seen.begin;
-      for (int64_t c = from; c < run->end && c < seen.end; ++c) {
+    for (const Span* span = seen.spans; span < p.spans + p.n_spans && span->begin < seen.end; ++span) {
+      if (!(span->lanes >> t & 1)) continue;
+      const int64_t from = span->begin > seen.begin ? span->begin : seen.begin;
+      for (int64_t c = from; c < span->end && c < seen.end; ++c) {
         const double s = row.score(q, key(c));
         if (s == -__builtin_inf()) continue;
         scores[(c - seen.begin) * P + t] = static_cast<Scalar>(exp(s - r.top[t]) / r.total[t]);
@@ -382,7 +382,7 @@ struct Evidence : Forward<V, S> {
 
 template <class V, class S>
 constexpr EvidenceKernels evidence_kernels() {
-  return {Evidence<V, S>::scratch_bytes, [](const Look& l) { Evidence<V, S>(l).run(); }};
+  return {Evidence<V, S>::scratch_bytes, [](const EvidenceTask& l) { Evidence<V, S>(l).run(); }};
 }
 
 }  // namespace

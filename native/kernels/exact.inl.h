@@ -1,4 +1,4 @@
-// One query row in double precision, key by key, looking only at keys that the row sees. Slow: it runs again
+// One query row in double precision, key by key, looking only at keys that the row sees. Slow: it spans again
 // the rows whose fast result is not finite, because a hidden key held a NaN or a product overflowed.
 #pragma once
 #include "kernels/scores.inl.h"
@@ -33,7 +33,7 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
 
 inline bool sees(const Panel& p, int lane) {
   bool any = false;
-  for (int64_t n = 0; n < p.n_runs && !any; ++n) any = p.runs[n].lanes >> lane & 1;
+  for (int64_t n = 0; n < p.n_spans && !any; ++n) any = p.spans[n].lanes >> lane & 1;
   return any;
 }
 
@@ -61,10 +61,10 @@ struct ExactRow {
   // Calls visit(key) for every key that the row sees.
   template <class Visit>
   void each_key(Visit visit) const {
-    for (int64_t n = 0; n < panel.n_runs; ++n) {
-      const Run& run = panel.runs[n];
-      if (!(run.lanes >> lane & 1)) continue;
-      for (int64_t c = run.begin; c < run.end; ++c) visit(task.key + c * task.key_step);
+    for (int64_t n = 0; n < panel.n_spans; ++n) {
+      const Span& span = panel.spans[n];
+      if (!(span.lanes >> lane & 1)) continue;
+      for (int64_t c = span.begin; c < span.end; ++c) visit(task.key + c * task.key_step);
     }
   }
 
@@ -160,13 +160,13 @@ struct ExactRow {
   // The row starts `first` elements from `out`.
   void write(S* out, int64_t first, Scalar* lse) const {
     const Spec& spec = *task.spec;
-    S* rest = static_cast<S*>(task.call->rest);
-    if (rest) rest += out - static_cast<S*>(task.call->out);
+    S* residual = static_cast<S*>(task.call->residual);
+    if (residual) residual += out - static_cast<S*>(task.call->out);
     for (int64_t d = 0; d < spec.Dv; ++d) {
       const int64_t at = first + d * spec.out.d;
       const Scalar x = static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale);
       from_float(out + at, x);
-      if (rest) from_float(rest + at, x - static_cast<Scalar>(to_float(out[at])));
+      if (residual) from_float(residual + at, x - static_cast<Scalar>(to_float(out[at])));
     }
     if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : top + log(total));
   }

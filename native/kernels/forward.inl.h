@@ -18,13 +18,13 @@ struct Forward {
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
-    int64_t run = 0;
+    int64_t span = 0;
     Scalar first_shift = 0, first_total = 0;  // before any key
   };
 
   // Keys [begin, end) of one block, all seen by some row of the panel.
   struct Seen {
-    const Run* runs;
+    const Span* spans;
     bool partial;
     int64_t begin, end;
     const Scalar* keys;
@@ -93,13 +93,14 @@ struct Forward {
   }
 
   // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
-  void adjust(const Panel& p, const Run* runs, bool partial, int64_t begin, int64_t n) {
+  void adjust(const Panel& p, const Span* spans, bool partial, int64_t begin, int64_t n) {
     const Place at{
         task.batch,    p.head, p.row, task.row_step, position() + p.row, task.key + begin * task.key_step,
         task.key_step, p.rows};
     if (spec.softcap > 0) soft_cap<V>(scores, n * P, static_cast<Scalar>(spec.softcap * kLog2E));
     add_bias<V, S>(spec, call, at, n, scores);
-    if (partial) hide<V>(runs, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
+    if (partial)
+      hide<V>(spans, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
   }
 
   // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
@@ -133,7 +134,7 @@ struct Forward {
     top[0] = top[1] = nothing;
     bool known = score_keys<V>(seen.keys, seen.ldk, n, s.queries, spec.D, scores, top);
     if (seen.partial || spec.softcap > 0 || spec.bias != kNoBias) {
-      adjust(p, seen.runs, seen.partial, seen.begin, n);
+      adjust(p, seen.spans, seen.partial, seen.begin, n);
       known = false;
     }
     if (!known) {
@@ -159,12 +160,12 @@ struct Forward {
     drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
-  // visit(Seen) for the parts of a panel's runs that lie in the block [begin, end).
+  // visit(Seen) for the parts of a panel's spans that lie in the block [begin, end).
   template <class Visit>
   void panel_block(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
                    const Scalar* vb, int64_t ldv, Visit visit) {
-    each_stretch(
-        p, s.run, begin, end, all_lanes(p), [&](const Run* first, int64_t from, int64_t to, bool partial) {
+    each_span(
+        p, s.span, begin, end, all_lanes(p), [&](const Span* first, int64_t from, int64_t to, bool partial) {
           visit(
               Seen{first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv});
         });
@@ -173,8 +174,8 @@ struct Forward {
   bool touched(int64_t begin, int64_t end) const {
     for (int i = 0; i < task.n_panels; ++i) {
       const Panel& p = task.panels[i];
-      for (int64_t r = states[i].run; r < p.n_runs && p.runs[r].begin < end; ++r)
-        if (p.runs[r].end > begin) return true;
+      for (int64_t r = states[i].span; r < p.n_spans && p.spans[r].begin < end; ++r)
+        if (p.spans[r].end > begin) return true;
     }
     return false;
   }
@@ -201,9 +202,9 @@ struct Forward {
   void walk(Visit visit, Close close) {
     int64_t first = INT64_MAX, last = 0;
     for (int i = 0; i < task.n_panels; ++i)
-      if (const Panel& p = task.panels[i]; p.n_runs) {
-        first = p.runs[0].begin < first ? p.runs[0].begin : first;
-        last = p.runs[p.n_runs - 1].end > last ? p.runs[p.n_runs - 1].end : last;
+      if (const Panel& p = task.panels[i]; p.n_spans) {
+        first = p.spans[0].begin < first ? p.spans[0].begin : first;
+        last = p.spans[p.n_spans - 1].end > last ? p.spans[p.n_spans - 1].end : last;
       }
     // Blocks start at multiples of their size, so that a panel's result does not depend on its task.
     for (int64_t begin = first / kBlock * kBlock; begin < last; begin += kBlock) {
@@ -247,8 +248,8 @@ struct Forward {
                       : nullptr;
     for (int t = 0; t < p.rows; ++t)
       factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
-    unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d, Whole<V>());
-    if (call.rest) write_rest(p, s, out);
+    unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d, StoreAsIs<V>());
+    if (call.residual) write_residual(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t)
       lse[t * task.row_step] =
           lse_of(ExactRow<V, S>{task, p, t, row_sum, 0, 0}, s.shift[t], s.total[t], only_sink(s, t));
@@ -263,10 +264,10 @@ struct Forward {
       }
   }
 
-  void write_rest(const Panel& p, const State& s, const S* out) const {
-    S* rest = static_cast<S*>(call.rest) + (out - static_cast<S*>(call.out));
-    unpack<V>(s.out, spec.Dv, factor, p.rows, rest, spec.out.l * task.row_step, spec.out.d,
-              Rest<V, S>{out - rest});
+  void write_residual(const Panel& p, const State& s, const S* out) const {
+    S* residual = static_cast<S*>(call.residual) + (out - static_cast<S*>(call.out));
+    unpack<V>(s.out, spec.Dv, factor, p.rows, residual, spec.out.l * task.row_step, spec.out.d,
+              RoundingResidual<V, S>{out - residual});
   }
 
   void write_stats(const Panel& p, int t, Scalar shift, Scalar total) const {

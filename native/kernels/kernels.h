@@ -26,23 +26,23 @@ struct BackwardKernels {
   void (*close)(const Chunk&);
   // From the compute type to the dtype.
   void (*round)(const void* source, void* target, int64_t count);
-  // A row that forward has marked; its runs are the panel's, one lane.
+  // A row that forward has marked; its spans are the panel's, one lane.
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
 };
 
-// Few query rows against many keys: pieces of the keys, whose parts are put together at the end.
+// Few query rows against many keys: splits of the keys, whose parts are put together at the end.
 struct DecodeKernels {
-  int64_t (*part_bytes)(const Spec&);
+  int64_t (*partial_bytes)(const Spec&);
   int64_t (*scratch_bytes)(const Spec&);
-  bool (*piece)(const Piece&);   // false: the table names a page that does not exist
-  bool (*finish)(const Piece&);  // merges the parts in order and writes the rows' results
+  bool (*split)(const Split&);   // false: the table names a page that does not exist
+  bool (*finish)(const Split&);  // merges the parts in order and writes the rows' results
 };
-constexpr int64_t kPieceKeys = 512;
+constexpr int64_t kSplitKeys = 512;
 
 // Facts about the weights of a few panels.
 struct EvidenceKernels {
   int64_t (*scratch_bytes)(const Spec&, const Facts&, int panels, bool copy_k);
-  void (*look)(const Look&);
+  void (*look)(const EvidenceTask&);
 };
 
 // Tokens of linear attention that meet each other in pairs, and chunks whose states backward computes anew

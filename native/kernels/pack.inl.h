@@ -79,7 +79,7 @@ void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, Numbe
 
 // What is stored of a result: itself, or what is left of it after the rounding in `rounded`.
 template <class V>
-struct Whole {
+struct StoreAsIs {
   template <class S>
   void operator()(S* at, V x) const {
     Lanes<V>::store(at, x);
@@ -90,7 +90,7 @@ struct Whole {
   }
 };
 template <class V, class S>
-struct Rest {
+struct RoundingResidual {
   int64_t rounded;  // where, from the target
   void operator()(S* at, V x) const { Lanes<V>::store(at, x - Lanes<V>::load(at + rounded)); }
   void operator()(S* at, Number<V> x) const { from_float(at, x - to_float(at[rounded])); }

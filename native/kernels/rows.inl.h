@@ -50,11 +50,11 @@ void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowP
 }
 
 // The first run of a list that ends after `key`.
-inline int64_t first_run(const RunList& list, int64_t key) {
+inline int64_t first_run(const SpanList& list, int64_t key) {
   int64_t low = 0, high = list.count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (list.runs[middle].end > key)
+    if (list.spans[middle].end > key)
       high = middle;
     else
       low = middle + 1;
@@ -64,15 +64,15 @@ inline int64_t first_run(const RunList& list, int64_t key) {
 
 // Keys [begin, end) that the row in `lane` does not see become -inf, and what fills up the last vector.
 template <class V>
-void hide_row(const RunList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
+void hide_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
   const auto fill = [&](int64_t from, int64_t to) {
     for (int64_t j = from; j < to; ++j) scores[j - begin] = static_cast<Number<V>>(-__builtin_inf());
   };
   int64_t next = begin;
-  for (int64_t i = first_run(list, begin); i < list.count && list.runs[i].begin < end; ++i) {
-    if (!(list.runs[i].lanes >> lane & 1)) continue;
-    fill(next, list.runs[i].begin);
-    next = list.runs[i].end < end ? list.runs[i].end : end;
+  for (int64_t i = first_run(list, begin); i < list.count && list.spans[i].begin < end; ++i) {
+    if (!(list.spans[i].lanes >> lane & 1)) continue;
+    fill(next, list.spans[i].begin);
+    next = list.spans[i].end < end ? list.spans[i].end : end;
   }
   fill(next, begin + round_up(end - begin, V::N));
 }

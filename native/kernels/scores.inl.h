@@ -17,20 +17,19 @@ struct Place {
   int rows;
 };
 
-// visit(first run, from, to, whether some lane misses a key) for neighbouring runs of a panel in keys
+// visit(first run, from, to, whether some lane misses a key) for neighbouring spans of a panel in keys
 // [begin, end). `run` is brought to the first that ends after `begin`.
 template <class Visit>
-inline void each_stretch(const Panel& p, int64_t& run, int64_t begin, int64_t end, uint32_t all,
-                         Visit visit) {
-  while (run < p.n_runs && p.runs[run].end <= begin) ++run;
-  for (int64_t i = run; i < p.n_runs && p.runs[i].begin < end;) {
-    const Run* first = p.runs + i;
+inline void each_span(const Panel& p, int64_t& span, int64_t begin, int64_t end, uint32_t all, Visit visit) {
+  while (span < p.n_spans && p.spans[span].end <= begin) ++span;
+  for (int64_t i = span; i < p.n_spans && p.spans[i].begin < end;) {
+    const Span* first = p.spans + i;
     const int64_t from = first->begin > begin ? first->begin : begin;
     int64_t to = from;
     bool partial = false;
-    for (; i < p.n_runs && to < end && p.runs[i].begin <= to; ++i) {
-      partial |= p.runs[i].lanes != all;
-      to = p.runs[i].end < end ? p.runs[i].end : end;
+    for (; i < p.n_spans && to < end && p.spans[i].begin <= to; ++i) {
+      partial |= p.spans[i].lanes != all;
+      to = p.spans[i].end < end ? p.spans[i].end : end;
     }
     visit(first, from, to, partial);
   }
@@ -107,15 +106,15 @@ void add_bias(const Spec& spec, const Call& call, const Where& at, int64_t n, Nu
     add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
-// Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `runs` starts at begin.
+// Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `spans` starts at begin.
 template <class V>
-void hide(const Run* runs, int64_t begin, int64_t end, uint32_t all, Number<V> instead, Number<V>* scores) {
+void hide(const Span* spans, int64_t begin, int64_t end, uint32_t all, Number<V> instead, Number<V>* scores) {
   const V hidden = Lanes<V>::set(instead);
-  for (int64_t key = begin; key < end; ++runs) {
-    const int64_t stop = runs->end < end ? runs->end : end;
-    if (runs->lanes != all)
+  for (int64_t key = begin; key < end; ++spans) {
+    const int64_t stop = spans->end < end ? spans->end : end;
+    if (spans->lanes != all)
       for (int r = 0; r < kPanel<V>; r += V::N) {
-        const auto seen = Lanes<V>::mask(runs->lanes, r);
+        const auto seen = Lanes<V>::mask(spans->lanes, r);
         for (int64_t j = key; j < stop; ++j) {
           Number<V>* s = scores + (j - begin) * kPanel<V> + r;
           Lanes<V>::store(s, select(seen, Lanes<V>::load(s), hidden));

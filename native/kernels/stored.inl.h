@@ -1,4 +1,4 @@
-// K or V of one head as it is stored: floats of any dtype, or codes with scales; in one piece or in pages.
+// K or V of one head as it is stored: floats of any dtype, or codes with scales; in one split or in pages.
 // Rows are read in tiles, converted where the kernels could not use them as they lie.
 #pragma once
 #include "kernels/arena.inl.h"
@@ -70,7 +70,7 @@ class Stored {
   using Scalar = Number<V>;
 
  public:
-  Stored(const Piece& p, const void* data, const Strides& stride, const void* scales,
+  Stored(const Split& p, const void* data, const Strides& stride, const void* scales,
          const Strides& scale_stride, int64_t width)
       : spec_(*p.spec), stride_(stride), scale_stride_(scale_stride), width_(width), batch_(p.batch),
         key_(p.key), step_(p.key_step),
@@ -79,10 +79,10 @@ class Stored {
     scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);
   }
 
-  static Stored keys(const Piece& p) {
+  static Stored keys(const Split& p) {
     return {p, p.call->k, p.spec->k, p.call->k_scale, p.spec->k_scale, p.spec->D};
   }
-  static Stored values(const Piece& p) {
+  static Stored values(const Split& p) {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
@@ -90,14 +90,14 @@ class Stored {
   static int64_t tile_size(int64_t width, int64_t n) { return n * round_up(width, kGroup); }
   static int64_t scales_size(int64_t width, int64_t n) { return n * 2 * (round_up(width, kGroup) / kGroup); }
 
-  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one piece.
+  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one split.
   const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
     if (spec_.store != kFloats || stride_.d != 1 || together(begin, n) < n) return nullptr;
     ld = stride_.l * step_;
     return reinterpret_cast<const S*>(look(begin).data);
   }
 
-  // The same for codes, with their scales converted; codes are null if the rows are not in one piece.
+  // The same for codes, with their scales converted; codes are null if the rows are not in one split.
   template <StoreKind Kind>
   CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
     const Row row = look(begin);

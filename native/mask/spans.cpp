@@ -39,7 +39,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 int64_t modulo(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
 
 // Adds a run, joined to the last one where they touch and agree.
-void append(Runs& out, int64_t begin, int64_t end, uint32_t lanes) {
+void append(Spans& out, int64_t begin, int64_t end, uint32_t lanes) {
   if (begin >= end || lanes == 0) return;
   if (!out.empty() && out.back().end == begin && out.back().lanes == lanes)
     out.back().end = end;
@@ -50,27 +50,27 @@ void append(Runs& out, int64_t begin, int64_t end, uint32_t lanes) {
 // Operands lie one after the other in one vector, like on a stack, so that combining them allocates nothing.
 // kEnd stands between them: it touches no run and comes after all.
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();
-constexpr Run kEnd = {kLast, kLast, 0};
+constexpr Span kEnd = {kLast, kLast, 0};
 
 // Where the next list begins, when the last one began at `before`. An empty one is replaced.
-size_t begin_list(Runs& out, size_t before) {
+size_t begin_list(Spans& out, size_t before) {
   if (out.size() > before) out.push_back(kEnd);
   return out.size();
 }
 
 // Whether the last list, which begins at a, says that all rows see [lo, hi).
-bool is_full(const Runs& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
+bool is_full(const Spans& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
   return out.size() == a + 1 && out[a].begin == lo && out[a].end == hi && out[a].lanes == all;
 }
 
 // The last two lists, which begin at a and b, become one: join(lanes of a, lanes of b) for every key.
 template <class Join>
-void merge(Runs& out, size_t a, size_t b, Join join) {
+void merge(Spans& out, size_t a, size_t b, Join join) {
   out.push_back(kEnd);
   const size_t top = out.size();
   out.resize(top + 2 * (top - a));  // a run for every end of a run is more than enough
-  const Run *x = &out[a], *y = &out[b];
-  Run* last = &out[top - 1];
+  const Span *x = &out[a], *y = &out[b];
+  Span* last = &out[top - 1];
   for (int64_t key = 0; (key = std::max(key, std::min(x->begin, y->begin))) < kLast;) {
     const bool in_x = x->begin <= key, in_y = y->begin <= key;
     const int64_t stop = std::min(in_x ? x->end : x->begin, in_y ? y->end : y->begin);
@@ -89,20 +89,20 @@ void merge(Runs& out, size_t a, size_t b, Join join) {
 
 // Row t sees [begin + t, end + t). In the usual panel rows join one by one, all see the middle, rows leave
 // one by one.
-void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Runs& out) {
+void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Spans& out) {
   const int edges = rows - 1;
   const uint32_t all = first_lanes(rows);
   const size_t before = out.size();
   out.resize(before + (opens ? edges : 0) + 1 + (closes ? edges : 0));
-  Run* run = &out[before];
+  Span* span = &out[before];
   for (uint32_t lanes = 1; opens && lanes != all; lanes = lanes << 1 | 1, ++begin)
-    *run++ = {begin, begin + 1, lanes};
-  *run++ = {begin, end, all};
-  for (uint32_t lanes = all; closes && (lanes = lanes << 1 & all); ++end) *run++ = {end, end + 1, lanes};
+    *span++ = {begin, begin + 1, lanes};
+  *span++ = {begin, end, all};
+  for (uint32_t lanes = all; closes && (lanes = lanes << 1 & all); ++end) *span++ = {end, end + 1, lanes};
 }
 
 // A panel at the edge of the keys: sweep over both ends, which grow with t.
-void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Runs& out) {
+void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Spans& out) {
   int opened = 0, closed = 0;
   for (int64_t key = lo; key < hi;) {
     while (opened < rows && begin + opened <= key) ++opened;
@@ -172,7 +172,7 @@ const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k
 }  // namespace
 
 // The rows of a panel, and the keys of their residue class by number: number n is key first + n * step.
-struct Spans::Panel {
+struct SpanFinder::Panel {
   const Rows& rows;
   int64_t position;    // of the first row
   int64_t first, own;  // own: the number of the key at `position`
@@ -184,7 +184,7 @@ struct Spans::Panel {
   int64_t number(int64_t key) const { return ceil_div(key - first, rows.step); }
 };
 
-Spans::Spans(const std::vector<int64_t>& code, const Spec& spec, const Call& call)
+SpanFinder::SpanFinder(const std::vector<int64_t>& code, const Spec& spec, const Call& call)
     : code_(code), spec_(spec), call_(call) {
   if (code.empty()) return;
   by_batch_ = call.offsets != nullptr;
@@ -194,47 +194,49 @@ Spans::Spans(const std::vector<int64_t>& code, const Spec& spec, const Call& cal
     heads_.push_back(child);
 }
 
-const int64_t* Spans::code_of(int64_t head) const { return heads_.empty() ? code_.data() : heads_[head]; }
+const int64_t* SpanFinder::code_of(int64_t head) const {
+  return heads_.empty() ? code_.data() : heads_[head];
+}
 
 // Everything that is asked about an op, in the order of Op.
-struct Spans::Atom {
-  void (Spans::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+struct SpanFinder::Atom {
+  void (SpanFinder::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   int tensors = 0;     // the first arguments are numbers of tensors
   int segmented = -1;  // the tensor whose keys or tokens lie in segments
   int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // divides every allowed distance
 };
 
-const Spans::Atom Spans::kAtoms[] = {
-    {},                                          // there is no op 0
-    {&Spans::window},                            // kWindow
-    {&Spans::lengths, 1},                        // kLengths
-    {&Spans::documents, 2, 1},                   // kDocuments
-    {&Spans::documents, 1, 0},                   // kTokens
-    {&Spans::prefix},                            // kPrefix
-    {&Spans::global, 1, 0},                      // kGlobal
-    {&Spans::random},                            // kRandom
-    {&Spans::dilated, 0, -1, own_step},          // kDilated
-    {&Spans::dense, 1},                          // kDense
-    {&Spans::blocks, 1},                         // kBlocks
-    {&Spans::per_head, 0, -1, step_of_head},     // kPerHead
-    {&Spans::combine, 0, -1, step_of_children},  // kAnd
-    {&Spans::combine, 0, -1, step_of_children},  // kOr
-    {&Spans::invert},                            // kNot
+const SpanFinder::Atom SpanFinder::kAtoms[] = {
+    {},                                               // there is no op 0
+    {&SpanFinder::window},                            // kWindow
+    {&SpanFinder::lengths, 1},                        // kLengths
+    {&SpanFinder::documents, 2, 1},                   // kDocuments
+    {&SpanFinder::documents, 1, 0},                   // kTokens
+    {&SpanFinder::prefix},                            // kPrefix
+    {&SpanFinder::global, 1, 0},                      // kGlobal
+    {&SpanFinder::random},                            // kRandom
+    {&SpanFinder::dilated, 0, -1, own_step},          // kDilated
+    {&SpanFinder::dense, 1},                          // kDense
+    {&SpanFinder::blocks, 1},                         // kBlocks
+    {&SpanFinder::per_head, 0, -1, step_of_head},     // kPerHead
+    {&SpanFinder::combine, 0, -1, step_of_children},  // kAnd
+    {&SpanFinder::combine, 0, -1, step_of_children},  // kOr
+    {&SpanFinder::invert},                            // kNot
 };
 
-int64_t Spans::own_step(const int64_t* node, int64_t) { return node[2] < kLargestStep ? node[2] : 1; }
+int64_t SpanFinder::own_step(const int64_t* node, int64_t) { return node[2] < kLargestStep ? node[2] : 1; }
 
-int64_t Spans::step_of_head(const int64_t* node, int64_t head) {
+int64_t SpanFinder::step_of_head(const int64_t* node, int64_t head) {
   return dilation_of(child_of(node, head), head);
 }
 
 // 1 where nothing is known.
-int64_t Spans::dilation_of(const int64_t* node, int64_t head) {
+int64_t SpanFinder::dilation_of(const int64_t* node, int64_t head) {
   const Atom& atom = kAtoms[node[0]];
   return atom.dilation ? atom.dilation(node, head) : 1;
 }
 
-int64_t Spans::step_of_children(const int64_t* node, int64_t head) {
+int64_t SpanFinder::step_of_children(const int64_t* node, int64_t head) {
   int64_t step = dilation_of(node + 2, head);
   for (const int64_t* child = child_of(node, 1); child < node + node[1]; child += child[1]) {
     const int64_t other = dilation_of(child, head);
@@ -245,7 +247,7 @@ int64_t Spans::step_of_children(const int64_t* node, int64_t head) {
   return step;
 }
 
-void Spans::inspect(const int64_t* node) {
+void SpanFinder::inspect(const int64_t* node) {
   const Atom& atom = kAtoms[node[0]];
   for (int i = 0; i < atom.tensors; ++i) {
     const MaskTensor& t = call_.tensors[node[2 + i]];
@@ -258,7 +260,7 @@ void Spans::inspect(const int64_t* node) {
   for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
 }
 
-void Spans::segment(const int64_t* node) {
+void SpanFinder::segment(const int64_t* node) {
   const MaskTensor& t = call_.tensors[node[2 + kAtoms[node[0]].segmented]];
   std::vector<Segments> samples(t.size[0]);
   for (int64_t b = 0; b < t.size[0]; ++b)
@@ -273,29 +275,31 @@ void Spans::segment(const int64_t* node) {
   segments_.push_back(std::move(samples));
 }
 
-const Segments& Spans::segments(const int64_t* node, const Panel& p) const {
+const Segments& SpanFinder::segments(const int64_t* node, const Panel& p) const {
   const size_t which = std::find(segmented_.begin(), segmented_.end(), node) - segmented_.begin();
   const std::vector<Segments>& samples = segments_[which];
   return samples[samples.size() > 1 ? p.rows.batch : 0];
 }
 
-int64_t Spans::dilation(int64_t head) const { return code_.empty() ? 1 : dilation_of(code_of(head), head); }
+int64_t SpanFinder::dilation(int64_t head) const {
+  return code_.empty() ? 1 : dilation_of(code_of(head), head);
+}
 
-bool Spans::dilation_varies() const {
+bool SpanFinder::dilation_varies() const {
   for (int64_t h = 1; h < spec_.Hq; ++h)
     if (dilation(h) != dilation(0)) return true;
   return false;
 }
 
-int64_t Spans::position(const Rows& rows) const {
+int64_t SpanFinder::position(const Rows& rows) const {
   return (call_.offsets ? call_.offsets[rows.batch] : call_.offset) + rows.row;
 }
 
-int64_t Spans::first_key(const Rows& rows) const { return modulo(position(rows), rows.step); }
+int64_t SpanFinder::first_key(const Rows& rows) const { return modulo(position(rows), rows.step); }
 
-void Spans::find(const Rows& rows, Runs& out) const { find(rows, 0, spec_.Lk, out); }
+void SpanFinder::find(const Rows& rows, Spans& out) const { find(rows, 0, spec_.Lk, out); }
 
-void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const {
+void SpanFinder::find(const Rows& rows, int64_t begin, int64_t end, Spans& out) const {
   const int64_t at = position(rows), own = floor_div(at, rows.step);
   const Panel p{rows, at, at - own * rows.step, own, first_lanes(rows.count)};
   end = std::min(end, p.number(spec_.Lk));
@@ -306,11 +310,11 @@ void Spans::find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const 
     evaluate(code_of(rows.head), p, begin, end, out);
 }
 
-void Spans::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   (this->*kAtoms[node[0]].find)(node, p, lo, hi, out);
 }
 
-void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t begin = node[2] == kUnlimited ? -kUnlimited : p.own - floor_div(node[2], p.rows.step);
   const int64_t end = node[3] == kUnlimited ? kUnlimited : p.own + floor_div(node[3], p.rows.step) + 1;
   const int64_t last = p.rows.count - 1;
@@ -321,16 +325,16 @@ void Spans::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
     sweep(p.rows.count, begin, end, lo, hi, out);
 }
 
-void Spans::lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& n = call_.tensors[node[2]];
   append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
 }
 
-void Spans::prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   append(out, lo, std::min(hi, p.number(node[2])), p.all);
 }
 
-void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& ids = call_.tensors[node[2]];
   int64_t own[kMaxPanel];
   uint32_t known = 0;
@@ -348,7 +352,7 @@ void Spans::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t h
   }
 }
 
-void Spans::global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const Segments& tokens = segments(node, p);
   const auto lane = [&](int64_t position) {
     return std::clamp<int64_t>(p.number(position) - p.own, 0, p.rows.count);
@@ -364,7 +368,7 @@ void Spans::global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
   append(out, lo, hi, everywhere);
 }
 
-void Spans::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t per_row = node[2], block = node[3], blocks = ceil_div(spec_.Lk, block);
   const size_t before = out.size();
   for (int t = 0; t < p.rows.count;) {
@@ -379,7 +383,7 @@ void Spans::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
 }
 
 // In a residue class of a multiple of the step, every pair has an allowed distance.
-void Spans::dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t step = node[2];
   if (p.rows.step % step == 0) return append(out, lo, hi, p.all);
   for (int64_t n = lo; n < hi; ++n) {
@@ -389,7 +393,7 @@ void Spans::dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi,
   }
 }
 
-void Spans::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& t = call_.tensors[node[2]];
   const uint8_t* row[kMaxPanel];
   for (int i = 0; i < p.rows.count; ++i)
@@ -419,7 +423,7 @@ void Spans::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, R
   }
 }
 
-void Spans::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& t = call_.tensors[node[2]];
   const int64_t block = node[3];
   // Rows of the table that the panel touches, and the lanes of each.
@@ -443,28 +447,28 @@ void Spans::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, 
   }
 }
 
-void Spans::per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   evaluate(child_of(node, p.rows.head), p, lo, hi, out);
 }
 
 // What the child leaves of [lo, hi).
-void Spans::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const size_t before = out.size();
   evaluate(node + 2, p, lo, hi, out);
   const size_t top = out.size() + 1;
   out.push_back(kEnd);
   for (size_t i = before; i + 1 < top; ++i) {
-    const Run run = out[i];
-    append(out, lo, run.begin, p.all);
-    append(out, run.begin, run.end, p.all & ~run.lanes);
-    lo = run.end;
+    const Span span = out[i];
+    append(out, lo, span.begin, p.all);
+    append(out, span.begin, span.end, p.all & ~span.lanes);
+    lo = span.end;
   }
   append(out, lo, hi, p.all);
   out.erase(out.begin() + before, out.begin() + top);
 }
 
 // AND and OR of the children.
-void Spans::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const {
+void SpanFinder::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t* end = node + node[1];
   const size_t before = out.size();
   evaluate(node + 2, p, lo, hi, out);
@@ -489,27 +493,29 @@ void Spans::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi,
 
 namespace {
 
-// What the runs of a panel add up to: keys, keys that all rows see, pairs.
+// What the spans of a panel add up to: keys, keys that all rows see, pairs.
 struct Sums {
   int64_t seen = 0, full = 0, pairs = 0;
 };
 
-inline __attribute__((always_inline)) Sums add_up(const Runs& runs, uint32_t all) {
+inline __attribute__((always_inline)) Sums add_up(const Spans& spans, uint32_t all) {
   Sums sums;
-  for (const Run& run : runs) {
-    const int64_t n = run.end - run.begin;
+  for (const Span& span : spans) {
+    const int64_t n = span.end - span.begin;
     sums.seen += n;
-    sums.full += run.lanes == all ? n : 0;
-    sums.pairs += n * __builtin_popcount(run.lanes);
+    sums.full += span.lanes == all ? n : 0;
+    sums.pairs += n * __builtin_popcount(span.lanes);
   }
   return sums;
 }
 
 // The oldest x86 CPUs cannot count bits in one instruction; done otherwise, it costs more than finding the
-// runs.
+// spans.
 #ifdef __x86_64__
-__attribute__((target("popcnt"))) Sums sums_fast(const Runs& runs, uint32_t all) { return add_up(runs, all); }
-Sums sums_slow(const Runs& runs, uint32_t all) { return add_up(runs, all); }
+__attribute__((target("popcnt"))) Sums sums_fast(const Spans& spans, uint32_t all) {
+  return add_up(spans, all);
+}
+Sums sums_slow(const Spans& spans, uint32_t all) { return add_up(spans, all); }
 const auto sums_of = __builtin_cpu_supports("popcnt") ? sums_fast : sums_slow;
 #else
 const auto sums_of = add_up;
@@ -517,20 +523,21 @@ const auto sums_of = add_up;
 
 }  // namespace
 
-Cost measure(const Spans& spans, const Spec& spec, int panel) {
+Cost measure(const SpanFinder& finder, const Spec& spec, int panel) {
   Cost cost;
-  Runs runs;
-  const int64_t samples = spans.varies_by_batch() ? spec.B : 1, heads = spans.varies_by_head() ? spec.Hq : 1;
+  Spans spans;
+  const int64_t samples = finder.varies_by_batch() ? spec.B : 1,
+                heads = finder.varies_by_head() ? spec.Hq : 1;
   const int64_t repeat = (spec.B / std::max<int64_t>(samples, 1)) * (spec.Hq / std::max<int64_t>(heads, 1));
   for (int64_t b = 0; b < std::min(samples, spec.B); ++b)
     for (int64_t h = 0; h < std::min(heads, spec.Hq); ++h) {
-      const int64_t step = spans.dilation(h), keys = ceil_div(spec.Lk, step);
+      const int64_t step = finder.dilation(h), keys = ceil_div(spec.Lk, step);
       for (int64_t c = 0; c < std::min(step, spec.Lq); ++c) {
         const int64_t rows = ceil_div(spec.Lq - c, step);
         for (int64_t i = 0; i < rows; i += panel) {
           const int count = static_cast<int>(std::min<int64_t>(panel, rows - i));
-          spans.find({b, h, c + i * step, step, count}, runs);
-          const Sums sums = sums_of(runs, first_lanes(count));
+          finder.find({b, h, c + i * step, step, count}, spans);
+          const Sums sums = sums_of(spans, first_lanes(count));
           cost.pairs += repeat * sums.pairs;
           cost.touched += repeat * sums.seen * (count <= panel / 4 ? count : panel);
           cost.full += repeat * sums.full;

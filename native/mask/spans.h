@@ -16,7 +16,7 @@ struct Unset : std::allocator<T> {
   };
   void construct(T*) {}
 };
-using Runs = std::vector<Run, Unset<Run>>;
+using Spans = std::vector<Span, Unset<Span>>;
 
 // Query rows `row`, row + step, ... of one head of one sample.
 struct Rows {
@@ -30,20 +30,20 @@ struct Segment {
 };
 using Segments = std::vector<Segment>;
 
-class Spans {
+class SpanFinder {
  public:
-  Spans(const std::vector<int64_t>& code, const Spec& spec, const Call& call);
+  SpanFinder(const std::vector<int64_t>& code, const Spec& spec, const Call& call);
 
   bool varies_by_batch() const { return by_batch_; }
   bool varies_by_head() const { return by_head_; }
   // The largest step that divides every allowed distance of this head.
   int64_t dilation(int64_t head) const;
   bool dilation_varies() const;
-  // Ascending, disjoint runs. With step > 1 keys are numbered inside the rows' residue class: first_key, +
+  // Ascending, disjoint spans. With step > 1 keys are numbered inside the rows' residue class: first_key, +
   // step, ...
-  void find(const Rows& rows, Runs& out) const;
+  void find(const Rows& rows, Spans& out) const;
   // The same for keys [begin, end) of that numbering alone.
-  void find(const Rows& rows, int64_t begin, int64_t end, Runs& out) const;
+  void find(const Rows& rows, int64_t begin, int64_t end, Spans& out) const;
   // The key that is number 0 in the residue class of these rows.
   int64_t first_key(const Rows& rows) const;
 
@@ -61,19 +61,19 @@ class Spans {
   void inspect(const int64_t* node);
   void segment(const int64_t* node);
   const Segments& segments(const int64_t* node, const Panel& p) const;
-  void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
-  void combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Runs& out) const;
+  void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
 
   const std::vector<int64_t>& code_;
   const Spec& spec_;
@@ -90,6 +90,6 @@ struct Cost {
   int64_t touched = 0;                       // pairs computed: panel width x keys
   int64_t full = 0, partial = 0, empty = 0;  // panel x key
 };
-Cost measure(const Spans& spans, const Spec& spec, int panel);
+Cost measure(const SpanFinder& spans, const Spec& spec, int panel);
 
 }  // namespace regard

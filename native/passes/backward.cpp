@@ -15,7 +15,7 @@ constexpr int64_t kRowsTogether = 256;  // rows of a task that only prepares row
 constexpr double kInlineWork = 1e6;     // floating point operations that are not worth a second thread
 
 constexpr int64_t kShares = 1 << 17;  // doubles for shares of dby_head
-constexpr int64_t kPiece = 1 << 18;   // bytes to clear or numbers to round at a time
+constexpr int64_t kSweep = 1 << 18;   // bytes to clear or numbers to round at a time
 
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
@@ -81,13 +81,13 @@ class Backward : Pass {
     int64_t marks = 0, turns = 0;
     for (int64_t h = 0; h < spec_.Hkv; ++h) {
       Layout at{};
-      at.step = spans_.dilation(h * group());
-      for (int64_t g = 1; g < group(); ++g) at.step = std::gcd(at.step, spans_.dilation(h * group() + g));
+      at.step = finder_.dilation(h * group());
+      for (int64_t g = 1; g < group(); ++g) at.step = std::gcd(at.step, finder_.dilation(h * group() + g));
       cut(at);
-      const bool same = h > 0 && !spans_.varies_by_head();
+      const bool same = h > 0 && !finder_.varies_by_head();
       at.marks_at = same ? layouts_.back().marks_at : marks;
       at.turns_at = turns;
-      if (!same) marks += (spans_.varies_by_batch() ? spec_.B : 1) * at.classes * at.tiles * words(at);
+      if (!same) marks += (finder_.varies_by_batch() ? spec_.B : 1) * at.classes * at.tiles * words(at);
       turns += spec_.B * at.classes * at.tiles;
       layouts_.push_back(at);
       units_ = std::max(units_, at.classes * at.chunks);
@@ -145,7 +145,7 @@ class Backward : Pass {
     each_task(workers_, count, stopper_, job);
   }
 
-  // PyTorch's own way to fill and convert runs on threads that hang in a forked child.
+  // PyTorch's own way to fill and convert spans on threads that hang in a forked child.
   void clear_bias() {
     if (!grads_.dbias) return;
     const Strides& s = grads_.dbias_stride;
@@ -158,17 +158,17 @@ class Backward : Pass {
   }
 
   void clear(void* target, int64_t bytes) {
-    each(ceil_div(bytes, kPiece), [&](int64_t i, int) {
-      memset(static_cast<char*>(target) + i * kPiece, 0, std::min(kPiece, bytes - i * kPiece));
+    each(ceil_div(bytes, kSweep), [&](int64_t i, int) {
+      memset(static_cast<char*>(target) + i * kSweep, 0, std::min(kSweep, bytes - i * kSweep));
     });
   }
 
   void round_queries() {
     const int64_t count = spec_.B * spec_.Hq * spec_.Lq * spec_.D;
-    each(ceil_div(count, kPiece), [&](int64_t i, int) {
-      const int64_t at = i * kPiece;
+    each(ceil_div(count, kSweep), [&](int64_t i, int) {
+      const int64_t at = i * kSweep;
       kernels_.round(static_cast<float*>(grads_.dq_sum) + at, static_cast<uint16_t*>(grads_.dq) + at,
-                     std::min(kPiece, count - at));
+                     std::min(kSweep, count - at));
     });
   }
 
@@ -231,32 +231,32 @@ class Backward : Pass {
 
   uint64_t* marks(const Unit& u, int64_t tile) {
     const Layout& at = layouts_[u.kv_head];
-    const int64_t batch = spans_.varies_by_batch() ? u.batch : 0;
+    const int64_t batch = finder_.varies_by_batch() ? u.batch : 0;
     return marks_.data() + at.marks_at + ((batch * at.classes + u.of_class) * at.tiles + tile) * words(at);
   }
 
   void mark_tiles() {
-    const int64_t batches = spans_.varies_by_batch() ? spec_.B : 1;
-    const int64_t heads = spans_.varies_by_head() ? spec_.Hkv : 1;
+    const int64_t batches = finder_.varies_by_batch() ? spec_.B : 1;
+    const int64_t heads = finder_.varies_by_head() ? spec_.Hkv : 1;
     int64_t most = 0;
     for (int64_t h = 0; h < heads; ++h) most = std::max(most, layouts_[h].classes * layouts_[h].tiles);
     each(batches * heads * most, [&](int64_t i, int) {
-      const int64_t rest = i % most, kv_head = i / most % heads;
+      const int64_t unit = i % most, kv_head = i / most % heads;
       const Layout& at = layouts_[kv_head];
-      if (rest < at.classes * at.tiles)
-        mark_tile({i / most / heads, kv_head, rest / at.tiles, 0}, at, rest % at.tiles);
+      if (unit < at.classes * at.tiles)
+        mark_tile({i / most / heads, kv_head, unit / at.tiles, 0}, at, unit % at.tiles);
     });
   }
 
   void mark_tile(const Unit& u, const Layout& at, int64_t tile) {
     if (Stopper::ask(&stopper_)) return;
     uint64_t* word = marks(u, tile);
-    Runs runs;
-    for (int64_t g = 0; g < (spans_.varies_by_head() ? group() : 1); ++g)
+    Spans spans;
+    for (int64_t g = 0; g < (finder_.varies_by_head() ? group() : 1); ++g)
       each_panel(tile_of(u, at, tile, u.kv_head * group() + g), [&](const Rows& rows) {
-        spans_.find(rows, runs);
-        for (const Run& run : runs)
-          for (int64_t c = run.begin / at.chunk; c <= (run.end - 1) / at.chunk; ++c)
+        finder_.find(rows, spans);
+        for (const Span& span : spans)
+          for (int64_t c = span.begin / at.chunk; c <= (span.end - 1) / at.chunk; ++c)
             word[c / 64] |= uint64_t{1} << c % 64;
       });
   }
@@ -318,13 +318,13 @@ class Backward : Pass {
   // False when the call has been stopped.
   bool run_tile(const Unit& u, const Layout& at, const Chunk& chunk, int64_t tile, int64_t before) {
     if (Stopper::ask(&stopper_)) return false;
-    Runs runs[kTilePanels];
+    Spans spans[kTilePanels];
     Panel panels[kTilePanels];
     std::atomic<int64_t>* turn =
         grads_.dq ? &turns_[at.turns_at + (u.batch * at.classes + u.of_class) * at.tiles + tile] : nullptr;
     for (int64_t g = 0; g < group(); ++g) {
-      const int count = find_panels(tile_of(u, at, tile, u.kv_head * group() + g), chunk, runs, panels,
-                                    g > 0 && !spans_.varies_by_head());
+      const int count = find_panels(tile_of(u, at, tile, u.kv_head * group() + g), chunk, spans, panels,
+                                    g > 0 && !finder_.varies_by_head());
       kernels_.tile(chunk, panels, count);
       if (!turn) continue;
       if (g == 0 && !wait(*turn, before)) return false;
@@ -334,12 +334,12 @@ class Backward : Pass {
     return true;
   }
 
-  int find_panels(const Tile& t, const Chunk& chunk, Runs* runs, Panel* panels, bool known) const {
+  int find_panels(const Tile& t, const Chunk& chunk, Spans* spans, Panel* panels, bool known) const {
     int count = 0;
     each_panel(t, [&](const Rows& rows) {
-      if (!known) spans_.find(rows, chunk.begin, chunk.end, runs[count]);
-      panels[count] = {rows.head, rows.row, rows.count, runs[count].data(),
-                       static_cast<int64_t>(runs[count].size())};
+      if (!known) finder_.find(rows, chunk.begin, chunk.end, spans[count]);
+      panels[count] = {rows.head, rows.row, rows.count, spans[count].data(),
+                       static_cast<int64_t>(spans[count].size())};
       ++count;
     });
     return count;
@@ -411,11 +411,11 @@ class Backward : Pass {
     chunk.grads = &grads;
     chunk.bias_only = true;
     kernels_.open(chunk);
-    Runs runs[kTilePanels];
+    Spans spans[kTilePanels];
     Panel panels[kTilePanels];
     for (; tile < end && !Stopper::ask(&stopper_); ++tile) {
-      const int count = find_panels(tile_of(u, at, tile, head), chunk, runs, panels, false);
-      if (std::any_of(panels, panels + count, [](const Panel& p) { return p.n_runs > 0; }))
+      const int count = find_panels(tile_of(u, at, tile, head), chunk, spans, panels, false);
+      if (std::any_of(panels, panels + count, [](const Panel& p) { return p.n_spans > 0; }))
         kernels_.tile(chunk, panels, count);
     }
   }
@@ -434,9 +434,9 @@ class Backward : Pass {
   }
 
   void add_marked_rows() {
-    Gradients rest = grads_;
-    rest.dk = rest.dv = nullptr;
-    if (any_marked()) add_marked_rows(rest);
+    Gradients remaining = grads_;
+    remaining.dk = remaining.dv = nullptr;
+    if (any_marked()) add_marked_rows(remaining);
   }
 
   bool any_marked() const {
@@ -448,10 +448,10 @@ class Backward : Pass {
 
   void add_marked_rows(const Gradients& grads) {
     const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
-    Runs runs;
+    Spans spans;
     for (int64_t i = 0; i < rows && !Stopper::ask(&stopper_); ++i)
       if (is_marked(rows + i))
-        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, runs);
+        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, spans);
   }
 
   bool is_marked(int64_t at) const {
@@ -459,9 +459,9 @@ class Backward : Pass {
                                    : static_cast<const float*>(grads_.stats)[at] < 0;
   }
 
-  void add_marked_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Runs& runs) {
-    spans_.find({batch, head, row, 1, 1}, runs);
-    const Panel panel{head, row, 1, runs.data(), static_cast<int64_t>(runs.size())};
+  void add_marked_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Spans& spans) {
+    finder_.find({batch, head, row, 1, 1}, spans);
+    const Panel panel{head, row, 1, spans.data(), static_cast<int64_t>(spans.size())};
     kernels_.exact_row(task(batch, head, row, 1, {}, scratches_[0]), panel, grads);
   }
 

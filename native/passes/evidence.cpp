@@ -17,7 +17,7 @@ using Sums = std::vector<double>;
 // What a thread keeps between panels.
 struct Worker {
   void* scratch = nullptr;
-  std::vector<Runs> runs;
+  std::vector<Spans> spans;
   std::vector<Panel> panels;
 };
 
@@ -49,7 +49,7 @@ class Evidence : Pass {
 
   int64_t strip_rows(int64_t head) const {
     const int64_t rows =
-        std::min(kPanels * panel_ * spans_.dilation(head), std::max(kMostRows, kPanels * panel_));
+        std::min(kPanels * panel_ * finder_.dilation(head), std::max(kMostRows, kPanels * panel_));
     return facts_.block ? ceil_div(rows, facts_.block) * facts_.block : rows;
   }
   int64_t strips(int64_t head) const { return ceil_div(spec_.Lq, strip_rows(head)); }
@@ -65,7 +65,7 @@ class Evidence : Pass {
     Sums sums = empty_sums();
     for (int64_t s = index % chunks_; s < strips(head) && !stopper_.stopped(); s += chunks_) {
       const int64_t first = s * strip_rows(head), end = std::min(spec_.Lq, first + strip_rows(head));
-      for (int64_t c = 0; c < spans_.dilation(head) && first + c < end; ++c)
+      for (int64_t c = 0; c < finder_.dilation(head) && first + c < end; ++c)
         strip(batch, head, first + c, end, sums, w);
     }
     merge(index, std::move(sums));
@@ -73,16 +73,16 @@ class Evidence : Pass {
 
   // Rows first, first + step, ... of a strip, a few panels at a time.
   void strip(int64_t batch, int64_t head, int64_t first, int64_t end, Sums& sums, Worker& w) {
-    const int64_t step = spans_.dilation(head);
+    const int64_t step = finder_.dilation(head);
     while (first < end && !stopper_.stopped()) {
       w.panels.clear();
-      w.runs.resize(kPanels);
+      w.spans.resize(kPanels);
       for (; w.panels.size() < kPanels && first < end; first += panel_ * step) {
         const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(end - first, step)));
         if (only_rows(facts_) && !asked_for(first, first + (rows - 1) * step)) continue;
-        Runs& runs = w.runs[w.panels.size()];
-        spans_.find({batch, head, first, step, rows}, runs);
-        w.panels.push_back({head, first, rows, runs.data(), static_cast<int64_t>(runs.size())});
+        Spans& spans = w.spans[w.panels.size()];
+        finder_.find({batch, head, first, step, rows}, spans);
+        w.panels.push_back({head, first, rows, spans.data(), static_cast<int64_t>(spans.size())});
       }
       if (!w.panels.empty()) look(batch, head, step, sums, w);
     }
@@ -96,7 +96,7 @@ class Evidence : Pass {
   }
 
   void look(int64_t batch, int64_t head, int64_t step, Sums& sums, Worker& w) {
-    Look l{};
+    EvidenceTask l{};
     l.task = task(batch, head, w.panels[0].row, step, w.panels, w.scratch);
     l.task.copy_k = copy_k_;
     l.facts = &facts_;

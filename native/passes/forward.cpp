@@ -17,17 +17,17 @@ struct Tile {
   int64_t residue, first, count;
 };
 
-// The runs of a tile's panels, which tasks of other heads can use again.
+// The spans of a tile's panels, which tasks of other heads can use again.
 struct Known {
   int64_t tile = -1, batch = -1, head = -1;
-  std::vector<Runs> runs;
+  std::vector<Spans> spans;
 };
 
 // What a thread keeps between tasks.
 struct Worker {
   void* scratch = nullptr;
   Known known[kTogether];
-  bool long_lists = false;  // then only one tile's runs are kept
+  bool long_lists = false;  // then only one tile's spans are kept
   std::vector<Panel> panels;
 };
 
@@ -41,7 +41,7 @@ class Forward : Pass {
   Forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
       : Pass(spec, call, code, interrupt), kernels_(kernels().forward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    shared_ = spans_.dilation_varies() ? 1 : group();
+    shared_ = finder_.dilation_varies() ? 1 : group();
     width_ = first_width();
     while (lay_tiles(), tasks() < kEnoughTasks * threads() && width_ > 2) width_ /= 2;
     copy_k_ = copies(spec.k, spec.D);
@@ -85,9 +85,9 @@ class Forward : Pass {
     head_sets_ = spec_.Hq / heads_;
     span_ = std::max<int64_t>(1, width_ / heads_);
     tiles_ = 0;
-    layouts_.assign(spans_.dilation_varies() ? spec_.Hq : 1, {});
+    layouts_.assign(finder_.dilation_varies() ? spec_.Hq : 1, {});
     for (size_t h = 0; h < layouts_.size(); ++h) {
-      const int64_t step = spans_.dilation(static_cast<int64_t>(h));
+      const int64_t step = finder_.dilation(static_cast<int64_t>(h));
       for (int64_t c = 0; c < std::min(step, spec_.Lq); ++c) {
         const int64_t panels = ceil_div(ceil_div(spec_.Lq - c, step), panel_);
         for (int64_t p = 0; p < panels; p += span_)
@@ -100,7 +100,8 @@ class Forward : Pass {
   int most_panels() const { return static_cast<int>(heads_ * span_); }
 
   // The last tiles first: with a causal mask they are the longest. A few tiles of one head follow each other,
-  // so that its keys stay in the cache, then the same tiles of the next head, whose runs are mostly the same.
+  // so that its keys stay in the cache, then the same tiles of the next head, whose spans are mostly the
+  // same.
   Place place(int64_t index) const {
     const int64_t sets = spec_.B * head_sets_, base = tiles_ - index / (kTogether * sets) * kTogether;
     const int64_t together = std::min(kTogether, base), inside = index % (kTogether * sets),
@@ -113,38 +114,38 @@ class Forward : Pass {
     const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? at.head : 0];
     if (at.tile >= static_cast<int64_t>(layout.size())) return;
     const Tile& tile = layout[at.tile];
-    const int64_t step = spans_.dilation(at.head);
+    const int64_t step = finder_.dilation(at.head);
     fill_panels(tile, at, step, w);
     Task t = task(at.batch, at.head, tile.residue, step, w.panels, w.scratch);
     t.copy_k = copy_k_, t.copy_v = copy_v_;
     kernels_.run(t);
   }
 
-  // Position by position, with the heads inside. Runs are derived where this thread does not know them yet.
+  // Position by position, with the heads inside. Spans are derived where this thread does not know them yet.
   void fill_panels(const Tile& tile, const Place& at, int64_t step, Worker& w) {
-    const int64_t distinct = spans_.varies_by_head() ? heads_ : 1;
+    const int64_t distinct = finder_.varies_by_head() ? heads_ : 1;
     Known& known = w.known[w.long_lists ? 0 : at.tile % kTogether];
     const bool again = recall(known, at);
-    known.runs.resize(std::max<size_t>(known.runs.size(), tile.count * distinct));
+    known.spans.resize(std::max<size_t>(known.spans.size(), tile.count * distinct));
     w.panels.clear();
     size_t total = 0;
     for (int64_t p = 0; p < tile.count; ++p) {
       const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
       for (int64_t h = 0; h < heads_; ++h) {
-        Runs& runs = known.runs[p * distinct + (distinct > 1 ? h : 0)];
-        if (!again && (h == 0 || distinct > 1)) spans_.find({at.batch, at.head + h, row, step, rows}, runs);
-        w.panels.push_back({at.head + h, row, rows, runs.data(), static_cast<int64_t>(runs.size())});
-        total += runs.size();
+        Spans& spans = known.spans[p * distinct + (distinct > 1 ? h : 0)];
+        if (!again && (h == 0 || distinct > 1)) finder_.find({at.batch, at.head + h, row, step, rows}, spans);
+        w.panels.push_back({at.head + h, row, rows, spans.data(), static_cast<int64_t>(spans.size())});
+        total += spans.size();
       }
     }
     w.long_lists |= total > kManyRuns;
   }
 
-  // True when the runs at hand are this place's; otherwise they are about to be.
+  // True when the spans at hand are this place's; otherwise they are about to be.
   bool recall(Known& known, const Place& at) const {
-    const int64_t batch = spans_.varies_by_batch() ? at.batch : 0,
-                  head = spans_.varies_by_head() ? at.head : 0;
+    const int64_t batch = finder_.varies_by_batch() ? at.batch : 0,
+                  head = finder_.varies_by_head() ? at.head : 0;
     const bool same = known.tile == at.tile && known.batch == batch && known.head == head;
     known.tile = at.tile, known.batch = batch, known.head = head;
     return same;

@@ -11,11 +11,11 @@ inline bool is_empty(const Spec& spec) { return spec.B * spec.Hq * spec.Lq == 0;
 class Pass {
  protected:
   Pass(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
-      : spec_(spec), call_(call), spans_(code, spec, call), stopper_(interrupt) {}
+      : spec_(spec), call_(call), finder_(code, spec, call), stopper_(interrupt) {}
 
   int64_t group() const { return spec_.Hq / spec_.Hkv; }
   bool narrow() const { return item_bytes(spec_.dtype) == 2; }
-  bool dilated() const { return spans_.dilation_varies() || spans_.dilation(0) > 1; }
+  bool dilated() const { return finder_.dilation_varies() || finder_.dilation(0) > 1; }
 
   // Of panels that start at `row` of a head and take every `step`-th row.
   Task task(int64_t batch, int64_t head, int64_t row, int64_t step, const std::vector<Panel>& panels,
@@ -24,7 +24,7 @@ class Pass {
     t.spec = &spec_, t.call = &call_;
     t.batch = batch, t.kv_head = head / group();
     t.row_step = t.key_step = step;
-    t.key = spans_.first_key({batch, head, row, step, 1});
+    t.key = finder_.first_key({batch, head, row, step, 1});
     t.panels = panels.data(), t.n_panels = static_cast<int>(panels.size());
     t.scratch = scratch;
     t.stop = Stopper::ask, t.stop_context = &stopper_;
@@ -33,7 +33,7 @@ class Pass {
 
   const Spec& spec_;
   const Call& call_;
-  Spans spans_;
+  SpanFinder finder_;
   Stopper stopper_;
 };
 

@@ -1,4 +1,4 @@
-// The passes: each cuts a call into tasks and runs them. `code` is the mask's program.
+// The passes: each cuts a call into tasks and spans them. `code` is the mask's program.
 #pragma once
 #include <vector>
 

@@ -33,12 +33,12 @@ class Spec:
 class MaskTensor:
     def __init__(self, *, data: int, size: Sequence[int], stride: Sequence[int]) -> None: ...
 
-class Extras:
+class Operands:
     def __init__(
         self,
         *,
         stats: int = 0,
-        rest: int = 0,
+        residual: int = 0,
         bias: int = 0,
         by_head: int = 0,
         distance_low: int = 0,
@@ -54,7 +54,7 @@ class Gradients:
         self,
         *,
         out: int,
-        rest: int,
+        residual: int,
         dout: int,
         dout_stride: Sequence[int],
         dlse: int,
@@ -188,7 +188,9 @@ class LinearGradients:
 
 class Attention:
     def __init__(self, spec: Spec, code: Sequence[int]) -> None: ...
-    def forward(self, q: int, k: int, v: int, out: int, lse: int, offset: int, extras: Extras) -> None: ...
+    def forward(
+        self, q: int, k: int, v: int, out: int, lse: int, offset: int, operands: Operands
+    ) -> None: ...
     def decode(
         self,
         q: int,
@@ -202,15 +204,17 @@ class Attention:
         v_scale: int,
         table: int,
         table_stride: int,
-        extras: Extras,
+        operands: Operands,
         token: Token | None,
     ) -> None: ...
     def decodes(self) -> bool: ...
-    def backward(self, q: int, k: int, v: int, offset: int, extras: Extras, gradients: Gradients) -> None: ...
-    def evidence(self, q: int, k: int, offset: int, extras: Extras, facts: Facts) -> None: ...
-    def cost(self, offset: int, extras: Extras) -> dict[str, int]: ...
-    def runs(
-        self, batch: int, head: int, row: int, step: int, count: int, offset: int, extras: Extras
+    def backward(
+        self, q: int, k: int, v: int, offset: int, operands: Operands, gradients: Gradients
+    ) -> None: ...
+    def evidence(self, q: int, k: int, offset: int, operands: Operands, facts: Facts) -> None: ...
+    def cost(self, offset: int, operands: Operands) -> dict[str, int]: ...
+    def spans(
+        self, batch: int, head: int, row: int, step: int, count: int, offset: int, operands: Operands
     ) -> list[tuple[int, int, int]]: ...
 
 def write(rows: Write, starts: Sequence[int], counts: Sequence[int]) -> None: ...

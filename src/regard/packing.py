@@ -43,16 +43,16 @@ def cu_seqlens(lengths: Integers | None = None, *, keep: Tensor | None = None) -
 
 def lengths(cu_seqlens: Integers) -> Tensor:
     """The lengths (N,) of the sequences between these borders (N + 1,)."""
-    return _checked_borders(cu_seqlens)[0].diff()
+    return _checked_cu_seqlens(cu_seqlens)[0].diff()
 
 
 def positions(cu_seqlens: Integers) -> Tensor:
     """(total,) int64: the place of each token in its own sequence, 0, 1, ..., for rotary embeddings."""
-    borders, ids = _checked_borders(cu_seqlens)
+    borders, ids = _checked_cu_seqlens(cu_seqlens)
     return torch.arange(len(ids), device=ids.device) - borders[ids]
 
 
-def _checked_borders(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
+def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
     """The borders, and the number of its sequence for each token, (total,)."""
     borders = tensor_of("cu_seqlens", cu_seqlens)
     return borders, from_cu_seqlens(borders).q_ids

@@ -1,4 +1,4 @@
-"""The runs that the native core derives from a mask, against the mask's dense form."""
+"""The spans that the native core derives from a mask, against the mask's dense form."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def problem_of(case: Case) -> Problem:
     return make(q, k, k, Options(mask=case.mask, offset=case.offset))
 
 
-def rebuilt(runs: list[Run], count: int, keys: int) -> Tensor:
+def rebuilt(spans: list[Run], count: int, keys: int) -> Tensor:
     """Runs as a bool matrix (count, keys)."""
     dense = torch.zeros(count, keys, dtype=torch.bool)
     rows = torch.arange(count)
-    for begin, end, lanes in runs:
+    for begin, end, lanes in spans:
         dense[:, begin:end] = (lanes >> rows & 1).bool()[:, None]
     return dense
 
 
-def check_order(runs: list[Run], count: int, keys: int, joined: bool = True) -> None:
+def check_order(spans: list[Run], count: int, keys: int, joined: bool = True) -> None:
     """Ascending, disjoint, nonempty, inside the keys; `joined`: neighbours that touch differ."""
-    for begin, end, lanes in runs:
+    for begin, end, lanes in spans:
         assert 0 <= begin < end <= keys
         assert 0 < lanes < 1 << count
-    for (_, end, lanes), (begin, _, others) in pairwise(runs):
-        assert end < begin or (end == begin and not (joined and lanes == others)), runs
+    for (_, end, lanes), (begin, _, others) in pairwise(spans):
+        assert end < begin or (end == begin and not (joined and lanes == others)), spans
 
 
 def check_panels(case: Case, size: int, step: int, every: int = 1) -> None:
@@ -56,35 +56,35 @@ def check_panels(case: Case, size: int, step: int, every: int = 1) -> None:
             for row in range(0, case.Lq, every):
                 count = min(size, -(-(case.Lq - row) // step))
                 seen = dense[b, h, row : row + count * step : step, (offset + row) % step :: step]
-                runs = _native.runs(problem, b, h, row, count, step)
-                check_order(runs, count, seen.shape[1])
-                assert torch.equal(rebuilt(runs, count, seen.shape[1]), seen), (b, h, row, runs)
+                spans = _native.spans(problem, b, h, row, count, step)
+                check_order(spans, count, seen.shape[1])
+                assert torch.equal(rebuilt(spans, count, seen.shape[1]), seen), (b, h, row, spans)
 
 
 @given(mask_strategy(), st.sampled_from((1, 2, 3, 16, 32)))
-def test_runs_are_the_mask(case: Case, size: int) -> None:
+def test_spans_are_the_mask(case: Case, size: int) -> None:
     check_panels(case, size, 1)
 
 
 @given(mask_strategy(sizes=(1, 3, 17, 40), batches=((), (2,)), most_heads=2), st.integers(2, 6))
-def test_runs_of_a_residue_class(case: Case, step: int) -> None:
+def test_spans_of_a_residue_class(case: Case, step: int) -> None:
     check_panels(case, 16, step, every=3)
 
 
 @given(mask_strategy(sizes=(31, 33, 64), batches=((),), most_heads=1))
-def test_runs_of_long_rows(case: Case) -> None:
+def test_spans_of_long_rows(case: Case) -> None:
     check_panels(case, 32, 1, every=13)
 
 
-def test_no_mask_is_one_full_run() -> None:
+def test_no_mask_is_one_full_span() -> None:
     problem = make(torch.zeros(1, 20, 1), torch.zeros(1, 70, 1), torch.zeros(1, 70, 1))
-    assert _native.runs(problem, 0, 0, 3, 16) == [(0, 70, 0xFFFF)]
-    assert _native.runs(problem, 0, 0, 0, 1) == [(0, 70, 1)]
+    assert _native.spans(problem, 0, 0, 3, 16) == [(0, 70, 0xFFFF)]
+    assert _native.spans(problem, 0, 0, 0, 1) == [(0, 70, 1)]
 
 
 def test_causal_runs_are_a_staircase() -> None:
     problem = make(*[torch.zeros(1, 4, 1)] * 3, Options(mask=M.Causal()))
-    assert _native.runs(problem, 0, 0, 0, 4) == [
+    assert _native.spans(problem, 0, 0, 0, 4) == [
         (0, 1, 0b1111),
         (1, 2, 0b1110),
         (2, 3, 0b1100),
@@ -97,7 +97,7 @@ def test_a_class_without_keys_has_no_runs(mask: M.Mask | None) -> None:
     problem = make(
         torch.zeros(1, 8, 1), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), Options(mask=mask, offset=0)
     )
-    assert _native.runs(problem, 0, 0, 3, 2, 4) == []
+    assert _native.spans(problem, 0, 0, 3, 2, 4) == []
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -41,8 +41,8 @@ def section(name: str, run: dict[str, Any]) -> str:
     whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
     return (
         f"{rows(run)}\n\n"
-        f"{len(run['whole'])} seeds, of which {run['alone']} reach the goals alone. "
-        f"The quickest run took {whole:.0f} s, of which training {trained:.0f} s, with {threads(count)}. "
+        f"{len(run['whole'])} seeds, {run['alone']} of which reach the goals individually.\n"
+        f"The fastest run took {whole:.0f} s, {trained:.0f} s of it for training, with {threads(count)}.\n"
         f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
         f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"

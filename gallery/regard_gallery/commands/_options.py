@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-
-class Attention(str, Enum):
-    regard = "regard"
-    sdpa = "sdpa"
-    eager = "eager"
-
-
-class Cache(str, Enum):
-    dense = "dense"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
-
-
+Attention = Literal["regard", "sdpa", "eager"]
+Cache = Literal["dense", "bf16", "int8", "int4"]
 AttentionOption = Annotated[Attention, typer.Option(help="What computes attention.")]
 CacheOption = Annotated[Cache, typer.Option(help="How keys and values are kept.")]
 MaxTokens = Annotated[int, typer.Option(help="The most tokens to write.")]

@@ -23,23 +23,23 @@ def chat(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
-    cache: options.CacheOption = options.Cache.dense,
+    cache: options.CacheOption = "dense",
     model: options.ModelOption = None,
-    attention: options.AttentionOption = options.Attention.regard,
+    attention: options.AttentionOption = "regard",
 ) -> None:
     """Talk with SmolLM2-135M or a local chat model. Ctrl-C ends an answer, Ctrl-D the talk."""
     with one_line_errors():
         from ..models.generate import Conversation, Sampling
 
         sampling = Sampling(max_tokens, temperature, top_p, seed)
-        session = new_session(model, attention.value, cache.value)
+        session = new_session(model, attention, cache)
         talk = Conversation(session)
         if prompt is not None:
-            stream(talk.say(prompt, sampling), session, cache.value)
+            stream(talk.say(prompt, sampling), session, cache)
             return
         for question in _typed():
             with _interruptible():
-                stream(talk.say(question, sampling), session, cache.value)
+                stream(talk.say(question, sampling), session, cache)
 
 
 @contextmanager

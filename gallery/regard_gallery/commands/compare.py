@@ -11,11 +11,12 @@ import typer
 
 from regard.cli.console import one_line_errors, tables
 
+from .._progress import bar
+
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from ..compare import Effort, Measured, Sizes
+    from ..compare import Measured
 
 
 def compare(
@@ -34,7 +35,7 @@ def compare(
     with one_line_errors():
         import torch
 
-        from ..compare import FULL, QUICK
+        from ..compare import FULL, QUICK, measure
 
         _check(json, plot)
         sizes, effort = QUICK if quick else FULL
@@ -43,9 +44,9 @@ def compare(
         effort = replace(effort, **{name: n for name, n in given.items() if n is not None})
         if threads is not None:
             torch.set_num_threads(threads)
-        console = tables()
-        found = _measured(sizes, effort, console)
-        console.print(_table(found), _beside_the_notes(found), sep="\n")
+        with bar("", effort.ticks) as update:
+            found = measure(sizes, effort, progress=lambda what: update(description=what, advance=1))
+        tables().print(_table(found), _beside_the_notes(found), sep="\n")
         if json is not None:
             json.write_text(found.to_json(), encoding="utf-8")
         if plot is not None:
@@ -61,26 +62,19 @@ def _check(json: Path | None, plot: Path | None) -> None:
         raise ModuleNotFoundError("--plot: expected matplotlib, which is not installed", name="matplotlib")
 
 
-def _measured(sizes: Sizes, effort: Effort, console: Console) -> Measured:
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from ..compare import measure
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=effort.ticks)
-        return measure(sizes, effort, progress=lambda what: bar.update(task, description=what, advance=1))
-
-
-def _table(found: Measured) -> Table:
+def _empty_table(title: str, caption: str | None = None) -> Table:
     from rich.box import MARKDOWN
     from rich.table import Table
 
+    return Table("kind", title=title, box=MARKDOWN, caption=caption)
+
+
+def _table(found: Measured) -> Table:
     caption = (
         "parameters of attention in a layer, and of the model; cache: bytes / token; "
         "prefill, decode: tokens / s; loss: held out, nats / byte, by seeds"
     )
-    table = Table("kind", title=found.setting, box=MARKDOWN, caption=caption)
+    table = _empty_table(found.setting, caption)
     for name in ("layer", "model", "cache", "prefill", "decode", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
@@ -93,12 +87,9 @@ def _table(found: Measured) -> Table:
 
 def _beside_the_notes(found: Measured) -> Table:
     """Their words, and what was measured beside MHA."""
-    from rich.box import MARKDOWN
-    from rich.table import Table
-
     from ..compare import NOTES
 
-    table = Table("kind", title="The notes, and what was measured: times MHA's, or nats", box=MARKDOWN)
+    table = _empty_table("The notes, and what was measured: times MHA's, or nats")
     for name in NOTES:
         table.add_column(name)
     for kind in NOTES["quality"]:

@@ -11,14 +11,14 @@ import typer
 
 from regard.cli.console import one_line_errors, quiet_offline
 
-from ._options import Attention, AttentionOption, EncoderOption
+from ._options import AttentionOption, EncoderOption
 
 
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; else lines of the input.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a .npy file instead of JSON lines.")] = None,
     model: EncoderOption = None,
-    attention: AttentionOption = Attention.regard,
+    attention: AttentionOption = "regard",
 ) -> None:
     """The vector of each text, of length 1: near vectors mean near things."""
     with one_line_errors():
@@ -28,7 +28,7 @@ def embed(
 
         from ..models import minilm
 
-        vectors = minilm.load(model, attention=attention.value).embed(wanted)
+        vectors = minilm.load(model, attention=attention).embed(wanted)
         if out is not None:
             with open(out, "wb") as file:
                 np.save(file, vectors.numpy(), allow_pickle=False)

@@ -21,9 +21,9 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
-    cache: options.CacheOption = options.Cache.dense,
+    cache: options.CacheOption = "dense",
     model: options.ModelOption = None,
-    attention: options.AttentionOption = options.Attention.regard,
+    attention: options.AttentionOption = "regard",
 ) -> None:
     """Continue a text, on SmolLM2-135M or a local model."""
     with one_line_errors():
@@ -32,7 +32,7 @@ def generate(
         sampling = Sampling(max_tokens, temperature, top_p, seed)
         if prompt is None:
             prompt = typer.prompt("Text") if sys.stdin.isatty() else sys.stdin.read()
-        session = new_session(model, attention.value, cache.value)
+        session = new_session(model, attention, cache)
         tokens = session.generate(session.language.encode(prompt), sampling)
         show(prompt)
-        stream(pieces(session.language.tokenizer, tokens), session, cache.value)
+        stream(pieces(session.language.tokenizer, tokens), session, cache)

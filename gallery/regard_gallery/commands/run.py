@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from regard.cli.console import one_line_errors
 
-
-class StepAttention(str, Enum):
-    regard = "regard"
-    torch = "torch"
+StepAttention = Literal["regard", "torch"]
 
 
 def run(
     name: Annotated[str | None, typer.Argument(help="The application; without it they are listed.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less data, few steps: a trial.")] = False,
-    attention: Annotated[StepAttention, typer.Option(help="What computes attention.")] = StepAttention.regard,
+    attention: Annotated[StepAttention, typer.Option(help="What computes attention.")] = "regard",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
     seeds: Annotated[
@@ -32,7 +28,7 @@ def run(
     with one_line_errors():
         from .. import apps
 
-        options = apps.Options(quick, attention.value, resume, seed, seeds, out)
+        options = apps.Options(quick, attention, resume, seed, seeds, out)
         if name is None:
             if options != apps.Options() or use is not None:
                 raise ValueError(f"name: expected one of {', '.join(apps.NAMES)} beside options, got none")

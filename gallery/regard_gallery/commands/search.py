@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +9,8 @@ import typer
 
 from regard.cli.console import one_line_errors, printable, quiet_offline
 
-from ._options import Attention, AttentionOption, EncoderOption
+from .._progress import bar
+from ._options import AttentionOption, EncoderOption
 
 if TYPE_CHECKING:
     from ..models.search import Hit
@@ -27,7 +26,7 @@ def search(
     top: Annotated[int, typer.Option(help="How many passages to show.")] = 5,
     size: Annotated[int, typer.Option(help="The most tokens in a passage.")] = 128,
     model: EncoderOption = None,
-    attention: AttentionOption = Attention.regard,
+    attention: AttentionOption = "regard",
 ) -> None:
     """Find the passages of text files that are nearest in meaning to a question."""
     with one_line_errors():
@@ -36,12 +35,13 @@ def search(
         from ..models import minilm
         from ..models.search import passages, rank
 
-        embedder = minilm.load(model, attention=attention.value)
+        embedder = minilm.load(model, attention=attention)
         found = [part for source, text in texts.items() for part in passages(embedder, source, text, size)]
         if not found:
             raise ValueError("files: expected some text, got none")
-        with _progress(len(found)) as done:
-            vectors = embedder.embed([passage.text for passage in found], done=done)
+        wanted = [passage.text for passage in found]
+        with bar(f"{len(found)} passages", len(found)) as update:
+            vectors = embedder.embed(wanted, done=lambda count: update(advance=count))
         for hit in rank(embedder.embed([question])[0], vectors, found, top):
             _show(hit)
 
@@ -53,17 +53,6 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8: {error}") from None
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, which goes when it is full."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{total} passages", total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 def _show(hit: Hit) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from regard.cli.console import one_line_errors, printable, quiet_offline
 
-from ._options import Attention, AttentionOption
+from ._options import AttentionOption
 
 
 def transcribe(
@@ -20,7 +20,7 @@ def transcribe(
     model: Annotated[
         Path | None, typer.Option(help="An English Whisper in CTranslate2's format; default tiny.en.")
     ] = None,
-    attention: AttentionOption = Attention.regard,
+    attention: AttentionOption = "regard",
 ) -> None:
     """Write down English speech with Whisper, and which moment each word was read from."""
     with one_line_errors():
@@ -30,7 +30,7 @@ def transcribe(
         from ..models._wav import read_wav
 
         samples = read_wav(file, speech.RATE)
-        loaded = whisper.load(model, attention=attention.value)
+        loaded = whisper.load(model, attention=attention)
         segments = speech.transcribe(loaded, samples, beams=beams)
         for segment in segments:
             typer.echo(printable(f"[{segment.start:7.2f} {segment.end:7.2f}] {segment.text.strip()}"))

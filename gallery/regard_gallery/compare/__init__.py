@@ -1,20 +1,12 @@
 """Kinds of attention beside each other: small language models that differ in their attention alone."""
 
-from ._measure import (
-    FULL as FULL,
-    QUICK as QUICK,
-    Effort as Effort,
-    Measured as Measured,
-    Row as Row,
-    measure as measure,
-)
-from ._models import (
-    KINDS as KINDS,
-    ByteModel as ByteModel,
-    Sizes as Sizes,
-    layer as layer,
-    parameters as parameters,
-)
-from ._notes import NOTES as NOTES, denied as denied
-from ._speed import Side as Side, decoded as decoded
-from ._training import trained as trained
+from ._measure import FULL, QUICK, Effort, Measured, Row, measure
+from ._models import KINDS, ByteModel, Sizes, layer, parameters
+from ._notes import NOTES, denied
+from ._speed import Side, decoded
+from ._training import trained
+
+__all__ = [
+    "FULL", "KINDS", "NOTES", "QUICK", "ByteModel", "Effort", "Measured", "Row", "Side", "Sizes", "decoded",
+    "denied", "layer", "measure", "parameters", "trained",
+]  # fmt: skip

@@ -30,15 +30,12 @@ def checked(path: Path) -> Path:
         _check_names(config, name)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
-        raise ValueError(f"model: expected weights in safetensors files, got {path} with {_files(path)}")
+        there = ", ".join(sorted(file.name for file in path.iterdir()))
+        raise ValueError(f"model: expected weights in safetensors files, got {path} with {there}")
     _check_layers(configurations["config.json"], sum(map(_count_tensors, weights)))
     if (path / INDEX).exists():
         _check_index(read_json(path / INDEX), {file.name for file in weights})
     return path
-
-
-def _files(path: Path) -> str:
-    return ", ".join(sorted(file.name for file in path.iterdir()))
 
 
 def _check_names(config: dict[str, Any], file: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"
 STRING, ARRAY = 8, 9
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor as it lies in the file."""
 
     name: str
@@ -43,10 +41,7 @@ class Gguf:
         version = cursor.count("I", "the version")
         if version not in VERSIONS:
             raise cursor.fault(f"expected version 2 or 3 of GGUF, got {version}")
-        tensors, values = (
-            cursor.count("Q", "the number of tensors"),
-            cursor.count("Q", "the number of values"),
-        )
+        tensors, values = (cursor.count("Q", f"the number of {what}") for what in ("tensors", "values"))
         self.values: dict[str, Any] = {}
         for _ in range(values):
             key = _string(cursor, "a key")

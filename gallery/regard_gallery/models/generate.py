@@ -105,7 +105,9 @@ class Session:
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
         """New tokens behind `prompt`, until one that ends the text, which is not given."""
-        self._check(prompt)
+        most, got = self.language.context, len(prompt)
+        if not 1 <= got <= most:
+            raise ValueError(f"prompt: expected from 1 to {most} tokens, which the model reads, got {got}")
         return self._written(prompt, sampling)
 
     def _written(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
@@ -127,13 +129,6 @@ class Session:
                 return
             logits = self._read([token])
             report.writing = time.perf_counter() - first
-
-    def _check(self, prompt: Sequence[int]) -> None:
-        if not 1 <= len(prompt) <= self.language.context:
-            raise ValueError(
-                f"prompt: expected from 1 to {self.language.context} tokens, which the model reads, "
-                f"got {len(prompt)}"
-            )
 
     def _rewind(self, prompt: Sequence[int]) -> None:
         """Keep what the cache shares with `prompt`, but leave at least one token to be read."""

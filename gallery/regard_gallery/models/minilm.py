@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from ._pretrained import from_directory
 POOLING = "pooling_mode_mean_tokens"
 
 
-@dataclass(frozen=True)
-class Embedder:
+class Embedder(NamedTuple):
     """A BERT whose last states are averaged over the tokens, then scaled to length 1."""
 
     model: Any

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .minilm import Embedder
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """Some lines of a text."""
 
     source: str
@@ -19,8 +18,7 @@ class Passage:
     text: str
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     passage: Passage
     score: float  # the cosine of the angle between question and passage
 
@@ -36,7 +34,7 @@ def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> lis
         if not line.text.strip():
             held = size if 2 * held >= size else held
         elif packed and held + count <= size:
-            packed[-1] = replace(packed[-1], text=f"{packed[-1].text}\n{line.text}")
+            packed[-1] = packed[-1]._replace(text=f"{packed[-1].text}\n{line.text}")
             held += count
         else:
             packed.append(line)
@@ -49,10 +47,8 @@ def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Itera
     lines = text.splitlines()
     if not lines:
         return
-    places = embedder.tokenizer(lines, add_special_tokens=False, return_offsets_mapping=True)[
-        "offset_mapping"
-    ]
-    for number, (line, tokens) in enumerate(zip(lines, places, strict=True), 1):
+    encoded = embedder.tokenizer(lines, add_special_tokens=False, return_offsets_mapping=True)
+    for number, (line, tokens) in enumerate(zip(lines, encoded["offset_mapping"], strict=True), 1):
         for first in range(0, max(len(tokens), 1), size):
             part = tokens[first : first + size]
             shown = line[part[0][0] : part[-1][1]] if len(tokens) > size else line
@@ -64,6 +60,5 @@ def rank(question: Tensor, vectors: Tensor, found: Sequence[Passage], top: int) 
     if top < 1:
         raise ValueError(f"top: expected at least 1, got {top}")
     best = (vectors @ question).topk(min(top, len(found)))
-    return [
-        Hit(found[i], score) for score, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
+    scores = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    return [Hit(found[i], score) for score, i in scores]

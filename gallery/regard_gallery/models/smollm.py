@@ -51,6 +51,7 @@ def _config(gguf: Gguf) -> Any:
         raise ValueError(f"model: expected a GGUF file of the architecture llama, got {architecture}")
     heads = gguf.value("llama.attention.head_count", int)
     kv_heads = gguf.value("llama.attention.head_count_kv", int, heads)
+    theta = gguf.value("llama.rope.freq_base", float, 10000.0)
     vocabulary, width = gguf.shape("token_embd.weight", rank=2)
     if heads < 1 or kv_heads < 1 or heads % kv_heads or width % (2 * heads):
         raise ValueError(f"model: expected heads that divide {width} channels, got {heads} and {kv_heads}")
@@ -63,10 +64,7 @@ def _config(gguf: Gguf) -> Any:
         num_key_value_heads=kv_heads,
         max_position_embeddings=gguf.value("llama.context_length", int),
         rms_norm_eps=gguf.value("llama.attention.layer_norm_rms_epsilon", float),
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": gguf.value("llama.rope.freq_base", float, 10000.0),
-        },
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings="output.weight" not in gguf.tensors,
         bos_token_id=gguf.value("tokenizer.ggml.bos_token_id", int),
         eos_token_id=gguf.value("tokenizer.ggml.eos_token_id", int),

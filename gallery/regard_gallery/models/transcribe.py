@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ SMOOTHED = 7  # frames in the median filter
 BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Text that was heard between two moments, in seconds."""
 
     start: float
@@ -31,15 +29,13 @@ class Segment:
     text: str
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     text: str
     start: float
     end: float
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """Where the decoder looked while it wrote."""
 
     words: tuple[Word, ...]

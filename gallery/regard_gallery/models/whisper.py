@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ CROSS = ("attention", "encoder_attn", (("q_proj",), ("k_proj", "v_proj"), ("out_
 PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}
 
 
-@dataclass(frozen=True)
-class Whisper:
+class Whisper(NamedTuple):
     model: Any  # WhisperForConditionalGeneration
     tokenizer: Any  # tokenizers.Tokenizer
     alignment_heads: tuple[tuple[int, int], ...]  # (layer, head) of the decoder's cross attention
@@ -69,16 +68,15 @@ def _config(variables: _ct2.Variables) -> Any:
     from transformers import WhisperConfig
 
     for name, value in EXPECTED.items():
-        if variables[f"decoder/{name}"] != value:
-            raise ValueError(
-                f"model.bin: expected decoder/{name} {value}, got {variables[f'decoder/{name}']}"
-            )
+        if (found := variables[f"decoder/{name}"]) != value:
+            raise ValueError(f"model.bin: expected decoder/{name} {value}, got {found}")
     vocabulary, width = _shape(variables, "decoder/embeddings/weight", 2)
     if vocabulary != ENGLISH_VOCABULARY:
         raise ValueError(f"model.bin: expected {ENGLISH_VOCABULARY} tokens (English only), got {vocabulary}")
     sizes: dict[str, Any] = {}
     for part in PARTS:
-        sizes[f"{part}_layers"] = _layers(variables, part)
+        counted = [name for name in variables if re.fullmatch(rf"{part}/layer_\d+/ffn/linear_0/weight", name)]
+        sizes[f"{part}_layers"] = len(counted)
         sizes[f"{part}_attention_heads"] = _heads(variables, part, width)
         sizes[f"{part}_ffn_dim"] = _shape(variables, f"{part}/layer_0/ffn/linear_0/weight", 2)[0]
     return WhisperConfig(
@@ -103,13 +101,6 @@ def _heads(variables: _ct2.Variables, part: str, width: int) -> int:
     if heads.size != 1 or heads[0] < 1 or width % heads[0]:
         raise ValueError(f"model.bin: expected {part}/num_heads that divide {width} channels, got {heads}")
     return int(heads[0])
-
-
-def _layers(variables: _ct2.Variables, part: str) -> int:
-    count = 0
-    while f"{part}/layer_{count}/ffn/linear_0/weight" in variables:
-        count += 1
-    return count
 
 
 def _alignment_heads(about: dict[str, Any], config: Any) -> tuple[tuple[int, int], ...]:

@@ -459,7 +459,7 @@ def test_the_gallery_is_written_from_runs(
     assert "old" not in text
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
-    assert "3 seeds, of which 3 reach the goals alone." in text
+    assert "3 seeds, 3 of which reach the goals individually." in text
     lines = text.splitlines()
     assert lines[1] == "| [toy](#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
     assert lines[2] == "| [other](x) | 2 |"

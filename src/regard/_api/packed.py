@@ -1,9 +1,9 @@
-"""Attention inside each of several sequences: packed end to end in one row, or as a jagged nested tensor.
+"""Attention within each of several sequences, which are packed into one row or form a jagged nested tensor.
 
-A row of tokens holds N sequences; its borders (N + 1,) are 0, n1, n1 + n2, ..., total. Positions begin anew
-in every sequence: its first query stands at its own offset among its own keys.
+A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths: 0, n1, n1 + n2, ...
+Positions start at 0 in every sequence, and `offset` applies to each sequence separately.
 
-Both functions take the function that attends, `attention`, which stands above them and calls one of them.
+The public `attention` passes itself to both functions, because this module lies below it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
 from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
 from ..scores import Alibi, RelativeBias
@@ -30,7 +30,7 @@ MAX_PLANS = 16
 
 
 def attend_packed(
-    attention: Attention, qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options
+    attention: Attention, qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options
 ) -> Result:
     """q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
@@ -40,11 +40,11 @@ def attend_packed(
     time and memory for places that hold no token.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
-    if not readable(borders_q):
-        row = _unread_row(qkv, borders_q, borders_k, options, by_distance)
+    if not readable(cu_seqlens_q):
+        row = _unread_row(qkv, cu_seqlens_q, cu_seqlens_k, options, by_distance)
         return _attend(attention, qkv, options | {"mask": row, "offset": 0})
     plan = _plan(
-        _numbers("cu_seqlens_q", borders_q), _numbers("cu_seqlens_k", borders_k), options["mask"],
+        _numbers("cu_seqlens_q", cu_seqlens_q), _numbers("cu_seqlens_k", cu_seqlens_k), options["mask"],
         _offset(options["offset"]), by_distance, qkv[0].device,
     )  # fmt: skip
     for name, x, sizes in zip("qkv", qkv, (plan.sizes_q, plan.sizes_k, plan.sizes_k), strict=True):
@@ -59,26 +59,26 @@ def attend_jagged(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (N, Hq, jq, D), k (N, Hkv, jk, D), v (N, Hkv, jk, Dv) -> out (N, Hq, jq, Dv), LSE (N, Hq, jq)."""
-    rows_q, borders_q = _row("q", q, len(q))
-    rows_k, borders_k = _row("k", k, len(q))
-    rows_v, borders_v = _row("v", v, len(q))
-    if borders_v is not borders_k and not torch.equal(borders_v, borders_k):
-        lengths = f"{borders_k.diff().tolist()}, got {borders_v.diff().tolist()}"
+    rows_q, cu_seqlens_q = _row("q", q, len(q))
+    rows_k, cu_seqlens_k = _row("k", k, len(q))
+    rows_v, cu_seqlens_v = _row("v", v, len(q))
+    if cu_seqlens_v is not cu_seqlens_k and not torch.equal(cu_seqlens_v, cu_seqlens_k):
+        lengths = f"{cu_seqlens_k.diff().tolist()}, got {cu_seqlens_v.diff().tolist()}"
         raise ValueError(f"v: expected sequences as long as those of k, {lengths}")
     if isinstance(options["bias"], Tensor):
         raise TypeError(
             "bias: expected scores.Alibi or scores.RelativeBias with nested tensors, got a tensor; "
             "packing.varlen_attention takes one over the packed row, (Hq, total_q, total_k)"
         )
-    out, lse = attend_packed(attention, (rows_q, rows_k, rows_v), borders_q, borders_k, options)
-    out = torch.nested.nested_tensor_from_jagged(out, borders_q, jagged_dim=2)
+    out, lse = attend_packed(attention, (rows_q, rows_k, rows_v), cu_seqlens_q, cu_seqlens_k, options)
+    out = torch.nested.nested_tensor_from_jagged(out, cu_seqlens_q, jagged_dim=2)
     if lse is None:
         return out
-    return out, torch.nested.nested_tensor_from_jagged(lse, borders_q, jagged_dim=2)
+    return out, torch.nested.nested_tensor_from_jagged(lse, cu_seqlens_q, jagged_dim=2)
 
 
 def _row(name: str, x: Any, N: int) -> tuple[Tensor, Tensor]:
-    """The tokens (H, total, D) of a jagged tensor, and their borders."""
+    """The tokens (H, total, D) of a jagged tensor, and their cu_seqlens."""
     if not isinstance(x, Tensor) or x.layout is not torch.jagged:
         came = x.layout if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, as q is, got {came}")
@@ -95,7 +95,7 @@ def _row(name: str, x: Any, N: int) -> tuple[Tensor, Tensor]:
     return nested.values(), nested.offsets()
 
 
-def _attend(attention: Attention, qkv: Trio, options: Options) -> Result:
+def _attend(attention: Attention, qkv: QKV, options: Options) -> Result:
     found: Any = attention(*qkv, **options)
     return found if options["return_lse"] else (found, None)
 
@@ -111,10 +111,10 @@ class PackedPlan(NamedTuple):
     shift: int  # the offset of that call
 
 
-def _numbers(name: str, borders: Tensor) -> tuple[int, ...]:
-    if borders.ndim != 1 or not holds_integers(borders):
-        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(borders)}")
-    return tuple(borders.tolist())
+def _numbers(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
+    if cu_seqlens.ndim != 1 or not holds_integers(cu_seqlens):
+        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(cu_seqlens)}")
+    return tuple(cu_seqlens.tolist())
 
 
 def _offset(offset: Any) -> int | tuple[int, ...] | None:
@@ -127,17 +127,19 @@ def _offset(offset: Any) -> int | tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=MAX_PLANS)
 def _plan(
-    borders_q: tuple[int, ...], borders_k: tuple[int, ...], mask: Mask | None,
+    cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], mask: Mask | None,
     offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
 ) -> PackedPlan:  # fmt: skip
     """Remembered, because the layers of a model ask the same. `by_distance`: the bias goes by positions."""
     with torch.inference_mode(False):  # or its tensors could not take part in training later
-        borders = (torch.tensor(numbers, device=device) for numbers in (borders_q, borders_k))
-        documents = from_cu_seqlens(*borders)
-    sizes_q, sizes_k = ([b - a for a, b in pairwise(borders)] for borders in (borders_q, borders_k))
+        cu_seqlens = (torch.tensor(numbers, device=device) for numbers in (cu_seqlens_q, cu_seqlens_k))
+        documents = from_cu_seqlens(*cu_seqlens)
+    sizes_q, sizes_k = (
+        [b - a for a, b in pairwise(cu_seqlens)] for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)
+    )
     offsets = _offsets(offset, sizes_q, sizes_k)
     kinds = _kinds(mask)
-    shifts = {o + k - q for o, q, k in zip(offsets, borders_q, borders_k, strict=False)}
+    shifts = {o + k - q for o, q, k in zip(offsets, cu_seqlens_q, cu_seqlens_k, strict=False)}
     if not kinds and not by_distance:
         shifts = {0}  # nothing speaks of positions
     # Distances are the same in the row as in a sequence, positions are not.
@@ -158,24 +160,28 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
     return list(offset)
 
 
-def _unread_row(qkv: Trio, borders_q: Tensor, borders_k: Tensor, options: Options, by_distance: bool) -> Mask:
+def _unread_row(
+    qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
+) -> Mask:
     """The mask of one call over the row, in operations that torch.compile and fake tensors can follow."""
     mask, kinds = options["mask"], _kinds(options["mask"])
-    alike = borders_k is borders_q and options["offset"] is None
+    alike = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
     if MaskKind.POSITION in kinds or not (alike or (not kinds and not by_distance)):
         raise NotImplementedError(
             "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
             "needs one cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
         )
-    q_ids = _ids(borders_q, qkv[0].shape[1])
-    documents = Documents(q_ids, q_ids if borders_k is borders_q else _ids(borders_k, qkv[1].shape[1]))
+    q_ids = _ids(cu_seqlens_q, qkv[0].shape[1])
+    documents = Documents(
+        q_ids, q_ids if cu_seqlens_k is cu_seqlens_q else _ids(cu_seqlens_k, qkv[1].shape[1])
+    )
     return documents if mask is None else documents & mask
 
 
-def _ids(borders: Tensor, total: int) -> Tensor:
+def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,): which sequence each token belongs to."""
     return torch.repeat_interleave(
-        torch.arange(len(borders) - 1, device=borders.device), borders.diff(), output_size=total
+        torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device), cu_seqlens.diff(), output_size=total
     )
 
 
@@ -187,7 +193,7 @@ def _kinds(mask: Any) -> frozenset[MaskKind]:
         raise TypeError(
             "mask: expected one that applies to sequences of any length (Causal, Window, Dilated, Prefix, "
             f"Global, RandomBlocks, PerHead, combined with &, |, ~), got {describe(mask)}; over one packed "
-            "row: attention(..., mask=masks.from_cu_seqlens(borders) & mask)"
+            "row: attention(..., mask=masks.from_cu_seqlens(cu_seqlens) & mask)"
         )
     return mask.kinds
 
@@ -195,7 +201,7 @@ def _kinds(mask: Any) -> frozenset[MaskKind]:
 # One after the other
 
 
-def _one_by_one(attention: Attention, qkv: Trio, plan: PackedPlan, options: Options) -> Result:
+def _one_by_one(attention: Attention, qkv: QKV, plan: PackedPlan, options: Options) -> Result:
     (q, k, v), sizes_q, sizes_k = qkv, plan.sizes_q, plan.sizes_k
     # The gradient of a split is one concatenation; that of N slices would be N padded sums.
     qs, ks, vs = q.split(sizes_q, 1), k.split(sizes_k, 1), v.split(sizes_k, 1)

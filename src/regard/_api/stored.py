@@ -48,8 +48,8 @@ def attend_stored(
         return found
     if key is not None:
         remember(_prepared, key, prepared)
-    extras, alive = _native.extras_of(problem)
-    out, lse = _stored.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, extras)
+    operands, alive = _native.operands_of(problem)
+    out, lse = _stored.forward_stored(prepared, problem.q, stored, problem.spec.offset or 0, operands)
     del alive
     return out if lse is None else (out, lse)
 

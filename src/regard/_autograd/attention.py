@@ -59,9 +59,9 @@ class RegardAttention(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Maybe]:
         *inputs, p = args
-        out, lse, stats, rest = _native.forward_saving(p)
+        out, lse, stats, residual = _native.forward_saving(p)
         ctx.set_materialize_grads(False)
-        kept = (*inputs, p.offset, out, stats, rest, *p.tensors)
+        kept = (*inputs, p.offset, out, stats, residual, *p.tensors)
         ctx.save_for_backward(*kept)
         ctx.spec, ctx.seed, ctx.strides = p.spec, p.seed, _all_strides(kept)
         return out, lse
@@ -69,13 +69,13 @@ class RegardAttention(Function):
     @staticmethod
     def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
         wanted, kept = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
-        q, k, v, bias, by_head, sink, offset, out, stats, rest, *tensors = kept
+        q, k, v, bias, by_head, sink, offset, out, stats, residual, *tensors = kept
         p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
         moved = _all_strides(kept) != ctx.strides  # by a hook
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
-            return *_backward(_ops.arguments(p), (out, stats, rest), dout, dlse, wanted), None
+            return *_backward(_ops.arguments(p), (out, stats, residual), dout, dlse, wanted), None
         _check_mapped(dout, dlse)
-        return *_native.backward(p, out, stats, rest, dout, dlse, wanted), None
+        return *_native.backward(p, out, stats, residual, dout, dlse, wanted), None
 
 
 def _all_strides(tensors: Sequence[Maybe]) -> list[tuple[int, ...] | None]:
@@ -94,7 +94,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...]) -> N
 
 
 class Transformed(Function):
-    """y = (out, LSE) of a FlatCall, and what backward needs: stats and rest.
+    """y = (out, LSE) of a FlatCall, and what backward needs: stats and residual.
 
     In the form that `torch.func`, forward mode and operators need, which takes PyTorch longer to call.
     """
@@ -104,8 +104,8 @@ class Transformed(Function):
         args = (*args[: FIELDS - 1], True)
         if not is_watched(*args[:3]):
             return _ops.forward(*args)
-        *results, rest = _below(_ops.attention_forward, args)
-        return *results, rest if args[0].dtype.itemsize == 2 else None
+        *results, residual = _below(_ops.attention_forward, args)
+        return *results, residual if args[0].dtype.itemsize == 2 else None
 
     setup_context = staticmethod(_remember)
 

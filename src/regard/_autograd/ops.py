@@ -53,7 +53,7 @@ class FlatCall(NamedTuple):
 
 
 INPUTS = 6
-KEPT = 3  # out, stats and rest: what backward needs of forward
+KEPT = 3  # out, stats and residual: what backward needs of forward
 FIELDS = len(FlatCall._fields)
 
 
@@ -62,7 +62,7 @@ class BackwardArguments(NamedTuple):
 
     out: Tensor  # (B, Hq, Lq, Dv)
     stats: Tensor  # (2, B, Hq, Lq)
-    rest: Maybe  # like out, for 16-bit dtypes
+    residual: Maybe  # like out, for 16-bit dtypes
     dout: Tensor  # (B, Hq, Lq, Dv)
     dlse: Maybe  # (B, Hq, Lq)
     wanted: Sequence[bool]  # for each of the six inputs
@@ -76,7 +76,7 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """A FlatCall -> out, LSE, stats, rest."""
+    """A FlatCall -> out, LSE, stats, residual."""
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
@@ -84,10 +84,10 @@ def forward(*args: Any) -> Results:
 
 def backward(*args: Any) -> Results:
     """A FlatCall, BackwardArguments -> the gradients that are wanted."""
-    call, (out, stats, rest, dout, dlse, wanted) = backward_arguments(args)
+    call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
-    out, rest = _laid_out(out, problem.spec), _laid_out(rest, problem.spec)
-    return _native.backward(problem, out, stats.contiguous(), rest, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
+    out, residual = _laid_out(out, problem.spec), _laid_out(residual, problem.spec)
+    return _native.backward(problem, out, stats.contiguous(), residual, dout, dlse, tuple(wanted))  # type: ignore[arg-type]
 
 
 def _laid_out(out: Any, spec: Spec) -> Any:
@@ -158,8 +158,8 @@ def _forward_shapes(*args: Any) -> Results:
     out = out.new_empty_strided(out.shape, ordered_like(call.q.stride(), out.shape))
     if not call.saving:
         return out, lse, None, None
-    rest = torch.empty_like(out) if out.dtype.itemsize == 2 else None
-    return out, lse, lse.new_empty((2, *lse.shape)), rest
+    residual = torch.empty_like(out) if out.dtype.itemsize == 2 else None
+    return out, lse, lse.new_empty((2, *lse.shape)), residual
 
 
 def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ CALL = (
     "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, "
     "float scale, float? softcap, float dropout, bool saving"
 )
-SAVED = "Tensor out, Tensor stats, Tensor? rest"
+SAVED = "Tensor out, Tensor stats, Tensor? residual"
 DY = "Tensor dout, Tensor? dlse"
 NAMES = FlatCall._fields[:INPUTS]
 TANGENTS = ", ".join(f"Tensor? t{name}" for name in NAMES)
@@ -234,7 +234,7 @@ def _check(call: FlatCall) -> None:
 
 
 attention_forward = _define(
-    f"attention_forward({CALL}) -> (Tensor out, Tensor lse, Tensor stats, Tensor rest)",
+    f"attention_forward({CALL}) -> (Tensor out, Tensor lse, Tensor stats, Tensor residual)",
     forward,
     _forward_shapes,
 )

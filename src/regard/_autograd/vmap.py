@@ -40,12 +40,12 @@ def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> t
     if wanted[3]:  # a bias for each sample, so that its gradient is not summed over them
         call = call._replace(bias=_in_front(call.bias, where.bias, count))
         where = FlatCall(*where[:3], 0, *where[4:])  # type: ignore[arg-type]
-    out, rest, dout, dlse = (
+    out, residual, dout, dlse = (
         _joined(getattr(more, name), getattr(more_where, name), count)
-        for name in ("out", "rest", "dout", "dlse")
+        for name in ("out", "residual", "dout", "dlse")
     )
     stats = _in_front(more.stats, more_where.stats, count).transpose(0, 1).flatten(1, 2)
-    grads = apply(*_joined_call(call, where, count), out, stats, rest, dout, dlse, wanted)
+    grads = apply(*_joined_call(call, where, count), out, stats, residual, dout, dlse, wanted)
     grads = [_parted(grad, count) if w else grad for grad, w in zip(grads, wanted, strict=True)]
     if wanted[3]:
         grads[3] = grads[3].sum_to_size(call.bias.shape)  # type: ignore[union-attr]

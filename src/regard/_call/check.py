@@ -11,15 +11,15 @@ from torch import Tensor
 from .._tools.arguments import as_int, broadcasts, describe, holds_integers, is_integer, number
 from ..masks import Dense, Mask, Program
 from ..scores import Alibi, RelativeBias
-from .spec import DTYPES, MAX_OFFSET, Bias, Options, Trio, learned
+from .spec import DTYPES, MAX_OFFSET, QKV, Bias, Options, learned
 
 
-def fail(error: type[Exception], name: str, expected: str, got: object, qkv: Trio | None = None) -> NoReturn:
+def fail(error: type[Exception], name: str, expected: str, got: object, qkv: QKV | None = None) -> NoReturn:
     shapes = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", qkv or (), strict=False))
     raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
 
 
-def check(qkv: Trio, program: Program | None, given: Options) -> tuple[int, ...]:
+def check(qkv: QKV, program: Program | None, given: Options) -> tuple[int, ...]:
     """Checks everything that shapes, dtypes and options alone decide. Returns the broadcast batch dims.
 
     Mask and offset in `given` are as `as_mask` and `as_offset` return them.
@@ -99,7 +99,7 @@ def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) ->
 # Checks
 
 
-def check_tensors(qkv: Trio) -> None:
+def check_tensors(qkv: QKV) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
             fail(TypeError, name, "a torch.Tensor", describe(x))
@@ -116,7 +116,7 @@ def check_tensors(qkv: Trio) -> None:
         _check_device(name, x, qkv)
 
 
-def _check_sizes(qkv: Trio) -> tuple[int, ...]:
+def _check_sizes(qkv: QKV) -> tuple[int, ...]:
     """The broadcast batch dims."""
     q, k, v = (x.shape for x in qkv)
     if len(q) < 2:
@@ -137,7 +137,7 @@ def _check_sizes(qkv: Trio) -> tuple[int, ...]:
     return tuple(_broadcast(sizes, qkv) for sizes in zip(q[:-3], k[:-3], v[:-3], strict=True))
 
 
-def _broadcast(sizes: tuple[int, int, int], qkv: Trio) -> int:
+def _broadcast(sizes: tuple[int, int, int], qkv: QKV) -> int:
     a, b, c = sizes
     size = a if a != 1 else b if b != 1 else c
     if a not in (1, size) or b not in (1, size) or c not in (1, size):
@@ -154,7 +154,7 @@ def _check_scalars(given: Options) -> None:
         fail(ValueError, "dropout", "a probability from 0 to 1", given.dropout)
 
 
-def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: Trio) -> None:
+def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: QKV) -> None:
     if not isinstance(offset, Tensor):
         return
     flat = (math.prod(batch),)
@@ -170,7 +170,7 @@ def _check_mask_device(program: Program, q: Tensor) -> None:
             fail(ValueError, "mask", f"tensors on q's device, as from mask.to({str(q.device)!r})", x.device)
 
 
-def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) -> None:
+def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: QKV) -> None:
     if bias is None:
         return
     if not isinstance(bias, Tensor | Alibi | RelativeBias):
@@ -188,7 +188,7 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: Trio) 
         fail(ValueError, "bias", f"a {type(bias).__name__} for Hq = {Hq} heads", bias.heads, qkv)
 
 
-def check_learned(name: str, x: Tensor, qkv: Trio) -> None:
+def check_learned(name: str, x: Tensor, qkv: QKV) -> None:
     """Checks a tensor of numbers besides q, k and v: in their dtype or float32, on their device."""
     q = qkv[0]
     if x.dtype not in (q.dtype, torch.float32):
@@ -199,12 +199,12 @@ def check_learned(name: str, x: Tensor, qkv: Trio) -> None:
     _check_device(name, x, qkv)
 
 
-def _check_device(name: str, x: Tensor, qkv: Trio) -> None:
+def _check_device(name: str, x: Tensor, qkv: QKV) -> None:
     if x.device != qkv[0].device:
         fail(ValueError, name, f"q's device {qkv[0].device}", x.device, qkv)
 
 
-def _check_sink(sink: Tensor | None, Hq: int, qkv: Trio) -> None:
+def _check_sink(sink: Tensor | None, Hq: int, qkv: QKV) -> None:
     if sink is None:
         return
     if not isinstance(sink, Tensor):

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..scores import Alibi, RelativeBias
-from .spec import Options, Problem, Spec, Strides, Trio, compute_dtype
+from .spec import QKV, Options, Problem, Spec, Strides, compute_dtype
 
 # The Spec
 
 
 def spec_of(
-    qkv: Trio, batch: tuple[int, ...], code: tuple[int, ...], tensors: Sequence[Tensor], bias: str,
+    qkv: QKV, batch: tuple[int, ...], code: tuple[int, ...], tensors: Sequence[Tensor], bias: str,
     given: Options,
 ) -> Spec:  # fmt: skip
     """Builds the Spec of a call whose arguments fit together.
@@ -54,7 +54,7 @@ def spec_of(
     )  # fmt: skip
 
 
-def _is_canonical(qkv: Trio, bias: Tensor | None, sink: Tensor | None) -> bool:
+def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
     q, k, v = qkv
     fits = q.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and (bias is None or bias.ndim == 4)
     return fits and (sink is None or (sink.dtype is compute_dtype(q.dtype) and sink.is_contiguous()))
@@ -64,7 +64,7 @@ def _is_canonical(qkv: Trio, bias: Tensor | None, sink: Tensor | None) -> bool:
 
 
 def _strides(
-    qkv: Trio, bias: Tensor | None, batch: tuple[int, ...]
+    qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
     """Strides for (B, H, L, D), and the names of the tensors that must be copied to have them."""
     given = dict(zip("qkv", qkv, strict=True)) | ({} if bias is None else {"bias": bias})

@@ -15,7 +15,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_OFFSET = 2**48  # positions stay far from the 2^62 that means "unlimited" in a mask program
 
 Bias = Tensor | Alibi | RelativeBias
-Trio = tuple[Tensor, Tensor, Tensor]  # q, k, v
+QKV = tuple[Tensor, Tensor, Tensor]  # q, k, v
 Strides = tuple[int, int, int, int]
 
 # fast_new(Options, (...)) is Options(...) in a third of the time, for calls that take microseconds.

@@ -46,9 +46,9 @@ def attention_forward(
     if cache is not None:
         refused = {"dropout": dropout or None, "output_attentions": output_attentions or None}
         _check_others(others | refused | {"position_bias": position_bias}, HARMLESS | CONTINUOUS)
-        borders = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        cu_seqlens = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
-        return _joined(attend_paged(layer, (query, key, value), cache, others | borders, scores)), None
+        return _joined(attend_paged(layer, (query, key, value), cache, others | cu_seqlens, scores)), None
     _check_others(others, HARMLESS)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -115,19 +115,19 @@ def _check_registered() -> None:
         )
 
 
-def _inside_sequences(seen: Seen, borders_q: Tensor | None, borders_k: Tensor | None) -> Seen:
+def _inside_sequences(seen: Seen, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Seen:
     """Restricts attention to packed sequences, given by cumulative lengths (N + 1,)."""
-    if borders_q is None or borders_k is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got one of them")
-    if borders_q is borders_k or torch.equal(borders_q, borders_k):
-        documents: Mask = from_cu_seqlens(borders_q)
+    if cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k):
+        documents: Mask = from_cu_seqlens(cu_seqlens_q)
         return seen._replace(mask=documents if seen.mask is None else documents & seen.mask)
     if seen.mask is not None:
         raise NotImplementedError(
             "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions are counted along the "
             "row; regard.packing.varlen_attention counts them in each sequence"
         )
-    return seen._replace(mask=from_cu_seqlens(borders_q, borders_k))
+    return seen._replace(mask=from_cu_seqlens(cu_seqlens_q, cu_seqlens_k))
 
 
 def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:

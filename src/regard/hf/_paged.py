@@ -31,8 +31,8 @@ CAUSAL = Causal()
 class Batch(NamedTuple):
     """The indices of continuous batching for one kind of layer."""
 
-    borders_q: Tensor  # (N + 1,), cumulative lengths
-    borders_k: Tensor
+    cu_seqlens_q: Tensor  # (N + 1,), cumulative lengths
+    cu_seqlens_k: Tensor
     read: Tensor  # (total_k,): the cache row of each key; empty: all keys are new
     write: Tensor  # (total_q,)
 
@@ -76,7 +76,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
     # With nothing to read, the allocator only writes.
     allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, own.read[:0], own.write)
     if not own.read.numel():
-        inside = from_cu_seqlens(own.borders_q) & causal(window)
+        inside = from_cu_seqlens(own.cu_seqlens_q) & causal(window)
         out: Tensor = attention(*qkv, mask=inside, offset=0, **options)
         return out
     plan = _plans.get(own.read)
@@ -108,7 +108,8 @@ def _planned(batch: Batch, page: int) -> PagePlan:
     sequences = [
         Sequence(q0, q1 - q0, k1 - k0, batch.read[k0:k1:page] // page)
         for (q0, q1), (k0, k1) in zip(
-            *(pairwise(borders.tolist()) for borders in (batch.borders_q, batch.borders_k)), strict=True
+            *(pairwise(cu_seqlens.tolist()) for cu_seqlens in (batch.cu_seqlens_q, batch.cu_seqlens_k)),
+            strict=True,
         )
         if q1 > q0
     ]
@@ -161,7 +162,7 @@ def _gathered(
 ) -> Tensor:
     q, k, v = (_tokens(x) for x in qkv)
     k, v = allocator.update(k, v, layer, batch.read, batch.write)
-    alone = int(batch.borders_q.diff().max()) == 1  # then a query sees all keys of its sequence
+    alone = int(batch.cu_seqlens_q.diff().max()) == 1  # then a query sees all keys of its sequence
     mask = None if alone else causal(window)
-    out: Tensor = varlen_attention(q, k, v, batch.borders_q, batch.borders_k, mask=mask, **options)
+    out: Tensor = varlen_attention(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

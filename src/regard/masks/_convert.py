@@ -127,7 +127,7 @@ def to_hf_4d(
 
 
 def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) -> Documents:
-    """From the (N + 1,) borders of packed sequences: 0, n1, n1 + n2, ..., total.
+    """From the (N + 1,) cu_seqlens of packed sequences: 0, n1, n1 + n2, ..., total.
 
     With one tensor queries and keys are the same tokens, and `& Causal()` is causal attention inside each
     sequence. With two the sequences differ in length, and positions run through the whole pack.
@@ -146,18 +146,18 @@ def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) ->
 
 
 def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
-    """The int32 borders (N + 1,) of the queries' and the keys' sequences.
+    """The int32 cu_seqlens (N + 1,) of the queries' and the keys' sequences.
 
     Every id must be contiguous, and the documents in the same order for queries and keys.
     """
     if not isinstance(mask, Documents):
         raise TypeError(f"only a Documents mask has cu_seqlens, got {mask!r}")
     if mask.k_ids is None:
-        borders = _borders(*_runs("q_ids", mask.q_ids))
-        return borders, borders
-    q_runs, k_runs = _runs("q_ids", mask.q_ids), _runs("k_ids", mask.k_ids)
-    order = _common_order(q_runs[0], k_runs[0])
-    return _borders(*q_runs, order), _borders(*k_runs, order)
+        cu_seqlens = _cu_seqlens(*_segments("q_ids", mask.q_ids))
+        return cu_seqlens, cu_seqlens
+    q_segments, k_segments = _segments("q_ids", mask.q_ids), _segments("k_ids", mask.k_ids)
+    order = _common_order(q_segments[0], k_segments[0])
+    return _cu_seqlens(*q_segments, order), _cu_seqlens(*k_segments, order)
 
 
 def padding(keep: Tensor) -> Mask:
@@ -209,16 +209,16 @@ def _keys_alone(mask: Mask) -> bool:
     return isinstance(mask, (Lengths, Prefix))
 
 
-def _ids(name: str, borders: Tensor) -> Tensor:
-    if borders.ndim != 1 or len(borders) < 2 or not holds_integers(borders):
-        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(borders)}")
-    lengths = borders.diff()
-    if int(borders[0]) != 0 or bool((lengths < 0).any()):
-        raise ValueError(f"{name} must start with 0 and not decrease, got {borders.tolist()}")
-    return torch.repeat_interleave(torch.arange(len(lengths), device=borders.device), lengths.long())
+def _ids(name: str, cu_seqlens: Tensor) -> Tensor:
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not holds_integers(cu_seqlens):
+        raise ValueError(f"{name} must be integers of shape (N + 1,), got {describe(cu_seqlens)}")
+    lengths = cu_seqlens.diff()
+    if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+        raise ValueError(f"{name} must start with 0 and not decrease, got {cu_seqlens.tolist()}")
+    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths.long())
 
 
-def _runs(name: str, ids: Tensor) -> tuple[list[int], list[int]]:
+def _segments(name: str, ids: Tensor) -> tuple[list[int], list[int]]:
     """The ids of (L,) in order of appearance and how many tokens each has."""
     if math.prod(ids.shape[:-1]) != 1:
         raise ValueError(f"cu_seqlens describe one packed row, but {name} has shape {tuple(ids.shape)}")
@@ -236,7 +236,7 @@ def _common_order(q_docs: list[int], k_docs: list[int]) -> list[int]:
     raise ValueError(f"cu_seqlens need the same order of documents for queries {q_docs} and keys {k_docs}")
 
 
-def _borders(docs: list[int], sizes: list[int], order: list[int] | None = None) -> Tensor:
+def _cu_seqlens(docs: list[int], sizes: list[int], order: list[int] | None = None) -> Tensor:
     size_of = dict(zip(docs, sizes, strict=True))
     lengths = [size_of.get(doc, 0) for doc in (docs if order is None else order)]
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import packing
 from .._api.attention import attention
-from .._call.spec import Trio
+from .._call.spec import QKV
 from ..masks import Causal, Lengths, Mask
 from ..masks._both import both
 from ._module import CheckedModule
@@ -48,7 +48,7 @@ class AttentionLayer(CheckedModule):
             raise ValueError("cache: expected None in training with dropout; call eval() first")
         return None if mask == CAUSAL else mask, dropout
 
-    def _attend(self, qkv: Trio, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
+    def _attend(self, qkv: QKV, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
         """Attends over a batch (..., H, L, D), or within the sequences of packed tokens (H, total, D)."""
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import describe, probability
 from ._module import CheckedModule
 from ._sizes import join_heads, sizes, split_heads
@@ -44,7 +44,7 @@ class Projected(CheckedModule):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
             raise ValueError(f"q, k, v: expected {alike}, got {shapes}")
 
-    def _projected(self, x: Tensor, context: Tensor | None = None) -> Trio:
+    def _projected(self, x: Tensor, context: Tensor | None = None) -> QKV:
         """Returns q (B, H, L, D) of x, and k and v (B, H, Lk, D) of the context, by default x."""
         source = x if context is None else context
         q, k, v = self.query(x), self.key(source), self.value(source)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._api.attention import attention
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import readable
 from .._tools.listeners import listeners
 from .._tools.watching import is_watched
@@ -28,7 +28,7 @@ class Given(NamedTuple):
 
 
 def attend_with_weights(
-    qkv: Trio, arguments: Arguments, dropout: float, average: bool
+    qkv: QKV, arguments: Arguments, dropout: float, average: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the result (B, H, Lq, D) and the weights before dropout: (B, Lq, Lk), or (B, H, Lq, Lk).
 
@@ -67,7 +67,7 @@ def _if_any(x: Tensor) -> Tensor | None:
     return x if not readable(x) or bool(x.any()) else None
 
 
-def _is_plain(qkv: Trio, given: Given) -> bool:
+def _is_plain(qkv: QKV, given: Given) -> bool:
     """Returns whether no gradient and no transform needs the steps, so that they may work in place."""
     leaves = qkv if given.bias is None else (*qkv, given.bias)
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
@@ -86,7 +86,7 @@ def _formula(q: Tensor, k: Tensor, given: Given) -> Tensor:
     return (w if given.blind is None else w.masked_fill(given.blind, 0)).to(q.dtype)
 
 
-def _at_once(qkv: Trio, given: Given, average: bool) -> tuple[Tensor, Tensor]:
+def _at_once(qkv: QKV, given: Given, average: bool) -> tuple[Tensor, Tensor]:
     """Computes result and weights tile by tile in one buffer.
 
     Allocating memory for all scores would take as long as computing them.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
 from ..cache import KVCache, LatentCache, LinearCache
@@ -125,7 +125,7 @@ class Attention(AttentionLayer, GroupedHeads):
         self._check_context(context)
         return Memory(*self._keys(context))
 
-    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
+    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[QKV, dict[str, Any]]:
         """Returns the arguments of `regard.attention` for x: (q, k, v) and options, without dropout.
 
         So `regard.weights(*qkv, **options)` are the weights of this layer.
@@ -144,7 +144,7 @@ class Attention(AttentionLayer, GroupedHeads):
         made, sizes = self.out.weight, (self.kv_heads, self.head_dim, self.value_dim)
         return KVCache(B, *sizes, capacity=capacity, dtype=made.dtype, device=made.device)
 
-    def _projected(self, x: Tensor, context: Context) -> Trio:
+    def _projected(self, x: Tensor, context: Context) -> QKV:
         """Returns q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
         if context is None and self.kv_model is None:
             q, k, v = self.qkv(x).split(self._widths, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .._api.attention import attention
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ..masks._both import both
@@ -121,7 +121,7 @@ class BigBirdAttention(Projected):
         mask = self._pattern(q.shape[2]) if table is None else Blocks(table, self.block)
         return self._attended((q, k, v), mask, checked_lengths(lengths, q))
 
-    def _attended(self, qkv: Trio, mask: Mask, lengths: Tensor | None) -> Tensor:
+    def _attended(self, qkv: QKV, mask: Mask, lengths: Tensor | None) -> Tensor:
         padding = None if lengths is None else Lengths(lengths)
         return attention(*qkv, mask=both(mask, padding), dropout=self._dropped())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._api.attention import attention
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from ..cache import LatentCache
 from ..masks import Mask
@@ -157,7 +157,7 @@ class LatentAttention(AttentionLayer):
         made, sizes = self.kv_down.weight, (self.rank, self.rope_dim)
         return LatentCache(B, *sizes, capacity=capacity, dtype=made.dtype, device=made.device)
 
-    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[Trio, dict[str, Any]]:
+    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[QKV, dict[str, Any]]:
         """Returns the arguments of `regard.attention` for x: (q, k, v), expanded, and options, no dropout."""
         self._check(x, LayerOptions())
         return self._trio(*self._projected(x, positions), False), {"mask": self.mask, **self._options()}
@@ -192,7 +192,7 @@ class LatentAttention(AttentionLayer):
         rope = rotate(rope, cos, sin, layout=self.position.layout)
         return Queries(nope, rope), torch.cat((content, turned), -1)
 
-    def _trio(self, q: Queries, latent: Tensor, absorb: bool) -> Trio:
+    def _trio(self, q: Queries, latent: Tensor, absorb: bool) -> QKV:
         """Returns q, k, v: the latents as one key head if absorbed, else keys and values of all heads."""
         if absorb:
             key = latent.unsqueeze(-3)

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
 from ..masks._both import both
@@ -117,7 +117,7 @@ class LongformerAttention(Projected):
             return local
         return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
 
-    def _local(self, qkv: Trio, chosen: Chosen | None, padding: Mask | None) -> Tensor:
+    def _local(self, qkv: QKV, chosen: Chosen | None, padding: Mask | None) -> Tensor:
         """Attends to windows and global keys: (B, H, L, D).
 
         Dilated windows are dense in their residue classes, but with global keys they are not: two calls.

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from .. import packing
 from .._api.attention import attention
-from .._call.spec import Trio
+from .._call.spec import QKV
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths
 from ._lengths import real_tokens
@@ -99,7 +99,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         """The batch dimension."""
         return 0 if self.batch_first else 1
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Trio:
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         """Returns q, k, v (..., H, D). Inputs that are one tensor share one matrix product."""
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:
@@ -203,7 +203,7 @@ def no_fast_path(module: torch.nn.Module, args: Any) -> None:
     """
 
 
-def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> Trio:
+def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> QKV:
     """Adds a batch dim. Inputs that were one tensor stay one."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)

@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 
 import regard
 from regard import masks as M
-from regard._backends.torch import boxes as _boxes
-from regard._backends.torch.boxes import inputs
+from regard._backends.torch import tiles as _tiles
 from regard._backends.torch.higher import double_backward, jvp
+from regard._backends.torch.tiles import inputs
 from regard._call.layout import heads_4d, pairs_4d
 from regard._call.make import make
 from regard._call.spec import Options, Problem, learned
@@ -152,7 +152,7 @@ def faults(seeds: range, work: float, double: bool) -> str:
 @pytest.fixture(params=[37, 1500, 2**19])
 def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Boxes of some heads of one row, of a few rows, of whole samples."""
-    monkeypatch.setattr(_boxes, "PAIRS", request.param)
+    monkeypatch.setattr(_tiles, "PAIRS", request.param)
     return int(request.param)
 
 

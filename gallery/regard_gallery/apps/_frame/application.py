@@ -75,7 +75,10 @@ class Application(ABC):
     def validation(self, model: nn.Module) -> float:
         """Returns how good the model is in validation; more is better. The best model is kept."""
         first, *_ = self.more + self.less
-        return self.measure(model, self.validated)[first] * (1 if first in self.more else -1)
+        return self.measure(model, self.validated)[first] * self._sign(first)
+
+    def _sign(self, measure: str) -> int:
+        return 1 if measure in self.more else -1
 
     def scores(self, model: nn.Module) -> Scores:
         return self.measure(model, self.tested)
@@ -108,7 +111,7 @@ class Application(ABC):
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         """What a full run must reach, and whether it has: better in every measure than all but `peers`."""
         return {
-            f"{measure} better than {name}": _better(own[measure], scores[measure], measure in self.more)
+            f"{measure} better than {name}": (own[measure] - scores[measure]) * self._sign(measure) > 0
             for name, scores in baselines.items()
             if name not in self.peers
             for measure in self.more + self.less
@@ -118,7 +121,3 @@ class Application(ABC):
 def shuffled(count: int, seed: int) -> Tensor:
     """Returns a random order of 0, ..., count - 1."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
-def _better(own: float, other: float, more: bool) -> bool:
-    return own > other if more else own < other

@@ -13,9 +13,9 @@ MAX_BYTES = 256 << 20
 FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # what `make data` brings
 
 
-def package_file(module: str, package: str, *parts: str) -> Path:
+def package_file(package: str, *parts: str) -> Path:
     """A file inside an installed package from PyPI, which is not imported."""
-    path = directory(module, package, "data").joinpath(*parts)
+    path = directory(package.replace("-", "_"), package, "data").joinpath(*parts)
     if not path.is_file():
         raise FileNotFoundError(f"{path.name}: expected in the package {package}, not found in {path.parent}")
     return bounded(path)
@@ -48,7 +48,7 @@ def parquet(path: Path, *columns: str) -> dict[str, list[Any]]:
     return found
 
 
-def rows(path: Path, separator: str = "\t") -> list[list[str]]:
+def rows(path: Path) -> list[list[str]]:
     """The lines of a text file, cut into columns; the first, which names them, is left out."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [line.split(separator) for line in lines[1:]]
+    return [line.split("\t") for line in lines[1:]]

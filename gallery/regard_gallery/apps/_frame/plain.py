@@ -55,10 +55,7 @@ class PlainGraphAttention(GraphAttention):
         return found.transpose(0, 1)
 
 
-KINDS: dict[type[nn.Module], type[nn.Module]] = {
-    Attention: PlainAttention,
-    GraphAttention: PlainGraphAttention,
-}
+KINDS = {Attention: PlainAttention, GraphAttention: PlainGraphAttention}
 
 
 @lru_cache(maxsize=4)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from regard.cli.console import tables
 
@@ -14,14 +15,9 @@ from .application import Application
 from .options import Options
 from .run import OWN, Report, load, run
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 def table(kind: type[Application], report: Report) -> Table:
     """The numbers, baselines first. Over several seeds: the mean, and how far apart they are."""
-    from rich.table import Table
-
     measures = kind.more + kind.less
     made = Table("", *measures, title=kind.name)
     own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
@@ -58,8 +54,6 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
 
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:
     """What the command line does; 1 if a full run has not reached its goals."""
-    from rich.console import Console
-
     show = Console(highlight=False, markup=False, soft_wrap=True).print
     if request is not None:
         for name, given in (("resume", options.resume), ("seeds", options.seeds is not None)):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -13,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..._progress import bar
 from . import checkpoint as files
 from .application import Application, Scores
 from .options import Options
-from .training import Told, about, step_times, train
+from .training import about, step_times, train
 
 OWN = "Regard"  # the model's name among the baselines
 TIMING = 10.0  # seconds for the speed ratio
@@ -32,8 +30,7 @@ class Outcome(NamedTuple):
     threads: int
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a run found."""
 
     attention: str
@@ -67,7 +64,8 @@ def run(kind: type[Application], options: Options) -> Report:
     found = [_one(kind, seed, options) for seed in range(options.seed, options.seed + count)]
     app, model = load(kind, options)
     picture = options.place(kind.name, ".png")
-    app.draw(model, picture)
+    with torch.no_grad():
+        app.draw(model, picture)
     times = step_times(app, model, 0.0 if options.quick else TIMING)
     return Report(
         options.attention, found, _goals(app, found),
@@ -94,7 +92,12 @@ def _one(kind: type[Application], seed: int, options: Options) -> Outcome:
         finished = files.read(path, whose, Outcome._fields).about
         return Outcome(*(finished[part] for part in Outcome._fields))
     loaded = perf_counter() - began
-    with _progress(f"{app.name}, seed {seed}", app.recipe.steps) as told:
+    title = f"{app.name}, seed {seed}"
+    with bar(title, app.recipe.steps) as update:
+
+        def told(step: int, loss: float, best: float) -> None:
+            update(completed=step, description=f"{title}  loss {loss:.3f}  best {best:.3f}")
+
         state = train(app, unfinished, options.attention, told)
     began = perf_counter()
     with torch.no_grad():
@@ -124,20 +127,3 @@ def load(kind: type[Application], options: Options) -> tuple[Application, nn.Mod
 def averaged(found: list[Scores]) -> Scores:
     """The mean over seeds of each measure."""
     return {measure: mean(scores[measure] for scores in found) for measure in found[0]}
-
-
-@contextmanager
-def _progress(title: str, steps: int) -> Iterator[Told]:
-    """A bar on a terminal, with loss and best validation, which goes when it is full."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=steps)
-
-        def told(step: int, loss: float, best: float) -> None:
-            text = f"{title}  loss {loss:.3f}  best {best:.3f}"
-            progress.update(task, completed=step, description=text)
-
-        yield told

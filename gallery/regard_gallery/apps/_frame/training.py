@@ -20,6 +20,7 @@ from .application import Application, Recipe, Scores
 from .plain import plain
 
 ATTENTIONS = ("regard", "torch")
+Build = Callable[[], nn.Module] | None  # None: the model of the application
 Told = Callable[[int, float, float], None]  # steps done, the last loss, the best validation
 
 
@@ -35,19 +36,20 @@ class State:
     kept: dict[str, Tensor] = field(default_factory=dict)  # the weights that were best in validation
 
 
-def rival_scores(rival: Application) -> Scores:
-    """Of a baseline that learns as the application does."""
-    model = train(rival, None, "regard", lambda step, loss, best: None).model
+def rival_scores(app: Application, rival: Build) -> Scores:
+    """Of another model, trained on the same data in the same way."""
+    model = train(app, None, "regard", lambda step, loss, best: None, rival).model
     with torch.no_grad():
-        return rival.scores(model)
+        return app.scores(model)
 
 
-def train(app: Application, path: Path | None, attention: str, told: Told) -> State:
+def train(app: Application, path: Path | None, attention: str, told: Told, build: Build = None) -> State:
     """Train, and leave the best weights in the model. If the file `path` is there, go on from it.
 
-    The file is written after each validation and stays until the caller has what it trained for.
+    The file is written after each validation and stays until the caller has what it trained for. `build`
+    makes the model, if not the application's own.
     """
-    state, whose = begin(app, attention), about(app, attention)
+    state, whose = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
         _resume(state, path, whose)
     recipe = app.recipe
@@ -65,20 +67,16 @@ def train(app: Application, path: Path | None, attention: str, told: Told) -> St
     return state
 
 
-def begin(app: Application, attention: str) -> State:
+def begin(app: Application, attention: str, build: Build = None) -> State:
     """A new model and its optimizer."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, got {attention!r}")
     torch.manual_seed(app.seed)
-    model = app.model()
+    model = app.model() if build is None else build()
     if attention == "torch":
         plain(model)
-    return State(model, _optimizer(model, app.recipe))
-
-
-def _optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(trained, lr=recipe.rate, weight_decay=recipe.decay, fused=True)
+    return State(model, AdamW(trained, lr=app.recipe.rate, weight_decay=app.recipe.decay, fused=True))
 
 
 def rate(recipe: Recipe, step: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +22,15 @@ class Decoder(nn.Module):
     layers add nothing yet, which makes its first steps faster.
     """
 
-    def __init__(
-        self, vocabulary: int, *, d_model: int = 128, heads: int = 4, kv_heads: int = 2, layers: int = 4,
-        near: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, vocabulary: int, *, layers: int = 4, near: int | None = None) -> None:
         super().__init__()
+        d_model, heads = 128, 4
         self.words = nn.Embedding(vocabulary, d_model)
         nn.init.normal_(self.words.weight, std=0.02)
-        position = Rotary(d_model // heads)
         masks = [Causal() if near is None or i % 2 else Window(near, 0) for i in range(layers)]
-        attentions = (
-            Attention(d_model, heads, kv_heads=kv_heads, bias=False, position=position, mask=mask)
-            for mask in masks
-        )
-        blocks = (Block(attention, SwiGLU(d_model)) for attention in attentions)
+        position = Rotary(d_model // heads)
+        attention = partial(Attention, d_model, heads, kv_heads=2, bias=False, position=position)
+        blocks = (Block(attention(mask=mask), SwiGLU(d_model)) for mask in masks)
         self.stack = Stack(blocks, nn.LayerNorm(d_model))
         for name, weight in self.stack.named_parameters():
             if name.endswith(("out.weight", "down.weight")):

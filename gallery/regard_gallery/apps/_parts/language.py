@@ -40,9 +40,9 @@ class LanguageApp(Application):
     full = Recipe(4000, rate=4e-3, decay=0.1, warmup=200, every=500)
     sampling: ClassVar[Sampling]
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def documents(cls) -> list[str]: ...
+    def documents() -> list[str]: ...
 
     def load(self) -> None:
         texts = self.documents()
@@ -93,11 +93,10 @@ class LanguageApp(Application):
         return kept[: len(tokens) - 1]
 
     def baselines(self) -> dict[str, Scores]:
+        tested = self.encode(self.tested).numpy()
         return {
             f"{ORDER}-grams of bytes": self._ngrams(_bytes(self.trained), _bytes(self.tested), BYTES),
-            f"{ORDER}-grams of the same tokens": self._ngrams(
-                self.tokens.numpy(), self.encode(self.tested).numpy(), self.size
-            ),
+            f"{ORDER}-grams of the same tokens": self._ngrams(self.tokens.numpy(), tested, self.size),
         }
 
     def _ngrams(self, trained: Any, tested: Any, vocabulary: int) -> Scores:
@@ -121,7 +120,6 @@ class LanguageApp(Application):
         """The place where what was asked for is complete, if there is one."""
         return None
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """How many bits a token takes, by how many are before it; n-grams look at four."""
         tokens = self.encode(self.tested)

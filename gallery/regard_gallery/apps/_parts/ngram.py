@@ -6,7 +6,7 @@ two sorted arrays, and a whole text is looked up at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ Floats = NDArray[np.float64]
 UNSEEN = -1
 
 
-@dataclass(frozen=True)
-class _Order:
+class _Order(NamedTuple):
     """What is known of the n-grams of one length."""
 
     codes: Numbers  # sorted: number of the context * vocabulary + last token

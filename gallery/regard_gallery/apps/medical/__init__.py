@@ -27,7 +27,7 @@ from .._frame.pictures import ORANGE, figure, save
 from .._parts.blocks import Blocks
 from .model import Segmenter
 
-FILE = ("nilearn", "nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
+FILE = ("nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
 TISSUES = ("other", "grey", "white")
 HEIGHT, WIDTH = 240, 208  # of a slice with its border
 TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, from the bottom
@@ -56,9 +56,7 @@ def brain() -> tuple[Tensor, Tensor, Tensor]:
     kinds = ("t1", "gm", "wm")
     t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in kinds)
     if not t1.shape == grey.shape == white.shape:
-        raise ValueError(
-            f"nilearn: expected volumes of one shape, got {t1.shape}, {grey.shape}, {white.shape}"
-        )
+        raise ValueError(f"nilearn: expected one shape, got {t1.shape}, {grey.shape}, {white.shape}")
     return t1, grey, white
 
 
@@ -141,9 +139,7 @@ class App(Application):
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         """Of the uneven light: in even light thresholds are hard to beat."""
         rival = baselines["two thresholds"]
-        return {
-            f"{measure} better than thresholds": own[measure] > rival[measure] for measure in self.more[:2]
-        }
+        return {f"{name} better than thresholds": own[name] > rival[name] for name in self.more[:2]}
 
     def answer(self, model: nn.Module, request: str) -> str:
         given = TESTED[: len(self.tested.x)]
@@ -156,7 +152,6 @@ class App(Application):
             lines.append(f"  {name:5}  {own:6.1f} cm2, in the data {true:6.1f}; Dice {same:.3f}")
         return "\n".join(lines)
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """A slice of the test, its tissue, what was found, and where its greyest patch looks."""
         one = self.tested.one(len(self.tested.x) // 2)

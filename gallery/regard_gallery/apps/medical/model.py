@@ -13,35 +13,33 @@ from .._parts.images import check_images
 from .._parts.looking import layer_rows
 
 BLOCKS = Blocks()
+CHANNELS = (8, 16, 32)
 
 
 class Segmenter(nn.Module):
     """Images (B, 1, height, width) -> scores (B, classes, height, width).
 
-    Convolutions halve the image, once for each of `channels`; its patches, of `stride` pixels in each
+    Convolutions halve the image, once for each of CHANNELS; its patches, of `stride` pixels in each
     direction, then attend to each other; convolutions double it again, each time beside what was seen at that
     size on the way down.
     """
 
-    def __init__(
-        self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS, *,
-        channels: tuple[int, ...] = (8, 16, 32),
-    ) -> None:  # fmt: skip
+    def __init__(self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS) -> None:
         super().__init__()
         d_model = blocks.d_model
-        self.stride = 2 ** len(channels)
+        self.stride = 2 ** len(CHANNELS)
         if height % self.stride or width % self.stride:
             raise ValueError(f"height, width: expected multiples of {self.stride}, got {height} and {width}")
         self.shape, self.grid = (1, height, width), (height // self.stride, width // self.stride)
-        self.first = nn.Conv2d(1, channels[0], 3, 1, 1)
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in pairwise(channels))
-        self.patches = nn.Conv2d(channels[-1], d_model, 3, 2, 1)
+        self.first = nn.Conv2d(1, CHANNELS[0], 3, 1, 1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in pairwise(CHANNELS))
+        self.patches = nn.Conv2d(CHANNELS[-1], d_model, 3, 2, 1)
         self.places = nn.Parameter(torch.randn(self.grid[0] * self.grid[1], d_model) * 0.02)
         self.stack = blocks.stack()
-        ways = list(pairwise((d_model, *reversed(channels))))
+        ways = list(pairwise((d_model, *reversed(CHANNELS))))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ways)
         self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in ways)
-        self.head = nn.Conv2d(channels[0], classes, 1)
+        self.head = nn.Conv2d(CHANNELS[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         seen, tokens = self._tokens(images)

@@ -30,7 +30,4 @@ class App(LanguageApp):
     length, sequences = 512, 2
     held_out = (3, 2)
     sampling = Sampling(max_tokens=120, temperature=0.8, top_p=0.95)
-
-    @classmethod
-    def documents(cls) -> list[str]:
-        return works()
+    documents = staticmethod(works)

@@ -20,7 +20,7 @@ from .._frame.data import package_file, rows
 from .._frame.pictures import BLUE, ORANGE, figure, save
 from .model import PADDING, SASRec
 
-FOLDER = ("recbole", "recbole", "dataset_example", "ml-100k")
+FOLDER = ("recbole", "dataset_example", "ml-100k")
 LENGTH, BATCH = 100, 32
 TOP = 10
 FILMS, FADES = (1, 2, 3, 5, 10), (0.5, 0.7, 0.9)  # of the chain over several films: what is tried
@@ -63,9 +63,8 @@ class App(Application):
         """(B, LENGTH + 1): a piece of the history of each of some users."""
         users = torch.randint(len(self.trained), (BATCH,), generator=generator).tolist()
         ends = torch.rand(BATCH, generator=generator).tolist()
-        return padded(
-            [_piece(self.trained[user], end) for user, end in zip(users, ends, strict=True)], LENGTH + 1
-        )
+        pieces = [_piece(self.trained[user], end) for user, end in zip(users, ends, strict=True)]
+        return padded(pieces, LENGTH + 1)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Among the films not seen so far, as in the test."""
@@ -135,7 +134,6 @@ class App(Application):
         what = f"several begin with {title.strip()!r}: {several}" if found else f"none is {title.strip()!r}"
         raise ValueError(f"use: expected {self.request}; {what}")
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """How often the next film is among the first k, beside popularity."""
         own, other = self._ranks(model, 1), self._popularity_ranks()

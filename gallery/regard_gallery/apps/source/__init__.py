@@ -25,8 +25,8 @@ class App(LanguageApp):
     held_out = (10, 4)
     sampling = Sampling(max_tokens=200, temperature=0.3)
 
-    @classmethod
-    def documents(cls) -> list[str]:
+    @staticmethod
+    def documents() -> list[str]:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         texts = [path.read_text(encoding="utf-8") for path in files]
         return [text for text in texts if len(text) >= SHORTEST]

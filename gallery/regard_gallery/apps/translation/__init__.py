@@ -100,12 +100,9 @@ class App(Application):
         tested, validated, lines = (12, 8, 3000) if self.quick else (TESTED, VALIDATED, None)
         held, self.trained = hold_out(tatoeba(lines), tested + validated, self.seed)
         self.tested, self.validated = held[:tested], held[tested:]
-        self.tokenizer: Any = self._learned_tokens()
-
-    def _learned_tokens(self) -> Any:
-        order = shuffled(len(self.trained), self.seed)
-        texts = [text for i in order[:READ].tolist() for text in self.trained[i]]
-        return trained(texts, VOCABULARY, control=["<start>", "<end>"])
+        read = shuffled(len(self.trained), self.seed)[:READ].tolist()
+        texts = [text for i in read for text in self.trained[i]]
+        self.tokenizer: Any = trained(texts, VOCABULARY, control=["<start>", "<end>"])
 
     def model(self) -> nn.Module:
         return Translator(self.tokenizer.get_vocab_size())
@@ -165,7 +162,6 @@ class App(Application):
         about = f"log-probability {written.score:.2f}, {len(written.tokens) + 1} tokens with the end"
         return f"{self.text(written.tokens)}\n({about})"
 
-    @torch.no_grad()
     def draw(self, model: nn.Module, path: Path) -> None:
         """Two sentences of the test: which English words the model reads for each French one."""
         shown = sorted((one.source for one in self.tested[:50]), key=lambda text: -len(text.split()))[:2]

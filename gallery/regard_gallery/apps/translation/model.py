@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from regard import packing
 from regard.masks import Causal, Lengths
-from regard.nn import Attention, Block, CrossAttention, EncoderBlock, EncoderDecoder, FeedForward, Stack
+from regard.nn import Attention, Block, CrossAttention, EncoderBlock, EncoderDecoder, FeedForward
 from regard.positions import Rotary
 
+from .._parts.blocks import Blocks
 from .beam import Step, Written, beam_search
 
 START, END = 0, 1
+BLOCKS = Blocks(128, dropout=0.1)
 
 
 class Sentences(NamedTuple):
@@ -36,34 +38,26 @@ def sentences(tokens: list[list[int]]) -> Sentences:
     return Sentences(nn.utils.rnn.pad_sequence(made, batch_first=True), lengths)
 
 
+def _writer(d_model: int, heads: int, *, hidden: int | None, dropout: float, position: Rotary) -> Block:
+    own = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
+    cross = CrossAttention(d_model, heads, dropout=dropout)
+    return Block(own, FeedForward(d_model, hidden), cross=cross)
+
+
 class Translator(nn.Module):
     """Source and target -> scores of the token after each real token of the target, (total, words).
 
-    With `packed` both are read without their padding, end to end; the result is the same. `dropout` is of the
-    weights of attention.
+    With `packed` both are read without their padding, end to end; the result is the same.
     """
 
-    def __init__(
-        self, words: int, d_model: int = 128, *, heads: int = 4, layers: int = 3, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, words: int, blocks: Blocks = BLOCKS) -> None:
         super().__init__()
         self.packed = True
-        self.words = nn.Embedding(words, d_model)
-        nn.init.normal_(self.words.weight, std=d_model**-0.5)
-        position = Rotary(d_model // heads)
-
-        def reader() -> Block:
-            return EncoderBlock(d_model, heads, position=position, dropout=dropout)
-
-        def writer() -> Block:
-            own = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
-            cross = CrossAttention(d_model, heads, dropout=dropout)
-            return Block(own, FeedForward(d_model), cross=cross)
-
-        self.stacks = EncoderDecoder(
-            Stack((reader() for _ in range(layers)), nn.LayerNorm(d_model)),
-            Stack((writer() for _ in range(layers)), nn.LayerNorm(d_model)),
-        )
+        self.words = nn.Embedding(words, blocks.d_model)
+        nn.init.normal_(self.words.weight, std=blocks.d_model**-0.5)
+        position = Rotary(blocks.d_model // blocks.heads)
+        encoder, decoder = (blocks.stack(block, position=position) for block in (EncoderBlock, _writer))
+        self.stacks = EncoderDecoder(encoder, decoder)
 
     def forward(self, source: Sentences, target: Sentences) -> Tensor:
         return self.score(self._end_to_end(source, target) if self.packed else self.states(source, target))
@@ -111,9 +105,7 @@ class Translator(nn.Module):
 
         return step
 
-    def translate(
-        self, source: Sentences, *, width: int, longest: int, penalty: float = 0.0
-    ) -> list[Written]:
+    def translate(self, source: Sentences, width: int, longest: int, penalty: float = 0.0) -> list[Written]:
         """The best translation of each sentence that beam search finds; call `eval()` first."""
         return beam_search(
             self.writing(source, width), len(source.lengths), start=START, end=END, width=width,

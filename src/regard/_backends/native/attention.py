@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, empty_like
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._call.spec import Problem, Spec
@@ -17,7 +17,7 @@ from .core import DTYPES, _core, address
 
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}  # types.h: BiasKind
 STORES = {"float": 0, "int8": 1, "int4": 2}  # types.h: StoreKind
-NO_EXTRAS: _core.Extras = _core.Extras() if _core is not None else None
+NO_OPERANDS: _core.Operands = _core.Operands() if _core is not None else None
 ZEROS = (0, 0, 0, 0)
 
 
@@ -32,17 +32,17 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """out (..., Hq, Lq, Dv) in q's dtype and memory order, LSE (..., Hq, Lq) or None."""
     spec, q, k, v = problem[:4]
-    call, like_q, extras = spec.memo.get("native") or prepare(spec, q)
-    out = empty_like(q) if like_q else empty_out(spec, q)
+    call, like_q, operands = spec.memo.get("native") or prepare(spec, q)
+    out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return _as_given(out, spec), lse
     lse_address = lse.data_ptr() if lse is not None else 0
     alive = None
-    if extras is None:
-        extras, alive = extras_of(problem)
+    if operands is None:
+        operands, alive = operands_of(problem)
     call.forward(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, extras
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, operands
     )
     del alive
     return out if spec.rank == 4 else _as_given(out, spec), lse  # a call less for most
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     """Results of a forward pass and what backward starts from besides them.
 
     The stats say what the LSE says, but exactly: with scores of -1e4 a float32 LSE is wrong by 5e-4, and so
-    would be all weights. The rest keeps the rounding of a 16-bit output out of the gradients.
+    would be all weights. The residual keeps the rounding of a 16-bit output out of the gradients.
     """
 
     out: Tensor  # (B, Hq, Lq, Dv)
@@ -60,25 +60,25 @@ class Saved(NamedTuple):
     stats: (
         Tensor  # (2, B, Hq, Lq): each row's shift, an integer in base 2, and its softmax's sum at that shift
     )
-    rest: Tensor | None  # like out, for 16-bit dtypes: what rounding took from it
+    residual: Tensor | None  # like out, for 16-bit dtypes: what rounding took from it
 
 
 def forward_saving(problem: Problem) -> Saved:
     """The forward pass of a canonical problem that is going to be differentiated."""
     spec, q, k, v = problem[:4]
     call, like_q, _ = spec.memo.get("native") or prepare(spec, q)
-    out = empty_like(q) if like_q else empty_out(spec, q)
+    out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
-    rest = empty_like(out) if spec.dtype.itemsize == 2 else None
+    residual = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
-        return Saved(out, lse, stats, rest)
-    extras, alive = extras_of(problem, stats, rest)
+        return Saved(out, lse, stats, residual)
+    operands, alive = operands_of(problem, stats, residual)
     call.forward(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), address(lse), spec.offset or 0, extras
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), address(lse), spec.offset or 0, operands
     )
     del alive
-    return Saved(out, lse, stats, rest)
+    return Saved(out, lse, stats, residual)
 
 
 class Gradients(NamedTuple):
@@ -93,7 +93,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    problem: Problem, out: Tensor, stats: Tensor, rest: Tensor | None, dout: Tensor, dlse: Tensor | None,
+    problem: Problem, out: Tensor, stats: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
 ) -> Gradients:  # fmt: skip
     """The gradients asked for, in the order of `Gradients`; those of q, k and v have q's dtype."""
@@ -101,16 +101,16 @@ def backward(
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
-    extras, alive = extras_of(problem)
+    operands, alive = operands_of(problem)
     gradients = _core.Gradients(
-        out=out.data_ptr(), rest=address(rest), dout=dout.data_ptr(), dout_stride=dout.stride(),
+        out=out.data_ptr(), residual=address(residual), dout=dout.data_ptr(), dout_stride=dout.stride(),
         dlse=address(dlse), stats=stats.data_ptr(), dq=address(grads.q), dk=address(grads.k),
         dk_stride=_strides(grads.k), dv=address(grads.v), dv_stride=_strides(grads.v),
         dbias=address(grads.bias), dbias_stride=_broadcast_strides(grads.bias),
         dby_head=address(grads.by_head), dsink=address(grads.sink),
     )  # fmt: skip
     call = (spec.memo.get("native") or prepare(spec, q))[0]
-    call.backward(q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0, extras, gradients)
+    call.backward(q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0, operands, gradients)
     del alive
     return grads if grads.bias is None else grads._replace(bias=grads.bias.to(spec.bias_dtype))
 
@@ -119,8 +119,8 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
     """Room for the gradients."""
     spec, q, k, v = problem[:4]
     nothing = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
-    like = torch.zeros_like if nothing else empty_like
-    dq = empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
+    like = torch.zeros_like if nothing else torch.empty_like
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
     dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
     if not any(wanted[3:]):
         return Gradients(dq, dk, dv, None, None, None)
@@ -153,11 +153,11 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Extras | None]:
-    """The compiled call, whether the output is laid out like q, and the extras if it has none."""
+def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Operands | None]:
+    """The compiled call, whether the output is laid out like q, and the operands if it has none."""
     like_q = spec.rank == 4 and q.shape == spec.out_shape
-    like_q = like_q and strides_agree(empty_like(q, device="meta"), spec)
-    prepared = spec.memo["native"] = (attention_of(spec), like_q, NO_EXTRAS if spec.is_plain else None)
+    like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
+    prepared = spec.memo["native"] = (attention_of(spec), like_q, NO_OPERANDS if spec.is_plain else None)
     return prepared
 
 
@@ -209,20 +209,20 @@ def _outer(x: Tensor) -> tuple[int, int, int]:
     return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
 
 
-def extras_of(
-    problem: Problem, stats: Tensor | None = None, rest: Tensor | None = None
-) -> tuple[_core.Extras, tuple[Tensor | None, ...]]:
+def operands_of(
+    problem: Problem, stats: Tensor | None = None, residual: Tensor | None = None
+) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
     """What a call has besides q, k, v and their results, and the tensors that must live until it ends."""
     spec, bias = problem.spec, problem.bias
     by_head, low, count = _by_head(problem)
     sink = problem.sink.detach().to(spec.lse_dtype).contiguous() if problem.sink is not None else None
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    extras = _core.Extras(
+    operands = _core.Operands(
         bias=bias.data_ptr() if isinstance(bias, Tensor) else 0, by_head=address(by_head), distance_low=low,
         distances=count, sink=address(sink), offsets=address(offsets), seed=problem.seed,
-        stats=address(stats), rest=address(rest), tensors=_mask_tensors(problem),
+        stats=address(stats), residual=address(residual), tensors=_mask_tensors(problem),
     )  # fmt: skip
-    return extras, (by_head, sink, offsets)
+    return operands, (by_head, sink, offsets)
 
 
 def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
@@ -260,8 +260,8 @@ class Cost(NamedTuple):
 
 
 def cost(problem: Problem) -> Cost:
-    extras, alive = _mask_extras(problem)
-    cost = Cost(**attention_of(problem.spec).cost(problem.spec.offset or 0, extras))
+    operands, alive = _mask_operands(problem)
+    cost = Cost(**attention_of(problem.spec).cost(problem.spec.offset or 0, operands))
     del alive
     return cost
 
@@ -271,17 +271,19 @@ def decodes(problem: Problem) -> bool:
     return attention_of(problem.spec).decodes()
 
 
-def runs(
+def spans(
     problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1
 ) -> list[tuple[int, int, int]]:
     """The keys that query rows row, row + step, ... see: (begin, end, set of rows as bits)."""
-    extras, alive = _mask_extras(problem)
-    found = attention_of(problem.spec).runs(batch, head, row, step, count, problem.spec.offset or 0, extras)
+    operands, alive = _mask_operands(problem)
+    found = attention_of(problem.spec).spans(
+        batch, head, row, step, count, problem.spec.offset or 0, operands
+    )
     del alive
     return found
 
 
-def _mask_extras(problem: Problem) -> tuple[_core.Extras, Tensor | None]:
+def _mask_operands(problem: Problem) -> tuple[_core.Operands, Tensor | None]:
     """What the mask needs: positions and its tensors."""
     offsets = problem.offset.contiguous() if problem.offset is not None else None
-    return _core.Extras(offsets=address(offsets), tensors=_mask_tensors(problem)), offsets
+    return _core.Operands(offsets=address(offsets), tensors=_mask_tensors(problem)), offsets

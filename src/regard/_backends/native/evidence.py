@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import facts as F
 from ..._call.spec import Problem
-from .attention import extras_of, prepare
+from .attention import operands_of, prepare
 from .core import _core
 
 
@@ -36,8 +36,8 @@ def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
 def _look(problem: Problem, facts: _core.Facts) -> None:
     spec, q, k = problem[:3]
     call, *_ = spec.memo.get("native") or prepare(spec, q)
-    extras, alive = extras_of(problem)
-    call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, extras, facts)
+    operands, alive = operands_of(problem)
+    call.evidence(q.data_ptr(), k.data_ptr(), spec.offset or 0, operands, facts)
     del alive
 
 

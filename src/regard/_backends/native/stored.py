@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._call.spec import Spec
 from ..._call.stored import GROUP, HALF, New, Stored
 from ..._tools.arguments import describe
-from .attention import NO_EXTRAS, STORES, ZEROS, attention_of, empty_out, strides_agree
+from .attention import NO_OPERANDS, STORES, ZEROS, attention_of, empty_out, strides_agree
 from .core import DTYPES, _core, address
 
 CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # and how many hold a group
@@ -39,9 +39,10 @@ def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
 
 
 def forward_stored(
-    ready: StoredCall, q: Tensor, stored: Stored, offset: int, extras: _core.Extras, new: New | None = None,
+    ready: StoredCall, q: Tensor, stored: Stored, offset: int, operands: _core.Operands,
+    new: New | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `extras` as `extras_of` makes them.
+    """out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None; `operands` as `operands_of` makes them.
 
     With `new` its one token is written first: it is the last of the stored ones.
     """
@@ -58,7 +59,7 @@ def forward_stored(
             k_scale=0 if k_scale is None else k_scale.data_ptr(),
             v_scale=0 if v_scale is None else v_scale.data_ptr(),
             table=0 if table is None else table.data_ptr(),
-            table_stride=0 if table is None else table.stride(0), extras=extras,
+            table_stride=0 if table is None else table.stride(0), operands=operands,
             token=None if new is None else _token(*new),
         )  # fmt: skip
     except IndexError:
@@ -68,11 +69,11 @@ def forward_stored(
     return out, lse
 
 
-def few_extras(sink: Tensor | None, offsets: Tensor | None) -> _core.Extras:
+def few_extras(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands:
     """Those of a call without mask tensors and bias, in the dtypes that the core reads."""
     if sink is None and offsets is None:
-        return NO_EXTRAS
-    return _core.Extras(sink=address(sink), offsets=address(offsets))
+        return NO_OPERANDS
+    return _core.Operands(sink=address(sink), offsets=address(offsets))
 
 
 def _token(k: Tensor, v: Tensor | None) -> _core.Token:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..._call.spec import Problem
 from ...masks._pairs import cut
-from .boxes import BoxData, Six, gather, inputs, parts
+from .tiles import InputList, TileData, gather, inputs, parts
 
 INF = float("inf")
 
 
-def jvp(problem: Problem, tangents: Six) -> tuple[Tensor, Tensor]:
+def jvp(problem: Problem, tangents: InputList) -> tuple[Tensor, Tensor]:
     """The tangents of out (B, Hq, Lq, Dv) and LSE (B, Hq, Lq), from those of q, k, v, bias, by_head and sink.
 
     None is a tangent of zero.
@@ -35,7 +35,7 @@ def jvp(problem: Problem, tangents: Six) -> tuple[Tensor, Tensor]:
 
 
 def double_backward(
-    problem: Problem, dout: Tensor, dlse: Tensor | None, tangents: Six
+    problem: Problem, dout: Tensor, dlse: Tensor | None, tangents: InputList
 ) -> tuple[Tensor | None, ...]:
     """The gradients of <backward(x, dout, dlse), tangents> by q, k, v, bias, by_head, sink, dout and dlse.
 
@@ -47,7 +47,7 @@ def double_backward(
         for part in parts(problem, tangents, dout, dlse):
             line = _linearise(part)
             _write(part, line, out, lse)
-            for total, place, more in zip(sums, part.box.places, _gradients(part, line), strict=True):
+            for total, place, more in zip(sums, part.tile.places, _gradients(part, line), strict=True):
                 if total is not None and more is not None:
                     view = cut(total, *place)
                     view += more.sum_to_size(view.shape)
@@ -76,12 +76,12 @@ class _Line(NamedTuple):
     tw: Tensor  # of the weights, dropout included
 
 
-def _write(part: BoxData, line: _Line, out: Tensor, lse: Tensor) -> None:
-    cut(out, *part.box.queries).copy_(line.out)
-    cut(lse, *part.box.queries).copy_(stained(line.lse, line.bad, None))
+def _write(part: TileData, line: _Line, out: Tensor, lse: Tensor) -> None:
+    cut(out, *part.tile.queries).copy_(line.out)
+    cut(lse, *part.tile.queries).copy_(spread_nan(line.lse, line.bad, None))
 
 
-def _linearise(part: BoxData) -> _Line:
+def _linearise(part: TileData) -> _Line:
     x, t, cap = part.x, part.t, part.spec.softcap
     s, ta = times(x.q, x.k.mT), times(t.q, x.k.mT) + times(x.q, t.k.mT)
     ts, slope, bend = ta, None, None
@@ -89,17 +89,17 @@ def _linearise(part: BoxData) -> _Line:
         s = torch.tanh(s / cap)
         slope, bend = 1 - s * s, s * (-2 / cap)
         s, ts = s * cap, slope * ta
-    for more in (x.bias, part.taint):
+    for more in (x.bias, part.nonfinite):
         s = s if more is None else s + more
     ts = ts if t.bias is None else ts + t.bias
     s = s if part.visible is None else torch.where(part.visible, s, -INF)
     p, p_sink, bad = softmax(s, x.sink)
     lse = (p * ts).sum(-1, keepdim=True) + p_sink * t.sink
-    w, tw = _dropped(part, p), stained(_dropped(part, p * (ts - lse)), bad, part.visible)
+    w, tw = _dropped(part, p), spread_nan(_dropped(part, p * (ts - lse)), bad, part.visible)
     return _Line(times(w, t.v) + times(tw, x.v), lse, p, p_sink, bad, slope, bend, ta, ts, tw)
 
 
-def _gradients(part: BoxData, line: _Line) -> Six:
+def _gradients(part: TileData, line: _Line) -> InputList:
     """Of <line.out, dout> + <line.lse, dlse> by the inputs: `dx` arrives at x, `dtx` at its tangent."""
     x, t, p, p_sink = part.x, part.t, line.p, line.p_sink
     dw, dtw = _dropped(part, times(part.dout, t.v.mT)), _dropped(part, times(part.dout, x.v.mT))
@@ -108,8 +108,8 @@ def _gradients(part: BoxData, line: _Line) -> Six:
     dts = p * pull  # what the backward pass has for the scores
     dp, dp_sink = dw + line.ts * pull - line.lse * dtw, rest * t.sink
     mean = (p * dp).sum(-1, keepdim=True) + p_sink * dp_sink
-    ds = stained(p * (dp - mean), line.bad, part.visible)
-    ds_sink = stained(p_sink * (dp_sink - mean), line.bad, None)
+    ds = spread_nan(p * (dp - mean), line.bad, part.visible)
+    ds_sink = spread_nan(p_sink * (dp_sink - mean), line.bad, None)
     da, dta = ds, dts
     if line.slope is not None and line.bend is not None:
         da, dta = line.slope * (ds + line.bend * line.ta * dts), line.slope * dts
@@ -141,14 +141,14 @@ def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.where(bad, 0.0, p), torch.where(bad, 0.0, p_sink), bad
 
 
-def stained(x: Tensor, bad: Tensor | None, visible: Tensor | None) -> Tensor:
+def spread_nan(x: Tensor, bad: Tensor | None, visible: Tensor | None) -> Tensor:
     """x with NaN in bad rows; of pairs, in the visible ones, so that no hidden key gets any of it."""
     if bad is None:
         return x
     return torch.where(bad if visible is None else bad & visible, float("nan"), x)
 
 
-def _dropped(part: BoxData, pairs: Tensor) -> Tensor:
+def _dropped(part: TileData, pairs: Tensor) -> Tensor:
     return pairs if part.keep is None else pairs * part.keep
 
 

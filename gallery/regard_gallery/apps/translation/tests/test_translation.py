@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard_gallery.apps import translation
+from regard_gallery.apps._parts.blocks import Blocks
 from regard_gallery.apps.translation import bare, clean, hold_out
 from regard_gallery.apps.translation.baseline import lexicon, word_by_word
 from regard_gallery.apps.translation.beam import Written, beam_search
@@ -27,7 +28,7 @@ SOURCE = [[4, 2, 6, END], [3, END], [5, 5, 2, 6, 3, END]]
 def translator() -> Translator:
     """Its scores are made sharper, so that beams differ."""
     torch.manual_seed(0)
-    model = Translator(WORDS, 16, heads=2, layers=2).eval()
+    model = Translator(WORDS, Blocks(16, 2, 2, dropout=0.1)).eval()
     model.words.weight.data *= 3
     return model
 

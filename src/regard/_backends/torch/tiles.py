@@ -1,6 +1,6 @@
-"""A call cut into boxes of samples, heads and query rows, so that tensors of pairs stay small.
+"""A call cut into tiles of samples, heads and query rows, so that tensors of pairs stay small.
 
-In a box, pairs are (b, h, R, K) and what belongs to a row is (b, h, R, 1); K are the keys from the first to
+In a tile, pairs are (b, h, R, K) and what belongs to a row is (b, h, R, 1); K are the keys from the first to
 the last that any of its rows sees. All numbers are in the dtype that is computed in.
 """
 
@@ -19,24 +19,24 @@ from ...masks._mask import part_of
 from ...masks._pairs import Rectangle, cut
 
 INF = float("inf")
-PAIRS = 2**19  # in a box: two megabytes of float32
+PAIRS = 2**19  # in a tile: two megabytes of float32
 
 Place = tuple[slice, ...]
-Six = Sequence[Tensor | None]  # in the order of Inputs
+InputList = Sequence[Tensor | None]  # in the order of Inputs
 
 
 class Inputs(NamedTuple):
-    """The differentiable inputs of a call or a box, or their tangents."""
+    """The differentiable inputs of a call or a tile, or their tangents."""
 
     q: Tensor  # (B, Hq, Lq, D), times scale
     k: Tensor  # (B, Hkv, Lk, D)
     v: Tensor  # (B, Hkv, Lk, Dv)
-    bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk); in a box also what by_head gives
+    bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk); in a tile also what by_head gives
     by_head: Tensor | None  # ALiBi's slopes (Hq,), or the relative bias (Hq, 2 * far + 1)
     sink: Tensor  # (Hq, 1, 1); -inf if there is none
 
 
-class Box(NamedTuple):
+class Tile(NamedTuple):
     samples: slice
     kv: slice  # key heads
     heads: slice
@@ -49,7 +49,7 @@ class Box(NamedTuple):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the box lies in each of the Inputs."""
+        """Where the tile lies in each of the Inputs."""
         keys, heads = (self.samples, self.kv, self.keys), (self.heads,)
         return self.queries, keys, keys, (*self.queries, self.keys), heads, heads
 
@@ -58,29 +58,31 @@ class Box(NamedTuple):
         return [torch.arange(s.start, s.stop, device=device) for s in self.places[3]]
 
 
-class BoxData(NamedTuple):
-    """What a box works with."""
+class TileData(NamedTuple):
+    """What a tile works with."""
 
     spec: Spec
-    box: Box
+    tile: Tile
     x: Inputs
     t: Inputs
     dout: Tensor  # (b, h, R, Dv)
     dlse: Tensor  # (b, h, R, 1)
-    taint: Tensor | None  # NaN where a query or a key is not finite
+    nonfinite: Tensor | None  # NaN where a query or a key is not finite
     visible: Tensor | None
     distance: Tensor | None  # pos - j, (1 or b, 1, R, K), if by_head needs it
     keep: Tensor | None  # what dropout multiplies weights by
 
 
-def parts(problem: Problem, tangents: Six, dout: Tensor | None, dlse: Tensor | None) -> Iterator[BoxData]:
+def parts(
+    problem: Problem, tangents: InputList, dout: Tensor | None, dlse: Tensor | None
+) -> Iterator[TileData]:
     """The parts of a call; a tangent, dout or dlse of None is zero."""
     call = _prepare(problem, tangents, dout, dlse)
-    for box in _boxes(problem.spec):
-        yield _part(call, box)
+    for tile in _tiles(problem.spec):
+        yield _part(call, tile)
 
 
-def inputs(problem: Problem) -> Six:
+def inputs(problem: Problem) -> InputList:
     """The inputs as given. Their gradients have these shapes and dtypes."""
     bias = problem.bias if isinstance(problem.bias, Tensor) else None
     return problem.q, problem.k, problem.v, bias, problem.by_head, problem.sink
@@ -119,10 +121,12 @@ class _Call(NamedTuple):
     t: Inputs
     dout: Tensor  # (B, Hq, Lq, Dv)
     dlse: Tensor  # (B, Hq, Lq, 1)
-    taint: tuple[Tensor, Tensor] | None  # (B, Hq, Lq, 1), (B, Hkv, Lk, 1): NaN for rows that are not finite
+    nonfinite: (
+        tuple[Tensor, Tensor] | None
+    )  # (B, Hq, Lq, 1), (B, Hkv, Lk, 1): NaN for rows that are not finite
 
 
-def _prepare(problem: Problem, tangents: Six, dout: Tensor | None, dlse: Tensor | None) -> _Call:
+def _prepare(problem: Problem, tangents: InputList, dout: Tensor | None, dlse: Tensor | None) -> _Call:
     spec = problem.spec
     D, Dv, of_rows, of_keys = spec.D, spec.Dv, (spec.B, spec.Hq, spec.Lq), (spec.B, spec.Hkv, spec.Lk)
     q, k, v, bias, by_head, sink = inputs(problem)
@@ -158,7 +162,7 @@ def _sink(spec: Spec, sink: Tensor | None, none: float) -> Tensor:
     return sink.to(spec.lse_dtype).view(spec.Hq, 1, 1)
 
 
-def _boxes(spec: Spec) -> Iterator[Box]:
+def _tiles(spec: Spec) -> Iterator[Tile]:
     """As many rows as PAIRS allows, then query heads of one key head, key heads, samples."""
     group = spec.Hq // max(spec.Hkv, 1)
     pairs, cuts = max(spec.Lk, 1), []
@@ -169,51 +173,51 @@ def _boxes(spec: Spec) -> Iterator[Box]:
     for samples, kv, few, rows in product(*reversed(cuts)):
         # One range: if `few` is not the whole group, there is only one key head.
         heads = slice(kv.start * group + few.start, (kv.stop - 1) * group + few.stop)
-        yield Box(samples, kv, heads, rows, slice(0, spec.Lk))
+        yield Tile(samples, kv, heads, rows, slice(0, spec.Lk))
 
 
-# One box
+# One tile
 
 
-def _part(call: _Call, box: Box) -> BoxData:
+def _part(call: _Call, tile: Tile) -> TileData:
     problem, spec = call.problem, call.problem.spec
-    distance = None if call.x.by_head is None else _distance(problem, box)
-    biases = [_pair_bias(whole, box, distance) for whole in (call.x, call.t)]
-    visible = _visible(problem, box, biases[0])
+    distance = None if call.x.by_head is None else _distance(problem, tile)
+    biases = [_pair_bias(whole, tile, distance) for whole in (call.x, call.t)]
+    visible = _visible(problem, tile, biases[0])
     if visible is not None:
-        box = box._replace(keys=_span(visible))
-        visible, distance, *biases = (_some_keys(y, box.keys) for y in (visible, distance, *biases))
+        tile = tile._replace(keys=_span(visible))
+        visible, distance, *biases = (_some_keys(y, tile.keys) for y in (visible, distance, *biases))
     bias, tbias = biases
     if tbias is not None and visible is not None:
         tbias = torch.where(visible, tbias, 0.0)
-    x, t = _cut_inputs(call.x, box, bias), _cut_inputs(call.t, box, tbias)
-    dout, dlse = cut(call.dout, *box.queries), cut(call.dlse, *box.queries)
-    keep = _keep(problem, box) if spec.dropout else None
-    return BoxData(spec, box, x, t, dout, dlse, _taint(call, box), visible, distance, keep)
+    x, t = _cut_inputs(call.x, tile, bias), _cut_inputs(call.t, tile, tbias)
+    dout, dlse = cut(call.dout, *tile.queries), cut(call.dlse, *tile.queries)
+    keep = _keep(problem, tile) if spec.dropout else None
+    return TileData(spec, tile, x, t, dout, dlse, _taint(call, tile), visible, distance, keep)
 
 
-def _cut_inputs(whole: Inputs, box: Box, bias: Tensor | None) -> Inputs:
-    q, k, v = (cut(x, *place) for x, place in zip(whole[:3], box.places, strict=False))
-    by_head = None if whole.by_head is None else cut(whole.by_head, box.heads)
-    return Inputs(q, k, v, bias, by_head, cut(whole.sink, box.heads))
+def _cut_inputs(whole: Inputs, tile: Tile, bias: Tensor | None) -> Inputs:
+    q, k, v = (cut(x, *place) for x, place in zip(whole[:3], tile.places, strict=False))
+    by_head = None if whole.by_head is None else cut(whole.by_head, tile.heads)
+    return Inputs(q, k, v, bias, by_head, cut(whole.sink, tile.heads))
 
 
-def _pair_bias(whole: Inputs, box: Box, distance: Tensor | None) -> Tensor | None:
+def _pair_bias(whole: Inputs, tile: Tile, distance: Tensor | None) -> Tensor | None:
     """(1 or b, 1 or h, 1 or R, 1 or K)."""
     if whole.bias is not None:
-        return cut(whole.bias, *box.places[3]).to(whole.q.dtype)
+        return cut(whole.bias, *tile.places[3]).to(whole.q.dtype)
     if whole.by_head is not None and distance is not None:
-        return spread(cut(whole.by_head, box.heads), distance)
+        return spread(cut(whole.by_head, tile.heads), distance)
     return None
 
 
-def _visible(problem: Problem, box: Box, bias: Tensor | None) -> Tensor | None:
+def _visible(problem: Problem, tile: Tile, bias: Tensor | None) -> Tensor | None:
     """Bool (1 or b, 1 or h, 1 or R, K): what mask and bias allow; None if there is neither."""
     spec, visible = problem.spec, None
     if spec.code:
-        mask = part_of(spec.code, problem.tensors, Rectangle(box.samples, box.heads, box.rows, spec.Lk))
-        rows = box.rows.stop - box.rows.start
-        visible = mask.to_dense(rows, spec.Lk, _first(problem, box), device=spec.device)
+        mask = part_of(spec.code, problem.tensors, Rectangle(tile.samples, tile.heads, tile.rows, spec.Lk))
+        rows = tile.rows.stop - tile.rows.start
+        visible = mask.to_dense(rows, spec.Lk, _first(problem, tile), device=spec.device)
         visible = visible[(None,) * (4 - visible.ndim)]
     if bias is None:
         return visible
@@ -231,29 +235,29 @@ def _span(visible: Tensor) -> slice:
     return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(0, min(1, visible.shape[-1]))
 
 
-def _first(problem: Problem, box: Box) -> int | Tensor:
+def _first(problem: Problem, tile: Tile) -> int | Tensor:
     """The position of the first row: an int, or (b,)."""
     if problem.offset is not None:
-        return cut(problem.offset, box.samples).add(box.rows.start)
-    return int(problem.spec.offset or 0) + int(box.rows.start)
+        return cut(problem.offset, tile.samples).add(tile.rows.start)
+    return int(problem.spec.offset or 0) + int(tile.rows.start)
 
 
-def _distance(problem: Problem, box: Box) -> Tensor:
-    _, _, rows, keys = box.numbers(problem.spec.device)
-    start = torch.as_tensor(_first(problem, box), device=rows.device).view(-1, 1, 1, 1)
-    return start.add((rows - box.rows.start)[:, None]).sub(keys)
+def _distance(problem: Problem, tile: Tile) -> Tensor:
+    _, _, rows, keys = tile.numbers(problem.spec.device)
+    start = torch.as_tensor(_first(problem, tile), device=rows.device).view(-1, 1, 1, 1)
+    return start.add((rows - tile.rows.start)[:, None]).sub(keys)
 
 
-def _keep(problem: Problem, box: Box) -> Tensor:
+def _keep(problem: Problem, tile: Tile) -> Tensor:
     spec, p = problem.spec, problem.spec.dropout
-    samples, heads, rows, keys = box.numbers(spec.device)
+    samples, heads, rows, keys = tile.numbers(spec.device)
     heads = (samples[:, None] * spec.Hq + heads)[..., None, None]
     kept = kept_at(int(problem.seed), p, heads, rows[:, None], keys)
     return kept.to(spec.lse_dtype) * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def _taint(call: _Call, box: Box) -> Tensor | None:
-    if call.taint is None:
+def _taint(call: _Call, tile: Tile) -> Tensor | None:
+    if call.nonfinite is None:
         return None
-    rows, keys = (cut(x, *place) for x, place in zip(call.taint, box.places, strict=False))
+    rows, keys = (cut(x, *place) for x, place in zip(call.nonfinite, tile.places, strict=False))
     return rows + keys.repeat_interleave(rows.shape[1] // keys.shape[1], 1).mT
