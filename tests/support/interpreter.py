@@ -1,4 +1,4 @@
-"""Evaluates a mask program pair by pair in plain Python, from the table in docs/masks.md."""
+"""Evaluates a mask program pair by pair in plain Python, from the table in native/mask/README.md."""
 
 from __future__ import annotations
 
