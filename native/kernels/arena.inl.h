@@ -11,9 +11,9 @@ struct Arena {
 
   template <class T>
   T* take(int64_t count) {
-    T* at = reinterpret_cast<T*>(free);
+    T* block = reinterpret_cast<T*>(free);
     free += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return at;
+    return block;
   }
 };
 

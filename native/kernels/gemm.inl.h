@@ -36,40 +36,40 @@ REGARD_INLINE void multiply(const Number<V>* a, int64_t lda, const Number<V>* b,
 }
 
 template <int R>
-struct Count {
+struct RowCount {
   static constexpr int value = R;
 };
 
 // Calls tile(Count<R>, first row) for tiles of R rows that together cover n rows.
 template <class Tile>
-REGARD_INLINE void tiles(int64_t n, Tile tile) {
-  for (int64_t at = 0, rows; at < n; at += rows) {
-    rows = tile_rows(n - at);
+REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
+  for (int64_t first = 0, rows; first < n; first += rows) {
+    rows = tile_rows(n - first);
     if (rows == 6)
-      tile(Count<6>{}, at);
+      tile(RowCount<6>{}, first);
     else if (rows == 4)
-      tile(Count<4>{}, at);
+      tile(RowCount<4>{}, first);
     else if (rows == 5)
-      tile(Count<5>{}, at);
+      tile(RowCount<5>{}, first);
     else if (rows == 3)
-      tile(Count<3>{}, at);
+      tile(RowCount<3>{}, first);
     else if (rows == 2)
-      tile(Count<2>{}, at);
+      tile(RowCount<2>{}, first);
     else
-      tile(Count<1>{}, at);
+      tile(RowCount<1>{}, first);
   }
 }
 
 // C = A * B for R rows, and the largest of each lane.
 template <class V, int R>
 REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
-                            V (&top)[2]) {
+                            V (&lane_max)[2]) {
   V sum[R][2];
   multiply<V, R, true>(a, lda, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
       Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
-      top[i] = max(sum[r][i], top[i]);
+      lane_max[i] = max(sum[r][i], lane_max[i]);
     }
 }
 
@@ -81,26 +81,26 @@ REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b,
   multiply<V, R, RowMajor>(a, lda, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      Number<V>* at = c + (2 * r + i) * V::N;
-      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+      Number<V>* target = c + (2 * r + i) * V::N;
+      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
     }
 }
 
 // scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `top` holds the largest of each lane.
 template <class V>
 bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
-                Number<V>* scores, V (&top)[2]) {
+                Number<V>* scores, V (&lane_max)[2]) {
   constexpr int P = 2 * V::N;
-  V best[2] = {top[0], top[1]};
-  tiles(n, [&](auto rows, int64_t at) {
-    set_tile<V, rows.value>(keys + at * ld, ld, queries, D < kChain ? D : kChain, scores + at * P, best);
+  V local_max[2] = {lane_max[0], lane_max[1]};
+  visit_tiles(n, [&](auto rows, int64_t j) {
+    set_tile<V, rows.value>(keys + j * ld, ld, queries, D < kChain ? D : kChain, scores + j * P, local_max);
   });
-  top[0] = best[0];
-  top[1] = best[1];
+  lane_max[0] = local_max[0];
+  lane_max[1] = local_max[1];
   for (int64_t d = kChain; d < D; d += kChain)
-    tiles(n, [&](auto rows, int64_t at) {
+    visit_tiles(n, [&](auto rows, int64_t j) {
       const int64_t depth = D - d < kChain ? D - d : kChain;
-      add_tile<V, rows.value, true>(keys + at * ld + d, ld, queries + d * P, depth, scores + at * P);
+      add_tile<V, rows.value, true>(keys + j * ld + d, ld, queries + d * P, depth, scores + j * P);
     });
   return D <= kChain;
 }
@@ -110,11 +110,11 @@ bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* q
 template <class V, class Finish>
 void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
                    Finish finish) {
-  tiles(n, [&](auto count, int64_t at) {
+  visit_tiles(n, [&](auto count, int64_t row) {
     V sum[count.value][2];
-    multiply<V, count.value, true>(rows + at * ld, ld, panel, depth, sum);
+    multiply<V, count.value, true>(rows + row * ld, ld, panel, depth, sum);
     UNROLLED (r, count.value)
-      UNROLLED (i, 2) finish(at + r, i, sum[r][i]);
+      UNROLLED (i, 2) finish(row + r, i, sum[r][i]);
   });
 }
 
@@ -124,10 +124,10 @@ void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>*
                 Number<V>* out) {
   constexpr int64_t chain = kChain < 96 ? kChain : 96;
   for (int64_t k = 0; k < n; k += chain)
-    tiles(Dv, [&](auto rows, int64_t at) {
+    visit_tiles(Dv, [&](auto rows, int64_t d) {
       const int64_t depth = n - k < chain ? n - k : chain;
-      add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth,
-                                     out + at * 2 * V::N);
+      add_tile<V, rows.value, false>(values + k * ld + d, ld, weights + k * 2 * V::N, depth,
+                                     out + d * 2 * V::N);
     });
 }
 
@@ -152,8 +152,8 @@ REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t 
   }
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      Number<V>* at = c + r * ldc + i * V::N;
-      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+      Number<V>* target = c + r * ldc + i * V::N;
+      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
     }
 }
 

@@ -14,7 +14,7 @@ inline Number<V> dot(const Number<V>* a, const Number<V>* b, int64_t n) {
   V sum = Lanes<V>::zero();
   int64_t i = 0;
   for (; i + V::N <= n; i += V::N) sum = fma(Lanes<V>::load(a + i), Lanes<V>::load(b + i), sum);
-  Number<V> total = sum_of(sum);
+  Number<V> total = lane_sum(sum);
   for (; i < n; ++i) total += a[i] * b[i];
   return total;
 }
@@ -73,7 +73,7 @@ struct LinearChunk {
   using T = Number<V>;
   static constexpr int P = kPanel<V>;
   static constexpr int64_t C = kLinearChunk;
-  static constexpr T kSmallest = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
+  static constexpr T kMinNormal = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
 
   const LinearTask& task;
   const TokenAccess<V>& access;
@@ -82,90 +82,90 @@ struct LinearChunk {
   const int64_t D, Dv, Dp, Vp;  // Dp, Vp: filled up to slices
   const int64_t head;           // of K and V, among those of all samples
   const int64_t group, tokens;
-  int64_t at = 0, n = 0;  // the chunk: tokens at ... at + n - 1
+  int64_t begin = 0, n = 0;  // the chunk: tokens at ... at + n - 1
 
   // What is left of token j's share at token i: pairs[i][j]; of the state at
   // token i: since[i]; of token j's share at the end: until[j]; of the state:
   // whole. Without decay all are 1.
-  T *factors, *pairs, *since, *until, *beta, *ones;
-  T whole = 1;
+  T *token_decay, *pair_decay, *state_decay, *decay_to_end, *beta, *ones;
+  T chunk_decay = 1;
 
   LinearChunk(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
       : task(t), access(a), spec(*t.spec), call(*t.call), D(spec.D), Dv(spec.Dv), Dp(round_up(D, P)),
         Vp(round_up(Dv, P)), head(t.batch * spec.Hkv + t.kv_head), group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
         tokens(call.lengths ? call.lengths[t.batch] : spec.L) {
-    factors = arena.take<T>(C);
-    pairs = arena.take<T>(C * C);
-    since = arena.take<T>(C);
-    until = arena.take<T>(C);
+    token_decay = arena.take<T>(C);
+    pair_decay = arena.take<T>(C * C);
+    state_decay = arena.take<T>(C);
+    decay_to_end = arena.take<T>(C);
     beta = arena.take<T>(C);
     ones = arena.take<T>(C < D ? D : C);
   }
 
   void start() {
     for (int64_t i = 0; i < (C < D ? D : C); ++i) ones[i] = 1;
-    for (int64_t i = 0; i < C; ++i) since[i] = until[i] = 1;
+    for (int64_t i = 0; i < C; ++i) state_decay[i] = decay_to_end[i] = 1;
   }
 
-  static const T* shifted(const void* base, int64_t by) { return static_cast<const T*>(base) + by; }
-  static T* shifted(void* base, int64_t by) { return static_cast<T*>(base) + by; }
+  static const T* scalars(const void* base, int64_t offset) { return static_cast<const T*>(base) + offset; }
+  static T* scalars(void* base, int64_t offset) { return static_cast<T*>(base) + offset; }
 
   // Where the rows of head h begin at token l, from the tensor's own start.
-  int64_t place(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
+  int64_t index(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
 
   void load(const void* base, const Strides& s, int64_t h, int64_t width, int64_t ld, T* rows) const {
-    access.load(base, s, place(s, h, at), n, width, ld, rows);
+    access.load(base, s, index(s, h, begin), n, width, ld, rows);
   }
   void store(const T* slices, T factor, int64_t width, void* base, const Strides& s, int64_t h) const {
-    access.store(slices, factor, n, width, base, s, place(s, h, at));
+    access.store(slices, factor, n, width, base, s, index(s, h, begin));
   }
   // The rows of padding.
   void clear(void* base, const Strides& s, int64_t h, int64_t width) const {
-    access.clear(base, s, place(s, h, tokens), spec.L - tokens, width);
+    access.clear(base, s, index(s, h, tokens), spec.L - tokens, width);
   }
 
-  void slice_rows(const T* rows, int64_t ld, int64_t width, const T* factor, T* slices) const {
+  void to_slices(const T* rows, int64_t ld, int64_t width, const T* factor, T* slices) const {
     pack_slices<V>(rows, ld, 1, static_cast<int>(n), width, factor, C, slices);
   }
 
-  void panel_rows(const T* rows, int64_t ld, int64_t width, T* panels) const {
+  void to_panels(const T* rows, int64_t ld, int64_t width, T* panels) const {
     for (int64_t j = 0; j < n; j += P)
       pack<V>(rows + j * ld, ld, 1, static_cast<int>(n - j < P ? n - j : P), width, Scaled<V>{1},
               panels + j * width);
   }
 
-  void go_to(int64_t token) {
-    at = token;
-    n = tokens - at < C ? tokens - at : C;
-    if (call.log_decay) load_decay(shifted(call.log_decay, head * spec.L + at));
+  void set_chunk(int64_t token) {
+    begin = token;
+    n = tokens - begin < C ? tokens - begin : C;
+    if (call.log_decay) load_decay(scalars(call.log_decay, head * spec.L + begin));
     if (call.beta)
-      for (int64_t i = 0; i < n; ++i) beta[i] = shifted(call.beta, head * spec.L + at)[i];
+      for (int64_t i = 0; i < n; ++i) beta[i] = scalars(call.beta, head * spec.L + begin)[i];
   }
 
   // Row i is row i - 1 times the factor of token i: no quotient that could
   // overflow, and no token knows a later one. What would be denormal is 0.
   void load_decay(const T* log_decay) {
-    for (int64_t i = 0; i < C; ++i) factors[i] = i < n ? log_decay[i] : 0;
+    for (int64_t i = 0; i < C; ++i) token_decay[i] = i < n ? log_decay[i] : 0;
     for (int64_t i = 0; i < C; i += V::N)
-      Lanes<V>::store(factors + i, exponential(Lanes<V>::load(factors + i)));
-    T left = 1;
+      Lanes<V>::store(token_decay + i, decay_factor(Lanes<V>::load(token_decay + i)));
+    T remaining = 1;
     for (int64_t i = 0; i < n; ++i) {
-      since[i] = left *= factors[i];
-      T* row = pairs + i * C;
+      state_decay[i] = remaining *= token_decay[i];
+      T* row = pair_decay + i * C;
       for (int64_t j = 0; j < C; j += V::N) {
-        const V x = i ? Lanes<V>::load(row - C + j) * Lanes<V>::set(factors[i]) : Lanes<V>::zero();
-        Lanes<V>::store(row + j, keep(not_less(x, Lanes<V>::set(kSmallest)), x));
+        const V x = i ? Lanes<V>::load(row - C + j) * Lanes<V>::set(token_decay[i]) : Lanes<V>::zero();
+        Lanes<V>::store(row + j, keep(not_less(x, Lanes<V>::set(kMinNormal)), x));
       }
       row[i] = 1;
     }
-    for (int64_t j = 0; j < n; ++j) until[j] = pairs[(n - 1) * C + j];
-    whole = left;
+    for (int64_t j = 0; j < n; ++j) decay_to_end[j] = pair_decay[(n - 1) * C + j];
+    chunk_decay = remaining;
   }
 
-  static V exponential(V x) {
-    constexpr T log2e = static_cast<T>(1.44269504088896340736), most = 2 - Exp2<V>::kLowest;
+  static V decay_factor(V x) {
+    constexpr T log2e = static_cast<T>(1.44269504088896340736), limit = 2 - Exp2<V>::kLowest;
     const V zero = Lanes<V>::zero(), z = x * Lanes<V>::set(log2e);
-    return exp2<V>(zero - max(Lanes<V>::set(-most), zero - z));
+    return exp2<V>(zero - max(Lanes<V>::set(-limit), zero - z));
   }
 
   void scale_rows(T* rows, int64_t ld, const T* factor) const {
@@ -176,7 +176,7 @@ struct LinearChunk {
   // tile), times `decay` where given.
   void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
     for (int64_t j = 0; j < n; j += P)
-      tiles(n - j, [&](auto count, int64_t t) {
+      visit_tiles(n - j, [&](auto count, int64_t t) {
         V sum[count.value][2];
         multiply<V, count.value, true>(rows + (j + t) * ld, ld, panels + j * width, width, sum);
         for (int r = 0; r < count.value; ++r)
@@ -189,10 +189,10 @@ struct LinearChunk {
   }
 
   // One over the sum of each row's weights; 0 where there is none.
-  void find_divisors(const T* queries, const T* sum, const T* weights, T* divisor) const {
+  void compute_inverse_sums(const T* queries, const T* z, const T* weights, T* inverse_sums) const {
     for (int64_t i = 0; i < n; ++i) {
-      const T total = since[i] * dot<V>(queries + i * Dp, sum, D) + dot<V>(weights + i * C, ones, i + 1);
-      divisor[i] = total == 0 ? 0 : 1 / total;
+      const T total = state_decay[i] * dot<V>(queries + i * Dp, z, D) + dot<V>(weights + i * C, ones, i + 1);
+      inverse_sums[i] = total == 0 ? 0 : 1 / total;
     }
   }
 
@@ -245,7 +245,7 @@ void add_outer(const Number<V>* left, int64_t ld, int64_t rows, const Number<V>*
                int64_t n, Number<V> factor, const Number<V>* before, Number<V>* target) {
   constexpr int P = kPanel<V>;
   for (int64_t c = 0; c < columns; c += P)
-    tiles(rows, [&](auto count, int64_t r) {
+    visit_tiles(rows, [&](auto count, int64_t r) {
       V sum[count.value][2], old[count.value][2];
       const int64_t to = c * rows + r * P;
       multiply<V, count.value, false>(left + r, ld, right + c * kLinearChunk, n, sum);
@@ -267,10 +267,10 @@ int64_t linear_bytes(const LinearSpec& spec) {
   const LinearCall call{};
   const LinearGradients grads{};
   const LinearTask task{&spec, &call, &grads, 0, 0, nullptr, nullptr, nullptr};
-  constexpr uintptr_t anywhere = 64;
-  Arena arena{reinterpret_cast<char*>(anywhere)};
+  constexpr uintptr_t dummy_base = 64;
+  Arena arena{reinterpret_cast<char*>(dummy_base)};
   const Pass<V> pass(task, kTokenAccess<V, Number<V>>, arena);
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - anywhere);
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - dummy_base);
 }
 
 template <class V, class S, template <class> class Pass>

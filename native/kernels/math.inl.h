@@ -13,8 +13,8 @@ struct Exp2<Floats> {
   static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40, kLargestShift = 0x1p20f;
   static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f,
                                 0x1.5bba14p-10f};
-  static constexpr float exact[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
-                                    0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
+  static constexpr float q_expm1[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
+                                      0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
 };
 
 template <>
@@ -24,7 +24,7 @@ struct Exp2<Doubles> {
                                  0x1.3b2ab6fba4e79p-7,  0x1.5d87fe78a3f9cp-10, 0x1.430912f86b7dbp-13,
                                  0x1.ffcbfc6da6ed1p-17, 0x1.62c02242b879cp-20, 0x1.b524ebd13a55fp-24,
                                  0x1.e4cf10dec0f59p-28, 0x1.e9ec1fcb69a7fp-32, 0x1.c4a29324a1038p-36};
-  static constexpr const double (&exact)[12] = q;
+  static constexpr const double (&q_expm1)[12] = q;
 };
 
 template <class V, int Count>
@@ -66,19 +66,19 @@ inline V tanh_of(V y) {
   y = zero - max(low, zero - max(low, y));
   const V round = Lanes<V>::set(Exp2<V>::kRound);
   const V t = y + round, f = y - (t - round), power = power_from_bits(t);
-  const V e = fma(horner(Exp2<V>::exact, f) * f, power, power - one);
+  const V e = fma(horner(Exp2<V>::q_expm1, f) * f, power, power - one);
   return e / (e + Lanes<V>::set(2));
 }
 
 template <class V>
-inline Number<V> first_of(V x) {
+inline Number<V> first_lane(V x) {
   Number<V> lane[V::N];
   Lanes<V>::store(lane, x);
   return lane[0];
 }
 
 template <class V>
-inline Number<V> sum_of(V x) {
+inline Number<V> lane_sum(V x) {
   Number<V> lane[V::N], sum = 0;
   Lanes<V>::store(lane, x);
   for (int i = 0; i < V::N; ++i) sum += lane[i];

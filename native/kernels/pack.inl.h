@@ -40,8 +40,8 @@ inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride,
                         int64_t col, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = col; c < cols; ++c)
     for (int r = row; r < row_end; ++r) {
-      Number<V>& at = panel[c * kPanel<V> + r];
-      at = put(at, static_cast<Number<V>>(to_float(source[r * row_stride + c * col_stride])));
+      Number<V>& element = panel[c * kPanel<V> + r];
+      element = put(element, static_cast<Number<V>>(to_float(source[r * row_stride + c * col_stride])));
     }
 }
 
@@ -57,8 +57,8 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
         UNROLLED (i, V::N) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
         transpose(block);
         UNROLLED (i, V::N) {
-          Number<V>* at = panel + (c + i) * kPanel<V> + r;
-          Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
+          Number<V>* target = panel + (c + i) * kPanel<V> + r;
+          Lanes<V>::store(target, put(Lanes<V>::load(target), block[i]));
         }
       }
     pack_scalar<V>(source, row_stride, col_stride, r, r + V::N < rows ? r + V::N : rows, c, cols, put, panel);
@@ -67,12 +67,12 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
 
 // panel[c][r] = put(panel[c][r], source[c]) for every row.
 template <class V, class S, class Put>
-void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, Number<V>* panel) {
+void pack_broadcast(const S* source, int64_t col_stride, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = 0; c < cols; ++c) {
     const V x = Lanes<V>::set(static_cast<Number<V>>(to_float(source[c * col_stride])));
     for (int r = 0; r < kPanel<V>; r += V::N) {
-      Number<V>* at = panel + c * kPanel<V> + r;
-      Lanes<V>::store(at, put(Lanes<V>::load(at), x));
+      Number<V>* target = panel + c * kPanel<V> + r;
+      Lanes<V>::store(target, put(Lanes<V>::load(target), x));
     }
   }
 }
@@ -81,19 +81,19 @@ void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, Numbe
 template <class V>
 struct StoreAsIs {
   template <class S>
-  void operator()(S* at, V x) const {
-    Lanes<V>::store(at, x);
+  void operator()(S* target, V x) const {
+    Lanes<V>::store(target, x);
   }
   template <class S>
-  void operator()(S* at, Number<V> x) const {
-    from_float(at, x);
+  void operator()(S* target, Number<V> x) const {
+    from_float(target, x);
   }
 };
 template <class V, class S>
 struct RoundingResidual {
   int64_t rounded;  // where, from the target
-  void operator()(S* at, V x) const { Lanes<V>::store(at, x - Lanes<V>::load(at + rounded)); }
-  void operator()(S* at, Number<V> x) const { from_float(at, x - to_float(at[rounded])); }
+  void operator()(S* target, V x) const { Lanes<V>::store(target, x - Lanes<V>::load(target + rounded)); }
+  void operator()(S* target, Number<V> x) const { from_float(target, x - to_float(target[rounded])); }
 };
 
 // target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
@@ -130,8 +130,8 @@ void unpack_add(const Number<V>* panel, int64_t cols, Number<V> factor, int rows
       UNROLLED (i, V::N) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
       transpose(block);
       UNROLLED (i, V::N)
-        if (Number<V>* at = target + (r + i) * row_stride + c; i < filled)
-          Lanes<V>::store(at, fma(block[i], scale, Lanes<V>::load(at)));
+        if (Number<V>* sum = target + (r + i) * row_stride + c; i < filled)
+          Lanes<V>::store(sum, fma(block[i], scale, Lanes<V>::load(sum)));
     }
     for (; c < cols; ++c)
       for (int i = 0; i < filled; ++i)

@@ -91,7 +91,7 @@ inline void transpose(Floats (&r)[8]) {
 }
 
 // Lane i of the result is the sum of r[i].
-inline Floats sum_each(const Floats (&r)[8]) {
+inline Floats lane_sums(const Floats (&r)[8]) {
   __m256 a[4], b[2];
   UNROLLED (i, 4)
     a[i] = _mm256_add_ps(_mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v),
@@ -116,7 +116,7 @@ inline void transpose(Doubles (&r)[4]) {
   r[3].v = _mm256_permute2f128_pd(b, d, 0x31);
 }
 
-inline Doubles sum_each(const Doubles (&r)[4]) {
+inline Doubles lane_sums(const Doubles (&r)[4]) {
   const __m256d a = _mm256_hadd_pd(r[0].v, r[1].v), b = _mm256_hadd_pd(r[2].v, r[3].v);
   return {_mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x20), _mm256_permute2f128_pd(a, b, 0x31))};
 }
@@ -163,7 +163,7 @@ struct Lanes<Floats> {
     return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set, bit), bit))};
   }
   static Mask mask(Words w, int) { return {_mm256_castsi256_ps(w.v)}; }
-  static Floats count() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+  static Floats iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
 };
 
 template <>
@@ -184,7 +184,7 @@ struct Lanes<Doubles> {
     const __m128i half = part & 1 ? _mm256_extracti128_si256(w.v, 1) : _mm256_castsi256_si128(w.v);
     return {_mm256_castsi256_pd(_mm256_cvtepi32_epi64(half))};
   }
-  static Doubles count() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
+  static Doubles iota() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
 };
 
 // The lower and upper halves of 8 bytes.
