@@ -1,4 +1,4 @@
-// Working memory, handed out from one split in lines of 64 bytes.
+// A bump allocator over one scratch buffer. Allocations are rounded up to cache lines of 64 bytes.
 #pragma once
 #include "kernels/isa.h"
 

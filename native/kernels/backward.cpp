@@ -1,5 +1,8 @@
-// A chunk of keys in backward: tiles of queries pass by, each adds to the chunk's dk and dv and gets its
-// share of dq. With w the unnormalised weight 2^(s - shift) and dout already divided by the row's sum:
+// Backward attention for one chunk of keys of one key head: computes dk and dv of the chunk and
+// adds to dq. Loop order: tiles of up to kTilePanels panels of queries, blocks of 96 keys, panels.
+// Weights and ds are [key][P] with rows in the lanes; dk and dv are summed in register tiles of 6
+// keys x P channels. With the unnormalised weight w = 2^(s - shift), and dout divided by the row's
+// softmax sum:
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
 #include "kernels/arena.inl.h"
 #include "kernels/exact_gradients.inl.h"
@@ -8,14 +11,15 @@
 
 namespace {
 
-// ds of one vector of pairs. A weight that was dropped is negative.
+// ds of one vector of (query, key) pairs. A dropped weight is stored negated.
 template <class V, bool Dropped>
 inline V score_gradient(V weight, V dp, V delta) {
   if (Dropped) dp = keep(not_less(weight, Lanes<V>::zero()), dp);
   return (Dropped ? abs(weight) : weight) * (dp - delta);
 }
 
-// x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
+// Returns whether all elements are finite (x - x == 0). Four alternating sums shorten the
+// dependency chain.
 template <class V>
 inline bool all_finite(const Number<V>* x, int64_t n) {
   V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
@@ -36,10 +40,11 @@ struct Backward {
   static constexpr int P = kPanel<V>;
   static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
   static constexpr int64_t kKeys = kBackwardBlock;
-  static constexpr int64_t kKeyTiles = kKeys / kLanesRows;  // tiles of keys in a block
+  static constexpr int64_t kKeyTiles = kKeys / kLanesRows;  // register tiles in a block
   static constexpr int64_t kBlockSize = kKeys * P;
 
-  // A panel's queries[D][P] (scaled), dout[Dv][P], dq[D][P], and what its lanes need.
+  // A panel's scaled queries[D][P], dout[Dv][P], dq[D][P], each lane's shift, delta and dropout
+  // words, and the next span.
   struct State {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
@@ -50,13 +55,13 @@ struct Backward {
   const Spec& spec;
   const Call& call;
   const Gradients& grads;
-  int64_t q_slices, v_slices;                   // of P columns
+  int64_t q_slices, v_slices;                   // slices of P columns
   Scalar *q_rows, *dout_rows;                   // [slice][kTilePanels * P][P]
   Scalar *weights, *ds;                         // [panel][kKeys][P]
-  Scalar *cap_slopes, *factor, *unused_totals;  // [kKeys][P], of the softcap; [P]; [P]
+  Scalar *cap_slopes, *factor, *unused_totals;  // softcap derivatives [kKeys][P]; [P]; [P]
   Scalar *dk_sum, *dv_sum;                      // [key][slice * P]
-  Scalar *keys, *values;                        // copies, where needed
-  Scalar* table;                                // a tile's and block's sums by distance
+  Scalar *keys, *values;                        // converted rows of K and V, if copied
+  Scalar* table;                                // ds of one panel and block, summed by distance
   State states[kTilePanels];
   bool want_ds, want_k, want_v;
   enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
@@ -77,7 +82,8 @@ struct Backward {
     v = first_row(call.v, spec.v, chunk.copy_v, spec.Dv, values, ldv);
   }
 
-  // The order matters: what stays between calls of one chunk comes first, at places that do not move.
+  // Buffers that persist between the calls for one chunk come first, so that their addresses do not
+  // depend on the others.
   Arena lay_out(Arena a) {
     const int64_t n = round_up(chunk.end - chunk.begin, kKeys), tile = kTilePanels * P;
     dk_sum = a.take<Scalar>(want_k ? n * q_slices * P : 0);
@@ -120,7 +126,7 @@ struct Backward {
            (chunk.key + key * chunk.key_step) * s.l;
   }
 
-  // Row chunk.begin of K or V, and the distance of rows.
+  // Returns row chunk.begin of K or V and sets `ld` to the distance between rows.
   const Scalar* first_row(const void* base, const Strides& s, bool copy, int64_t width, const Scalar* copied,
                           int64_t& ld) const {
     ld = copy ? width : s.l * chunk.key_step;
@@ -139,7 +145,7 @@ struct Backward {
                    spec.Dv, values);
   }
 
-  // Zeros, or what marked rows have given already.
+  // Initialises a sum with the gradients of marked rows, or zeros.
   void start(Scalar* sum, int64_t n, int64_t slices, int64_t width, const double* exact,
              double factor) const {
     for (int64_t i = 0; i < n * slices * P; ++i) sum[i] = 0;
@@ -152,7 +158,7 @@ struct Backward {
 
   // Queries
 
-  // Asked at most once for a tile.
+  // Computed at most once for a tile.
   bool rows_are_finite(int count) {
     if (finite_rows != kUnknown) return finite_rows == kYes;
     const int64_t tile = kTilePanels * P * P;
@@ -186,8 +192,9 @@ struct Backward {
     s.span = 0;
   }
 
-  // Each lane's shift, delta and the factor of its dout; zeros beyond the rows. Returns the rows that take no
-  // part: those that see nothing, and those that forward has marked. Their weights must vanish, too.
+  // Loads each lane's shift, delta and the factor of its dout. Lanes beyond the rows get zeros.
+  // Returns the skipped rows: fully masked rows and rows that forward marked. Their large shift
+  // makes their weights 0.
   uint32_t load_lanes(const Panel& p, State& s) {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
     const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
@@ -198,7 +205,8 @@ struct Backward {
       const bool valid = t < p.rows && !(shift[rows + row] <= 0);
       factor[t] = valid ? static_cast<Scalar>(spec.keep_scale) / shift[rows + row] : 0;
       s.delta[t] = valid ? delta[row] / shift[rows + row] : 0;
-      const bool finite = valid && shift[row] > -static_cast<Scalar>(__builtin_inf());  // else it sees a NaN
+      // A shift of -inf in a row that attends to keys means that a score is NaN.
+      const bool finite = valid && shift[row] > -static_cast<Scalar>(__builtin_inf());
       s.shift[t] = finite ? shift[row] : valid || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
       skipped |= t < p.rows && !valid ? 1u << t : 0;
     }
@@ -213,7 +221,7 @@ struct Backward {
     for (int64_t d = 0; d < v_slices * P; ++d) element(dout_rows, i, t, d) = 0;
   }
 
-  // Element d of row t of panel i.
+  // Returns element d of row t of panel i.
   static Scalar& element(Scalar* rows, int i, int t, int64_t d) {
     return rows[((d / P * kTilePanels + i) * P + t) * P + d % P];
   }
@@ -227,7 +235,8 @@ struct Backward {
       for (int64_t d = 0; d < P * P; ++d) dout_rows[(c * kTilePanels + i) * P * P + d] = 0;
   }
 
-  // Weights and ds of keys [from, to), which some row of the panel sees, in the block that starts at `begin`.
+  // Computes weights w and score gradients g of keys [from, to), which some row of the panel may
+  // attend to. The block begins at key `begin`.
   void compute_weights_and_ds(const Panel& p, const State& s, const Span* spans, int64_t begin, int64_t from,
                               int64_t to, bool partial, Scalar* w, Scalar* g) {
     const int64_t n = to - from, first_key = from - chunk.begin;
@@ -256,7 +265,7 @@ struct Backward {
         Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
   }
 
-  // The same for neighbouring spans: long ones that all rows see are spared what partial ones need.
+  // Processes adjacent spans. Long full spans are processed separately, which spares them the mask.
   void process_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from,
                      int64_t to, Scalar* w, Scalar* g) {
     const auto is_long = [](const Span* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
@@ -274,7 +283,7 @@ struct Backward {
     }
   }
 
-  // False when a shift is too large, or D, for the quick way.
+  // Computes scores and weights in one pass. Returns false if D or a shift is too large for it.
   bool compute_weights_fused(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
     if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
@@ -311,7 +320,7 @@ struct Backward {
       for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
   }
 
-  // A bias of -inf hides a key from a row, which nothing but the weight can tell.
+  // A bias of -inf masks a key; only a weight of 0 shows it.
   bool bias_may_mask() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
 
   static void zero_masked(const Scalar* w, int64_t n, Scalar* g) {
@@ -319,7 +328,7 @@ struct Backward {
       Lanes<V>::store(g + i, keep(differs(Lanes<V>::load(w + i), Lanes<V>::zero()), Lanes<V>::load(g + i)));
   }
 
-  // Caps the scores and keeps the cap's derivative 1 - tanh^2.
+  // Applies the softcap and stores its derivative 1 - tanh^2.
   void cap(Scalar* scores, int64_t n) {
     const Scalar cap = static_cast<Scalar>(spec.softcap * kLog2E);
     soft_cap<V>(scores, n * kPanel<V>, cap);
@@ -330,7 +339,7 @@ struct Backward {
     }
   }
 
-  // Gradients of what was added to the scores.
+  // Bias gradients
 
   void add_bias_gradients(const TileCoords& at, int64_t n, const Scalar* g) {
     if (grads.dbias && (chunk.bias_only || !bias_is_shared(spec, grads))) add_tensor_bias_gradient(at, n, g);
@@ -351,7 +360,7 @@ struct Backward {
         target[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
   }
 
-  // In the bias's own dtype: nothing else is added to these elements.
+  // Writes in the bias's dtype: each element gets exactly one value.
   void write_bias_gradient(const TileCoords& at, int64_t n, const Scalar* g, int64_t first) {
     const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
     for (int t = 0; t < P; ++t) factor[t] = 1;
@@ -365,7 +374,7 @@ struct Backward {
     return chunk.by_head + (at.head - chunk.kv_head * (spec.Hq / spec.Hkv)) * columns;
   }
 
-  // Of -slope * |position - key|.
+  // Gradient of -slope * |position - key|.
   void add_slope_gradient(const TileCoords& at, int64_t n, const Scalar* g) {
     const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
     V sum = Lanes<V>::zero();
@@ -378,7 +387,7 @@ struct Backward {
     *by_head_sum(at, 1) -= static_cast<double>(lane_sum(sum));
   }
 
-  // Sums along the diagonals of the block, then into the columns of the table.
+  // Sums ds along the diagonals of the tile, then adds the sums to the table's columns.
   void add_table_gradient(const TileCoords& at, int64_t n, const Scalar* g) {
     double* target = by_head_sum(at, call.distances);
     if (at.row_step != 1) {
@@ -401,7 +410,7 @@ struct Backward {
                        call.distances);
   }
 
-  // Products
+  // Matrix products
 
   void add_query_gradients(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from,
                            int64_t to, const Scalar* g) {
@@ -415,7 +424,7 @@ struct Backward {
     });
   }
 
-  // Calls visit(key, lane) for the pairs of a panel in keys [from, to).
+  // Calls visit(key, lane) for the unmasked pairs of a panel in keys [from, to).
   template <class Visit>
   void visit_pairs(const Panel& p, int64_t from, int64_t to, Visit visit) const {
     for (const Span* r = p.spans; r < p.spans + p.n_spans; ++r)
@@ -424,7 +433,7 @@ struct Backward {
           if (r->lanes >> t & 1) visit(key, t);
   }
 
-  // Whether keys that some lane must not meet are finite.
+  // Returns whether the keys that are masked for some lane are finite.
   bool masked_keys_are_finite(const Span* spans, int64_t from, int64_t to) const {
     bool finite = true;
     for (int64_t key = from; key < to; ++spans) {
@@ -436,7 +445,8 @@ struct Backward {
     return finite;
   }
 
-  // dk or dv of the block that starts `at` keys into the chunk. `seen[tile]` has the panels that touch it.
+  // Adds to dk or dv of the block that begins `first_key` keys into the chunk. active[tile] is the
+  // set of panels that attend to the tile's keys.
   void add_key_gradients(int64_t first_key, int64_t n, const uint32_t* active, const Scalar* a,
                          const Scalar* rows, int64_t slices, Scalar* sum) {
     for (int64_t c = 0; c < slices; ++c)
@@ -448,7 +458,7 @@ struct Backward {
       }
   }
 
-  // The same pair by pair: a pair that is hidden must not meet a NaN of its query's row.
+  // Adds pair by pair, so that a masked pair does not multiply a NaN in its query's row by 0.
   void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
                                  Scalar* rows, int64_t slices, Scalar* sum) {
     for (int i = 0; i < count; ++i)
@@ -464,7 +474,8 @@ struct Backward {
       weights[panel * kBlockSize + i] = ds[panel * kBlockSize + i] = 0;
   }
 
-  // A panel's part in the block [begin, end). Returns whether it sees all of it.
+  // Processes one panel and the block [begin, end). Returns whether all its rows attend to the
+  // whole block.
   bool process_panel(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* active) {
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
     bool covers_block = false;
@@ -478,7 +489,8 @@ struct Backward {
     return covers_block;
   }
 
-  // Tiles of keys [from, to): the panel takes part in them, with zeros where it sees nothing.
+  // Adds the panel to `active` for the tiles of keys [from, to), and zeros its weights and ds for
+  // the other keys of these tiles.
   void mark_active(int panel, int64_t from, int64_t to, int64_t n, uint32_t* active) {
     const int64_t first = from / kLanesRows, last = (to - 1) / kLanesRows;
     if (!(active[first] >> panel & 1)) zero_rows(panel, first * kLanesRows, from);
@@ -542,7 +554,7 @@ void copy_row(const Number<V>* source, S* target, int64_t n) {
   for (; i < n; ++i) from_float(target + i, source[i]);
 }
 
-// delta = dout . out - dlse
+// delta = dout . out - dlse, and the sink's gradient
 template <class V, class S>
 struct BackwardRows {
   using Scalar = Number<V>;
@@ -551,14 +563,14 @@ struct BackwardRows {
   const Gradients& grads;
   int64_t batch, head;
 
-  // Of row `at` of the tensors of rows; `i` of its head.
-  Scalar delta(int64_t i, int64_t at) const {
+  // Returns delta of row i of the head, which is row `index` of (B, Hq, Lq).
+  Scalar delta(int64_t i, int64_t index) const {
     const Strides &o = spec.out, &g = grads.dout_stride;
     const int64_t row = batch * o.b + head * o.h + i * o.l;
     const S* y = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h + i * g.l;
     Scalar sum = dot(static_cast<const S*>(grads.out) + row, y);
     if (grads.residual) sum += dot(static_cast<const S*>(grads.residual) + row, y);
-    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[at] : sum;
+    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[index] : sum;
   }
 
   Scalar dot(const S* x, const S* y) const {
@@ -573,7 +585,7 @@ struct BackwardRows {
     return total;
   }
 
-  // The same sums for any stride.
+  // Loads a vector with any stride, so that sums have the same order for all strides.
   static V load(const S* x, int64_t stride) {
     if (stride == 1) return Lanes<V>::load(x);
     Scalar elements[V::N];
@@ -581,7 +593,7 @@ struct BackwardRows {
     return Lanes<V>::load(elements);
   }
 
-  // What the sink has of a row's softmax; all of it where the row sees nothing.
+  // Returns the sink's softmax weight; 1 for a fully masked row.
   double sink_share(Scalar shift, Scalar total) const {
     if (total == 0) return 1;
     const Scalar sink = static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E);
@@ -590,7 +602,7 @@ struct BackwardRows {
     return static_cast<double>(power[0]) / static_cast<double>(total);
   }
 
-  // Fills in delta; returns the rows' share of the sink's gradient.
+  // Computes delta of rows [begin, end). Returns their part of the sink's gradient.
   double run(int64_t begin, int64_t end) const {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
     const Scalar* stats = static_cast<const Scalar*>(grads.stats);

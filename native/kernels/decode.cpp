@@ -1,6 +1,8 @@
-// Few query rows against many keys. A split of the keys of one head is read once for all query rows of its
-// group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
-// are enough rows to fill a panel, over rows.
+// Decode: few query rows attend to many stored keys. `run` computes the partial result of one split
+// of at most 512 keys for all query rows of its group; `finish` merges the splits' partial results.
+// Loop order: sets of 64 rows; for each set all scores, then the softmax of each row, then all
+// values; each pass reads tiles of 32 keys. Blocks of up to 4 rows share the loaded keys, with
+// lanes along D. Rows that fill panels put rows in the lanes and read tiles of 96 keys.
 #include "kernels/exact.inl.h"
 #include "kernels/gemm.inl.h"
 #include "kernels/rows.inl.h"
@@ -8,16 +10,16 @@
 
 namespace {
 
-// Rows that share what is loaded of a key or value.
+// Query rows that share each loaded vector of a key or value.
 template <class V>
 constexpr int kRowBlock = V::N < 4 ? V::N : 4;
 
-// Rows between what is read and what is asked for. The processor's own prefetching loses its way among
-// several rows at once. Keys and values that fit into the L2 cache are likely to be there.
+// Software prefetch distances in rows. The hardware prefetcher does not follow several row streams.
+// Keys and values of at most kCachedBytes are likely to be in L2 and are not prefetched.
 constexpr int64_t kPrefetchKeys = 8, kPrefetchValues = kTileKeys, kCachedBytes = 512 << 10;
 
-// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
-// that is read asks for the one `ahead` elements further on, if that is not 0.
+// Dot products of R queries with C = V::N / R keys: lane r * C + c is query r and key c. Prefetches
+// `ahead` elements beyond each load, unless 0.
 template <class V, int R, class K>
 REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R], int64_t D,
                      int64_t ahead) {
@@ -51,7 +53,8 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K>
   return sums + Lanes<V>::load(tail);
 }
 
-// The same for codes. One query takes the products of a group before it scales them; several share numbers.
+// Quantised keys. With one query, scale after summing a group; with several, dequantise once and
+// share.
 template <class V, int R, StoreKind Kind>
 REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
                      int64_t D, int64_t ahead) {
@@ -96,7 +99,7 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kin
   return lane_sums(sum);
 }
 
-// scores[R][ld_scores] of a tile of n keys
+// scores[R][ld_scores] of a tile of n keys.
 template <class V, int R, class Tile>
 void score_tile(const Number<V>* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n, int64_t ahead,
                 Number<V>* scores, int64_t ld_scores) {
@@ -123,7 +126,7 @@ REGARD_INLINE void add_to(Number<V>* at, V x) {
   Lanes<V>::store(at, Lanes<V>::load(at) + x);
 }
 
-// out[R][Count vectors from d on] += weights[R][n] * values[n]
+// out[R][d : d + Vectors * V::N] += weights[R][n] * values[n]
 template <class V, int R, int Vectors, class K>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const FloatTile<V, K>& values,
                                int64_t d, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
@@ -144,7 +147,8 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
     UNROLLED (i, Vectors) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
 }
 
-// The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
+// Quantised values: `Units` units from `first` on. With one row, scale the weight; with several,
+// dequantise once and share.
 template <class V, int R, int Units, StoreKind Kind>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
                                int64_t first, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
@@ -219,7 +223,7 @@ void add_tile(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Ki
   for (; u < units; u += kTail) add_columns<V, R, kTail>(weights, ld_weights, values, u, n, ahead, out, ldo);
 }
 
-// Calls work(Count<R>, first row) for blocks of R rows that together are rows r on.
+// Calls work(RowCount<R>, first row) for blocks that cover rows [r, rows).
 template <class V, class Work>
 inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
   for (; r + kRowBlock<V> <= rows; r += kRowBlock<V>) work(RowCount<kRowBlock<V>>{}, r);
@@ -227,13 +231,14 @@ inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
   for (; r < rows; ++r) work(RowCount<1>{}, r);
 }
 
-// Keys that the panels of rows take at once: long enough for sums in registers.
+// Keys in a tile if rows are in panels: a long enough sum in registers.
 constexpr int64_t kPanelKeys = 96;
 
-// Rows that pass over a split together, so that their scores stay in L2. The split does, too.
+// Rows that are processed together. Their scores and the split's keys and values stay in L2.
 constexpr int64_t kRowSet = 64;
 
-// Rows that lie in panels. A panel that is nearly full is worth it.
+// Returns how many rows go into panels. An incomplete last panel pays off only if it is at least
+// three quarters full.
 template <class V>
 inline int64_t rows_for_panels(int64_t rows) {
   constexpr int64_t P = kPanel<V>;
@@ -246,7 +251,7 @@ struct Decode {
   using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
-  // What a split of the keys gives to each row: its softmax's shift and sum, and the weighted values.
+  // The partial result of a split: each row's softmax shift and sum and its unnormalised output.
   struct Partial {
     Scalar *shift, *total, *out;
   };
@@ -254,15 +259,15 @@ struct Decode {
   const Split& split;
   const Spec& spec;
   const Call& call;
-  int64_t ldq, ldo;            // distances of rows of queries and results: whole groups of channels
+  int64_t ldq, ldo;            // row strides of queries and outputs, rounded up to whole groups
   int64_t group, all_rows;     // row r is query r % Lq of head r / Lq of the group
-  int64_t first = 0, rows;     // the set of rows at work
-  int64_t rows_in_panels = 0;  // so many of them are in panels
+  int64_t first = 0, rows;     // the current set is rows [first, first + rows)
+  int64_t rows_in_panels = 0;  // the first rows of the set, up to this many, are in panels
   Stored<V, S> keys, values;
   Arena arena;
   Scalar *queries, *scores, *converted, *scales, *sum;
-  Scalar *query_panels, *out_panels,
-      *panel_scores;  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
+  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
+  Scalar *query_panels, *out_panels, *panel_scores;
   double* exact;
 
   explicit Decode(const Split& p)
@@ -312,7 +317,7 @@ struct Decode {
   int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
   const SpanList& spans(int64_t r) const { return split.spans[split.by_head ? r / spec.Lq : 0]; }
 
-  // Which key of the split key j of the call is.
+  // Converts key j of the call to the split's numbering.
   int64_t split_key(int64_t j) const { return (j - split.key) / split.key_step; }
 
   RowCoords coords(int64_t r, int64_t begin) const {
@@ -325,7 +330,7 @@ struct Decode {
     return static_cast<const S*>(call.q) + split.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
   }
 
-  // A split of the keys
+  // One split
 
   bool fits_in_l2() const {
     return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kCachedBytes;
@@ -347,14 +352,14 @@ struct Decode {
     });
   }
 
-  // work(panel, rows in it)
+  // Calls work(panel, rows of the panel).
   template <class Work>
   void visit_panels(Work work) const {
     for (int64_t i = 0; i < panels(); ++i)
       work(i, static_cast<int>(rows_in_panels - i * P < P ? rows_in_panels - i * P : P));
   }
 
-  // Calls work(first key, keys, tile of rows) for all keys that are seen.
+  // Calls work(first key, keys, tile) for all keys of the split that some row may attend to.
   template <class Work>
   void visit_key_tiles(Stored<V, S>& stored, Work work) {
     for (int64_t i = 0; i < split.n_seen; ++i) {
@@ -367,7 +372,8 @@ struct Decode {
     }
   }
 
-  // Rows as they lie, if one block of query rows is all that uses them; else converted once for all.
+  // Reads the tile in place if one block of query rows is its only user. Otherwise converts it once
+  // for all blocks.
   template <class Work>
   void visit_key_tile(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
     const int64_t c = j - split.begin;
@@ -413,13 +419,13 @@ struct Decode {
     });
   }
 
-  // Panels take converted rows alone; `visit` sees to it.
+  // Tiles that are not converted: `visit_key_tile` yields them only if no rows are in panels.
   template <class Tile>
   void score_panels(const Tile&, int64_t, int64_t) {}
   template <class Tile>
   void add_panels(const Tile&, int64_t, int64_t) {}
 
-  // Raw scores -> weights, in the contract's order.
+  // Turns a row of raw scores into weights: softcap, bias, mask, softmax, dropout.
   void softmax_row(int64_t r, const Partial& p) {
     Scalar* row = scores + r * kSplitKeys;
     const int64_t n = split.end - split.begin, filled = round_up(n, V::N);
@@ -465,14 +471,15 @@ struct Decode {
     return !keys.has_bad_page() && !values.has_bad_page();
   }
 
-  // All splits together
+  // Merging the splits
 
   struct MergedSoftmax {
     Scalar shift, total;
     bool only_sink;
   };
 
-  // Adds up the partials of row r in `sum`, at the largest shift; the sink is there before any key.
+  // Sums the partial results of row r, rescaled to the largest shift, in `sum`. The sink counts
+  // before the first key.
   MergedSoftmax merge(int64_t r) {
     V first_shift, first_total;
     start_softmax<V>(call, head(r), first_shift, first_total);
@@ -486,7 +493,7 @@ struct Decode {
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     for (int64_t i = 0; i < split.n_partials; ++i) {
       const Partial p = partial(i);
-      if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
+      if (p.total[r] == 0) continue;  // fully masked: output stays zero even if values are NaN
       const Scalar factor = first_lane(exp2(Lanes<V>::set(p.shift[r] - shift)));
       const Scalar *out = p.out + r * ldo, partial_sum = p.total[r] * factor;
       total += partial_sum;
@@ -496,7 +503,7 @@ struct Decode {
     return {max_shift, total, only_sink};
   }
 
-  // Whether the row's sum or output is NaN or infinite: x - x is 0 for all others.
+  // Returns whether the row's sum and output are finite (x - x == 0).
   bool is_finite(const MergedSoftmax& s) const {
     V zero = Lanes<V>::set(s.total - s.total);
     int64_t d = 0;

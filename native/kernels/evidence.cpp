@@ -1,5 +1,7 @@
-// Facts about the weights of some panels. The first walk over the keys is that of attention, with no values:
-// it leaves each row's shift and sum. The second computes the weights, block by block, and uses them.
+// Facts about the attention weights of one task's panels: top-k, entropy, masses by key, distance,
+// set and block, and whole rows. Two passes over the key blocks, with forward's loop order and tile
+// shapes. Pass 1 is forward without values; it yields each row's shift and softmax sum. Pass 2
+// recomputes the scores, normalises them to weights and reduces the weights to facts.
 #include "kernels/forward.inl.h"
 #include "kernels/largest.inl.h"
 
@@ -13,21 +15,25 @@ struct Evidence : Forward<V, S> {
   using SpanView = typename Base::SpanView;
   using Base::call, Base::P, Base::scores, Base::spec, Base::states, Base::task;
 
-  // What a panel's rows need in the second walk.
+  // Per-row values of one panel in the second pass. With z = score - shift:
+  //   factor           1 / softmax sum
+  //   weighted_scores  sum of 2^z * z
+  //   threshold        k-th largest score so far
+  //   max, total       softmax of the rows in exact_rows
+  //   fast_rows        rows with a finite result and a nonzero softmax sum
+  //   exact_rows       rows that are computed key by key
   struct RowFacts {
-    Scalar *factor, *weighted_scores,
-        *threshold;  // 1 / sum; sum of 2^z * z, z being a score less the shift; of top-k
+    Scalar *factor, *weighted_scores, *threshold;
     int64_t* choices;
-    double *max, *total;  // of exact rows
-    int* top_k_size;      // numbers in the row's top-k
-    uint32_t fast_rows = 0,
-             exact_rows = 0;  // rows that see something, and those of them that are computed key by key
+    double *max, *total;
+    int* top_k_size;
+    uint32_t fast_rows = 0, exact_rows = 0;
   };
 
   const Facts& facts;
   const EvidenceTask& evidence_task;
   RowFacts* row_facts;
-  Scalar *key_sums, *distance_sums;  // sums over the panels for each lane, of a block's keys and distances
+  Scalar *key_sums, *distance_sums;  // each lane's sums over the panels, by key and by distance
 
   explicit Evidence(const EvidenceTask& t) : Base(t.task), facts(*t.facts), evidence_task(t) {
     Arena& arena = this->arena;
@@ -65,7 +71,7 @@ struct Evidence : Forward<V, S> {
     for (int64_t i = 0; i < count; ++i) x[i] = 0;
   }
 
-  // Where a row's numbers are in a tensor (B, Hq, Lq).
+  // Returns the row's index in a tensor (B, Hq, Lq).
   int64_t index(const Panel& p, int t) const {
     return (task.batch * spec.Hq + p.head) * spec.Lq + p.row + t * task.row_step;
   }
@@ -89,7 +95,7 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // The keys [begin, end) of a panel.
+  // Adds the view's keys to the facts of panel i.
   void process_span(int i, const SpanView& view) {
     const Panel& p = task.panels[i];
     const int64_t n = view.end - view.begin;
@@ -107,7 +113,7 @@ struct Evidence : Forward<V, S> {
     if (facts.n_rows) store_rows(p, view);
   }
 
-  // scores -> weights; 0 for what is hidden, and for rows that are not there or computed exactly.
+  // Turns scores into weights: 0 for masked keys, absent rows and exact rows.
   void compute_weights(const State& s, RowFacts& f, int64_t n) {
     const V lowest = Lanes<V>::set(Exp2<V>::kLowest);
     for (int i = 0; i < 2; ++i) {
@@ -131,7 +137,7 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // Rows of the panel and what they have found so far, key by key
+  // Facts of single rows
 
   int64_t key(int64_t c) const { return task.key + c * task.key_step; }
 
@@ -140,7 +146,7 @@ struct Evidence : Forward<V, S> {
     return {static_cast<Scalar*>(facts.top_weights) + at, facts.top_keys + at, facts.k, f.top_k_size[t]};
   }
 
-  // Few blocks hold any of a row's largest: only rows whose largest score is above their k-th are looked at.
+  // Few tiles hold a top-k score: scans only rows whose maximum exceeds their threshold.
   void offer_scores(const Panel& p, RowFacts& f, const SpanView& view, const V (&lane_max)[2]) {
     uint32_t above = 0;
     for (int i = 0; i < 2; ++i)
@@ -157,7 +163,7 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // A bias of -inf excludes keys, as the mask does.
+  // Counts the keys that each row may attend to. A bias of -inf masks a key.
   void count_choices(RowFacts& f, const SpanView& view) const {
     const int64_t n = view.end - view.begin;
     const bool all = !view.partial && (spec.bias == kNoBias || spec.bias == kAlibi);
@@ -202,12 +208,12 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // As `weigh` computes it.
+  // The weight of one score, as `compute_weights` computes it.
   static Scalar weight(const State& s, const RowFacts& f, int t, Scalar score) {
     return first_lane(exp2(Lanes<V>::set(score) - finite_shift(Lanes<V>::set(s.shift[t])))) * f.factor[t];
   }
 
-  // Rows whose scores leave the compute type, or hold NaN
+  // Rows whose scores exceed the range of the compute type or hold NaN
 
   ExactRow<V, S> exact_row(const Panel& p, int t) const { return {task, p, t, this->row_sum, 0, 0}; }
 
@@ -218,7 +224,7 @@ struct Evidence : Forward<V, S> {
     f.total[t] = row.total;
   }
 
-  // visit(key, weight) for every key that the row sees.
+  // Calls visit(key, weight) for every key that the row may attend to.
   template <class Visit>
   void visit_exact_weights(const Panel& p, int t, const RowFacts& f, Visit visit) const {
     ExactRow<V, S> row = exact_row(p, t);
@@ -243,7 +249,7 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // Top-k and entropy, which `look_at` leaves out for such rows.
+  // Computes the top-k and entropy of an exact row, which `process_span` skips.
   void finish_exact(const Panel& p, int t, RowFacts& f) const {
     double nats = 0;
     const auto add = [&](double w) { nats -= w == 0 ? 0 : w * log(w); };
@@ -280,7 +286,8 @@ struct Evidence : Forward<V, S> {
     return weights ? weights[task.batch * facts.row_weights_batch + p.row + t * task.row_step] : 1;
   }
 
-  // Row i * P + t less key c is the same for the next panel P keys further on: lanes need not be shifted.
+  // The distance of row i * P + t and key c equals that of row (i + 1) * P + t and key c + P, so
+  // panels add to shared sums without shifting lanes.
   void add_to_distances(int i, const SpanView& view) {
     Scalar* sums = distance_sums + (i * P + kKeyBlock - 1 - view.begin % kKeyBlock) * P;
     for (int64_t c = 0; c < view.end - view.begin; ++c)
@@ -290,7 +297,7 @@ struct Evidence : Forward<V, S> {
       }
   }
 
-  // The panels have passed the block that begins at key `begin`.
+  // Adds the lane sums of the key block that begins at `begin` to the head's sums.
   void flush_block(int64_t begin) {
     if (facts.column_mass) {
       for (int64_t c = 0; c < kKeyBlock; ++c)
@@ -317,7 +324,7 @@ struct Evidence : Forward<V, S> {
     clear(distance_sums, count * P);
   }
 
-  // Neighbouring keys of one block of the pyramid are summed first, then lanes go to their own blocks.
+  // Sums the keys of one block in each lane, then adds each lane's sum to its query block.
   void add_to_blocks(const Panel& p, const SpanView& view) {
     const int64_t key_blocks = (spec.Lk + facts.block - 1) / facts.block;
     const int64_t first = (task.batch * spec.Hq + p.head) * ((spec.Lq + facts.block - 1) / facts.block);
@@ -335,13 +342,13 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // NaN stays.
+  // x = max(x, y), or NaN if either is NaN.
   static void update_max(Scalar& x, Scalar y) {
     if (y > x || y != y) x = y;
   }
 
-  // Of each lane, the sum and the largest. Where a row has NaN, all of it that is seen is NaN, and so the
-  // sum.
+  // Computes each lane's sum and maximum. In a row with NaN all unmasked weights are NaN, so the
+  // sum shows it.
   static void sum_and_max(const Scalar* weights, int64_t n, Scalar (&sum)[P], Scalar (&largest)[P]) {
     for (int i = 0; i < 2; ++i) {
       V s = Lanes<V>::zero(), m = Lanes<V>::zero();

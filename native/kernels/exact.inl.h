@@ -1,5 +1,6 @@
-// One query row in double precision, key by key, looking only at keys that the row sees. Slow: it spans again
-// the rows whose fast result is not finite, because a hidden key held a NaN or a product overflowed.
+// Attention of one query row in double precision, key by key, with an online softmax. The slow path
+// for rows whose fast result is non-finite because a masked key or value held NaN or a product
+// overflowed: it reads only the keys that the row may attend to.
 #pragma once
 #include "kernels/scores.inl.h"
 
@@ -14,7 +15,7 @@ inline double bias_element(const Spec& spec, const Call& call, int64_t index) {
   }
 }
 
-// What the bias adds for query row i at `position` and key j.
+// Returns the bias of query row i with position `position` and key j.
 template <class Scalar>
 double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t i, int64_t position,
                 int64_t j) {
@@ -44,9 +45,9 @@ struct ExactRow {
   const Task& task;
   const Panel& panel;
   int lane;
-  double* sum;  // (Dv), weighted values
+  double* sum;  // (Dv): weighted values
   double max, total;
-  bool overflows = false;  // some score, or a part of it, is beyond the compute type
+  bool overflows = false;  // a score, or a term of one, exceeds the compute type's range
 
   int64_t row() const { return panel.row + lane * task.row_step; }
 
@@ -58,7 +59,7 @@ struct ExactRow {
     return bias_for<Scalar>(*task.spec, *task.call, task.batch, panel.head, row(), position(), j);
   }
 
-  // Calls visit(key) for every key that the row sees.
+  // Calls visit(key) for every key that the row may attend to.
   template <class Visit>
   void visit_keys(Visit visit) const {
     for (int64_t n = 0; n < panel.n_spans; ++n) {
@@ -68,7 +69,7 @@ struct ExactRow {
     }
   }
 
-  // The LSE where biases are so large that they swallow everything else.
+  // Returns the LSE for biases so large that they absorb the scores.
   double max_bias() const {
     double result = -__builtin_inf();
     visit_keys([&](int64_t j) { result = bias(j) > result ? bias(j) : result; });
@@ -103,7 +104,7 @@ struct ExactRow {
     const double shift = s > max ? s : max;
     const double decay = total == 0 && max == -__builtin_inf() ? 0 : exp(max - shift), power = exp(s - shift);
     const int64_t Dv = task.spec->Dv;
-    const double weight = kept ? power : 0;  // 0 * NaN is NaN: an attended NaN shows, dropped or negligible
+    const double weight = kept ? power : 0;  // 0 * NaN is NaN: a NaN value shows even if dropped
     for (int64_t d = 0; d < Dv; ++d)
       sum[d] = sum[d] * decay + weight * static_cast<double>(to_float(v[d * stride]));
     total = total * decay + power;
@@ -120,7 +121,8 @@ struct ExactRow {
     return static_cast<const S*>(base) + task.batch * s.b + task.kv_head * s.h + j * s.l;
   }
 
-  // A NaN in the query reaches every score: there is nothing to mend, if the row sees any key.
+  // Returns whether the query holds NaN and the row attends to some key: then the row is NaN, and
+  // recomputing it is useless.
   bool query_is_nan() const {
     const Spec& spec = *task.spec;
     bool nan = false;
@@ -129,7 +131,8 @@ struct ExactRow {
     return nan && attends_to_any(panel, lane) && spec.bias != kTensorBias;
   }
 
-  // visit(key, query row, whether its weight is kept) for every key that the row sees; then the row is done.
+  // Resets the softmax, then calls visit(key, query, whether dropout keeps the weight) for every
+  // key that the row may attend to.
   template <class Visit>
   void run(Visit visit) {
     const Spec& spec = *task.spec;
@@ -150,14 +153,15 @@ struct ExactRow {
     });
   }
 
-  // The sum as backward wants it: times 2^-shift, for an integer shift in base 2, negative if it is no use.
+  // The softmax statistics that backward reads: an integer shift in base 2 and the sum times
+  // 2^-shift. A sum of -1 marks a row for the exact backward pass.
   Scalar shift() const { return static_cast<Scalar>(::ceil(max * kLog2E)); }
   Scalar sum_at_shift() const {
     if (overflows) return -1;
     return static_cast<Scalar>(total == 0 ? 0 : total * ::exp2(max * kLog2E - ::ceil(max * kLog2E)));
   }
 
-  // The row starts `first` elements from `out`.
+  // Writes the row to out[first], and its residual and LSE.
   void write(S* out, int64_t first, Scalar* lse) const {
     const Spec& spec = *task.spec;
     S* residual = static_cast<S*>(task.call->residual);

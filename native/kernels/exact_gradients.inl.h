@@ -1,6 +1,6 @@
-// The gradients of one query row in double precision, key by key: for rows whose scores leave the compute
-// type. Those of keys are summed on their own, before
-// all others; the rest is added to results that are otherwise complete.
+// Gradients of one query row in double precision, key by key: the slow path for rows that forward
+// marked because their scores exceed the range of the compute type. dk and dv are summed
+// separately, before the other rows; dq, dbias and dsink are added to finished results.
 #pragma once
 #include "kernels/exact.inl.h"
 
@@ -70,7 +70,7 @@ struct ExactGradients {
 
   int64_t key_index(int64_t j) const { return (task.batch * spec.Hkv + task.kv_head) * spec.Lk + j; }
 
-  // The softcap's derivative at the capped score.
+  // Returns the softcap's derivative at the capped score.
   double softcap_derivative(double capped) const {
     const double t = spec.softcap > 0 ? capped / spec.softcap : 0;
     return 1 - t * t;

@@ -1,5 +1,7 @@
-// A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
-// once.
+// Forward attention with an online softmax, for the panels of one task. Loop order: key blocks of
+// 192 keys outside, panels inside, so that each block is read and converted once for all panels. In
+// a block, each panel computes scores [key][P] in register tiles of 6 keys x P rows, applies
+// softcap, bias and mask, updates its softmax and adds V^T weights to out[Dv][P].
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/exact.inl.h"
@@ -7,22 +9,24 @@
 
 namespace {
 
-constexpr int64_t kKeyBlock = 192;  // keys; the scores of a panel stay in L1
+constexpr int64_t kKeyBlock = 192;  // the scores of a panel stay in L1
 
 template <class V, class S>
 struct Forward {
   using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
-  // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
+  // A panel's running state: scaled queries[D][P], out[Dv][P], each lane's softmax shift and sum
+  // and dropout words, the next span, and the softmax before the first key.
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
     int64_t span = 0;
-    Scalar first_shift = 0, first_total = 0;  // before any key
+    Scalar first_shift = 0, first_total = 0;
   };
 
-  // Keys [begin, end) of one block, all seen by some row of the panel.
+  // Keys [begin, end) of one key block that some row of the panel may attend to, and their rows of
+  // K and V, `ldk` and `ldv` elements apart.
   struct SpanView {
     const Span* spans;
     bool partial;
@@ -40,7 +44,7 @@ struct Forward {
   State* states;
   Scalar *scores, *keys, *values, *factor;
   double* row_sum;
-  Strides k, v;  // of the task's own numbering of keys
+  Strides k, v;  // strides of K and V in the task's numbering of keys
 
   explicit Forward(const Task& t)
       : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
@@ -80,7 +84,7 @@ struct Forward {
       dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
   }
 
-  // The sink is in the softmax before any key.
+  // The sink counts before the first key.
   void start_softmax(const Panel& p, State& s) {
     V shift, total;
     ::start_softmax<V>(call, p.head, shift, total);
@@ -92,7 +96,7 @@ struct Forward {
     s.first_total = s.total[0];
   }
 
-  // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
+  // Applies softcap, bias and mask, in this order, to the scores of keys [begin, begin + n).
   void apply_cap_bias_mask(const Panel& p, const Span* spans, bool partial, int64_t begin, int64_t n) {
     const TileCoords at{
         task.batch,    p.head, p.row, task.row_step, offset() + p.row, task.key + begin * task.key_step,
@@ -103,7 +107,7 @@ struct Forward {
       mask_keys<V>(spans, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
   }
 
-  // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
+  // Raises the lanes' shift to the tile's maximum and rescales sums and outputs by powers of two.
   void update_shift(State& s, const V (&lane_max)[2], V (&shift)[2]) {
     V old[2], rescale[2];
     uint32_t grown = 0;
@@ -127,7 +131,7 @@ struct Forward {
       }
   }
 
-  // The scores of some keys, and the largest of each lane.
+  // Computes the scores of the view's keys and each lane's maximum.
   void score(const Panel& p, const State& s, const SpanView& view, V (&lane_max)[2]) {
     const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     const int64_t n = view.end - view.begin;
@@ -160,7 +164,7 @@ struct Forward {
     drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
-  // visit(Seen) for the parts of a panel's spans that lie in the block [begin, end).
+  // Calls visit(SpanView) for the panel's spans in the key block [begin, end).
   template <class Visit>
   void visit_panel(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
                    const Scalar* vb, int64_t ldv, Visit visit) {
@@ -186,7 +190,7 @@ struct Forward {
            key * stride.l;
   }
 
-  // Rows [begin, end) of K or V where the kernels can read them.
+  // Returns rows [begin, end) of K or V in the compute type: in place, or copied to `target`.
   const Scalar* key_rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
                          int64_t width, Scalar* target, int64_t& ld) {
     ld = copy ? width : stride.l;
@@ -197,7 +201,8 @@ struct Forward {
     return target;
   }
 
-  // visit(panel's number, Seen) for what the panels see, block by block, and close(first key) after each.
+  // Calls visit(panel index, SpanView) for all panels, key block by key block, and end_block(first
+  // key) after each block.
   template <class Visit, class Close>
   void visit_blocks(Visit visit, Close end_block) {
     int64_t first_key = INT64_MAX, last_key = 0;
@@ -206,7 +211,8 @@ struct Forward {
         first_key = p.spans[0].begin < first_key ? p.spans[0].begin : first_key;
         last_key = p.spans[p.n_spans - 1].end > last_key ? p.spans[p.n_spans - 1].end : last_key;
       }
-    // Blocks start at multiples of their size, so that a panel's result does not depend on its task.
+    // Blocks begin at multiples of their size, so that a panel's result does not depend on its
+    // task.
     for (int64_t begin = first_key / kKeyBlock * kKeyBlock; begin < last_key; begin += kKeyBlock) {
       const int64_t end = begin + kKeyBlock < last_key ? begin + kKeyBlock : last_key;
       if (!any_panel_attends(begin, end)) continue;
@@ -221,7 +227,7 @@ struct Forward {
     }
   }
 
-  // Lanes whose sum or output is NaN or infinite: x - x is 0 for all others.
+  // Returns the lanes whose sum or output is non-finite (x - x != 0).
   uint32_t non_finite_lanes(const State& s) const {
     V zero[2][2];
     for (int i = 0; i < 2; ++i) {

@@ -1,4 +1,7 @@
-// The one micro-kernel: a tile of R rows by one panel, C[r][0:P] = sum over k of A(r, k) * B[k][0:P].
+// The matrix multiplication micro-kernel and the products that attention needs. A tile of R <= 6
+// rows by one panel of P = 2 * V::N lanes stays in registers: C[r][0:P] = sum over k of A(r, k) *
+// B[k][0:P]. Loop order: chains of at most kChain terms, tiles of rows, k. Each chain's sum is
+// added to C in memory, which bounds the rounding error.
 #pragma once
 #include "kernels/isa.h"
 
@@ -7,13 +10,14 @@
 
 namespace {
 
-// Tiles of 6 rows, and remainders that leave no tile of 1 or 2 rows where it can be helped.
+// Returns the rows of the next tile. Remainders of 7 and 8 rows are split into 4 + 3 and 4 + 4,
+// which avoids tiles of 1 or 2 rows.
 inline int tile_rows(int64_t left) {
   if (left == 7 || left == 8) return 4;
   return left < 6 ? static_cast<int>(left) : 6;
 }
 
-// A(r, k) = a[r * lda + k] when RowMajor, else a[r + k * lda].
+// sum += A * B for R rows. A(r, k) is a[r * lda + k] if RowMajor, else a[r + k * lda].
 template <class V, int R, bool RowMajor>
 REGARD_INLINE void multiply_add(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
                                 V (&sum)[R][2]) {
@@ -40,7 +44,7 @@ struct RowCount {
   static constexpr int value = R;
 };
 
-// Calls tile(Count<R>, first row) for tiles of R rows that together cover n rows.
+// Calls tile(RowCount<R>, first row) for tiles that cover n rows.
 template <class Tile>
 REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
   for (int64_t first = 0, rows; first < n; first += rows) {
@@ -60,7 +64,7 @@ REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
   }
 }
 
-// C = A * B for R rows, and the largest of each lane.
+// C = A * B for R rows. Raises `lane_max` to each lane's largest element.
 template <class V, int R>
 REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
                             V (&lane_max)[2]) {
@@ -86,7 +90,8 @@ REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b,
     }
 }
 
-// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `top` holds the largest of each lane.
+// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `lane_max` holds each lane's largest
+// score: false if D takes several chains.
 template <class V>
 bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
                 Number<V>* scores, V (&lane_max)[2]) {
@@ -105,8 +110,8 @@ bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* q
   return D <= kChain;
 }
 
-// finish(row, half, products) for each row of rows[n][depth] * panel[depth][P], by vectors. Depth is at most
-// kChain.
+// Calls finish(row, half, products) with the two vectors of each row of rows[n][depth] *
+// panel[depth][P]. The depth is at most kChain.
 template <class V, class Finish>
 void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
                    Finish finish) {
@@ -131,7 +136,8 @@ void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>*
     });
 }
 
-// C[r][0:P] += sum over the chosen panels and their lanes of A[panel][r][lane] * B[panel][lane][0:P].
+// C[r][0:P] += sum over the panels of the bit set and their lanes of A[panel][r][lane] *
+// B[panel][lane][0:P].
 template <class V, int R>
 REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
                              Number<V>* c, int64_t ldc) {
@@ -157,7 +163,7 @@ REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t 
     }
 }
 
-// The same for up to kLanesRows rows.
+// Dispatches to R = rows, at most kLanesRows.
 constexpr int kLanesRows = 6;
 template <class V>
 void add_lanes(int64_t rows, const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,

@@ -1,10 +1,10 @@
-// The k largest of a row of numbers that come with ascending keys, kept in the memory of the result.
+// Top-k selection over values whose keys arrive in ascending order. The heap is the output buffer.
 #pragma once
 #include "kernels/isa.h"
 
 namespace {
 
-// A heap: the first is the least, of equal ones that with the highest key.
+// A min-heap: element 0 is the k-th largest so far. Ties go to the lower key index.
 template <class Scalar>
 struct TopK {
   Scalar* values;
@@ -30,7 +30,7 @@ struct TopK {
     for (int64_t i = 0; i < size; ++i) values[i] = convert(values[i]);
   }
 
-  // By falling value, then by rising key; keys of -1 and zeros behind them.
+  // Sorts by descending value, then by ascending key. Unused entries get value 0 and key -1.
   void sort() {
     for (int64_t i = size / 2 - 1; i >= 0; --i) sift_down(i, size);
     for (int64_t end = size - 1; end > 0; --end) {
@@ -41,7 +41,7 @@ struct TopK {
   }
 
  private:
-  // NaN is never less: a row that has it is NaN throughout, and keys decide.
+  // A row with NaN is NaN everywhere: no value is less than another, and keys decide.
   bool ranks_below(int64_t a, int64_t b) const {
     return values[a] < values[b] || (!(values[b] < values[a]) && keys[a] > keys[b]);
   }
@@ -67,7 +67,7 @@ struct TopK {
   }
 };
 
-// The first of ascending numbers that is not below `limit`.
+// Returns the first element of an ascending array that is not below `limit`.
 inline const int64_t* lower_bound(const int64_t* begin, const int64_t* end, int64_t limit) {
   while (begin < end) {
     const int64_t* middle = begin + (end - begin) / 2;

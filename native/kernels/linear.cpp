@@ -1,4 +1,7 @@
-// Linear attention, forward: the state passes from chunk to chunk.
+// Linear attention, forward. Chunks of 32 tokens in sequence; in each chunk first all query heads,
+// then the state. Products run in register tiles of 6 tokens x P columns:
+//   out = (state_decay * q S + tril(q k^T * pair_decay) v) * inverse_sums
+//   S = chunk_decay * S + (decay_to_end * k)^T v
 #include "kernels/linear.inl.h"
 
 namespace {
@@ -11,11 +14,10 @@ struct LinearForward : LinearChunk<V> {
   using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
   using Base::pair_decay, Base::state_decay, Base::decay_to_end, Base::chunk_decay, Base::beta, Base::ones;
 
-  T *state, *sum;                  // slices of D rows; (Dp)
+  T *state, *sum;                  // S in slices of D rows; z (Dp)
   T *keys, *key_panels, *queries;  // [C][Dp], [C / P][D][P], [C][Dp]
-  T *rows, *values, *result;       // [C][Vp]; slices: values, or what the delta rule
-                                   // makes of them; results
-  T *weights, *inverse_sums;       // [C][C]
+  T *rows, *values, *result;       // value rows [C][Vp]; slices: values, or beta * errors; outputs
+  T *weights, *inverse_sums;       // [C][C]; (C)
 
   LinearForward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena) : Base(t, a, arena) {
     state = arena.take<T>(D * Vp);
@@ -51,8 +53,8 @@ struct LinearForward : LinearChunk<V> {
     this->to_slices(rows, Vp, Dv, ones, values);
   }
 
-  // The delta rule: a value becomes beta times its error, what the state does
-  // not yet hold of it.
+  // The delta rule: replaces a value by beta times its error, the value minus the value
+  // that is retrieved for its key, from the state and from the earlier tokens of the chunk.
   void replace_values() {
     this->score(keys, Dp, D, key_panels, call.log_decay ? pair_decay : nullptr, weights);
     for (int64_t c = 0; c < Vp; c += P)
@@ -101,7 +103,7 @@ struct LinearForward : LinearChunk<V> {
     for (int64_t i = 0; i < n; ++i) add_scaled<V>(sum, keys + i * Dp, Dp, 1);
   }
 
-  // sums = the sum of x[d] * S[d], `Count` vectors of columns.
+  // sums = x^T S for `Count` vectors of columns.
   template <int Count>
   void multiply_state_columns(const T* x, const T* S, T* sums) const {
     V total[Count];
@@ -122,7 +124,7 @@ struct LinearForward : LinearChunk<V> {
     }
   }
 
-  // S_end = whole * S + k u^T, where they lie.
+  // S_end = chunk_decay * S + k u^T, in the caller's memory.
   void update_state_by_one(const T* S, T* S_end, const T* u) const {
     for (int64_t d = 0; d < D; ++d, S += Dv, S_end += Dv) {
       const V k = Lanes<V>::set(keys[d]), decay = Lanes<V>::set(chunk_decay);
@@ -133,7 +135,7 @@ struct LinearForward : LinearChunk<V> {
     }
   }
 
-  // One token, as in decoding: the state is not even copied.
+  // A decode step: one token, without copying the state.
   void decode_step() {
     this->set_chunk(0);
     this->load(call.k, spec.k, task.kv_head, D, Dp, keys);

@@ -1,6 +1,7 @@
-// Linear attention: chunks of tokens, one after the other. Within a chunk
-// tokens meet in pairs; before it there is the state. Matrices lie in slices of
-// P columns, filled up with zeros: slices[column / P][row][P].
+// Linear attention, shared by forward and backward. One task is one key head; it processes chunks
+// of C = 32 tokens in sequence. Token pairs within a chunk are multiplied out in tiles of 6 tokens
+// x P tokens; earlier tokens act through the state S (D, Dv). Matrices are stored as slices[column
+// / P][row][P], padded with zeros.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/gemm.inl.h"
@@ -19,27 +20,27 @@ inline Number<V> dot(const Number<V>* a, const Number<V>* b, int64_t n) {
   return total;
 }
 
-// Numbers in place, n a multiple of V::N.
+// Scales n elements in place. n is a multiple of V::N.
 template <class V>
 inline void scale(Number<V>* x, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N) Lanes<V>::store(x + i, Lanes<V>::load(x + i) * Lanes<V>::set(factor));
 }
 
-// x += y * factor, n a multiple of V::N.
+// x += y * factor. n is a multiple of V::N.
 template <class V>
 inline void add_scaled(Number<V>* x, const Number<V>* y, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N)
     Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
 }
 
-// Tokens in the caller's layout and dtype: n rows from (batch, head, token) on.
-// Everything else knows the compute type alone, and is compiled once for it.
+// Access to n tokens in the caller's layout and dtype, from element `start` of the tensor on. The
+// rest of the code uses the compute type only and is compiled once for it.
 template <class V>
 struct TokenAccess {
   using T = Number<V>;
   void (*load)(const void* base, const Strides&, int64_t start, int64_t n, int64_t width, int64_t ld,
                T* rows);
-  // Times a factor, from slices of kLinearChunk rows.
+  // Stores slices of kLinearChunk rows, times a factor.
   void (*store)(const T* slices, T factor, int64_t n, int64_t width, void* base, const Strides&,
                 int64_t start);
   void (*clear)(void* base, const Strides&, int64_t start, int64_t n, int64_t width);
@@ -67,7 +68,7 @@ void clear_tokens(void* base, const Strides& s, int64_t start, int64_t n, int64_
 template <class V, class S>
 constexpr TokenAccess<V> kTokenAccess = {load_tokens<V, S>, store_tokens<V, S>, clear_tokens<V, S>};
 
-// What both passes know of a task and of the chunk at hand.
+// State that forward and backward share: the task, the current chunk and its decay.
 template <class V>
 struct LinearChunk {
   using T = Number<V>;
@@ -79,14 +80,17 @@ struct LinearChunk {
   const TokenAccess<V>& access;
   const LinearSpec& spec;
   const LinearCall& call;
-  const int64_t D, Dv, Dp, Vp;  // Dp, Vp: filled up to slices
-  const int64_t head;           // of K and V, among those of all samples
+  const int64_t D, Dv, Dp, Vp;  // Dp, Vp: D and Dv rounded up to whole slices
+  const int64_t head;           // index of the key head over all samples
   const int64_t group, tokens;
-  int64_t begin = 0, n = 0;  // the chunk: tokens at ... at + n - 1
+  int64_t begin = 0, n = 0;  // the chunk: tokens [begin, begin + n)
 
-  // What is left of token j's share at token i: pairs[i][j]; of the state at
-  // token i: since[i]; of token j's share at the end: until[j]; of the state:
-  // whole. Without decay all are 1.
+  // Decay factors, all 1 without decay:
+  //   token_decay[i]    of token i
+  //   pair_decay[i][j]  from token j to token i
+  //   state_decay[i]    from the state before the chunk to token i
+  //   decay_to_end[j]   from token j to the end of the chunk
+  //   chunk_decay       from the state before the chunk to its end
   T *token_decay, *pair_decay, *state_decay, *decay_to_end, *beta, *ones;
   T chunk_decay = 1;
 
@@ -110,7 +114,7 @@ struct LinearChunk {
   static const T* scalars(const void* base, int64_t offset) { return static_cast<const T*>(base) + offset; }
   static T* scalars(void* base, int64_t offset) { return static_cast<T*>(base) + offset; }
 
-  // Where the rows of head h begin at token l, from the tensor's own start.
+  // Returns the element index of token l of head h.
   int64_t index(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
 
   void load(const void* base, const Strides& s, int64_t h, int64_t width, int64_t ld, T* rows) const {
@@ -119,7 +123,7 @@ struct LinearChunk {
   void store(const T* slices, T factor, int64_t width, void* base, const Strides& s, int64_t h) const {
     access.store(slices, factor, n, width, base, s, index(s, h, begin));
   }
-  // The rows of padding.
+  // Zeros the rows of padding.
   void clear(void* base, const Strides& s, int64_t h, int64_t width) const {
     access.clear(base, s, index(s, h, tokens), spec.L - tokens, width);
   }
@@ -142,8 +146,8 @@ struct LinearChunk {
       for (int64_t i = 0; i < n; ++i) beta[i] = scalars(call.beta, head * spec.L + begin)[i];
   }
 
-  // Row i is row i - 1 times the factor of token i: no quotient that could
-  // overflow, and no token knows a later one. What would be denormal is 0.
+  // pair_decay's row i is row i - 1 times token i's decay. Without quotients nothing overflows, and
+  // no result depends on later tokens. Denormal factors become 0.
   void load_decay(const T* log_decay) {
     for (int64_t i = 0; i < C; ++i) token_decay[i] = i < n ? log_decay[i] : 0;
     for (int64_t i = 0; i < C; i += V::N)
@@ -172,8 +176,8 @@ struct LinearChunk {
     for (int64_t i = 0; i < n; ++i) scale<V>(rows + i * ld, ld, factor[i]);
   }
 
-  // products[i][j] = rows_i . panel_j for j <= i (and what else is in the
-  // tile), times `decay` where given.
+  // products[i][j] = rows_i . panel_j for j <= i, times decay[i][j] if given. Elements above the
+  // diagonal are written in whole tiles and not used.
   void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
     for (int64_t j = 0; j < n; j += P)
       visit_tiles(n - j, [&](auto count, int64_t t) {
@@ -188,7 +192,7 @@ struct LinearChunk {
       });
   }
 
-  // One over the sum of each row's weights; 0 where there is none.
+  // Computes 1 / (sum of each row's weights), or 0 if the sum is 0.
   void compute_inverse_sums(const T* queries, const T* z, const T* weights, T* inverse_sums) const {
     for (int64_t i = 0; i < n; ++i) {
       const T total = state_decay[i] * dot<V>(queries + i * Dp, z, D) + dot<V>(weights + i * C, ones, i + 1);
@@ -196,8 +200,7 @@ struct LinearChunk {
     }
   }
 
-  // sum_r += weights[t + r][j] * slice[j] over j up to t + r, or with Strict
-  // below it.
+  // sum_r += weights[t + r][j] * slice[j] over j <= t + r, or j < t + r if Strict.
   template <int R, bool Strict>
   static REGARD_INLINE void add_lower(const T* weights, const T* slice, int64_t t, V (&sum)[R][2]) {
     multiply_add<V, R, true>(weights + t * C, C, slice, t, sum);
@@ -238,8 +241,8 @@ REGARD_INLINE void load_tile(const Number<V>* source, V (&sum)[R][2]) {
   }
 }
 
-// target[rows][columns] = factor * before + left^T * right, in slices: `left`
-// is [n][ld], `right` [n][P] slices of kLinearChunk rows.
+// target = factor * before + left^T * right. target and before are slices of `rows` rows, left is
+// [n][ld], right slices of kLinearChunk rows.
 template <class V>
 void add_outer(const Number<V>* left, int64_t ld, int64_t rows, const Number<V>* right, int64_t columns,
                int64_t n, Number<V> factor, const Number<V>* before, Number<V>* target) {

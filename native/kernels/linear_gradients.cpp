@@ -1,6 +1,7 @@
-// Linear attention, backward: chunks from the last to the first. The states
-// before the chunks of a segment are computed anew from the one that forward
-// kept.
+// Linear attention, backward. Chunks of 32 tokens from last to first, in segments of 16 chunks: the
+// states before a segment's chunks are recomputed from the state that forward saved. In each chunk:
+// gradients through the state, then query heads, then the delta rule. Products run in register
+// tiles of 6 tokens x P columns.
 #include "kernels/linear.inl.h"
 
 namespace {
@@ -13,21 +14,20 @@ struct LinearBackward : LinearChunk<V> {
   using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
   using Base::pair_decay, Base::state_decay, Base::decay_to_end, Base::chunk_decay, Base::beta, Base::ones;
 
-  // Tokens as the left side of products, [C][width], and as the right side:
-  // over tokens (slices) or over columns (panels, tokens in the lanes).
+  // A chunk's tokens: rows [C][width] as the left operand of products; slices and panels (tokens in
+  // the lanes) as the right operand, summing over tokens or over columns.
   struct Tokens {
     T *rows, *slices, *panels;
   };
 
   const LinearGradients& grads;
-  T *states,
-      *sums;          // of each chunk of a segment: S^T in slices of Dv rows, and z
+  T *states, *sums;   // before each chunk of a segment: S^T in slices of Dv rows, and z
   T *dS, *dS_T, *dz;  // slices of D rows, of Dv rows; (Dp)
-  Tokens key, value, query,
-      out;                             // `value`: u; `out`: the gradient of what was looked up
+  // `value` holds the values, or beta * errors; `out` the gradient of the lookup's result.
+  Tokens key, value, query, out;
   T *errors, *dquery, *dkey, *dvalue;  // slices
   T *weights, *dweights, *inverse_sums, *dtotal, *column_sums;
-  double* dlog;  // differences of the gradient of log_decay, (C + 1)
+  double* dlog;  // (C + 1): differences of dlog_decay, summed up in `write`
 
   LinearBackward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
       : Base(t, a, arena), grads(*t.grads) {
@@ -54,8 +54,8 @@ struct LinearBackward : LinearChunk<V> {
 
   const T* decay() const { return call.log_decay ? pair_decay : nullptr; }
 
-  // [D][Dv] in rows `ld` apart, or slices of it, as [Dv][D] in slices.
-  void transpose_state(const T* source, int64_t ld, int64_t columns, T* target) const {
+  // Transposes [D][Dv], in rows `ld` apart or one slice of it, to slices of [Dv][D].
+  void transpose(const T* source, int64_t ld, int64_t columns, T* target) const {
     for (int64_t d = 0; d < D; d += P)
       pack<V>(source + d * ld, ld, 1, static_cast<int>(D - d < P ? D - d : P), columns, Scaled<V>{1},
               target + d * Dv);
@@ -69,11 +69,11 @@ struct LinearBackward : LinearChunk<V> {
     this->scale_rows(value.rows, Vp, beta);
   }
 
-  // The states before the chunks from `first` to `last`.
+  // Computes the states before the chunks at tokens `first` to `last`.
   void recompute_states(int64_t first, int64_t last) {
     const int64_t segment = C * kLinearSegment,
                   index = head * ((spec.L + segment - 1) / segment) + first / segment;
-    transpose_state(scalars(call.S_kept, index * D * Dv), Dv, Dv, states);
+    transpose(scalars(call.S_kept, index * D * Dv), Dv, Dv, states);
     for (int64_t i = 0; i < Dp; ++i)
       sums[i] = spec.normalize && i < D ? scalars(call.z_kept, index * D)[i] : 0;
     T *S_now = states, *z_now = sums;
@@ -88,7 +88,7 @@ struct LinearBackward : LinearChunk<V> {
     }
   }
 
-  // slices_i = factor_i * (rows_i * right + more)
+  // slices_i = factor_i * (rows_i * right + addend)
   void multiply_and_scale(const T* rows, int64_t ld, int64_t depth, const T* right, int64_t columns,
                           const T* addend, T* slices, const T* factor) const {
     for (int64_t c = 0; c < columns; c += P)
@@ -102,8 +102,7 @@ struct LinearBackward : LinearChunk<V> {
       });
   }
 
-  // slices_j += the sum of w[i][j] * right_i over i from j on, or with Strict
-  // above it.
+  // slices_j += sum over i >= j, or i > j if Strict, of w[i][j] * right_i.
   template <bool Strict>
   void add_later_tokens(const T* w, const T* right, int64_t columns, T* slices) const {
     for (int64_t c = 0; c < columns; c += P)
@@ -136,18 +135,17 @@ struct LinearBackward : LinearChunk<V> {
       });
   }
 
-  // a_i . b_i of two slices.
+  // Returns a_i . b_i of two sliced matrices.
   T dot_row(const T* a, const T* b, int64_t i, int64_t columns) const {
     T sum = 0;
     for (int64_t c = 0; c < columns; c += P) sum += dot<V>(a + c * C + i * P, b + c * C + i * P, P);
     return sum;
   }
 
-  // What the end of the chunk says to its keys and values, and what passes
-  // through to the state before it.
+  // Computes the gradients that reach keys and values through the state after the chunk, and scales
+  // the state's gradient to the state before the chunk.
   void begin_chunk(const T* S_now, const T* z_now) {
-    for (int64_t c = 0; c < Vp; c += P)
-      transpose_state(dS + c * D, P, c + P <= Dv ? P : Dv - c, dS_T + c * P);
+    for (int64_t c = 0; c < Vp; c += P) transpose(dS + c * D, P, c + P <= Dv ? P : Dv - c, dS_T + c * P);
     multiply_and_scale(value.rows, Vp, Dv, dS_T, Dp, spec.normalize ? dz : nullptr, dkey, decay_to_end);
     multiply_and_scale(key.rows, Dp, D, dS, Vp, nullptr, dvalue, decay_to_end);
     if (!call.log_decay) return;
@@ -159,8 +157,8 @@ struct LinearBackward : LinearChunk<V> {
     scale<V>(dz, Dp, chunk_decay);
   }
 
-  // dtotal: the gradient of the sum that rows were divided by; it adds to that
-  // of every weight.
+  // Gradient of the normalisation. dtotal is the gradient of a row's sum of weights; it adds to the
+  // gradient of each of its weights.
   void divisor_backward(const T* z_now) {
     for (int64_t i = 0; i < n; ++i) {
       T* row = dweights + i * C;
@@ -172,8 +170,8 @@ struct LinearBackward : LinearChunk<V> {
     }
   }
 
-  // A pair's share of the gradient of log_decay goes to the tokens between; its
-  // row and its column hold the two ends.
+  // A pair's decay gradient belongs to all tokens between the two. `dlog` holds differences: the
+  // earlier token's entry adds it, the later token's entry subtracts it.
   void add_decay_gradient(const Tokens& x) {
     for (int64_t i = 0; i < C; ++i) column_sums[i] = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -190,9 +188,9 @@ struct LinearBackward : LinearChunk<V> {
     for (int64_t j = 0; j < n; ++j) dlog[j + 1] += column_sums[j];
   }
 
-  // The gradient of looking up x in the tokens up to its own, or with Strict
-  // before it: `out` says how the results should change, `weights` holds x . k.
-  // Gives dquery, and adds to dkey and dS.
+  // Gradient of a lookup of x in the tokens up to its own, or before it if Strict. `out` is the
+  // gradient of the lookup's result, `weights` holds x . k. Computes dquery, and adds to dkey and
+  // dS.
   template <bool Strict>
   void lookup_backward(const Tokens& x, const T* S_now, const T* z_now) {
     const bool normalized = spec.normalize && !Strict;
@@ -227,9 +225,9 @@ struct LinearBackward : LinearChunk<V> {
     this->store(dquery, static_cast<T>(spec.scale), D, grads.dq, grads.dq_stride, h);
   }
 
-  // The delta rule backward: the errors' gradients, from the last token to the
-  // first, since each error is felt by the later ones; then, since an error is
-  // v less what k looks up, a look-up's gradient.
+  // Gradient of the delta rule. Each error depends on the earlier errors of its chunk, so their
+  // gradients are computed from the last token to the first. An error is v minus a lookup of k, so
+  // the gradient of that lookup follows.
   void delta_rule_backward(const T* S_now, const T* z_now) {
     this->score(key.rows, Dp, D, key.panels, decay(), weights);
     for (int64_t c = 0; c < Vp; c += P)

@@ -1,10 +1,12 @@
-// Elementary functions over vectors, in base 2.
+// exp2 and tanh over vectors, and reductions over the lanes of a vector.
 #pragma once
 #include "kernels/isa.h"
 
 namespace {
 
-// 2^f = 1 + f * q(f) on [-1/2, 1/2]. `exact` has more terms, for 2^f - 1 without cancellation.
+// Polynomials for 2^f = 1 + f * q(f) on [-1/2, 1/2]. `q_expm1` has more terms, for 2^f - 1 without
+// cancellation. kRound, added to z, leaves round(z) plus the exponent bias in the low mantissa
+// bits.
 template <class V>
 struct Exp2;
 
@@ -35,7 +37,7 @@ inline V horner(const Number<V> (&c)[Count], V x) {
   return sum;
 }
 
-// 2^z for z up to 126; exactly 0 below the smallest normal exponent and for -inf; NaN stays NaN.
+// 2^z for z <= 126. Exactly 0 for -inf and for z below the smallest normal exponent; NaN stays NaN.
 template <class V>
 inline V exp2(V z) {
   const V round = Lanes<V>::set(Exp2<V>::kRound);
@@ -44,13 +46,14 @@ inline V exp2(V z) {
   return keep(not_less(z, Lanes<V>::set(Exp2<V>::kLowest)), power);
 }
 
-// 2^(s - shift) for an integer shift of moderate size: the subtraction joins the rounding.
+// 2^(s - shift) for an integer shift of at most kLargestShift: the subtraction is part of the
+// rounding.
 template <class V>
 struct ShiftedExp2 {
   V round, lowest;
   explicit ShiftedExp2(V shift)
       : round(Lanes<V>::set(Exp2<V>::kRound) - shift), lowest(shift + Lanes<V>::set(Exp2<V>::kLowest)) {}
-  // Whether `round` is exact.
+  // Returns whether `round` is exact for all lanes.
   static bool fits(V shift) { return bits(less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift))) == 0; }
   V operator()(V s) const {
     const V t = s + round, f = s - (t - round);
@@ -59,7 +62,7 @@ struct ShiftedExp2 {
   }
 };
 
-// tanh(x) from y = 2 * log2(e) * x, as e / (e + 2) with e = 2^y - 1.
+// tanh(x) of y = 2 * log2(e) * x, computed as e / (e + 2) with e = 2^y - 1.
 template <class V>
 inline V tanh_of(V y) {
   const V low = Lanes<V>::set(-Exp2<V>::kSaturated), zero = Lanes<V>::zero(), one = Lanes<V>::set(1);

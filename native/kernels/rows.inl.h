@@ -1,12 +1,13 @@
-// What happens to the scores of one query row between the two products, with keys in the lanes: as
-// scores.inl.h does it to panels. Rows have room for a whole number of vectors.
+// Transforms the scores of one query row: softcap, bias, mask, softmax weights, dropout. The
+// counterpart of scores.inl.h with keys in the lanes. Rows are padded to whole vectors.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/scores.inl.h"
 
 namespace {
 
-// Block key c is key `key + c * key_step`; the query stands at `position`.
+// Coordinates of a row of scores. Its element c is key `key + c * key_step`; the query has position
+// `position`.
 struct RowCoords {
   int64_t batch, head, row, position;
   int64_t key, key_step;
@@ -36,7 +37,7 @@ void add_alibi(Number<V> slope, const RowCoords& at, int64_t n, Number<V>* score
   }
 }
 
-// Beyond its ends the table goes on unchanged.
+// Distances beyond the table's ends use its first or last column.
 template <class V>
 void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowCoords& at, int64_t n,
                   Number<V>* scores) {
@@ -49,7 +50,7 @@ void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowC
   }
 }
 
-// The first run of a list that ends after `key`.
+// Returns the index of the first span that ends after `key`.
 inline int64_t first_span_after(const SpanList& list, int64_t key) {
   int64_t low = 0, high = list.count;
   while (low < high) {
@@ -62,7 +63,8 @@ inline int64_t first_span_after(const SpanList& list, int64_t key) {
   return low;
 }
 
-// Keys [begin, end) that the row in `lane` does not see become -inf, and what fills up the last vector.
+// Sets the scores of keys in [begin, end) that the row in `lane` may not attend to, and the padding
+// of the last vector, to -inf.
 template <class V>
 void mask_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
   const auto fill = [&](int64_t from, int64_t to) {
@@ -77,7 +79,7 @@ void mask_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number
   fill(next, begin + round_up(end - begin, V::N));
 }
 
-// NaN does not count.
+// Returns the largest score, ignoring NaN.
 template <class V>
 Number<V> max_of_row(const Number<V>* scores, int64_t n) {
   V lane_max = Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()));
@@ -88,7 +90,7 @@ Number<V> max_of_row(const Number<V>* scores, int64_t n) {
   return lane[0];
 }
 
-// scores -> 2^(scores - shift). Returns their sum.
+// Replaces scores by 2^(scores - shift). Returns their sum.
 template <class V>
 Number<V> exponentiate_row(Number<V>* scores, int64_t n, V shift) {
   V sum[2] = {Lanes<V>::zero(), Lanes<V>::zero()};

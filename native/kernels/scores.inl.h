@@ -1,5 +1,6 @@
-// What happens to a block of scores between the two products. Blocks are [key][P], scores in units of
-// log2(e).
+// Transforms a tile of scores between the two matrix products: softcap, bias, mask, softmax
+// weights, dropout. Tiles are [key][P] with query rows in the lanes. Loop order: keys outside, the
+// panel's two vectors inside. Scores are in base 2 (multiplied by log2(e)).
 #pragma once
 #include "kernels/math.inl.h"
 #include "kernels/pack.inl.h"
@@ -8,8 +9,8 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
 
-// Where a block stands: lane t is query `row + t * row_step` at position `position + t * row_step`,
-// block key c is key `key + c * key_step`.
+// Coordinates of a tile. Lane t is query row `row + t * row_step` with position `position + t *
+// row_step`; the tile's key c is key `key + c * key_step`.
 struct TileCoords {
   int64_t batch, head;
   int64_t row, row_step, position;
@@ -17,8 +18,9 @@ struct TileCoords {
   int rows;
 };
 
-// visit(first run, from, to, whether some lane misses a key) for neighbouring spans of a panel in keys
-// [begin, end). `run` is brought to the first that ends after `begin`.
+// Merges adjacent spans of a panel in keys [begin, end) and calls visit(first span, from, to,
+// partial) for each group. `partial`: some lane may not attend to some key. Advances `cur` to the
+// first span that ends after `begin`.
 template <class Visit>
 inline void visit_spans(const Panel& p, int64_t& cur, int64_t begin, int64_t end, uint32_t all, Visit visit) {
   while (cur < p.n_spans && p.spans[cur].end <= begin) ++cur;
@@ -54,7 +56,7 @@ void add_tensor_bias(const S* bias, const Strides& s, const TileCoords& at, int6
     pack<V>(first, s.l * at.row_step, s.d * at.key_step, at.rows, n, put, scores);
 }
 
-// -slope * |position - key|
+// Adds -slope * |position - key|.
 template <class V>
 void add_alibi(Number<V> slope, const TileCoords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
@@ -70,8 +72,8 @@ void add_alibi(Number<V> slope, const TileCoords& at, int64_t n, Number<V>* scor
     }
 }
 
-// table[position - key], whose `count` columns run from distance `low` on; beyond its ends the table goes on
-// unchanged.
+// Adds table[position - key]. The table's `count` columns begin at distance `low`. Distances beyond
+// its ends use the first or last column.
 template <class V>
 void add_relative(const Number<V>* table, int64_t low, int64_t count, const TileCoords& at, int64_t n,
                   Number<V>* scores) {
@@ -91,7 +93,7 @@ void add_relative(const Number<V>* table, int64_t low, int64_t count, const Tile
   }
 }
 
-// Whatever bias the call has; at a Place, or at a RowPlace of rows.inl.h.
+// Adds the call's bias at TileCoords, or at the RowCoords of rows.inl.h.
 template <class V, class S, class Coords>
 void add_bias(const Spec& spec, const Call& call, const Coords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
@@ -106,7 +108,8 @@ void add_bias(const Spec& spec, const Call& call, const Coords& at, int64_t n, N
     add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
-// Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `spans` starts at begin.
+// Sets the elements of keys [begin, end) to `fill` in the lanes that may not attend to them.
+// `spans` is the span that contains `begin`.
 template <class V>
 void mask_keys(const Span* spans, int64_t begin, int64_t end, uint32_t all, Number<V> fill,
                Number<V>* scores) {
@@ -125,15 +128,15 @@ void mask_keys(const Span* spans, int64_t begin, int64_t end, uint32_t all, Numb
   }
 }
 
-// Of each lane.
+// Raises `lane_max` to each lane's largest score.
 template <class V>
 void max_over_keys(const Number<V>* scores, int64_t n, V (&lane_max)[2]) {
   for (int64_t c = 0; c < n; ++c)
     for (int i = 0; i < 2; ++i) lane_max[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), lane_max[i]);
 }
 
-// scores -> power(scores), by vector; each lane's sum is added to its total. Two sums in turn halve the
-// chain.
+// Replaces scores by exp(scores) and adds each lane's sum to its total. Two alternating sums halve
+// the dependency chain.
 template <class V, class Exp>
 inline void exponentiate_with(Number<V>* scores, int64_t n, const Exp (&exp)[2], Number<V>* total) {
   V sum[2][2];
@@ -155,7 +158,7 @@ inline void exponentiate_with(Number<V>* scores, int64_t n, const Exp (&exp)[2],
     Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + (sum[0][i] + sum[1][i]));
 }
 
-// Lanes with a large shift take the plain way, and the others do not notice.
+// 2^(s - shift) for shifts of any size. Lanes with a large shift subtract before rounding.
 template <class V>
 struct LargeShiftExp2 {
   V shift;
@@ -165,13 +168,13 @@ struct LargeShiftExp2 {
   }
 };
 
-// A lane that has seen nothing has shift -inf; 0 stands in for it.
+// Replaces a shift of -inf, which a lane has before its first key, by 0.
 template <class V>
 inline V finite_shift(V shift) {
   return keep(differs(shift, Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()))), shift);
 }
 
-// A head's softmax before any key: nothing, or its sink.
+// Initialises a head's softmax with its sink, or empty if there is none.
 template <class V>
 inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
   using Scalar = Number<V>;
@@ -183,7 +186,7 @@ inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
   total = exp2(sink - finite_shift(shift));
 }
 
-// scores -> 2^(scores - shift)
+// Replaces scores by 2^(scores - shift) and adds each lane's sum to its total.
 template <class V>
 void exponentiate(Number<V>* scores, int64_t n, const V (&shift)[2], Number<V>* total) {
   using Fast = ShiftedExp2<V>;
@@ -199,13 +202,13 @@ inline uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-// The two words of a query's dropout stream.
+// Returns the two 32-bit words that seed the dropout of one query row.
 inline uint64_t dropout_stream(uint64_t seed, int64_t head_index, int64_t row) {
   const uint64_t head_seed = mix(mix(seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
   return mix(head_seed + static_cast<uint64_t>(row));
 }
 
-// Those of a panel's lanes.
+// Computes the dropout words of a panel's lanes.
 template <class V>
 void dropout_streams(uint64_t seed, int64_t head_index, int64_t row, int64_t row_step, uint32_t* low,
                      uint32_t* high) {
@@ -231,7 +234,7 @@ inline Words dropout_words(Words a, Words c, int64_t pair) {
   return x ^ shift_right(x, 16);
 }
 
-// How a dropped weight is shown: as zero, or (in backward, which needs its size) by its sign.
+// Marks a dropped weight: zero, or, for backward, which needs the weight, a negative sign.
 template <class V>
 struct Zeroed {
   V operator()(typename Lanes<V>::Mask kept, V weight) const { return keep(kept, weight); }
@@ -243,7 +246,8 @@ struct Negated {
   }
 };
 
-// Drops weights of a block. `low` and `high` are the lanes' two stream words.
+// Applies dropout to a tile of weights. `low` and `high` are the lanes' dropout words. Two
+// neighbouring keys share one 32-bit random number.
 template <class V, template <class> class Mark>
 void drop(const uint32_t* low, const uint32_t* high, const TileCoords& at, uint32_t drop_below, int64_t n,
           Number<V>* weights) {

@@ -1,5 +1,6 @@
-// K or V of one head as it is stored: floats of any dtype, or codes with scales; in one split or in pages.
-// Rows are read in tiles, converted where the kernels could not use them as they lie.
+// Reads stored keys or values of one head: floats of any dtype, or int8 or int4 codes with scales;
+// contiguous or in pages. Rows are read in tiles, in place where a kernel can use them, else
+// converted to the compute type.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/pack.inl.h"
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
 
-// Rows of a tile, read vector by vector: load(d, i) has elements d + i on, for d a multiple of kLine.
+// A row of floats. load(d, i) loads a vector from element d + i; d is a multiple of kLine, the
+// elements of a cache line.
 template <class V, class K>
 struct FloatRow {
   static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
@@ -26,15 +28,16 @@ struct FloatTile {
   Row row(int64_t c) const { return {data + c * ld}; }
 };
 
-// Codes are read a unit of vectors at a time: two of them share their bytes if a code has four bits.
+// A row of codes. A unit is one vector of int8 codes, or two vectors of int4 codes that share their
+// bytes.
 template <class V, StoreKind Kind>
 struct CodeRow {
   static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2;
-  static constexpr int kUnits = kGroup / kVectors / V::N;  // of a group
+  static constexpr int kUnits = kGroup / kVectors / V::N;  // units of a group
   const uint8_t* codes;
   const Number<V>* scales;
 
-  // Where element 0 of vector n of a unit is in its group.
+  // Returns the channel, within its group, of lane 0 of vector n of a unit.
   static constexpr int channel(int unit, int n) { return unit * V::N + n * kHalf; }
 
   void load(int64_t group, int unit, V (&x)[kVectors]) const {
@@ -43,7 +46,7 @@ struct CodeRow {
     else
       load_nibbles(codes + group * kHalf + unit * V::N, x[0], x[1]);
   }
-  // A number is code * scale + least; with eight bits least is 0.
+  // An element is code * scale + low; int8 has no low.
   V scale(int64_t group) const { return Lanes<V>::set(scales[kVectors * group]); }
   V low(int64_t group) const { return Lanes<V>::set(scales[2 * group + 1]); }
   V dequantise(V code, int64_t group) const {
@@ -86,18 +89,20 @@ class Stored {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
-  // Numbers that a tile of n rows takes, and its scales.
+  // Scratch scalars for a converted tile of n rows, and for its scales.
   static int64_t tile_size(int64_t width, int64_t n) { return n * round_up(width, kGroup); }
   static int64_t scales_size(int64_t width, int64_t n) { return n * 2 * (round_up(width, kGroup) / kGroup); }
 
-  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one split.
+  // Returns rows [begin, begin + n) in place, `ld` elements apart. Returns null if they are
+  // codes, cross a page, or are not contiguous along D.
   const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
     if (spec_.store != kFloats || stride_.d != 1 || rows_in_page(begin, n) < n) return nullptr;
     ld = stride_.l * step_;
     return reinterpret_cast<const S*>(locate(begin).data);
   }
 
-  // The same for codes, with their scales converted; codes are null if the rows are not in one split.
+  // Returns rows of codes in place, with their scales converted. The codes are null if the rows
+  // cross a page.
   template <StoreKind Kind>
   CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
     const Row row = locate(begin);
@@ -106,7 +111,8 @@ class Stored {
     return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, scales, scales_per_row()};
   }
 
-  // The same, converted. Where the table is wrong, zeros; `is_broken` tells.
+  // Returns rows in the compute type, copied to `target`. Rows of a page that does not exist are
+  // zeros, and `has_bad_page` returns true.
   const Scalar* rows(int64_t begin, int64_t n, Scalar* target, Scalar* scales, int64_t& ld) {
     ld = round_up(width_, kGroup);
     for (int64_t r = 0, m; r < n; r += m) {
@@ -120,7 +126,7 @@ class Stored {
 
  private:
   struct Row {
-    bool exists;  // its page does
+    bool exists;  // the page table's entry is valid
     const char* data;
     const Half* scales;
   };
@@ -128,7 +134,7 @@ class Stored {
   int64_t element_bytes() const { return spec_.store == kFloats ? sizeof(S) : 1; }
   int64_t groups() const { return (width_ + kGroup - 1) / kGroup; }
 
-  // How many of the next n rows lie in one page.
+  // Returns how many of the next n rows lie in the same page.
   int64_t rows_in_page(int64_t begin, int64_t n) const {
     if (!table_) return n;
     const int64_t left = (spec_.page - ((key_ + begin * step_) & (spec_.page - 1)) + step_ - 1) / step_;
@@ -169,7 +175,7 @@ class Stored {
       copy_rows<V>(row.scales, row_stride, 1, n, per_row, per_row, scales);
   }
 
-  // Codes of n rows -> numbers.
+  // Dequantises n rows.
   void dequantise(const Row& row, int64_t n, Scalar* target, Scalar* scales) const {
     convert_scales(row, n, scales);
     for (int64_t r = 0; r < n; ++r) {

@@ -1,12 +1,13 @@
-// New rows for a cache: copied, or as codes of 8 or 4 bits with their scales (see StoreKind).
+// Writes new rows into a cache: copies floats, or quantises groups of 32 channels to int8 or int4
+// codes with float16 scales (see StoreKind). Loop order: rows, groups of a row, channels.
 #include "kernels/pack.inl.h"
 
 namespace {
 
-// To the nearest integer, ties to even, for |x| < 2^22.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
 inline float round_to_even(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// 0 / 0, in a group whose numbers are all equal, is code 0.
+// Clamps and rounds to a code. 0 / 0, which a group of equal elements yields, becomes code 0.
 inline float code_of(float x, float min_code, float max_code) {
   x = x == x ? x : 0;
   x = x > min_code ? x : min_code;
@@ -18,9 +19,9 @@ inline float round_to_half(float x, Half* target) {
   return to_float(*target);
 }
 
-// A group of numbers, and what is known of all of them. Channels beyond the row repeat its last one.
+// The elements of one group. Channels beyond the row's width repeat its last channel.
 struct Group {
-  static constexpr int kLanes = 8;  // so many of each result, which compilers turn into vectors
+  static constexpr int kLanes = 8;  // independent accumulators, which compilers vectorise
   float x[kGroup];
 
   template <class S>
@@ -43,7 +44,7 @@ struct Group {
     return nan;
   }
 
-  // The largest of sign * x, or of |x| when the sign is 0; of finite numbers.
+  // Returns the largest sign * x, or the largest |x| if sign is 0. The elements must be finite.
   float max_of(float sign) const {
     float lane_max[kLanes];
     for (int i = 0; i < kGroup; ++i) {
@@ -65,7 +66,7 @@ inline void encode_bytes(const Group& group, int64_t n, int8_t* codes, Half* sca
     codes[i] = i < n ? static_cast<int8_t>(code_of(group.x[i] / step, -kMaxCode, kMaxCode)) : 0;
 }
 
-// The line low + step * code through the numbers: least squares for the codes of the full range.
+// Fits x = low + step * code by least squares, with the codes of the group's full range.
 inline void fit_line(const Group& group, Half* line) {
   constexpr float kMaxCode = 15;
   const float low = -group.max_of(-1), step = (group.max_of(1) - low) / kMaxCode;

@@ -1,5 +1,5 @@
-// The vector vocabulary in plain C++ with compiler vectors, for any CPU and any width: REGARD_LANES floats or
-// half as many doubles.
+// Vector types and operations with the compiler's vector extension, for any CPU and width:
+// REGARD_LANES floats or half as many doubles.
 #pragma once
 #include <math.h>
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// Terms summed in one chain before the chain starts anew: fewer than with fused multiply-adds, which round
-// once.
+// Terms summed in one chain of additions before a new chain begins. Shorter than with AVX2, because
+// `fma` here rounds twice.
 constexpr int64_t kChain = 32;
 
 template <class T, int Count>
@@ -59,7 +59,7 @@ REGARD_LANE inline REGARD_V operator-(REGARD_V a, REGARD_V b) { return {a.v - b.
 REGARD_LANE inline REGARD_V operator*(REGARD_V a, REGARD_V b) { return {a.v * b.v}; }
 REGARD_LANE inline REGARD_V operator/(REGARD_V a, REGARD_V b) { return {a.v / b.v}; }
 REGARD_LANE inline REGARD_V fma(REGARD_V a, REGARD_V b, REGARD_V c) { return {a.v * b.v + c.v}; }
-// The same with a single rounding: slow here, for the few places where it matters.
+// a * b + c with a single rounding. Slow here, so used only where the rounding matters.
 inline float fma_once(float a, float b, float c) {
   return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c));
 }
@@ -79,7 +79,7 @@ REGARD_LANE inline REGARD_V select(LaneMask<REGARD_V> m, REGARD_V a, REGARD_V b)
   using V = REGARD_V;
   return {as<typename V::Vector>((m.v & as<typename V::Bits>(a.v)) | (~m.v & as<typename V::Bits>(b.v)))};
 }
-// b where either is NaN.
+// Returns b if either is NaN.
 REGARD_LANE inline REGARD_V max(REGARD_V a, REGARD_V b) { return select(less(b, a), a, b); }
 REGARD_LANE inline REGARD_V ceil(REGARD_V a) {
   for (int i = 0; i < N; ++i) a.v[i] = static_cast<T>(::ceil(a.v[i]));
@@ -94,7 +94,7 @@ REGARD_LANE inline uint32_t bits(LaneMask<REGARD_V> m) {
   for (int i = 0; i < N; ++i) set |= static_cast<uint32_t>(m.v[i] != 0) << i;
   return set;
 }
-// 2^n from a number whose low mantissa bits hold n + bias.
+// Returns 2^n from a number whose low mantissa bits hold n + exponent bias.
 REGARD_LANE inline REGARD_V power_from_bits(REGARD_V t) {
   using V = REGARD_V;
   return {as<typename V::Vector>(as<typename V::Bits>(t.v) << (sizeof(T) == 4 ? 23 : 52))};
@@ -139,7 +139,7 @@ inline void from_float(Half* p, float x) {
   p->bits = static_cast<uint16_t>(sign | h);
 }
 
-// Vocabulary that depends on the vector type alone.
+// Operations that are selected by the vector type.
 template <class V>
 struct Lanes {
   using Scalar = typename V::Scalar;
@@ -162,13 +162,13 @@ struct Lanes {
   static void store(S* p, V a) {
     for (int i = 0; i < V::N; ++i) from_float(p + i, a.v[i]);
   }
-  // Lanes `from`, from + 1, ... of a bit set.
+  // Expands bits `from`, from + 1, ... of a lane set to a mask.
   static Mask mask(uint32_t lanes, int from) {
     Mask m{typename V::Bits{}};
     for (int i = 0; i < V::N; ++i) m.v[i] = lanes >> (from + i) & 1 ? -1 : 0;
     return m;
   }
-  // The words that stand for vector `part` of a panel.
+  // Expands the words of vector `part` of a panel to a mask.
   static Mask mask(Words w, int part) {
     const int from = V::N == Words::N ? 0 : part * V::N;
     Mask m{typename V::Bits{}};
@@ -182,7 +182,7 @@ struct Lanes {
   }
 };
 
-// The lower and upper halves of bytes.
+// Converts the low and high nibbles of bytes.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   for (int i = 0; i < Floats::N; ++i) {
     low.v[i] = static_cast<float>(p[i] & 15);
