@@ -37,7 +37,8 @@ class Stopper {
   std::atomic<bool> stopped_{false}, out_of_memory_{false};
 };
 
-// Calls job(index, worker) for each index in [0, count), in ascending order, on up to `workers` threads.
+// Calls job(index, worker) for each index in [0, count) on up to `workers` threads. Starts in ascending
+// order.
 template <class Job>
 void run_tasks(int workers, int64_t count, Stopper& stopper, Job job) {
   struct Shared {
@@ -60,13 +61,11 @@ void run_tasks(int workers, int64_t count, Stopper& stopper, Job job) {
   parallel(static_cast<int>(std::min<int64_t>(workers, count)), work, &shared);
 }
 
-// Returns at least `bytes` of scratch memory for worker `worker` of the calling thread. Throws
-// std::bad_alloc. Later calls reuse the memory: page faults in fresh memory would take longer than a small
-// call.
+// Returns at least `bytes` of scratch memory for worker `worker` of the calling thread, or throws
+// std::bad_alloc. Later calls reuse the memory: page faults would take longer than a small call.
 void* scratch(size_t worker, int64_t bytes);
 
-// Requests 2 MB pages for a large, freshly allocated output, which saves tens of milliseconds of page
-// faults.
+// Requests 2 MB pages for a large new output, which saves tens of milliseconds of page faults.
 void advise_huge_pages(void* data, int64_t bytes);
 
 }  // namespace regard

@@ -376,7 +376,7 @@ void SpanFinder::global(const int64_t* node, const Panel& p, int64_t lo, int64_t
 
 void SpanFinder::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t per_row = node[2], block = node[3], blocks = ceil_div(spec_.Lk, block);
-  const size_t before = out.size();
+  const size_t list = out.size();
   for (int t = 0; t < p.rows.count;) {
     const int64_t r = floor_div(p.query(t), block);
     uint32_t lanes = 0;
@@ -459,7 +459,7 @@ void SpanFinder::per_head(const int64_t* node, const Panel& p, int64_t lo, int64
 
 // NOT: the complement of the child within [lo, hi).
 void SpanFinder::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  const size_t before = out.size();
+  const size_t list = out.size();
   evaluate(node + 2, p, lo, hi, out);
   const size_t top = out.size() + 1;
   out.push_back(kSentinel);
@@ -476,7 +476,7 @@ void SpanFinder::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t
 // AND and OR. Each operand of AND is evaluated only within the range that the operands before it leave.
 void SpanFinder::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t* end = node + node[1];
-  const size_t before = out.size();
+  const size_t list = out.size();
   evaluate(node + 2, p, lo, hi, out);
   for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
     if (node[0] == kAnd) {
