@@ -133,8 +133,9 @@ struct Split {
   const SpanList* spans;  // by_head: one list for each head of the group; otherwise one list for all
   bool by_head;
   int64_t begin, end;
-  const Span* seen;  // the union of `spans` over rows and heads, with short gaps closed; `lanes` is not used
-  int64_t n_seen;
+  const Span*
+      any_row;  // the union of `spans` over rows and heads, with short gaps closed; `lanes` is not used
+  int64_t n_any_row;
   void* partial;  // the split's partial result. For `finish`: the first of n_partials partial results
   int64_t n_partials;
   void* scratch;

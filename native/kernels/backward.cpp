@@ -145,7 +145,7 @@ struct Backward {
                    spec.Dv, values);
   }
 
-  // Initialises a sum with the gradients of marked rows, or zeros.
+  // Initialises a sum with the gradients of exact rows, or zeros.
   void start(Scalar* sum, int64_t n, int64_t slices, int64_t width, const double* exact,
              double factor) const {
     for (int64_t i = 0; i < n * slices * P; ++i) sum[i] = 0;

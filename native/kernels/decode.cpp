@@ -362,9 +362,9 @@ struct Decode {
   // Calls work(first key, keys, tile) for all keys of the split that some row may attend to.
   template <class Work>
   void visit_key_tiles(Stored<V, S>& stored, Work work) {
-    for (int64_t i = 0; i < split.n_seen; ++i) {
-      const int64_t begin = split.seen[i].begin > split.begin ? split.seen[i].begin : split.begin;
-      const int64_t end = split.seen[i].end < split.end ? split.seen[i].end : split.end;
+    for (int64_t i = 0; i < split.n_any_row; ++i) {
+      const int64_t begin = split.any_row[i].begin > split.begin ? split.any_row[i].begin : split.begin;
+      const int64_t end = split.any_row[i].end < split.end ? split.any_row[i].end : split.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < tile_keys(rows) ? end - j : tile_keys(rows);
         visit_key_tile(stored, j, n, work);

@@ -44,7 +44,7 @@ constexpr int64_t kSplitKeys = 512;
 // Facts about the attention weights of a few panels.
 struct EvidenceKernels {
   int64_t (*scratch_bytes)(const Spec&, const Facts&, int panels, bool copy_k);
-  void (*look)(const EvidenceTask&);
+  void (*run)(const EvidenceTask&);
 };
 
 // Linear attention: tokens in a chunk, within which token pairs are multiplied out; and chunks in a

@@ -141,7 +141,7 @@ class Decode : Pass {
     const Slice& slice = s.slices[index - first_split_[group]];
     Split split = split_of(group, scratch);
     split.begin = slice.begin, split.end = slice.end;
-    split.seen = s.any_row.data() + slice.first_span, split.n_seen = slice.n_spans;
+    split.any_row = s.any_row.data() + slice.first_span, split.n_any_row = slice.n_spans;
     split.partial = partial(index);
     if (!kernels_.split(split)) return wrong_page_.store(true);
     if (pending_[group].fetch_sub(1) > 1) return;

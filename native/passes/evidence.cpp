@@ -104,7 +104,7 @@ class Evidence : Pass {
     e.facts = &facts_;
     e.column_mass = sums.data();
     e.histogram = sums.data() + (facts_.column_mass ? spec_.Lk : 0);
-    kernels_.look(e);
+    kernels_.run(e);
   }
 
   // Returns zeros, in the memory of a finished task if there is one.
