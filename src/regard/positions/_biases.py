@@ -47,7 +47,7 @@ class AlibiBias(nn.Module):
 
 
 class Relative(nn.Module):
-    """A module that returns the relative position bias of T5. T5 shares one between its layers.
+    """A module that returns the relative position bias of T5. All layers of a T5 stack share one.
 
     Args:
         heads: Hq.

@@ -157,7 +157,7 @@ class Rotary(nn.Module):
         self._tables: dict[tuple[torch.device, torch.dtype], Pair] = {}
 
     def forward(self, x: Tensor, positions: Positions = 0, *, inplace: bool = False) -> Tensor:
-        """Rotates x (..., H, L, D). `positions`: the first position, (L,), or (B, L) for a batch."""
+        """Rotates x (..., H, L, D). `positions`: the first position, (L,), or (B, L)."""
         cos, sin = self.table(x, positions)
         return rotate(x, cos, sin, layout=self.layout, inplace=inplace)
 
