@@ -66,7 +66,7 @@ def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
 
 
 def _counts(lengths: Integers | None, keep: Tensor | None) -> Tensor:
-    """Returns the lengths (N,) int64, counted in `keep` if that is given."""
+    """Returns the lengths (N,) int64, or the number of real tokens in `keep`."""
     if (lengths is None) == (keep is None):
         raise TypeError(f"lengths, keep: expected one of them, got {'neither' if keep is None else 'both'}")
     if keep is not None:

@@ -35,8 +35,8 @@ class Alibi:
     ) -> Alibi:
         """Returns the bias with the slopes of the paper: powers of 2^(-8/H) if H is a power of two.
 
-        Otherwise the slopes are those for the next lower power of two, followed by every second
-        slope for the next higher one.
+        Otherwise the slopes for the next lower power of two, followed by every second slope for the
+        next higher one.
         """
         heads = count("heads", heads, 1)
         lower = 2 ** int(math.log2(heads))

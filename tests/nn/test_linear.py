@@ -167,7 +167,7 @@ def test_a_call_that_raises_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: filled()[0].crop(3), NotImplementedError, "cannot drop some"),
+        (lambda: filled()[0].crop(3), NotImplementedError, "cannot drop any"),
         (lambda: filled()[0].reorder([3]), ValueError, "index: expected samples from 0 to 2"),
         (lambda: filled()[0].load_state_dict({}), ValueError, "state: expected the tensors"),
         (lambda: LinearCache(1, 1, 4, dtype=torch.int32), TypeError, "dtype: expected float64"),

@@ -25,7 +25,7 @@ CAUSAL = Causal()
 
 
 class CacheOptions(NamedTuple):
-    """The options of `attend`: those of `attention`, and the cache's own."""
+    """The options of `attend`: the options of `attention`, `window` and `impl`."""
 
     options: Options
     window: int | None

@@ -52,7 +52,7 @@ class KVCache(RowCache):
         self._append((k, v), lengths)
 
     def extend(self, k: Tensor, v: Tensor) -> Stored:
-        """Appends k and v and returns views of the stored keys, for callers that run attention.
+        """Appends k and v and returns views of all stored tokens, for callers that run attention.
 
         The views hold the last `rows_with(L)` tokens. They are invalid after the next write.
         """

@@ -141,7 +141,7 @@ class PagedCache:
         return PagedSequence(sequence.pages[: -(-n // self.page)], n)
 
     def free(self, sequence: int) -> None:
-        """Removes a sequence and frees those of its pages that no other sequence uses."""
+        """Removes a sequence. Its pages become free unless another sequence uses them."""
         (name,) = self._ids([sequence])
         self._pool.release(self._sequences.pop(name).pages)
 

@@ -108,14 +108,14 @@ class KeepWindow:
         """Copies the tokens to keep into new storage with free slots for `new` tokens."""
         storage, held, _ = content
         B, S = storage.B, self.sinks
-        kept = shared([min(n, self.needed) for n in per_sample(held, B)])
-        fresh = storage.layout.empty(B, max(self.capacity, largest(plus(kept, new))))
+        remaining = shared([min(n, self.needed) for n in per_sample(held, B)])
+        fresh = storage.layout.empty(B, max(self.capacity, largest(plus(remaining, new))))
         for name, x in storage.tensors.items():
             target = fresh.tensors[name]
-            for samples, n, m in _moves(held, kept, B):
+            for samples, n, m in _moves(held, remaining, B):
                 target[samples, :, :S] = x[samples, :, :S]
                 target[samples, :, S:m] = x[samples, :, n - m + S : n]
-        return Content(fresh, kept, minus(content.lengths, kept))
+        return Content(fresh, remaining, minus(content.lengths, remaining))
 
     def rows_with(self, content: Content, L: int) -> int:
         held = largest(content.held)
@@ -172,8 +172,8 @@ class KeepWindow:
                     f"got n = {m}; the window before position {m} has been dropped"
                 )
         dropped = tuple(0 if m <= self.sinks else d for m, d in zip(lengths, dropped, strict=True))
-        kept = shared([m - d for m, d in zip(lengths, dropped, strict=True)])
-        return Content(content.storage, kept, shared(dropped))
+        remaining = shared([m - d for m, d in zip(lengths, dropped, strict=True)])
+        return Content(content.storage, remaining, shared(dropped))
 
     def restored(self, lengths: list[int], held: list[int]) -> tuple[Count, Count]:
         check_saved_lengths(lengths)
@@ -191,11 +191,11 @@ class KeepWindow:
 Retention = KeepAll | KeepWindow
 
 
-def _moves(held: Count, kept: Count, B: int) -> list[tuple[slice, int, int]]:
+def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
     """Returns (samples, slots before, slots after) for each group of samples with equal counts."""
-    if isinstance(held, int) and isinstance(kept, int):
-        return [(slice(None), held, kept)]
-    pairs = zip(per_sample(held, B), per_sample(kept, B), strict=True)
+    if isinstance(held, int) and isinstance(remaining, int):
+        return [(slice(None), held, remaining)]
+    pairs = zip(per_sample(held, B), per_sample(remaining, B), strict=True)
     return [(slice(b, b + 1), n, m) for b, (n, m) in enumerate(pairs)]
 
 

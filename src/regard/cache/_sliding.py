@@ -13,8 +13,8 @@ from ._rows import layout_of
 class SlidingCache(KVCache):
     """A KV cache of bounded size: the last `window` tokens and the first `sinks` tokens.
 
-    The mask is `Causal() & (Window(window - 1) | Prefix(sinks))`, as in StreamingLLM. Positions are
-    those in the whole sequence, also for `Alibi` and `RelativeBias`.
+    The mask is `Causal() & (Window(window - 1) | Prefix(sinks))`, as in StreamingLLM. Positions
+    count all tokens of the sequence, dropped ones included, also for `Alibi` and `RelativeBias`.
 
     `crop(n)` requires that the keys of the next query are held: n is at most `rollback` tokens
     back, or n <= sinks, or nothing has been dropped yet.

@@ -54,7 +54,7 @@ def declare(
     Args:
         ops: the class's opcodes in a mask program. `_encode` uses the first unless overridden.
         kind: what the mask depends on.
-        cost: the place of the mask among the operands of AND: 0 (cheap) first, 2 (expensive) last.
+        cost: sorts the operands of AND: 0 (cheap) comes first, 2 (expensive) last.
         dims: for each tensor field, the number of trailing dims that are not batch dims.
     """
 

@@ -42,7 +42,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
 
     Args:
         x: queries or keys (..., L, D), any strides.
-        cos: (..., L, dims / 2), as from `rotary_table`. The dims before L broadcast to those of x.
+        cos: (..., L, dims / 2), as from `rotary_table`. The dims before L broadcast to x.
             Channels from `dims` on are copied unchanged.
         sin: the same shape.
         layout: which channels form a pair: "half" or "interleaved".
