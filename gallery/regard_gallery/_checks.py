@@ -21,3 +21,9 @@ def count(name: str, value: Any, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"{name}: expected an integer from {least} on, got {value}")
     return value
+
+
+def check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
+    """Raises unless images are (B, *shape)."""
+    if images.shape[1:] != shape:
+        raise ValueError(f"images: expected (B, {', '.join(map(str, shape))}), got {describe(images)}")

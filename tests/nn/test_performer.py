@@ -333,7 +333,7 @@ def test_wrong_features() -> None:
     w = drawn(4)
     with pytest.raises(ValueError, match="scale: expected a number above 0, got -1"):
         features.positive_features(torch.randn(3, D), w, scale=-1.0)
-    with pytest.raises(TypeError, match="x: expected a tensor of floating point"):
+    with pytest.raises(TypeError, match="x: expected a float tensor"):
         features.positive_features(torch.ones(3, D, dtype=torch.long), w)
     with pytest.raises(TypeError, match="kernel: expected a function of a tensor, got str 'relu'"):
         features.generalized_features(torch.randn(3, D), w, "relu")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A mask program read pair by pair in plain Python, straight from the table in DESIGN.md, section 6."""
+"""Evaluates a mask program pair by pair in plain Python, from the table in native/mask/README.md."""
 
 from __future__ import annotations
 

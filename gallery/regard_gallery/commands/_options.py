@@ -17,8 +17,8 @@ TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens tha
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", help="A local directory with safetensors, or a GGUF file; default SmolLM2-135M."),
+    typer.Option(help="A local directory with safetensors, or a GGUF file; default SmolLM2-135M."),
 ]
 EncoderOption = Annotated[
-    Path | None, typer.Option("--model", help="A local sentence-transformers directory; default MiniLM.")
+    Path | None, typer.Option(help="A local sentence-transformers directory; default MiniLM.")
 ]

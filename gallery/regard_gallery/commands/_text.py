@@ -29,8 +29,6 @@ def stream(pieces: Iterable[str], session: Session, cache: str) -> None:
         show(piece)
     show("\n")
     took = session.report
-    typer.echo(
-        f"{took.written} tokens, {took.speed:.1f} a second; {took.read} tokens read in {took.reading:.2f} s; "
-        f"cache {amount(took.cache_bytes)} ({cache})",
-        err=True,
-    )
+    written = f"{took.written} tokens, {took.speed:.1f} a second"
+    read = f"{took.read} tokens read in {took.reading:.2f} s"
+    typer.echo(f"{written}; {read}; cache {amount(took.cache_bytes)} ({cache})", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from regard.cli.console import one_line_errors, printable, quiet_offline
 
 from .._progress import bar
 from ._options import AttentionOption, EncoderOption
-
-if TYPE_CHECKING:
-    from ..models.search import Hit
 
 MAX_BYTES = 64 << 20
 SHOWN_LINES = 3
@@ -43,7 +40,9 @@ def search(
         with bar(f"{len(found)} passages", len(found)) as update:
             vectors = embedder.embed(wanted, done=lambda count: update(advance=count))
         for hit in rank(embedder.embed([question])[0], vectors, found, top):
-            _show(hit)
+            typer.echo(printable(f"{hit.score:.3f}  {hit.passage.source}:{hit.passage.line}"))
+            for line in hit.passage.text.splitlines()[:SHOWN_LINES]:
+                typer.echo(printable(f"       {line[:WIDTH]}"))
 
 
 def _read(file: Path) -> str:
@@ -53,9 +52,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8: {error}") from None
-
-
-def _show(hit: Hit) -> None:
-    typer.echo(printable(f"{hit.score:.3f}  {hit.passage.source}:{hit.passage.line}"))
-    for line in hit.passage.text.splitlines()[:SHOWN_LINES]:
-        typer.echo(printable(f"       {line[:WIDTH]}"))

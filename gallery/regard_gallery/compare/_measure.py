@@ -156,9 +156,7 @@ def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_title("held-out loss, nats / byte", fontsize=10)
 
 
-def measure(
-    sizes: Sizes, effort: Effort, *, progress: Callable[[str], None] = lambda step: None,
-) -> Measured:  # fmt: skip
+def measure(sizes: Sizes, effort: Effort, *, progress: Callable[[str], None] = lambda step: None) -> Measured:
     """Train and time models that differ in their attention alone.
 
     Speeds come first, of models that are not trained: time does not depend on weights.

@@ -49,10 +49,8 @@ def _check_layers(config: dict[str, Any], tensors: int) -> None:
     """A layer without a tensor of its own is none."""
     for name, value in _items(config):
         if LAYERS.fullmatch(name) and type(value) is int and value > tensors:
-            raise ValueError(
-                f"config.json: expected at most as many layers as the weights have tensors, {tensors}, "
-                f"got {name} = {value}"
-            )
+            most = f"at most as many layers as the weights have tensors, {tensors}"
+            raise ValueError(f"config.json: expected {most}, got {name} = {value}")
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -70,9 +68,8 @@ def _check_index(index: dict[str, Any], names: set[str]) -> None:
     """Weights in several files are those that were checked."""
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(type(x) is str and x in names for x in listed.values()):
-        raise ValueError(
-            f"{INDEX}: expected a weight_map to the safetensors files beside it, got {listed!r:.200}"
-        )
+        wanted = "a weight_map to the safetensors files beside it"
+        raise ValueError(f"{INDEX}: expected {wanted}, got {listed!r:.200}")
 
 
 def _count_tensors(file: Path) -> int:

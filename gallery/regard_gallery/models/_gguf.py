@@ -44,13 +44,11 @@ class Gguf:
         tensors, values = (cursor.count("Q", f"the number of {what}") for what in ("tensors", "values"))
         self.values: dict[str, Any] = {}
         for _ in range(values):
-            key = _string(cursor, "a key")
-            _once(cursor, key, self.values)
+            key = _new_name(cursor, "a key", self.values)
             self.values[key] = _value(cursor, cursor.count("I", f"the kind of {key}"), key)
         self.tensors: dict[str, Stored] = {}
         for _ in range(tensors):
-            name = _string(cursor, "a tensor's name")
-            _once(cursor, name, self.tensors)
+            name = _new_name(cursor, "a tensor's name", self.tensors)
             self.tensors[name] = _stored(cursor, name)
         self._start = self._checked_places(_alignment(cursor, self.values))
 
@@ -101,9 +99,11 @@ class Gguf:
         return torch.from_numpy(np.array(numbers, np.float32, copy=not numbers.flags.writeable))
 
 
-def _once(cursor: Cursor, name: str, seen: dict[str, Any]) -> None:
+def _new_name(cursor: Cursor, what: str, seen: dict[str, Any]) -> str:
+    name = _string(cursor, what)
     if name in seen:
         raise cursor.fault(f"{name} is there twice")
+    return name
 
 
 def _string(cursor: Cursor, what: str) -> str:

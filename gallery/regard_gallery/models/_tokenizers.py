@@ -24,9 +24,8 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
     with _faults("the tokenizer"):
         pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
         tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    rules = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rules)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in control])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

@@ -26,10 +26,8 @@ def read_wav(path: Path, rate: int) -> Tensor:
         reason = str(error) or "it ends too early"
         raise ValueError(f"{path}: expected a wav file in PCM: {reason}") from None
     if width not in WIDTHS or found not in RATES:
-        raise ValueError(
-            f"{path}: expected samples of 1 to 4 bytes, {RATES[0]} to {RATES[-1]} a second, "
-            f"got {width} bytes, {found} a second"
-        )
+        wanted = f"samples of 1 to 4 bytes, {RATES[0]} to {RATES[-1]} a second"
+        raise ValueError(f"{path}: expected {wanted}, got {width} bytes, {found} a second")
     if len(raw) // (channels * width) > MAX_SECONDS * found:
         raise ValueError(f"{path}: expected up to {MAX_SECONDS} seconds of sound")
     samples = _numbers(raw[: len(raw) // (channels * width) * channels * width], width)

@@ -26,9 +26,8 @@ def maker(model: Any, kind: str = "dense") -> Callable[[], Any]:
 
         return lambda: Cache(model.config, **KINDS[kind])
     if kind != "dense":
-        raise ValueError(
-            f"cache: expected dense with attention {attention}, got {kind}; regard has all kinds"
-        )
+        wanted = f"dense with attention {attention}"
+        raise ValueError(f"cache: expected {wanted}, got {kind}; regard has all kinds")
     from transformers import DynamicCache
 
     return lambda: DynamicCache(config=model.config)

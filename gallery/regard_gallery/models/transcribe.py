@@ -65,12 +65,11 @@ def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
     """The log-mel spectrum: of the first 30 seconds with silence behind, or of all."""
     from transformers import WhisperFeatureExtractor
 
-    padding: dict[str, Any] = {"truncation": False, "padding": "longest"} if whole else {}
+    options: dict[str, Any] = {"return_tensors": "pt", "return_attention_mask": True}
+    if whole:
+        options |= {"truncation": False, "padding": "longest"}
     extract = WhisperFeatureExtractor()  # type: ignore[no-untyped-call]
-    features = extract(
-        samples.numpy(), sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **padding
-    )
-    return {"input_features": features["input_features"], "attention_mask": features["attention_mask"]}
+    return dict(extract(samples.numpy(), sampling_rate=RATE, **options))
 
 
 def _segment(whisper: Whisper, start: float, end: float, tokens: list[int]) -> Segment:

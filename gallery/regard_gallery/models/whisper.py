@@ -108,9 +108,8 @@ def _alignment_heads(about: dict[str, Any], config: Any) -> tuple[tuple[int, int
     listed = about.get("alignment_heads")
     places = {(layer, head) for layer in range(layers) for head in range(heads)}
     if not listed or not all(isinstance(pair, list) and tuple(pair) in places for pair in listed):
-        raise ValueError(
-            f"config.json: expected alignment_heads of {layers} layers with {heads} heads, got {listed!r}"
-        )
+        wanted = f"alignment_heads of {layers} layers with {heads} heads"
+        raise ValueError(f"config.json: expected {wanted}, got {listed!r}")
     return tuple((layer, head) for layer, head in listed)
 
 
@@ -157,9 +156,8 @@ def _layer(variables: _ct2.Variables, part: str, layer: int) -> Iterator[tuple[s
     for old, new, projections in PARTS[part]:
         yield from _norm(variables, f"{there}/{old}/layer_norm", f"{here}.{new}_layer_norm")
         for i, names in enumerate(projections):
-            yield from _split(
-                variables, f"{there}/{old}/linear_{i}", tuple(f"{here}.{new}.{n}" for n in names)
-            )
+            renamed = tuple(f"{here}.{new}.{name}" for name in names)
+            yield from _split(variables, f"{there}/{old}/linear_{i}", renamed)
     yield from _norm(variables, f"{there}/ffn/layer_norm", f"{here}.final_layer_norm")
     for i, name in enumerate(("fc1", "fc2")):
         yield from _split(variables, f"{there}/ffn/linear_{i}", (f"{here}.{name}",))

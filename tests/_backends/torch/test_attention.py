@@ -116,7 +116,7 @@ def test_which_of_the_two_runs() -> None:
 
 def promises(text: str) -> list[list[str]]:
     """The cells of the table of promises, without the line under its head."""
-    head, _, *rows = text[text.index("| promise") :].split("\n\n")[0].splitlines()
+    head, _, *rows = text[text.index("| guarantee") :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
 
 

@@ -26,10 +26,8 @@ def first_of(places: Sequence[str | Path], what: str, command: str = "make data"
     for place in map(Path, places):
         if place.exists():
             return place
-    tried = ", ".join(map(str, places))
-    raise FileNotFoundError(
-        f"{what}: expected in one of {tried}; this brings it: {command}. REGARD_DATA may name another folder"
-    )
+    missing = f"{what}: expected in one of {', '.join(map(str, places))}; this brings it: {command}"
+    raise FileNotFoundError(f"{missing}. REGARD_DATA may name another folder")
 
 
 def bounded(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -149,16 +148,11 @@ def _resume(state: State, path: Path, whose: dict[str, object]) -> None:
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
     """The shortest time of a whole training step with each attention, on the same batch, taking turns."""
     batch = app.batch(model, torch.Generator().manual_seed(0))
-    models = {name: _twin(app, name, model.state_dict()) for name in ATTENTIONS}
 
-    def step(name: str) -> Callable[[], float]:
-        twin, optimizer = models[name]
-        return lambda: update(app, twin, optimizer, batch)
+    def step(attention: str) -> Callable[[], float]:
+        twin = begin(app, attention)
+        twin.model.load_state_dict(model.state_dict())
+        twin.model.train()
+        return lambda: update(app, twin.model, twin.optimizer, batch)
 
-    return best_times({name: step(name) for name in ATTENTIONS}, seconds)
-
-
-def _twin(app: Application, attention: str, weights: dict[str, Tensor]) -> tuple[nn.Module, AdamW]:
-    state = begin(app, attention)
-    state.model.load_state_dict(copy.deepcopy(weights))
-    return state.model.train(), state.optimizer
+    return best_times({attention: step(attention) for attention in ATTENTIONS}, seconds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..._checks import check_images
 from .blocks import Blocks
-from .images import check_images
 from .looking import layer_rows
 
 BLOCKS = Blocks()
@@ -51,8 +51,7 @@ class ViT(nn.Module):
         last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
         on_patches = last[:, :, 1:].mean(1)
         shares = on_patches / on_patches.sum(-1, keepdim=True)
-        found: Tensor = shares.unflatten(-1, (self.side, self.side))
-        return found
+        return shares.view(-1, self.side, self.side)
 
 
 def convolved(channels: int, d_model: int) -> nn.Sequential:

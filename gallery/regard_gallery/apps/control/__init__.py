@@ -54,9 +54,7 @@ def play(
     """Act, each action drawn from the policy by `generator`, or without one the best."""
     import gymnasium
 
-    world: Any = gymnasium.make_vec(
-        "CartPole-v1", episodes, vectorization_mode="vector_entry_point", max_episode_steps=limit
-    )
+    world: Any = gymnasium.make_vec("CartPole-v1", episodes, "vector_entry_point", max_episode_steps=limit)
     state = world.reset(seed=seed)[0]
     caches = model.stack.new_caches(episodes, limit + 1)  # type: ignore[operator, union-attr]
     alive, fell = torch.ones(episodes, dtype=torch.bool), torch.zeros(episodes, dtype=torch.bool)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._checks import check_images
 from .._parts.blocks import Blocks
-from .._parts.images import check_images
 from .._parts.looking import layer_rows
 
 BLOCKS = Blocks()

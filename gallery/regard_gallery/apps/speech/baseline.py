@@ -23,9 +23,7 @@ class Templates(NamedTuple):
     def costs(self, heard: Tensor) -> Tensor:
         """(L, n, longest): of each frame in each state."""
         if self.spread is None:
-            apart = torch.cdist(heard, self.mean.flatten(0, 1))
-            found: Tensor = apart.unflatten(1, self.mean.shape[:2])
-            return found
+            return torch.cdist(heard, self.mean.flatten(0, 1)).view(len(heard), *self.mean.shape[:2])
         scaled = (heard[:, None, None] - self.mean) / self.spread
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 

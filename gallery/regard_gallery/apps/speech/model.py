@@ -42,9 +42,8 @@ class Recogniser(nn.Module):
 def ctc(log_chances: Tensor, lengths: Tensor, spoken: list[Tensor]) -> Tensor:
     """The loss: minus the log of the chance of all ways to write what was spoken, symbols from 1 on."""
     counts = torch.tensor([len(own) for own in spoken])
-    return F.ctc_loss(
-        log_chances.transpose(0, 1), torch.cat(spoken), lengths, counts, blank=BLANK, zero_infinity=True
-    )
+    by_frame = log_chances.transpose(0, 1)
+    return F.ctc_loss(by_frame, torch.cat(spoken), lengths, counts, blank=BLANK, zero_infinity=True)
 
 
 def greedy(log_chances: Tensor, lengths: Tensor) -> list[list[int]]:
