@@ -15,7 +15,7 @@ from ..positions import Positions
 
 
 class Memory(NamedTuple):
-    """Keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context, as `remember` returns them."""
+    """Projected keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context."""
 
     k: Tensor
     v: Tensor
@@ -77,7 +77,7 @@ class LayerOptions(NamedTuple):
             raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
 
     def token_positions(self, L: int) -> Positions:
-        """Returns the positions of L tokens: `positions`, or the default for packed or cached tokens."""
+        """Returns the positions of L tokens: `positions`, or the default if it is None."""
         if self.positions is not None:
             return self.positions
         if self.cu_seqlens is not None:
@@ -115,7 +115,10 @@ def is_nested(name: str, x: Tensor) -> bool:
 
 
 def checked_mask(mask: Mask | None) -> Mask | None:
-    """Returns the `mask` argument of a module's constructor. Raises TypeError if it is not a Mask."""
+    """Returns the `mask` argument of a module's constructor.
+
+    Raises TypeError if it is not a Mask.
+    """
     if not (mask is None or isinstance(mask, Mask)):
         raise TypeError(f"mask: expected a Mask, such as masks.Causal(), or None, got {describe(mask)}")
     return mask

@@ -13,7 +13,7 @@ from ._sizes import join_heads, sizes, split_heads
 
 
 class Projected(CheckedModule):
-    """A module with the projections `query`, `key`, `value` and `out`, named as in Hugging Face models.
+    """A module with the projections `query`, `key`, `value` and `out` (Hugging Face's names).
 
     Subclasses add `attend(q, k, v, ...)`, the attention without projections.
     """

@@ -34,9 +34,9 @@ def attend_with_weights(
 
     The weights are (B, Lq, Lk) if `average`, else (B, H, Lq, Lk). Fully masked rows are zero.
 
-    Without gradients and dropout, the output is the product of weights and values, so that scores are
-    computed once. If that product is non-finite, a masked value may be the cause: 0 * NaN is NaN. Then
-    the kernel, which skips masked keys, computes the output.
+    Without gradients and dropout, the output is the product of weights and values, so that scores
+    are computed once. If that product is non-finite, a masked value may be the cause: 0 * NaN is
+    NaN. Then the kernel, which skips masked keys, computes the output.
     """
     q, k, v = qkv
     options = _dense_options(q, k, arguments)
@@ -78,7 +78,7 @@ def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
 
 
 def _softmax_weights(q: Tensor, k: Tensor, options: DenseOptions) -> Tensor:
-    """Computes the weights out of place, in float32 for 16-bit inputs, and returns them in q's dtype."""
+    """Computes the weights out of place: in float32 for 16-bit inputs, returned in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s: Tensor = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).mT
     if options.bias is not None:
@@ -129,6 +129,6 @@ def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
 
 
 def _tile_size(H: int, pairs: int) -> tuple[int, int]:
-    """Returns the samples and heads of a tile: several samples with all heads, or some heads of one."""
+    """Returns the samples and heads of a tile: several samples with all heads, or one with some."""
     fitting = TILE_SCORES // max(1, pairs)
     return max(1, fitting // H), max(1, min(H, fitting))

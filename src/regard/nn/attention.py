@@ -1,4 +1,4 @@
-"""`Attention`: `regard.attention` with projections, for self-, cross-, grouped- and multi-query attention."""
+"""`Attention`: `regard.attention` with projections, and constructors of its common forms."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Attention(AttentionLayer, GroupedHeads):
             the output projection.
 
     Example:
-        >>> attend = regard.nn.Attention(512, 8, kv_heads=2, position=Rotary(64), mask=masks.Causal())
+        >>> rotary, causal = regard.positions.Rotary(64), regard.masks.Causal()
+        >>> attend = regard.nn.Attention(512, 8, kv_heads=2, position=rotary, mask=causal)
         >>> attend(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
     """
@@ -172,13 +173,16 @@ class Attention(AttentionLayer, GroupedHeads):
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _qkv_rows(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Returns weight and bias of `qkv` for queries (index 0) or for keys and values (index 1)."""
+        """Returns weight and bias of `qkv` for queries (index 0) or keys and values (index 1)."""
         queries, keys, values = self._widths
         sizes, bias = (queries, keys + values), self.qkv.bias
         return self.qkv.weight.split(sizes)[index], None if bias is None else bias.split(sizes)[index]
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
-        """Normalises q and applies rotary embeddings to q and k. `_normed_keys` has normalised k."""
+        """Normalises q and applies rotary embeddings to q and k.
+
+        `_normed_keys` has normalised k.
+        """
         q = q if self.q_norm is None else self.q_norm(q)
         if not isinstance(self.position, Rotary):
             return q, k

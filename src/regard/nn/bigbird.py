@@ -21,7 +21,7 @@ from ._projected import Projected
 def block_table(
     blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
 ) -> Tensor:
-    """Returns BigBird's block mask, bool (heads, blocks, blocks): entry (h, i, j) lets block i attend to j.
+    """Returns BigBird's block mask, bool (heads, blocks, blocks): block i may attend to block j.
 
     A block attends to the `window` blocks around it, to the global blocks, and to `random` further
     blocks that are drawn for each head and block. Global blocks attend to all blocks. The result is
@@ -32,7 +32,8 @@ def block_table(
         heads: number of heads.
         window: odd number of neighbouring blocks, the block itself included.
         random: number of random blocks.
-        global_blocks: indices of the global blocks, -1 for the last. Indices out of range are ignored.
+        global_blocks: indices of the global blocks, -1 for the last. Indices out of range are
+            ignored.
         seed: seed of the random blocks.
     """
     blocks, heads, random = count("blocks", blocks), count("heads", heads, 1), count("random", random)
@@ -53,10 +54,10 @@ def block_table(
 class BigBirdAttention(Projected):
     """BigBird block-sparse self-attention: (B, L, d_model) -> (B, L, d_model).
 
-    Each block of tokens attends to the blocks around it, to random blocks and to global blocks. Time is
-    O(L * block * (window + random + globals)). Global tokens are blocks of the sequence (BigBird-ITC:
-    `global_blocks`), separate tokens (BigBird-ETC: `global_x` in `forward`, usually with
-    `global_blocks=()`), or both.
+    Each block of tokens attends to the blocks around it, to random blocks and to global blocks.
+    Time is O(L * block * (window + random + globals)). Global tokens are blocks of the sequence
+    (BigBird-ITC: `global_blocks`), separate tokens (BigBird-ETC: `global_x` in `forward`, usually
+    with `global_blocks=()`), or both.
 
     Args:
         d_model: width of the input and of the output.
@@ -100,8 +101,8 @@ class BigBirdAttention(Projected):
 
         Args:
             x: (B, L, d_model). L need not be a multiple of the block size.
-            global_x: (B, G, d_model), tokens that attend to all tokens and that all tokens attend to
-                (BigBird-ETC).
+            global_x: (B, G, d_model), tokens that attend to all tokens and that all tokens attend
+                to (BigBird-ETC).
             lengths: (B,), the number of real tokens of each sample of x. The rest is padding.
             table: block mask, bool (H or 1, ceil(L / block), ceil(L / block)). Must be None with
                 `global_x`. Default: `block_table` of the module's arguments.

@@ -30,7 +30,8 @@ class Block(CheckedModule):
         cross: cross-attention to a context.
         residual: factory of the residual connections, called as `residual(d_model, sublayer)`:
             `PreNorm`, `PostNorm`, or one of them with options, for example
-            `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. Its result has the attribute `sublayer`.
+            `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. The result must have the attribute
+            `sublayer`.
     """
 
     def __init__(
@@ -145,8 +146,8 @@ class EncoderDecoder(CheckedModule):
     ) -> Tensor:  # fmt: skip
         """Encodes `source` and decodes `target`.
 
-        source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` also masks
-        the cross-attention to the source.
+        source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` also
+        masks the cross-attention to the source.
         """
         memory = self.encoder(source, mask=source_mask)
         out: Tensor = self.decoder(target, memory, mask=target_mask, context_mask=source_mask)

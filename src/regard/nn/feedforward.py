@@ -13,7 +13,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class FeedForward(nn.Module):
-    """A two-layer feed-forward network, down(dropout(activation(up(x)))): (..., d_model) -> same shape.
+    """A feed-forward layer, down(dropout(activation(up(x)))).
+
+    Maps (..., d_model) to the same shape.
 
     Args:
         d_model: width of the input and of the output.
@@ -40,14 +42,15 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """A gated feed-forward network, down(dropout(activation(gate(x)) * up(x))): (..., d_model) -> same shape.
+    """A gated feed-forward layer, down(dropout(activation(gate(x)) * up(x))).
 
-    It is SwiGLU with SiLU and GEGLU with GELU. `gate_up` holds both matrices, the gate first.
+    Maps (..., d_model) to the same shape. It is SwiGLU with SiLU and GEGLU with GELU. `gate_up`
+    holds both matrices, the gate first.
 
     Args:
         d_model: width of the input and of the output.
-        hidden: width of the hidden layer. Default: 8/3 * d_model, rounded up to a multiple of 8, which
-            gives about as many parameters as `FeedForward` has.
+        hidden: width of the hidden layer. Default: 8/3 * d_model, rounded up to a multiple of 8,
+            which gives about as many parameters as `FeedForward` has.
         activation: a function of a tensor.
         dropout: dropout probability of the hidden layer in training.
         bias: if True, both layers have biases.

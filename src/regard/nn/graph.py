@@ -15,7 +15,10 @@ from ._sizes import join_heads, split_heads
 
 
 class SortedEdges(NamedTuple):
-    """The edges of H copies of a graph, one per head, sorted by target. Node i of head h is h * n + i."""
+    """The edges of H copies of a graph, one per head, sorted by target.
+
+    Node i of head h is h * n + i.
+    """
 
     source: Tensor  # (H * E,)
     starts: Tensor  # (H * n + 1,): index of the first edge into each target
@@ -133,8 +136,8 @@ class GraphAttention(CheckedModule):
     """Graph attention (GAT, Velickovic et al., 2018): (n, d_in) -> (n, heads * d_head).
 
     Each node attends to the sources of its incoming edges. With h = W x, edge j -> i has the score
-    leaky_relu(a_source . h_j + a_target . h_i). Softmax over the edges into i yields the weights, and
-    out_i = sum_j weight_ij h_j + bias. The output of a node without incoming edges is the bias.
+    leaky_relu(a_source . h_j + a_target . h_i). Softmax over the edges into i yields the weights,
+    and out_i = sum_j weight_ij h_j + bias. The output of a node without incoming edges is the bias.
 
     Args:
         d_in: width of the input.
@@ -147,7 +150,8 @@ class GraphAttention(CheckedModule):
 
     Example:
         >>> attend = regard.nn.GraphAttention(16, 8, heads=4)
-        >>> attend(torch.randn(5, 16), regard.nn.Graph(torch.tensor([[0, 1, 2], [1, 2, 0]]), 5)).shape
+        >>> graph = regard.nn.Graph([[0, 1, 2], [1, 2, 0]], nodes=5)
+        >>> attend(torch.randn(5, 16), graph).shape
         torch.Size([5, 32])
     """
 

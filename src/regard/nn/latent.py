@@ -34,7 +34,7 @@ class Ways(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The unrotated part (..., H, L, nope_dim) and the rotated part (..., H, L, rope_dim) of queries."""
+    """Unrotated channels (..., H, L, nope_dim) and rotated channels (..., H, L, rope_dim) of q."""
 
     nope: Tensor
     rope: Tensor
@@ -46,14 +46,14 @@ class LatentAttention(AttentionLayer):
     All heads compute keys and values from one latent per token. A cache stores only the latents.
 
     Token x has the content vector c = kv_norm(kv_down(x)[:rank]) and the rotary key
-    r = rotary(kv_down(x)[rank:]), which all heads share. Head h has the key [W_uk[h] c, r], the value
-    W_uv[h] c and the query [q_nope, rotary(q_rope)]. W_uk and W_uv are the rows of `kv_up`. There are
-    two forms of the computation, with equal results:
+    r = rotary(kv_down(x)[rank:]), which all heads share. Head h has the key [W_uk[h] c, r], the
+    value W_uv[h] c and the query [q_nope, rotary(q_rope)]. W_uk and W_uv are the rows of `kv_up`.
+    There are two forms of the computation, with equal results:
 
     - *expanded*: computes keys (nope_dim + rope_dim) and values (value_dim) of every head.
-    - *absorbed*: since q . (W_uk c) = (q W_uk) . c, multiplies queries by W_uk, attends to the latents
-      as one key head of rank + rope_dim channels whose first `rank` channels are the value, and
-      multiplies the output by W_uv.
+    - *absorbed*: since q . (W_uk c) = (q W_uk) . c, multiplies queries by W_uk, attends to the
+      latents as one key head of rank + rope_dim channels whose first `rank` channels are the value,
+      and multiplies the output by W_uv.
 
     Args:
         d_model: width of the input and of the output.
@@ -68,12 +68,13 @@ class LatentAttention(AttentionLayer):
         norm: factory of the norms of the compressed vectors, called as `norm(rank)`. None: no norm.
         position: a `Rotary(rope_dim)`. Default: one with DeepSeek's interleaved layout.
         mask: a mask for every call. Example: `masks.Causal()`.
-        scale: scale of the scores. Default: 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction
-            if `position` has YaRN with `mscale_all_dim`.
+        scale: scale of the scores. Default: 1 / sqrt(nope_dim + rope_dim), with DeepSeek's
+            correction if `position` has YaRN with `mscale_all_dim`.
         dropout: dropout probability of the attention weights in training.
 
     Example:
-        >>> attend = LatentAttention(2048, 16, rank=512, nope_dim=128, rope_dim=64, mask=masks.Causal())
+        >>> sizes = {"rank": 512, "nope_dim": 128, "rope_dim": 64}
+        >>> attend = regard.nn.LatentAttention(2048, 16, **sizes, mask=regard.masks.Causal())
         >>> cache = attend.new_cache(1)
         >>> out = attend(prompt, cache=cache)      # (1, L, 2048): expanded
         >>> out = attend(token, cache=cache)       # (1, 1, 2048): absorbed
@@ -160,7 +161,7 @@ class LatentAttention(AttentionLayer):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LatentCache:
-        """Returns an empty `LatentCache` for B samples, with the dtype and device of the weights."""
+        """Returns an empty `LatentCache` for B samples, with the weights' dtype and device."""
         weight, sizes = self.kv_down.weight, (self.rank, self.rope_dim)
         return LatentCache(B, *sizes, capacity=capacity, dtype=weight.dtype, device=weight.device)
 
@@ -175,9 +176,10 @@ class LatentAttention(AttentionLayer):
     def operations(self, Lq: int, Lk: int) -> Ways:
         """Counts the operations per sample of both forms for Lq queries and Lk keys.
 
-        Operations that both forms share are left out. The absorbed form multiplies each query by W_uk
-        and W_uv and spends 2 rank + rope_dim channels on each pair of query and key. The expanded form
-        multiplies each key by them and spends nope_dim + rope_dim + value_dim channels on each pair.
+        Operations that both forms share are left out. The absorbed form multiplies each query by
+        W_uk and W_uv and spends 2 rank + rope_dim channels on each pair of query and key. The
+        expanded form multiplies each key by them and spends nope_dim + rope_dim + value_dim
+        channels on each pair.
         """
         up = self.rank * (self.nope_dim + self.value_dim)
         pairs = Lq * Lk
@@ -191,7 +193,7 @@ class LatentAttention(AttentionLayer):
     # Queries, keys and values
 
     def _projected(self, x: Tensor, at: Positions) -> tuple[Queries, Tensor]:
-        """Returns the queries and the latents (..., L, rank + rope_dim): content and rotated key."""
+        """Returns queries and latents (..., L, rank + rope_dim): content and rotated key."""
         q = self.q(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         nope, rope = split_heads(q, self.heads).split((self.nope_dim, self.rope_dim), -1)
         content, key = self.kv_down(x).split((self.rank, self.rope_dim), -1)
@@ -204,7 +206,7 @@ class LatentAttention(AttentionLayer):
         return Queries(nope, rope), torch.cat((content, key), -1)
 
     def _qkv(self, q: Queries, latent: Tensor, absorb: bool) -> QKV:
-        """Returns q, k, v: the latents as one key head if `absorb`, else keys and values of all heads."""
+        """Returns q, k, v in the absorbed form (one key head) or in the expanded form."""
         if absorb:
             key = latent.unsqueeze(-3)
             return self._absorbed(q), key, key[..., : self.rank]
@@ -230,7 +232,7 @@ class LatentAttention(AttentionLayer):
     def _decode_expanded(
         self, q: Queries, latent: Tensor, cache: LatentCache, mask: Mask | None, lengths: Tensor | None
     ) -> Tensor:
-        """Appends the latents and attends in the expanded form, as `cache.attend` does in the absorbed form.
+        """Appends the latents to the cache and attends in the expanded form.
 
         If attention raises, the cache is restored. Output rows of padding are zero.
         """
@@ -264,10 +266,10 @@ def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:
 
 
 def _default_scale(module: LatentAttention) -> float:
-    """Returns 1 / sqrt(nope_dim + rope_dim), times DeepSeek's YaRN factor if `mscale_all_dim` is set.
+    """Returns 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction for YaRN.
 
-    With `mscale_all_dim`, YaRN divides cos and sin by a growth factor. The scale restores the factor
-    for all channels, rotated or not.
+    With `mscale_all_dim`, YaRN divides cos and sin by a growth factor. The scale restores the
+    factor for all channels, rotated or not.
     """
     scale = 1 / math.sqrt(module.nope_dim + module.rope_dim)
     scaling = None if module.position is None else module.position.scaling

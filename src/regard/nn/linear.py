@@ -27,16 +27,17 @@ class LinearAttention(GroupedHeads):
     Args:
         d_model: width of the input and of the output.
         heads: number of query heads Hq.
-        kv_heads: number of key heads Hkv, a divisor of `heads`. Each has one state. Default: `heads`.
+        kv_heads: number of key heads Hkv, a divisor of `heads`. Each has one state. Default:
+            `heads`.
         head_dim: D, the width of a query and key head. Default: d_model / heads.
         value_dim: Dv, the width of a value head. Default: `head_dim`.
-        feature_map: as in `regard.linear_attention`. Default: "elu+1", or "unit" with `delta`, which
-            needs keys of norm 1.
+        feature_map: as in `regard.linear_attention`. Default: "elu+1", or "unit" with `delta`,
+            which needs keys of norm 1.
         normalize: if True, divides by the sum of the weights. Default: True without `delta`.
         causal: if True, a token attends to itself and to earlier tokens.
-        decay: the factor by which the state shrinks at each token. None: no decay. "head": a learned
-            factor per key head, initially 1 - 2^(-5 - h) as in RetNet. "token": the sigmoid of a
-            projection of the token.
+        decay: the factor by which the state shrinks at each token. None: no decay. "head": a
+            learned factor per key head, initially 1 - 2^(-5 - h) as in RetNet. "token": the sigmoid
+            of a projection of the token.
         delta: if True, applies the delta rule. Beta is the sigmoid of a projection of the token.
         out_norm: factory of a norm of each head's output, called as `out_norm(value_dim)`. Example:
             `nn.RMSNorm`.
@@ -46,7 +47,8 @@ class LinearAttention(GroupedHeads):
             biases.
 
     Example:
-        >>> layer = regard.nn.LinearAttention(512, 8, decay="token", delta=True, out_norm=nn.RMSNorm)
+        >>> gated_delta = {"decay": "token", "delta": True, "out_norm": nn.RMSNorm}
+        >>> layer = regard.nn.LinearAttention(512, 8, **gated_delta)
         >>> layer(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
     """

@@ -26,8 +26,8 @@ class LinformerProjection(CheckedModule):
         max_length: the maximum sequence length. A sequence of L tokens uses the first L rows.
         rank: the number of projected keys.
         sharing: "none": one E and one F per head. "heads": one E and one F for all heads.
-            "key-value": one matrix for all heads, keys and values. Layers share the matrices if they
-            are constructed with the same object.
+            "key-value": one matrix for all heads, keys and values. Layers share the matrices if
+            they are constructed with the same object.
         heads: the number of heads for sharing="none". Otherwise 1.
     """
 
@@ -63,10 +63,11 @@ class LinformerProjection(CheckedModule):
 
 
 class LinformerAttention(Projected):
-    """Linformer attention, softmax(q (E^T k)^T / sqrt(D)) (F^T v): (B, L, d_model) -> (B, L, d_model).
+    """Linformer attention: (B, L, d_model) -> (B, L, d_model).
 
-    Time and memory are O(L * rank). The result approximates softmax attention; E and F are learned.
-    Every projected key mixes all tokens, so there is neither a causal form nor a cache.
+    Computes softmax(q (E^T k)^T / sqrt(D)) (F^T v) with learned matrices E and F (L, rank). Time
+    and memory are O(L * rank). The result approximates softmax attention. Every projected key mixes
+    all tokens, so there is neither a causal form nor a cache.
 
     Args:
         d_model: width of the input and of the output.

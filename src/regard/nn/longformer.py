@@ -51,8 +51,8 @@ class GlobalTokens(NamedTuple):
 class LongformerAttention(Projected):
     """Longformer self-attention: (B, L, d_model) -> (B, L, d_model).
 
-    Each token attends to a window of neighbours and to the global tokens. Global tokens attend to all
-    tokens, with separate projections. Time and memory are O(L * (window + globals)).
+    Each token attends to a window of neighbours and to the global tokens. Global tokens attend to
+    all tokens, with separate projections. Time and memory are O(L * (window + globals)).
 
     Args:
         d_model: width of the input and of the output.
@@ -154,8 +154,8 @@ class LongformerAttention(Projected):
         """Returns whether the absorbed form is cheaper for n global tokens.
 
         Multiplications per token and head: 2 n d_model absorbed; otherwise 2 d_model D for keys and
-        values and 2 n D for attention. Training always computes keys and values, for dropout and for
-        hooks of the projections.
+        values and 2 n D for attention. Training always computes keys and values, for dropout and
+        for hooks of the projections.
         """
         is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
         is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
@@ -164,8 +164,9 @@ class LongformerAttention(Projected):
     def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
         """Computes attention from q (B, H, n, D) to x (B, 1, L, d_model) without keys and values.
 
-        Uses q . (W_k x) = (q W_k) . x, and multiplies the output by W_v. The key bias adds a constant to
-        all scores of a row, which softmax ignores. The weights sum to 1, so the value bias is added once.
+        Uses q . (W_k x) = (q W_k) . x, and multiplies the output by W_v. The key bias adds a
+        constant to all scores of a row, which softmax ignores. The weights sum to 1, so the value
+        bias is added once.
         """
         W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
         out: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
@@ -208,13 +209,19 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
 def _globals_and_padding(
     x: Tensor, tokens: Tokens | None, lengths: Tensor | None
 ) -> tuple[GlobalTokens | None, Mask | None]:
-    """Checks the options of a call with x (B, H, L, D). Returns the global tokens and a padding mask."""
+    """Checks the options of a call with x (B, H, L, D).
+
+    Returns the global tokens and a padding mask.
+    """
     lengths = checked_lengths(lengths, x)
     return _global_tokens(tokens, x, lengths), None if lengths is None else Lengths(lengths)
 
 
 def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> GlobalTokens | None:
-    """Converts the `global_tokens` argument for x (B, H, L, D). Returns None if no token is global."""
+    """Converts the `global_tokens` argument for x (B, H, L, D).
+
+    Returns None if no token is global.
+    """
     if tokens is None:
         return None
     B, L = len(x), x.shape[2]

@@ -130,7 +130,10 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends the keys and values of `add_bias_kv` and `add_zero_attn`. Also returns their number."""
+        """Appends the keys and values of `add_bias_kv` and `add_zero_attn`.
+
+        Also returns their number.
+        """
         extra: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             shape = (1, self.num_heads, 1, self.head_dim)
@@ -163,7 +166,8 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention over nested query (N, jq, E), key (N, jk, Ek) and value (N, jk, Ev).
 
-        The output is nested (N, jq, E). The weights are padded: (N, Lq, Lk), or (N, H, Lq, Lk) per head.
+        The output is nested (N, jq, E). The weights are padded: (N, Lq, Lk), or (N, H, Lq, Lk) per
+        head.
         """
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv, add_zero_attn: expected False with nested tensors, got True")
@@ -174,9 +178,8 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         q, k, v = self._projected(queries.tokens, keys.tokens, values.tokens)
         dropout, is_cross = self.dropout if self.training else 0.0, keys is not queries
         out = packing.varlen_attention(
-            q, k, v, queries.cu_seqlens, keys.cu_seqlens if is_cross else None,
-            mask=Causal() if is_causal else None, dropout=dropout,
-            offset=0 if is_causal and is_cross else None,
+            q, k, v, queries.cu_seqlens, keys.cu_seqlens if is_cross else None, dropout=dropout,
+            mask=Causal() if is_causal else None, offset=0 if is_causal and is_cross else None,
         )  # fmt: skip
         w = None
         if need_weights:
@@ -194,7 +197,7 @@ def _check_lengths(query: PackedTokens, key: PackedTokens, value: PackedTokens) 
 
 
 def _padded_weights(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
-    """Returns padded weights (N, H, Lq, Lk) of packed q and k (total, H, D), each with its cu_seqlens.
+    """Returns padded weights (N, H, Lq, Lk). `queries` and `keys` are (total, H, D) and cu_seqlens.
 
     Padded rows and columns are zero.
     """

@@ -11,7 +11,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class Residual(nn.Module):
-    """Base class of `PreNorm` and `PostNorm`: a sublayer with a norm, dropout and a residual connection.
+    """A sublayer with a norm, dropout and a residual connection: base of `PreNorm` and `PostNorm`.
 
     Args:
         d_model: width of the tokens.

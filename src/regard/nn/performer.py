@@ -25,8 +25,8 @@ Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
 class PerformerAttention(Projected):
     """Performer self-attention (FAVOR+): (B, L, d_model) -> (B, L, d_model).
 
-    Approximates exp(q.k / sqrt(D)) by phi(q).phi(k) with positive orthogonal random features phi. Time
-    is O(L * features). The error falls as the number of features grows.
+    Approximates exp(q.k / sqrt(D)) by phi(q).phi(k) with positive orthogonal random features phi.
+    Time is O(L * features). The error falls as the number of features grows.
 
     Args:
         d_model: width of the input and of the output.
@@ -37,9 +37,9 @@ class PerformerAttention(Projected):
         causal: if True, a token attends to itself and to earlier tokens.
         redraw: number of training calls after which new random features are drawn. None: never.
         seed: seed of the random features. Default: drawn from PyTorch's generator.
-        eps: added to the features of keys, relative to the largest feature, so that no sum of weights
-            is 0. Default: 1e-6. If `kernel` is a function, eps is added to the features of queries
-            and keys. Default: 1e-3.
+        eps: added to the features of keys, relative to the largest feature, so that no sum of
+            weights is 0. If `kernel` is a function, eps is absolute and is added to the features of
+            queries and keys. Default: 1e-6 for "softmax", 1e-3 for a function.
         head_dim: D, the width of a head. Default: d_model / heads.
         bias: if True, the projections of queries, keys and values have biases.
         out: if True, the module has an output projection.
@@ -99,7 +99,10 @@ class PerformerAttention(Projected):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Replaces the random features by the next draw from the seed. Does nothing on the meta device."""
+        """Replaces the random features by the next draw from the seed.
+
+        Does nothing on the meta device.
+        """
         if self.schedule.is_meta:
             return
         seed, draws, _ = self.schedule.tolist()
@@ -128,9 +131,9 @@ class PerformerAttention(Projected):
     def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         """Sums phi(k) v^T over all keys, with phi(k) in the last column: (B, H, m, Dv + 1).
 
-        Keys are processed in chunks, so that their features stay in the CPU caches. The sums are divided
-        by exp(top), the largest feature so far; the factor cancels in `_divided`. eps is relative to the
-        largest feature of all keys.
+        Keys are processed in chunks, so that their features stay in the CPU caches. The sums are
+        divided by exp(top), the largest feature so far; the factor cancels in `_divided`. eps is
+        relative to the largest feature of all keys.
         """
         sums, top, total = _wide(k.new_zeros(())), _wide(k.new_full((), -torch.inf)), _wide(k.new_zeros(()))
         for chunk, padding in _chunks(k, lengths):
@@ -176,7 +179,7 @@ class PerformerAttention(Projected):
     def _causal_key_features(
         self, k: Tensor, padding: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns features of keys divided by the running maximum, the log decay, and the last maximum.
+        """Returns key features divided by their running maximum, log decay, and last maximum.
 
         `before` (B, H, 1) is the running maximum of the previous chunk.
         """
@@ -199,7 +202,10 @@ class PerformerAttention(Projected):
 
 
 def _chunks(k: Tensor, lengths: Tensor | None) -> list[tuple[slice, Tensor | None]]:
-    """Splits keys (B, H, L, D) into chunks. Returns their slices and padding masks (B, 1, chunk, 1)."""
+    """Splits keys (B, H, L, D) into chunks.
+
+    Returns their slices and padding masks (B, 1, chunk, 1).
+    """
     slices = [slice(first, first + CHUNK) for first in range(0, k.shape[2], CHUNK)]
     padding = None if lengths is None else ~real_tokens(lengths, k)
     return [(chunk, None if padding is None else padding[:, :, chunk]) for chunk in slices]
@@ -210,17 +216,23 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _largest(exponents: Tensor) -> Tensor:
-    """Returns the largest exponent of each key: (B, H, L, m) -> (B, H, L). Finite even for padding."""
+    """Returns the largest exponent of each key: (B, H, L, m) -> (B, H, L).
+
+    Finite even for padding.
+    """
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
 
 
 def _chunk_lengths(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """Returns the number of real tokens of each sample in the chunk of L tokens that starts at `first`."""
+    """Returns the number of real tokens of each sample in a chunk of L tokens from `first` on."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 
 def _divided(sums: Tensor) -> Tensor:
-    """Divides by the last column, the sum of weights: (..., Dv + 1) -> (..., Dv). 0 / 0 becomes 0."""
+    """Divides by the last column, the sum of weights: (..., Dv + 1) -> (..., Dv).
+
+    Rows with the sum 0 are divided by 1.
+    """
     weights = sums[..., -1:]
     return sums[..., :-1] / weights.masked_fill(weights == 0, 1)
 
