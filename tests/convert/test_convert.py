@@ -724,7 +724,7 @@ def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp
         (
             lambda m, x: convert.to_latent(attention(3, "halves"), 9, 3, calibration=x),
             ValueError,
-            r"up to 24 = kv_heads x 8 turning channels, got 3",
+            r"up to 24 = kv_heads x 8 rotary channels, got 3",
         ),
         (
             lambda m, x: convert.to_latent(Attention(48, 6, position=AlibiBias(6)), calibration=x),

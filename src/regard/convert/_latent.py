@@ -161,12 +161,14 @@ def _rotary_split(
     unrotated = parts.k.clone()
     unrotated[:, rotary.first], unrotated[:, rotary.second] = fixed.real, fixed.imag
     remain = dropped.any(1)
-    kept = torch.cat((rotary.first[remain], rotary.second[remain], rotary.unrotated))
+    nope_channels = torch.cat((rotary.first[remain], rotary.second[remain], rotary.unrotated))
     share = len(parts.q) // len(parts.k)  # query heads per key head
     by_head = components.mixing[pair, :, component].conj().T.repeat_interleave(share, 0)
     queries = by_head[..., None] * rotary.complex(parts.q)[:, pair]  # (Hq, rope / 2, d)
     key = _real(components.keys[pair, component])
-    return RotarySplit(key, _real(queries), rotary.frequencies[pair], unrotated[:, kept], kept)
+    return RotarySplit(
+        key, _real(queries), rotary.frequencies[pair], unrotated[:, nope_channels], nope_channels
+    )
 
 
 def _components_of_pairs(parts: Parts, rotary: Channels, root: Tensor) -> Components:
@@ -220,9 +222,10 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
 
 
 def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Transforms x (Hkv, n, d) so that errors have the weight that `metric` (Hkv, n, n) gives them.
+    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n), and scales it.
 
-    The result has norm 1 over the tokens. Also returns the inverse transform (Hkv, n, n).
+    Squared errors e of x are thereby weighted as e^T metric e. The result has norm 1 over the
+    tokens. Also returns the inverse transform (Hkv, n, n).
     """
     n = x.shape[1]
     if not n:

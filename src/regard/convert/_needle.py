@@ -37,9 +37,9 @@ def needles(
 ) -> tuple[Needle, ...]:
     """Runs the test in haystacks of two lengths: the tokens of x (B, L, d_model), concatenated.
 
-    The needle of a head is the token with the norm of the others that would get the head's largest
-    score at its position. Long haystacks show errors of rotations. Head i of `after` replaces head
-    order[i] of `before`.
+    A head's needle is the token to which the last query gives the largest score at the needle's
+    position, among all tokens of the average norm of x. The longer haystack reveals errors of
+    rotations. Head i of `after` replaces head order[i] of `before`.
     """
     return tuple(_test(before, after, order, _haystack(x, n)) for n in (x.shape[1], LONGER * x.shape[1]))
 

@@ -72,8 +72,8 @@ def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
 def root_moment(x: Tensor) -> Tensor:
     """Returns R (d, d) in float64 with R R^T = E[t t^T] over the tokens t, extended by a 1.
 
-    x is (B, L, d_model). For matrices a and b, E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge gives
-    directions in which these tokens have no variance a defined order.
+    x is (B, L, d_model). For matrices a and b, E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps
+    R invertible if the tokens do not span all directions.
     """
     rows = x.detach().double().cpu().flatten(0, 1)
     rows = torch.cat((rows, rows.new_ones(len(rows), 1)), 1)

@@ -84,7 +84,8 @@ class Spectrum:
     Attributes:
         rank: number of principal components that the latent keeps.
         heads: by key head, the fraction of its energy in each principal component.
-        shares: the fraction of all heads' energy in each principal component, in decreasing order.
+        shares: the fraction of all heads' energy in each principal component. Components are
+            sorted by decreasing share.
     """
 
     rank: int
@@ -94,7 +95,7 @@ class Spectrum:
     def kept(self, rank: int | None = None) -> float:
         """Returns the fraction of the energy in the first `rank` components.
 
-        Default: the kept ones.
+        `rank` defaults to the number of kept components.
         """
         return sum(self.shares[: self.rank if rank is None else rank])
 

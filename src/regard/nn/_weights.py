@@ -129,6 +129,6 @@ def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
 
 
 def _tile_size(H: int, pairs: int) -> tuple[int, int]:
-    """Returns the samples and heads of a tile: several samples with all heads, or one with some."""
+    """Returns how many samples and heads a tile has: (n, H), or (1, m) if H heads do not fit."""
     fitting = TILE_SCORES // max(1, pairs)
     return max(1, fitting // H), max(1, min(H, fitting))

@@ -70,12 +70,12 @@ class Graph:
 
 
 def _checked(edges: Any, nodes: int) -> Tensor:
-    edges = tensor_of("edges", edges)
-    if edges.dim() != 2 or len(edges) != 2 or not holds_integers(edges):
-        raise ValueError(f"edges: expected integers (2, E), got {describe(edges)}")
-    if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
-        raise ValueError(f"edges: expected nodes from 0 to {nodes - 1}, got {edges.min()} to {edges.max()}")
-    return edges.long()
+    x = tensor_of("edges", edges)
+    if x.dim() != 2 or len(x) != 2 or not holds_integers(x):
+        raise ValueError(f"edges: expected integers (2, E), got {describe(x)}")
+    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < nodes:
+        raise ValueError(f"edges: expected nodes from 0 to {nodes - 1}, got {x.min()} to {x.max()}")
+    return x.long()
 
 
 class EdgeSoftmax(torch.autograd.Function):
