@@ -161,14 +161,12 @@ def _rotary_split(
     unrotated = parts.k.clone()
     unrotated[:, rotary.first], unrotated[:, rotary.second] = fixed.real, fixed.imag
     remain = dropped.any(1)
-    nope_channels = torch.cat((rotary.first[remain], rotary.second[remain], rotary.unrotated))
+    nope = torch.cat((rotary.first[remain], rotary.second[remain], rotary.unrotated))
     share = len(parts.q) // len(parts.k)  # query heads per key head
     by_head = components.mixing[pair, :, component].conj().T.repeat_interleave(share, 0)
     queries = by_head[..., None] * rotary.complex(parts.q)[:, pair]  # (Hq, rope / 2, d)
     key = _real(components.keys[pair, component])
-    return RotarySplit(
-        key, _real(queries), rotary.frequencies[pair], unrotated[:, nope_channels], nope_channels
-    )
+    return RotarySplit(key, _real(queries), rotary.frequencies[pair], unrotated[:, nope], nope)
 
 
 def _components_of_pairs(parts: Parts, rotary: Channels, root: Tensor) -> Components:
