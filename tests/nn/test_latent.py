@@ -219,8 +219,8 @@ def test_the_way_with_fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         2 * 3 * (7 * 32 * 32 + 35 * (16 + 8 + 16)),
     )
     taken = []
-    right = LatentAttention._trio
-    monkeypatch.setattr(LatentAttention, "_trio", lambda *args: taken.append(args[3]) or right(*args))
+    right = LatentAttention._qkv
+    monkeypatch.setattr(LatentAttention, "_qkv", lambda *args: taken.append(args[3]) or right(*args))
     cache = module.new_cache(1)
     with torch.no_grad():
         module(torch.randn(1, 40, 17), cache=cache)

@@ -305,7 +305,7 @@ def test_it_learns() -> None:
         ({"features": 0}, ValueError, "features: expected an integer from 1"),
         ({"redraw": 0}, ValueError, "redraw: expected an integer from 1"),
         ({"kernel": "relu"}, TypeError, "kernel: expected 'softmax' or a function"),
-        ({"eps": -1.0}, ValueError, "eps: expected a number from 0 on"),
+        ({"eps": -1.0}, ValueError, "eps: expected a number of at least 0"),
         ({"seed": 1.5}, TypeError, "seed: expected an int"),
         ({"eps": "small"}, TypeError, "eps: expected a number, got str 'small'"),
     ],
