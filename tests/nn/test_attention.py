@@ -676,7 +676,7 @@ def test_a_cache_and_dropout() -> None:
             lambda: Attention(24, 4, position=Rotary(6))(
                 torch.randn(2, 3, 24), positions=torch.zeros(3, 3, dtype=torch.long)
             ),
-            "positions: expected places for each of the samples",
+            "positions: expected leading dims broadcastable to x .*, got",
         ),
         (lambda: Attention(24, 4, position=Rotary(8)), "position: expected dims up to head_dim = 6, got 8"),
         (lambda: Attention(24, 4, position=AlibiBias(3)), "position: expected heads = 4, got 3"),
