@@ -116,7 +116,7 @@ def test_a_capture_can_be_explored() -> None:
     assert_close(torch.tensor(trace.rows(0, 2, [4])), seen[0].rows([4])[1, 2])
     with see.capture(layer) as seen:
         layer(x, x, x)
-    with pytest.raises(ValueError, match="expected those of capture"):
+    with pytest.raises(ValueError, match="expected layers of capture"):
         explore.captured(seen)
 
 

@@ -258,8 +258,8 @@ def test_what_is_kept_is_small() -> None:
         (lambda: see.capture(Free(), tokens=["a", 3]), TypeError, "tokens: expected strings"),
         (lambda: see.capture(Free(), tokens=["a"], tokenizer=1), ValueError, "one of them, got both"),
         (lambda: see.capture(Free(), want=[3]), TypeError, "want: expected facts such as"),
-        (lambda: record(["a"] * 5).head(9), IndexError, "head: expected below 1, got 9"),
-        (lambda: record(["a"] * 5).head(0, 4), IndexError, "sample: expected below 1, got 4"),
+        (lambda: record(["a"] * 5).head(9), IndexError, "head: expected an index below 1, got 9"),
+        (lambda: record(["a"] * 5).head(0, 4), IndexError, "sample: expected an index below 1, got 4"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row("a"), ValueError, r"got 'a', at \[0, 2\]"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row("z"), ValueError, "got 'z', not among"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row(5), IndexError, "a position below 5, got 5"),
@@ -285,7 +285,7 @@ def test_what_was_not_kept_cannot_be_asked() -> None:
 
 def test_a_model_without_attention_raises() -> None:
     with (
-        pytest.raises(RuntimeError, match="expected calls of regard.attention, .*, got none from Linear"),
+        pytest.raises(RuntimeError, match=r"expected calls of regard.attention, .*, got none from Linear"),
         see.capture(nn.Linear(3, 3)) as seen,
     ):
         seen._model(torch.ones(3))
@@ -304,7 +304,7 @@ def test_a_capture_records_once_at_a_time() -> None:
     with seen, pytest.raises(RuntimeError, match="expected a capture that is not recording"):
         seen.__enter__()
     assert "nothing recorded" in repr(seen)
-    with pytest.raises(IndexError, match="layer: expected below 0, got 0"):
+    with pytest.raises(IndexError, match="layer: expected an index below 0, got 0"):
         seen[0]
 
 

@@ -77,7 +77,7 @@ def escaped(letter: str, fits: Callable[[str], bool]) -> str:
     return letter if fits(letter) else letter.encode("unicode_escape").decode()
 
 
-def index(name: str, value: int, size: int, what: str = "") -> int:
+def index(name: str, value: int, size: int, what: str = "an index ") -> int:
     """Normalises a negative index. Raises IndexError if the index is out of range."""
     if not -size <= value < size:
         raise IndexError(f"{name}: expected {what}below {size}, got {value}")
