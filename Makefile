@@ -103,10 +103,11 @@ bench: build  ## benchmarks against PyTorch, on this machine
 bench-against: build  ## this tree beside the commit REF (default HEAD), row by row: is anything slower?
 	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
 
-lint: build  ## ruff, mypy --strict, clang-format, the figures of tools/figures.py
+lint: build  ## ruff, mypy --strict, import-linter, clang-format, the figures of tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
 	@$(BIN)/mypy --strict --no-error-summary
+	@$(STEP) "Checking the import contract" $(BIN)/lint-imports --no-cache
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 	@$(BIN)/python tools/figures.py
 	@echo "lint: clean"

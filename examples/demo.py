@@ -1,4 +1,7 @@
-"""`make demo`: a sentence through real weights, then what Regard does on this machine; under a minute."""
+"""`make demo`: reads a sentence with a real model, checks correctness, and measures speed beside PyTorch.
+
+It takes under a minute once the core is built.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +37,37 @@ from run import ready, remark  # noqa: E402
 
 TEXT = "The cat, which was very hungry, ate the fish."
 EVERYDAY = (
-    "dense-2048-64", "causal-2048-64", "padded-512", "window-4096", "documents-4096", "dropout-1024",
-    "gqa-1024", "bf16-2048",
+    "dense-2048-64", "causal-2048-64", "padded-512", "window-4096", "dropout-1024", "bf16-2048",
 )  # fmt: skip
+
+NEXT = {
+    ".venv/bin/python examples/quickstart.py": "attention, masks, a cache, a module: one page of code",
+    "make build": "installs the command `regard` with all its extras; then",
+    ".venv/bin/regard explore": "every head of a real model, in the browser",
+    '.venv/bin/regard chat "Say hello."': "SmolLM2-135M, offline",
+    "make bench": "all cases beside PyTorch, on this machine",
+    "docs/README.md": "every page of the documentation in one line",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a smoke test")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo", help="folder of the pictures")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "build" / "demo", help="folder for the pictures"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    found = Console()
-    console = found if found.is_terminal else Console(width=110)
+    console = Console()
+    console = console if console.is_terminal else Console(width=110)
     with torch.no_grad():
         show_machine(console)
         show_sentence(console, options.output)
         show_correctness(console)
         show_masks(console)
         show_speed(console, options)
+    show_next(console)
     return 0
 
 
@@ -62,7 +76,7 @@ def heading(console: Console, text: str) -> None:
 
 
 def show_machine(console: Console) -> None:
-    heading(console, "Regard: exact attention, every option in one call")
+    heading(console, "Regard: exact attention with every option in one call")
     facts = installation()
     console.print(f"{cpu_name()}, {torch.get_num_threads()} threads", highlight=False)
     kernels = facts.get("native isa", "none: " + facts["native core"])
@@ -70,10 +84,10 @@ def show_machine(console: Console) -> None:
 
 
 def show_sentence(console: Console, folder: Path) -> None:
-    """Which head of MiniLM links a verb to its subject, found over all heads, drawn, and as a page."""
+    """Finds the head of MiniLM that best links a verb to its subject, draws it, and writes a page."""
     heading(console, "What do the heads of a real model read?")
     folder.mkdir(parents=True, exist_ok=True)
-    disable_progress_bar()  # of Transformers: loading takes no time
+    disable_progress_bar()
     loaded = minilm.load()
     seen = see.read(loaded.model, loaded.tokenizer, TEXT)
     best = seen.links("ate", "cat")[0]
@@ -91,13 +105,13 @@ def show_sentence(console: Console, folder: Path) -> None:
     see.heatmap(head, path=folder / "head.png")
     see.grid(seen, path=folder / "heads.png")
     page = explore.captured(seen, title=f"all-MiniLM-L6-v2 · {TEXT}").save(folder / "explorer.html")
-    console.print(f"Drawn in {folder}: head.png, heads.png", highlight=False)
-    console.print(f"Explore all of them: {page} opens in any browser, offline", highlight=False)
+    console.print(f"Pictures in {folder}: head.png, heads.png", highlight=False)
+    console.print(f"Explorer of all heads, for any browser, offline: {page}", highlight=False)
 
 
 def show_correctness(console: Console) -> None:
-    """Everything at once, in float32, against the formula in float64."""
-    heading(console, "Is it right?")
+    """Compares many options at once, in float32, with the formula in float64."""
+    heading(console, "Is the result right?")
     q, k, v = torch.randn(2, 8, 333, 64), torch.randn(2, 2, 333, 64), torch.randn(2, 2, 333, 96)
     mask = M.Window(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
     options: dict[str, Any] = {
@@ -130,7 +144,7 @@ def show_masks(console: Console, L: int = 16) -> None:
 
 
 def picture(mask: M.Mask, L: int) -> str:
-    """(L, L) in L columns and L / 2 lines: a character is two queries, one above the other."""
+    """Draws an (L, L) mask in L / 2 lines of L characters; one character shows two queries."""
     seen = mask.to_dense(L, L).expand(1, 1, L, L)[0, 0].long()
     pairs = (2 * seen[::2] + seen[1::2]).tolist()
     return "\n".join("".join("·▄▀█"[pair] for pair in line) for line in pairs)
@@ -150,11 +164,19 @@ def show_speed(console: Console, options: argparse.Namespace) -> None:
     console.print(table)
     for text in sorted(notes):
         console.print(f"[dim]{text}[/]", highlight=False)
-    console.print("[dim]Best of several turns; `make bench` measures longer, and more.[/]", highlight=False)
+    console.print(
+        "[dim]Best of several turns. `make bench` measures more cases, for longer.[/]", highlight=False
+    )
+
+
+def show_next(console: Console) -> None:
+    heading(console, "What to try next")
+    for command, purpose in NEXT.items():
+        console.print(f"  {command:<41} [dim]{purpose}[/]", highlight=False)
 
 
 def measured(console: Console, options: argparse.Namespace) -> Iterator[tuple[Case, list[str], str]]:
-    """(case, its cells, a note). Time first, then memory in a process of its own."""
+    """Yields (case, cells, note): times are measured first, then peak memory in a separate process."""
     L = 64 if options.quick else None
     cases = [c.shrunk(L) if L else c for name in EVERYDAY for c in CASES if c.name == name]
     labels = [f"{c.name}:{side}" for c in cases for side in ("regard", "sdpa")]
@@ -163,7 +185,7 @@ def measured(console: Console, options: argparse.Namespace) -> Iterator[tuple[Ca
         task = progress.add_task("measuring", total=4 * len(cases))
         for case in cases:
             progress.update(task, description=case.title, advance=2)
-            rows[case.name] = times(case, 0.02 if options.quick else 1.0)
+            rows[case.name] = times(case, 0.02 if options.quick else 0.4)
         for label, extra in memory.measure(labels, options.threads, L):
             progress.update(task, description="memory", advance=1)
             sizes[label] = mebibytes(extra)
@@ -173,7 +195,7 @@ def measured(console: Console, options: argparse.Namespace) -> Iterator[tuple[Ca
 
 
 def times(case: Case, seconds: float) -> tuple[list[str], str]:
-    """Our time, theirs and the ratio; refused when a result is wrong."""
+    """Returns Regard's time, PyTorch's time and the ratio, or "refused" if a result is wrong."""
     inputs = case.inputs()
     calls, faults = ready(case, inputs, ["regard", "sdpa"])
     if faults:

@@ -1,4 +1,7 @@
-"""The decoder of train_decoder.py writes text with each cache: tokens per second, memory, the same text?"""
+"""Generates text with each cache and compares tokens per second, memory and the text.
+
+The model is the decoder of train_decoder.py. Exact caches must generate the text of full attention.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def paged(B: int, Hkv: int, D: int) -> PagedCache:
 
 
 class Joined(LatentCache):
-    """Keys and values of all heads as one latent: what latent attention is at full rank."""
+    """A latent cache at full rank: the latent holds the keys and values of all heads."""
 
     def __init__(self, B: int, Hkv: int, D: int) -> None:
         super().__init__(B, 2 * Hkv * D, 0, capacity=512)
@@ -78,7 +81,7 @@ def trained(steps: int, length: int) -> Decoder:
 
 
 def last_scores(model: Decoder, text: Tensor, start: int, attends: list[Callable[..., Any]]) -> Tensor:
-    """Bytes text (B, L) that stand at positions start, start + 1, ... -> scores of the next byte (B, 256)."""
+    """Returns logits of the next byte (B, 256); the bytes `text` (B, L) begin at position `start`."""
     x = model.byte(text) + model.place.weight[start : start + text.shape[1]]
     for block, attend in zip(model.blocks, attends, strict=True):
         x = block(x, attend)
@@ -86,8 +89,8 @@ def last_scores(model: Decoder, text: Tensor, start: int, attends: list[Callable
     return scores
 
 
-def again_and_again(model: Decoder, prompt: Tensor, count: int, mask: M.Mask) -> Written:
-    """Without a cache: every token costs attention over all of them."""
+def without_cache(model: Decoder, prompt: Tensor, count: int, mask: M.Mask) -> Written:
+    """Generates without a cache: every token recomputes attention over all previous tokens."""
     text, began = prompt, time.perf_counter()
     for _ in range(count):
         scores = last_scores(model, text, 0, [partial(regard.attention, mask=mask)] * LAYERS)
@@ -96,7 +99,7 @@ def again_and_again(model: Decoder, prompt: Tensor, count: int, mask: M.Mask) ->
 
 
 def with_caches(model: Decoder, prompt: Tensor, count: int, make: Callable[..., Any]) -> Written:
-    """The prompt at once, then a token at a time."""
+    """Generates with caches: one call for the prompt, then one call per token."""
     caches = [make(len(prompt), HEADS, SIZE) for _ in range(LAYERS)]
     new, start, written, began = prompt, 0, [], time.perf_counter()
     for _ in range(count):
@@ -109,25 +112,25 @@ def with_caches(model: Decoder, prompt: Tensor, count: int, make: Callable[..., 
 
 @torch.no_grad()
 def compare(model: Decoder, prompt: Tensor, count: int) -> tuple[Table, bool]:
-    """A table of all caches, and whether the exact ones wrote what full attention writes."""
-    plain = {mask: again_and_again(model, prompt, count, mask) for mask in (FULL, STREAMING)}
-    table = Table("cache", "tokens/s", "KiB", "the text of full attention")
+    """Returns a table of all caches, and whether the exact caches generate the text of full attention."""
+    full = {mask: without_cache(model, prompt, count, mask) for mask in (FULL, STREAMING)}
+    table = Table("cache", "tokens/s", "KiB", "text of full attention")
     total, right = prompt.shape[0] * count, True
     for name, mask in (("none", FULL), (f"none, window {WINDOW} + {SINKS}", STREAMING)):
-        table.add_row(name, f"{total / plain[mask].seconds:.0f}", "-", "itself")
+        table.add_row(name, f"{total / full[mask].seconds:.0f}", "-", "reference")
     for name, (make, mask) in track((EXACT | QUANTIZED).items(), "generating"):
-        found = with_caches(model, prompt, count, make)
-        equal = (found.text == plain[mask].text).float().mean().item()
+        written = with_caches(model, prompt, count, make)
+        equal = (written.text == full[mask].text).float().mean().item()
         right &= equal == 1 or name in QUANTIZED
-        said = "identical" if equal == 1 else f"{equal:.0%} of the bytes"
-        table.add_row(name, f"{total / found.seconds:.0f}", f"{found.memory / 1024:.0f}", said)
+        verdict = "identical" if equal == 1 else f"{equal:.0%} of the bytes"
+        table.add_row(name, f"{total / written.seconds:.0f}", f"{written.memory / 1024:.0f}", verdict)
     return table, right
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="of training")
-    parser.add_argument("--tokens", type=int, default=192, help="to write")
+    parser.add_argument("--steps", type=int, default=40, help="training steps")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens to generate")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="5 steps, 100 tokens, for a smoke test")
     options = parser.parse_args()
@@ -137,7 +140,7 @@ def main() -> int:
     prompt = torch.cat([batch[:, :64] for batch in batches(2, 64)])
     table, right = compare(model, prompt, count)
     Console().print(table)
-    print("Exact caches wrote the same text." if right else "An exact cache wrote another text.")
+    print("Exact caches wrote the same text." if right else "An exact cache wrote a different text.")
     return 0 if right else 1
 
 

@@ -1,4 +1,4 @@
-"""The shortest tour: one call, a few masks, what it costs."""
+"""The shortest tour: one call, a few masks, the cost of a call."""
 
 import torch
 
@@ -6,7 +6,7 @@ import regard
 from regard import masks as M
 
 q = torch.randn(2, 8, 1024, 64)  # (B, Hq, Lq, D)
-k = v = torch.randn(2, 2, 1024, 64)  # (B, Hkv, Lk, D): four query heads share a key head
+k = v = torch.randn(2, 2, 1024, 64)  # (B, Hkv, Lk, D): four query heads share one key head
 
 out = regard.attention(q, k, v, mask=M.Causal())
 print("causal           ", tuple(out.shape))
@@ -16,7 +16,7 @@ mask = M.Window(256) & M.Lengths(lengths) | M.Prefix(4)
 out, lse = regard.attention(q, k, v, mask=mask, softcap=30.0, dropout=0.1, return_lse=True)
 print("with many options", tuple(out.shape), tuple(lse.shape))
 
-one = regard.attention(q[:, :, -1:], k, v, mask=M.Causal())  # the last query alone meets the last key
+one = regard.attention(q[:, :, -1:], k, v, mask=M.Causal())  # bottom-right alignment: position 1023
 print("decoding         ", tuple(one.shape))
 
 print(mask)

@@ -1,4 +1,7 @@
-"""A proof by training: a small decoder, the same seed and batches, attention by Regard and by plain math."""
+"""Trains a small decoder twice, with Regard and with plain PyTorch, from the same seed on the same batches.
+
+The loss curves must agree: the script exits with 1 if they differ by more than LIMIT at any step.
+"""
 
 import argparse
 import copy
@@ -19,14 +22,14 @@ from torch import Tensor, nn
 import regard
 from regard import masks as M
 
-LIMIT = 1e-3  # the most that two float32 loss curves may be apart, at any step
+LIMIT = 1e-3  # largest allowed difference of two float32 loss curves at any step
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v (B, H, L, D) -> (B, H, L, D)"""
+    """Computes causal attention with the full weight matrix: q, k, v (B, H, L, D) -> (B, H, L, D)."""
     L, D = q.shape[-2:]
-    later = torch.ones(L, L, dtype=torch.bool).triu(1)  # the keys after each query
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)  # keys after the query
     return (q @ k.mT * D**-0.5).masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
@@ -38,7 +41,7 @@ WAYS: dict[str, Attention] = {
 
 
 class Block(nn.Module):
-    """(B, L, d) -> (B, L, d): attention, then a feed-forward layer, each added to its input."""
+    """A pre-norm Transformer block, (B, L, d) -> (B, L, d)."""
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes (B, L) -> scores of each next byte (B, L, 256)."""
+    """A byte-level language model: bytes (B, L) -> logits of each next byte (B, L, 256)."""
 
     def __init__(self, length: int, d: int = 256, heads: int = 8, layers: int = 2) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class Decoder(nn.Module):
 
 
 def batches(steps: int, length: int) -> list[Tensor]:
-    """For each step (1, L + 1) bytes from the first 4 MB of Python's own standard library."""
+    """Returns one batch (1, L + 1) per step, from the first 4 MB of Python's standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     library = bytearray(b"".join(file.read_bytes() for file in files)[:4_000_000])
     text = torch.frombuffer(library, dtype=torch.uint8).long()
@@ -77,7 +80,7 @@ def batches(steps: int, length: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, attend: Attention) -> float:
-    """One step on batch (B, L + 1); the loss before it, in nats per byte."""
+    """Runs one optimizer step on batch (B, L + 1) and returns the loss before it, in nats per byte."""
     loss = F.cross_entropy(model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
@@ -86,7 +89,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, atte
 
 
 def train(ways: list[str], steps: int, length: int) -> tuple[Tensor, Tensor]:
-    """Losses and seconds, both (ways, steps). The ways take turns, so a busy machine slows them alike."""
+    """Returns losses and seconds, both (ways, steps). The ways take turns, so load affects all alike."""
     torch.manual_seed(0)
     first = Decoder(length)
     models = [copy.deepcopy(first) for _ in ways]
@@ -101,7 +104,7 @@ def train(ways: list[str], steps: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(losses: Tensor, path: Path) -> None:
-    """losses (2, steps): both curves, and below them how far they are apart."""
+    """Draws both loss curves (2, steps) and, below them, their difference."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, 5), layout="constrained")
@@ -120,7 +123,7 @@ def draw(losses: Tensor, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--length", type=int, default=512, help="bytes of a sequence")
+    parser.add_argument("--length", type=int, default=512, help="bytes per sequence")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sdpa", action="store_true", help="train a third time, with PyTorch's SDPA")
     parser.add_argument("--quick", action="store_true", help="5 steps of 128 bytes, for a smoke test")
@@ -129,15 +132,15 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     ways = list(WAYS)[: 3 if options.sdpa else 2]
     losses, seconds = train(ways, *((5, 128) if options.quick else (options.steps, options.length)))
-    apart = (losses - losses[0]).abs().amax(1)  # (ways,), NaN if any loss is
-    table = Table("attention", "final loss", "apart", "seconds", "ms a step", "ratio")
-    for way, curve, gap, times in zip(ways, losses, apart, seconds, strict=True):
+    differences = (losses - losses[0]).abs().amax(1)  # (ways,), NaN if any loss is NaN
+    table = Table("attention", "final loss", "difference", "seconds", "ms per step", "ratio")
+    for way, curve, gap, times in zip(ways, losses, differences, seconds, strict=True):
         cells = f"{curve[-1]:.5f}", f"{gap:.1e}", f"{times.sum():.1f}", f"{1e3 * times.mean():.0f}"
         table.add_row(way, *cells, f"{times.sum() / seconds[0].sum():.2f}")
     Console().print(table)
     draw(losses[:2], options.out)
-    same = bool((apart < LIMIT).all())
-    print("The same curve." if same else f"The curves are more than {LIMIT} apart.", "Saved in", options.out)
+    same = bool((differences < LIMIT).all())
+    print("The same curve." if same else f"The curves differ by more than {LIMIT}.", "Saved in", options.out)
     return 0 if same else 1
 
 

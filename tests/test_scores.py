@@ -138,18 +138,22 @@ def test_values() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Alibi([0.5]), TypeError, r"Alibi\(slopes\) must be a float tensor \(H,\), got list"),
+        (lambda: Alibi([0.5]), TypeError, r"Alibi\(slopes\): expected a float tensor \(H,\), got list"),
         (lambda: Alibi(torch.arange(3)), TypeError, r"got int64 tensor of shape \(3,\)"),
         (
             lambda: Alibi(torch.rand(2, 2)),
             ValueError,
-            r"Alibi\(slopes\) must have shape \(H,\), got \(2, 2\)",
+            r"Alibi\(slopes\): expected shape \(H,\), got \(2, 2\)",
         ),
         (lambda: Alibi.standard(0), ValueError, r"heads must be an integer from 1 .*, got 0"),
         (lambda: Alibi.standard(2.0), TypeError, r"heads must be an int, got float"),
         (lambda: RelativeBias(torch.rand(4)), ValueError, r"\(num_buckets, Hq\), got \(4,\)"),
-        (lambda: RelativeBias(torch.rand(7, 2)), ValueError, r"num_buckets must be an even number from 4 on"),
-        (lambda: RelativeBias(torch.rand(1, 2), bidirectional=False), ValueError, r"must be at least 2"),
+        (lambda: RelativeBias(torch.rand(7, 2)), ValueError, r"expected an even number of buckets >= 4"),
+        (
+            lambda: RelativeBias(torch.rand(1, 2), bidirectional=False),
+            ValueError,
+            r"expected at least 2 buckets",
+        ),
         (
             lambda: RelativeBias(torch.rand(32, 2), max_distance=8),
             ValueError,
@@ -158,7 +162,7 @@ def test_values() -> None:
         (
             lambda: RelativeBias(torch.rand(32, 2), bidirectional=1),
             TypeError,
-            r"bidirectional must be a bool",
+            r"bidirectional: expected a bool",
         ),
     ],
 )

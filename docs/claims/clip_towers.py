@@ -70,10 +70,10 @@ def measure(steps: int = 60) -> Finding:
     return Finding(
         claim="CLIP aligns by cross-attention",
         verdict=verdict(bool(crossing) or changed > 0),
-        measured=f"{len(crossing)} attentions between text and image; "
+        measured=f"{len(crossing)} attention calls between text and image; "
         f"another text changes an image's vector by {changed:g}",
-        correct=f"two encoders and a contrastive loss: {steps} steps of it take the share of matched images "
-        f"among {PAIRS} pairs from {before:.1%} to {after:.0%}",
+        correct=f"two encoders and a contrastive loss: {steps} training steps raise the share of matched "
+        f"images among {PAIRS} pairs from {before:.1%} to {after:.0%}",
         numbers={
             "queries and keys of all attentions": sorted(pairs),
             "tokens of a text, patches of an image + 1": [WORDS, 17],

@@ -69,7 +69,7 @@ def measure(tokens: int = 2048, rounds: int = 5, steps: int = 200, seeds: int = 
             f"{name} {relative(columns[name])}" for name in ("parameters", "memory", "inference")
         )
         + f"; loss {loss_text}, seeds scatter by {margins['quality']:.2f}",
-        correct="not there: "
+        correct="orders not confirmed: "
         + "; ".join(f"{name} {', '.join(pairs)}" for name, pairs in against.items() if pairs)
         + f". At DeepSeek-V2's sizes: parameters {relative(at_large['parameters'])}, "
         f"memory {relative(at_large['memory'])}",

@@ -44,8 +44,9 @@ def measure(n: int = 8, d: int = 16) -> Finding:
     return Finding(
         claim="filling masked scores with -1e9 masks them",
         verdict=verdict(largest(notes) == 0),
-        measured=f"a row with nothing to see is {mean:.0e} away from the mean of the hidden values",
-        correct=f"nothing: {largest(ours):g} in Regard (-inf alone gives {float(infinite[0, 0])})",
+        measured=f"a fully masked row differs from the mean of the masked values by {mean:.0e}",
+        correct=f"a fully masked row is {largest(ours):g} in Regard "
+        f"(-inf alone gives {float(infinite[0, 0])})",
         numbers={
             "largest entry of the row, -1e9": largest(notes),
             "its distance from the mean of V": mean,

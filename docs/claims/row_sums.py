@@ -28,7 +28,7 @@ def measure(n: int = 256, d: int = 64) -> Finding:
         claim="the rows of A sum to 1",
         verdict=verdict(away < 1e-5),
         measured=f"{away:.0e} away from 1 at most",
-        correct=f"1; but {nothing:g} for a row that sees nothing, less with a sink, with dropout on average",
+        correct=f"1; {nothing:g} for a fully masked row, below 1 with a sink, 1 on average with dropout",
         numbers={
             "farthest from 1": away,
             "a row that sees nothing": nothing,

@@ -22,7 +22,7 @@ def measure() -> Finding:
     return Finding(
         claim="softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003]",
         verdict=verdict(agree),
-        measured=f"[{text}]; the printed one gives 0.5 more than 2.3",
+        measured=f"[{text}]; the notes give 0.5 a larger weight than 2.3",
         correct=f"[{text}]",
         numbers={
             "softmax": right,

@@ -49,8 +49,8 @@ def measure(layers: int = LAYERS) -> Finding:
         claim="the heads' subspaces are orthogonal",
         verdict=verdict(max(means.values()) < 0.01 * chance),
         measured="overlap " + ", ".join(f"{part} {mean:.3f}" for part, mean in means.items()),
-        correct=f"nothing makes them so: 0 would be orthogonal, {D / WIDTH:.3f} is what random ones have; "
-        f"the nearest directions of two heads have a cosine of {largest:.3f}",
+        correct=f"not orthogonal: 0 is orthogonal, {D / WIDTH:.3f} is the mean of random subspaces; "
+        f"the closest directions of two heads have cosine {largest:.3f}",
         numbers={
             "mean overlap": means,
             "largest cosine between two heads": largest,

@@ -57,7 +57,7 @@ def measure(n: int = 11, d: int = 32, dropout: float = 0.1) -> Finding:
         claim="a module with `attn_mask` and dropout, used in evaluation",
         verdict=verdict(theirs == (0, 0)),
         measured=f"the future changes the past by {theirs[0]:.2g}; two calls differ by {theirs[1]:.2g}",
-        correct=f"{ours[0]:g} and {ours[1]:g}, as `regard.nn.Attention` has it",
+        correct=f"{ours[0]:g} and {ours[1]:g} with `regard.nn.Attention`",
         numbers={
             "future on past, printed": theirs[0],
             "future on past, regard.nn": ours[0],

@@ -30,7 +30,8 @@ def measure() -> Finding:
         claim="n = 1024 / 4096 / 100k gives 1M / 16M / 10G weights",
         verdict=verdict(far < 0.05),
         measured=" / ".join(f"{count:,}" for count in counts.values()),
-        correct=f"n^2; {whole / 1e9:.0f} GB at 100k in float32, of which Regard keeps {kept / 1e6:.0f} MB",
+        correct=f"n^2; {whole / 1e9:.0f} GB at 100k in float32; "
+        f"Regard needs {kept / 1e6:.0f} MB of extra memory",
         numbers={
             "weights": {f"{n:,}": count for n, count in counts.items()},
             "bytes in float32": {f"{n:,}": 4 * count for n, count in counts.items()},

@@ -1,5 +1,5 @@
-// The door between Python and the core: named structs and addresses in, integers out. No arithmetic, no
-// tensors.
+// The module regard._core. Arguments are structs, integers and the addresses of tensors; the Python caller
+// owns all memory and has checked shapes and dtypes.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -24,8 +24,9 @@ bool signal_pending() {
   return PyErr_CheckSignals() != 0;
 }
 
-constexpr Interrupt kSignals{signal_pending};
+constexpr Interrupt kInterrupt{signal_pending};
 
+// Runs `work` without the GIL. Raises if a signal handler raised, memory ran out or a page does not exist.
 template <class Work>
 void run(Work work) {
   Outcome outcome;
@@ -35,10 +36,10 @@ void run(Work work) {
   }
   if (outcome == Outcome::kInterrupted) throw nb::python_error();
   if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
-  if (outcome == Outcome::kWrongPage) throw nb::index_error("a page that does not exist");
+  if (outcome == Outcome::kWrongPage) throw nb::index_error("table: expected pages that exist, got others");
 }
 
-Call call_of(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_t offset) {
+Call make_call(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_t offset) {
   Call call = operands;
   set(call.q, q), set(call.k, k), set(call.v, v);
   call.offset = offset;
@@ -46,64 +47,66 @@ Call call_of(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_t 
   return call;
 }
 
-// One checked call, with everything but its data.
+// A call that has been checked, without its data: the Spec and the mask program `code`.
 class Attention {
  public:
   Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
 
   void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
                const Operands& operands) const {
-    Call call = call_of(operands, q, k, v, offset);
+    Call call = make_call(operands, q, k, v, offset);
     set(call.out, out), set(call.lse, lse);
-    run([&] { return regard::forward(spec_, call, code_, kSignals); });
+    run([&] { return regard::forward(spec_, call, code_, kInterrupt); });
   }
 
-  // Over the first Lk of the stored keys. The last one is written first if it is given as a token.
+  // Attends to the first Lk stored keys. If `token` is given, first writes it to storage as key Lk - 1.
   void decode(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, int64_t Lk,
               int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Operands& operands,
               const Token* token) const {
-    Call call = call_of(operands, q, k, v, offset);
+    Call call = make_call(operands, q, k, v, offset);
     set(call.out, out), set(call.lse, lse), set(call.k_scale, k_scale), set(call.v_scale, v_scale);
     set(call.table, table), call.table_stride = table_stride;
     Spec spec = spec_;
     spec.Lk = Lk;
     if (token) run([&] { return write_token(spec, call, *token); });
-    run([&] { return regard::decode(spec, call, code_, kSignals); });
+    run([&] { return regard::decode(spec, call, code_, kInterrupt); });
   }
 
+  // Returns whether forward takes the decode pass for this Spec.
   bool decodes() const { return regard::decodes(spec_); }
 
   void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Operands& operands,
                 const Gradients& gradients) const {
-    const Call call = call_of(operands, q, k, v, offset);
-    run([&] { return regard::backward(spec_, call, gradients, code_, kSignals); });
+    const Call call = make_call(operands, q, k, v, offset);
+    run([&] { return regard::backward(spec_, call, gradients, code_, kInterrupt); });
   }
 
   void evidence(int64_t q, int64_t k, int64_t offset, const Operands& operands, const Facts& facts) const {
-    const Call call = call_of(operands, q, k, k, offset);
-    run([&] { return regard::evidence(spec_, call, facts, code_, kSignals); });
+    const Call call = make_call(operands, q, k, k, offset);
+    run([&] { return regard::evidence(spec_, call, facts, code_, kInterrupt); });
   }
 
+  // Counts the (query, key) pairs that the mask allows and the tasks, threads and scratch bytes of forward.
   std::map<std::string, int64_t> cost(int64_t offset, const Operands& operands) const {
-    const Call call = call_of(operands, 0, 0, 0, offset);
-    const Cost c = measure(SpanFinder(code_, spec_, call), spec_, rows_together(spec_));
-    const Cut plan = cut(spec_, call, code_);
-    return {{"pairs", c.pairs},        {"touched", c.touched},
-            {"full", c.full},          {"partial", c.partial},
-            {"empty", c.empty},        {"tasks", plan.tasks},
+    const Call call = make_call(operands, 0, 0, 0, offset);
+    const Cost cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_));
+    const TaskPlan plan = plan_tasks(spec_, call, code_);
+    return {{"pairs", cost.pairs},     {"touched", cost.touched},
+            {"full", cost.full},       {"partial", cost.partial},
+            {"empty", cost.empty},     {"tasks", plan.tasks},
             {"threads", plan.threads}, {"scratch_bytes", plan.scratch_bytes * plan.threads}};
   }
 
-  // (begin, end, set of rows as bits) of the keys that rows row, row + step, ... see.
+  // Returns the spans (begin, end, lanes) of the rows row, row + step, ... Bit i of lanes is the i-th row.
   std::vector<std::tuple<int64_t, int64_t, uint32_t>> spans(int64_t batch, int64_t head, int64_t row,
                                                             int64_t step, int count, int64_t offset,
                                                             const Operands& operands) const {
-    const Call call = call_of(operands, 0, 0, 0, offset);
-    Spans found;
-    SpanFinder(code_, spec_, call).find({batch, head, row, step, count}, found);
-    std::vector<std::tuple<int64_t, int64_t, uint32_t>> list;
-    for (const Span& r : found) list.emplace_back(r.begin, r.end, r.lanes);
-    return list;
+    const Call call = make_call(operands, 0, 0, 0, offset);
+    Spans spans;
+    SpanFinder(code_, spec_, call).find({batch, head, row, step, count}, spans);
+    std::vector<std::tuple<int64_t, int64_t, uint32_t>> tuples;
+    for (const Span& span : spans) tuples.emplace_back(span.begin, span.end, span.lanes);
+    return tuples;
   }
 
  private:
@@ -111,10 +114,11 @@ class Attention {
   Ints code_;
 };
 
+// Writes the first counts[b] new rows of sample b to storage, from slot starts[b] on.
 void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
-  if (rows.sides.empty()) throw nb::value_error("sides: expected at least one");
+  if (rows.sides.empty()) throw nb::value_error("sides: expected at least one, got none");
   if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
-    throw nb::value_error("starts, counts: expected one for each sample");
+    throw nb::value_error("starts, counts: expected one number for each sample");
   run([&] { return regard::write(rows, starts, counts); });
 }
 
@@ -138,13 +142,13 @@ void bind_linear(nb::module_& m) {
   m.def(
       "linear_forward",
       [](const LinearSpec& spec, const LinearCall& call) {
-        run([&] { return linear_forward(spec, call, kSignals); });
+        run([&] { return linear_forward(spec, call, kInterrupt); });
       },
       "spec"_a, "call"_a);
   m.def(
       "linear_backward",
       [](const LinearSpec& spec, const LinearCall& call, const LinearGradients& gradients) {
-        run([&] { return linear_backward(spec, call, gradients, kSignals); });
+        run([&] { return linear_backward(spec, call, gradients, kInterrupt); });
       },
       "spec"_a, "call"_a, "gradients"_a);
 }
@@ -171,7 +175,7 @@ void bind_machine(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  nb::set_leak_warnings(false);  // cached calls live as long as the process
+  nb::set_leak_warnings(false);  // Attention objects are cached until the process exits
   bind_structs(m);
   bind_attention(m);
   bind_linear(m);

@@ -1,4 +1,4 @@
-// Plain structs as Python classes that are made of named fields: Spec(B=2, Hq=8, ...).
+// Binds plain structs as Python classes whose constructors take the fields as keywords: Spec(B=2, Hq=8, ...).
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -14,18 +14,18 @@ namespace nb = nanobind;
 
 namespace regard {
 
-using Four = std::array<int64_t, 4>;
+using FourInts = std::array<int64_t, 4>;
 
-// What Python gives for a field of type T: an integer for an address or an enumeration, four of them for
-// strides, else a T.
+// The constructor argument's type for a field of type T: an integer for a pointer or an enum, four integers
+// for strides and arrays, otherwise T.
 template <class T>
-using Given = std::conditional_t<
-    std::is_same_v<T, Strides> || std::is_array_v<T>, Four,
+using Argument = std::conditional_t<
+    std::is_same_v<T, Strides> || std::is_array_v<T>, FourInts,
     std::conditional_t<std::is_pointer_v<T> || std::is_enum_v<T> || (std::is_integral_v<T> && sizeof(T) > 1),
                        int64_t, T>>;
 
 template <class T>
-void set(T& field, Given<T> value) {
+void set(T& field, Argument<T> value) {
   if constexpr (std::is_pointer_v<T>)
     field = reinterpret_cast<T>(static_cast<uintptr_t>(value));
   else if constexpr (std::is_same_v<T, Strides>)
@@ -37,21 +37,21 @@ void set(T& field, Given<T> value) {
 }
 
 template <class Member>
-struct Target;
+struct MemberType;
 template <class T, class Struct>
-struct Target<T Struct::*> {
+struct MemberType<T Struct::*> {
   using Type = T;
 };
 template <auto Member>
-using Value = Given<typename Target<decltype(Member)>::Type>;
+using MemberArgument = Argument<typename MemberType<decltype(Member)>::Type>;
 
-// An optional field that is left out is 0, null or empty.
+// A constructor argument. An optional field defaults to 0, null or empty.
 template <auto Member, bool Optional>
 struct Field {
   const char* name;
   auto argument() const {
     if constexpr (Optional)
-      return nb::arg(name) = Value<Member>{};
+      return nb::arg(name) = MemberArgument<Member>{};
     else
       return nb::arg(name);
   }
@@ -61,14 +61,15 @@ template <class Struct, auto... Members, bool... Optional>
 void bind_struct(nb::module_& m, const char* name, Field<Members, Optional>... fields) {
   nb::class_<Struct>(m, name).def(
       "__init__",
-      [](Struct* self, Value<Members>... values) {
+      [](Struct* self, MemberArgument<Members>... values) {
         new (self) Struct{};
         (set(self->*Members, std::move(values)), ...);
       },
       nb::kw_only(), fields.argument()...);
 }
 
-// What a call has besides q, k, v and their results; those are still to be set.
+// The optional tensors and numbers of a call, as Python fills them in. The pointers to q, k, v and to the
+// results are set later, by each method of Attention.
 struct Operands : Call {
   std::vector<MaskTensor> tensors;
 };

@@ -1,4 +1,4 @@
-// The structs of types.h and write.h in Python. What a field means is said there.
+// Binds the structs of types.h and write.h, which document the fields.
 #include "bind/fields.h"
 #include "passes/write.h"
 

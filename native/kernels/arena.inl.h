@@ -1,4 +1,4 @@
-// Working memory, handed out from one split in lines of 64 bytes.
+// A bump allocator over one scratch buffer. Allocations are rounded up to cache lines of 64 bytes.
 #pragma once
 #include "kernels/isa.h"
 
@@ -11,9 +11,9 @@ struct Arena {
 
   template <class T>
   T* take(int64_t count) {
-    T* at = reinterpret_cast<T*>(free);
+    T* block = reinterpret_cast<T*>(free);
     free += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return at;
+    return block;
   }
 };
 

@@ -1,5 +1,8 @@
-// A chunk of keys in backward: tiles of queries pass by, each adds to the chunk's dk and dv and gets its
-// share of dq. With w the unnormalised weight 2^(s - shift) and dout already divided by the row's sum:
+// Backward attention for one chunk of keys of one key head: computes dk and dv of the chunk and
+// adds to dq. Loop order: tiles of up to kTilePanels panels of queries, blocks of 96 keys, panels.
+// Weights and ds are [key][P] with rows in the lanes; dk and dv are summed in register tiles of 6
+// keys x P channels. With the unnormalised weight w = 2^(s - shift), and dout divided by the row's
+// softmax sum:
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
 #include "kernels/arena.inl.h"
 #include "kernels/exact_gradients.inl.h"
@@ -8,14 +11,15 @@
 
 namespace {
 
-// ds of one vector of pairs. A weight that was dropped is negative.
+// ds of one vector of (query, key) pairs. A dropped weight is stored negated.
 template <class V, bool Dropped>
 inline V score_gradient(V weight, V dp, V delta) {
   if (Dropped) dp = keep(not_less(weight, Lanes<V>::zero()), dp);
   return (Dropped ? abs(weight) : weight) * (dp - delta);
 }
 
-// x - x is 0 for finite numbers alone. Four sums in turn, because each waits for itself.
+// Returns whether all elements are finite (x - x == 0). Four alternating sums shorten the
+// dependency chain.
 template <class V>
 inline bool all_finite(const Number<V>* x, int64_t n) {
   V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
@@ -36,10 +40,11 @@ struct Backward {
   static constexpr int P = kPanel<V>;
   static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
   static constexpr int64_t kKeys = kBackwardBlock;
-  static constexpr int64_t kTileKeys = kKeys / kLanesRows;  // tiles of keys in a block
+  static constexpr int64_t kKeyTiles = kKeys / kLanesRows;  // register tiles in a block
   static constexpr int64_t kBlockSize = kKeys * P;
 
-  // A panel's queries[D][P] (scaled), dout[Dv][P], dq[D][P], and what its lanes need.
+  // A panel's scaled queries[D][P], dout[Dv][P], dq[D][P], each lane's shift, delta and dropout
+  // words, and the next span.
   struct State {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
@@ -50,13 +55,13 @@ struct Backward {
   const Spec& spec;
   const Call& call;
   const Gradients& grads;
-  int64_t q_slices, v_slices;         // of P columns
-  Scalar *q_rows, *dout_rows;         // [slice][kTilePanels * P][P]
-  Scalar *weights, *ds;               // [panel][kKeys][P]
-  Scalar *slopes, *factor, *ignored;  // [kKeys][P], of the softcap; [P]; [P]
-  Scalar *dk_sum, *dv_sum;            // [key][slice * P]
-  Scalar *keys, *values;              // copies, where needed
-  Scalar* table;                      // a tile's and block's sums by distance
+  int64_t q_slices, v_slices;                   // slices of P columns
+  Scalar *q_rows, *dout_rows;                   // [slice][kTilePanels * P][P]
+  Scalar *weights, *ds;                         // [panel][kKeys][P]
+  Scalar *cap_slopes, *factor, *unused_totals;  // softcap derivatives [kKeys][P]; [P]; [P]
+  Scalar *dk_sum, *dv_sum;                      // [key][slice * P]
+  Scalar *keys, *values;                        // converted rows of K and V, if copied
+  Scalar* table;                                // ds of one panel and block, summed by distance
   State states[kTilePanels];
   bool want_ds, want_k, want_v;
   enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
@@ -72,12 +77,13 @@ struct Backward {
     lay_out(Arena{static_cast<char*>(c.scratch)});
   }
 
-  void find_rows() {
-    k = where(call.k, spec.k, chunk.copy_k, spec.D, keys, ldk);
-    v = where(call.v, spec.v, chunk.copy_v, spec.Dv, values, ldv);
+  void locate_rows() {
+    k = first_row(call.k, spec.k, chunk.copy_k, spec.D, keys, ldk);
+    v = first_row(call.v, spec.v, chunk.copy_v, spec.Dv, values, ldv);
   }
 
-  // The order matters: what stays between calls of one chunk comes first, at places that do not move.
+  // Buffers that persist between the calls for one chunk come first, so that their addresses do not
+  // depend on the others.
   Arena lay_out(Arena a) {
     const int64_t n = round_up(chunk.end - chunk.begin, kKeys), tile = kTilePanels * P;
     dk_sum = a.take<Scalar>(want_k ? n * q_slices * P : 0);
@@ -92,9 +98,9 @@ struct Backward {
     dout_rows = a.take<Scalar>(v_slices * tile * P);
     weights = a.take<Scalar>(kTilePanels * kBlockSize);
     ds = a.take<Scalar>(kTilePanels * kBlockSize);
-    slopes = a.take<Scalar>(spec.softcap > 0 ? kBlockSize : 0);
+    cap_slopes = a.take<Scalar>(spec.softcap > 0 ? kBlockSize : 0);
     factor = a.take<Scalar>(P);
-    ignored = a.take<Scalar>(P);
+    unused_totals = a.take<Scalar>(P);
     table = a.take<Scalar>(spec.bias == kRelative ? kKeys + P : 0);
     return a;
   }
@@ -109,20 +115,20 @@ struct Backward {
     c.copy_v = copy_v;
     const Call call{};
     c.call = &call;
-    char* const nowhere = reinterpret_cast<char*>(64);
-    return Backward(c).lay_out(Arena{nowhere}).free - nowhere;
+    char* const dummy_base = reinterpret_cast<char*>(64);
+    return Backward(c).lay_out(Arena{dummy_base}).free - dummy_base;
   }
 
-  int64_t position() const { return call.offsets ? call.offsets[chunk.batch] : call.offset; }
+  int64_t offset() const { return call.offsets ? call.offsets[chunk.batch] : call.offset; }
 
   const S* key_row(const void* base, const Strides& s, int64_t key) const {
     return static_cast<const S*>(base) + chunk.batch * s.b + chunk.kv_head * s.h +
            (chunk.key + key * chunk.key_step) * s.l;
   }
 
-  // Row chunk.begin of K or V, and the distance of rows.
-  const Scalar* where(const void* base, const Strides& s, bool copy, int64_t width, const Scalar* copied,
-                      int64_t& ld) const {
+  // Returns row chunk.begin of K or V and sets `ld` to the distance between rows.
+  const Scalar* first_row(const void* base, const Strides& s, bool copy, int64_t width, const Scalar* copied,
+                          int64_t& ld) const {
     ld = copy ? width : s.l * chunk.key_step;
     return copy ? copied : reinterpret_cast<const Scalar*>(key_row(base, s, chunk.begin));
   }
@@ -139,7 +145,7 @@ struct Backward {
                    spec.Dv, values);
   }
 
-  // Zeros, or what marked rows have given already.
+  // Initialises a sum with the gradients of exact rows, or zeros.
   void start(Scalar* sum, int64_t n, int64_t slices, int64_t width, const double* exact,
              double factor) const {
     for (int64_t i = 0; i < n * slices * P; ++i) sum[i] = 0;
@@ -152,7 +158,7 @@ struct Backward {
 
   // Queries
 
-  // Asked at most once for a tile.
+  // Computed at most once for a tile.
   bool rows_are_finite(int count) {
     if (finite_rows != kUnknown) return finite_rows == kYes;
     const int64_t tile = kTilePanels * P * P;
@@ -170,8 +176,8 @@ struct Backward {
     const Strides& g = grads.dout_stride;
     const S* dout = static_cast<const S*>(grads.dout) + chunk.batch * g.b + p.head * g.h + p.row * g.l;
     const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
-    const uint32_t left_out = load_lanes(p, s);
-    if (p.rows < P) clear(s, i);
+    const uint32_t skipped = load_lanes(p, s);
+    if (p.rows < P) clear_panel(s, i);
     pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
     pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
     for (int64_t d = 0; d < spec.Dv; ++d)
@@ -180,45 +186,47 @@ struct Backward {
     pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
     for (int t = 0; t < P; ++t) factor[t] = 1;
     pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
-    for (int t = 0; t < P && left_out; ++t)
-      if (left_out >> t & 1) clear_row(s, i, t);
+    for (int t = 0; t < P && skipped; ++t)
+      if (skipped >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.span = 0;
   }
 
-  // Each lane's shift, delta and the factor of its dout; zeros beyond the rows. Returns the rows that take no
-  // part: those that see nothing, and those that forward has marked. Their weights must vanish, too.
+  // Loads each lane's shift, delta and the factor of its dout. Lanes beyond the rows get zeros.
+  // Returns the skipped rows: fully masked rows and rows that forward marked. Their large shift
+  // makes their weights 0.
   uint32_t load_lanes(const Panel& p, State& s) {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
     const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
     const Scalar* delta = static_cast<const Scalar*>(grads.delta) + head * spec.Lq + p.row;
-    uint32_t left_out = 0;
+    uint32_t skipped = 0;
     for (int t = 0; t < P; ++t) {
-      const int64_t at = t * chunk.row_step;
-      const bool counts = t < p.rows && !(shift[rows + at] <= 0);
-      factor[t] = counts ? static_cast<Scalar>(spec.keep_scale) / shift[rows + at] : 0;
-      s.delta[t] = counts ? delta[at] / shift[rows + at] : 0;
-      const bool finite = counts && shift[at] > -static_cast<Scalar>(__builtin_inf());  // else it sees a NaN
-      s.shift[t] = finite ? shift[at] : counts || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
-      left_out |= t < p.rows && !counts ? 1u << t : 0;
+      const int64_t row = t * chunk.row_step;
+      const bool valid = t < p.rows && !(shift[rows + row] <= 0);
+      factor[t] = valid ? static_cast<Scalar>(spec.keep_scale) / shift[rows + row] : 0;
+      s.delta[t] = valid ? delta[row] / shift[rows + row] : 0;
+      // A shift of -inf in a row that attends to keys means that a score is NaN.
+      const bool finite = valid && shift[row] > -static_cast<Scalar>(__builtin_inf());
+      s.shift[t] = finite ? shift[row] : valid || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
+      skipped |= t < p.rows && !valid ? 1u << t : 0;
     }
     if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
-    return left_out;
+    return skipped;
   }
 
   void clear_row(State& s, int i, int t) {
     for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
     for (int64_t d = 0; d < spec.Dv; ++d) s.dout[d * P + t] = 0;
-    for (int64_t d = 0; d < q_slices * P; ++d) row_of(q_rows, i, t, d) = 0;
-    for (int64_t d = 0; d < v_slices * P; ++d) row_of(dout_rows, i, t, d) = 0;
+    for (int64_t d = 0; d < q_slices * P; ++d) element(q_rows, i, t, d) = 0;
+    for (int64_t d = 0; d < v_slices * P; ++d) element(dout_rows, i, t, d) = 0;
   }
 
-  // Element d of row t of panel i.
-  static Scalar& row_of(Scalar* rows, int i, int t, int64_t d) {
+  // Returns element d of row t of panel i.
+  static Scalar& element(Scalar* rows, int i, int t, int64_t d) {
     return rows[((d / P * kTilePanels + i) * P + t) * P + d % P];
   }
 
-  void clear(State& s, int i) {
+  void clear_panel(State& s, int i) {
     for (int64_t d = 0; d < spec.D * P; ++d) s.queries[d] = 0;
     for (int64_t d = 0; d < spec.Dv * P; ++d) s.dout[d] = 0;
     for (int64_t c = 0; c < q_slices; ++c)
@@ -227,28 +235,29 @@ struct Backward {
       for (int64_t d = 0; d < P * P; ++d) dout_rows[(c * kTilePanels + i) * P * P + d] = 0;
   }
 
-  // Weights and ds of keys [from, to), which some row of the panel sees, in the block that starts at `begin`.
-  void weigh(const Panel& p, const State& s, const Span* spans, int64_t begin, int64_t from, int64_t to,
-             bool partial, Scalar* w, Scalar* g) {
-    const int64_t n = to - from, at = from - chunk.begin;
+  // Computes weights w and score gradients g of keys [from, to), which some row of the panel may
+  // attend to. The block begins at key `begin`.
+  void compute_weights_and_ds(const Panel& p, const State& s, const Span* spans, int64_t begin, int64_t from,
+                              int64_t to, bool partial, Scalar* w, Scalar* g) {
+    const int64_t n = to - from, first_key = from - chunk.begin;
     w += (from - begin) * P;
     g += (from - begin) * P;
-    const Place place{
-        chunk.batch,    p.head, p.row, chunk.row_step, position() + p.row, chunk.key + from * chunk.key_step,
+    const TileCoords at{
+        chunk.batch,    p.head, p.row, chunk.row_step, offset() + p.row, chunk.key + from * chunk.key_step,
         chunk.key_step, p.rows};
-    const Scalar *keys_at = k + at * ldk, *values_at = v + at * ldv;
-    if (partial || spec.softcap > 0 || spec.bias != kNoBias || !weigh_plainly(s, keys_at, n, w))
-      weigh_carefully(s, place, spans, partial, keys_at, from, to, w);
-    if (spec.drop_below) drop<V, Negated>(s.low, s.high, place, spec.drop_below, n, w);
+    const Scalar *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
+    if (partial || spec.softcap > 0 || spec.bias != kNoBias || !compute_weights_fused(s, keys_at, n, w))
+      compute_weights(s, at, spans, partial, keys_at, from, to, w);
+    if (spec.drop_below) drop<V, Negated>(s.low, s.high, at, spec.drop_below, n, w);
     if (want_ds) {
-      spec.drop_below ? find_ds<true>(s, values_at, n, w, g) : find_ds<false>(s, values_at, n, w, g);
-      if (partial) hide<V>(spans, from, to, kAllLanes, 0, g);
-      if (excludes()) exclude(w, n, g);
-      learn(place, n, g);
+      spec.drop_below ? compute_ds<true>(s, values_at, n, w, g) : compute_ds<false>(s, values_at, n, w, g);
+      if (partial) mask_keys<V>(spans, from, to, kAllLanes, 0, g);
+      if (bias_may_mask()) zero_masked(w, n, g);
+      add_bias_gradients(at, n, g);
       if (spec.softcap > 0)
         for (int64_t i = 0; i < n * P; i += V::N) {
           const V x = Lanes<V>::load(g + i);
-          Lanes<V>::store(g + i, keep(differs(x, Lanes<V>::zero()), x * Lanes<V>::load(slopes + i)));
+          Lanes<V>::store(g + i, keep(differs(x, Lanes<V>::zero()), x * Lanes<V>::load(cap_slopes + i)));
         }
     }
     if (spec.drop_below)
@@ -256,9 +265,9 @@ struct Backward {
         Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
   }
 
-  // The same for neighbouring spans: long ones that all rows see are spared what partial ones need.
-  void weigh_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from, int64_t to,
-                   Scalar* w, Scalar* g) {
+  // Processes adjacent spans. Long full spans are processed separately, which spares them the mask.
+  void process_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from,
+                     int64_t to, Scalar* w, Scalar* g) {
     const auto is_long = [](const Span* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
     while (from < to) {
       const Span* first = span;
@@ -269,13 +278,13 @@ struct Backward {
         stop = span->end < to ? span->end : to;
         ++span;
       } while (stop < to && !is_long(first) && !is_long(span));
-      weigh(p, s, first, begin, from, stop, partial, w, g);
+      compute_weights_and_ds(p, s, first, begin, from, stop, partial, w, g);
       from = stop;
     }
   }
 
-  // False when a shift is too large, or D, for the quick way.
-  bool weigh_plainly(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
+  // Computes scores and weights in one pass. Returns false if D or a shift is too large for it.
+  bool compute_weights_fused(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
     if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
     const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
@@ -285,74 +294,74 @@ struct Backward {
     return true;
   }
 
-  void weigh_carefully(const State& s, const Place& place, const Span* spans, bool partial,
+  void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
                        const Scalar* rows, int64_t from, int64_t to, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    V ignored_top[2] = {shift[0], shift[1]};
+    V unused_max[2] = {shift[0], shift[1]};
     const int64_t n = to - from;
-    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, ignored_top);
+    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, unused_max);
     if (spec.softcap > 0) cap(w, n);
-    add_bias<V, S>(spec, call, place, n, w);
-    if (partial) hide<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
-    exponentiate<V>(w, n, shift, ignored);
+    add_bias<V, S>(spec, call, at, n, w);
+    if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
+    exponentiate<V>(w, n, shift, unused_totals);
   }
 
   template <bool Dropped>
-  void find_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
+  void compute_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
     const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
     const auto finish = [&](int64_t c, int i, V dp) {
       const int64_t at = (2 * c + i) * V::N;
       Lanes<V>::store(g + at, score_gradient<V, Dropped>(Lanes<V>::load(w + at), dp, delta[i]));
     };
     if (spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
-    V ignored_top[2] = {delta[0], delta[1]};
-    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, ignored_top);
+    V unused_max[2] = {delta[0], delta[1]};
+    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, unused_max);
     for (int64_t c = 0; c < n; ++c)
       for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
   }
 
-  // A bias of -inf hides a key from a row, which nothing but the weight can tell.
-  bool excludes() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
+  // A bias of -inf masks a key; only a weight of 0 shows it.
+  bool bias_may_mask() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
 
-  static void exclude(const Scalar* w, int64_t n, Scalar* g) {
+  static void zero_masked(const Scalar* w, int64_t n, Scalar* g) {
     for (int64_t i = 0; i < n * P; i += V::N)
       Lanes<V>::store(g + i, keep(differs(Lanes<V>::load(w + i), Lanes<V>::zero()), Lanes<V>::load(g + i)));
   }
 
-  // Caps the scores and keeps the cap's derivative 1 - tanh^2.
+  // Applies the softcap and stores its derivative 1 - tanh^2.
   void cap(Scalar* scores, int64_t n) {
     const Scalar cap = static_cast<Scalar>(spec.softcap * kLog2E);
     soft_cap<V>(scores, n * kPanel<V>, cap);
-    const V back = Lanes<V>::set(1 / cap), one = Lanes<V>::set(1);
+    const V inverse_cap = Lanes<V>::set(1 / cap), one = Lanes<V>::set(1);
     for (int64_t i = 0; i < n * P; i += V::N) {
-      const V t = Lanes<V>::load(scores + i) * back;
-      Lanes<V>::store(slopes + i, one - t * t);
+      const V t = Lanes<V>::load(scores + i) * inverse_cap;
+      Lanes<V>::store(cap_slopes + i, one - t * t);
     }
   }
 
-  // Gradients of what was added to the scores.
+  // Bias gradients
 
-  void learn(const Place& at, int64_t n, const Scalar* g) {
-    if (grads.dbias && (chunk.bias_only || !bias_is_shared(spec, grads))) learn_bias(at, n, g);
-    if (chunk.by_head && spec.bias == kAlibi) learn_slope(at, n, g);
-    if (chunk.by_head && spec.bias == kRelative) learn_table(at, n, g);
+  void add_bias_gradients(const TileCoords& at, int64_t n, const Scalar* g) {
+    if (grads.dbias && (chunk.bias_only || !bias_is_shared(spec, grads))) add_tensor_bias_gradient(at, n, g);
+    if (chunk.by_head && spec.bias == kAlibi) add_slope_gradient(at, n, g);
+    if (chunk.by_head && spec.bias == kRelative) add_table_gradient(at, n, g);
   }
 
-  void learn_bias(const Place& at, int64_t n, const Scalar* g) {
+  void add_tensor_bias_gradient(const TileCoords& at, int64_t n, const Scalar* g) {
     const Strides& s = grads.dbias_stride;
     const int64_t first = at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
-    if (!bias_is_shared(spec, grads)) return write_bias(at, n, g, first);
+    if (!bias_is_shared(spec, grads)) return write_bias_gradient(at, n, g, first);
     if (bias_has_pairs(spec, grads))
       return unpack_add<V>(g, n, 1, at.rows, static_cast<Scalar*>(grads.dbias) + first, s.l * at.row_step,
                            s.d * at.key_step);
-    double* into = static_cast<double*>(grads.dbias) + first;
+    double* target = static_cast<double*>(grads.dbias) + first;
     for (int t = 0; t < at.rows; ++t)
       for (int64_t c = 0; c < n; ++c)
-        into[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
+        target[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
   }
 
-  // In the bias's own dtype: nothing else is added to these elements.
-  void write_bias(const Place& at, int64_t n, const Scalar* g, int64_t first) {
+  // Writes in the bias's dtype: each element gets exactly one value.
+  void write_bias_gradient(const TileCoords& at, int64_t n, const Scalar* g, int64_t first) {
     const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
     for (int t = 0; t < P; ++t) factor[t] = 1;
     if (spec.bias_dtype == spec.dtype)
@@ -361,29 +370,29 @@ struct Backward {
     unpack<V>(g, n, factor, at.rows, static_cast<Scalar*>(grads.dbias) + first, rows, cols, StoreAsIs<V>());
   }
 
-  double* share(const Place& at, int64_t columns) const {
+  double* by_head_sum(const TileCoords& at, int64_t columns) const {
     return chunk.by_head + (at.head - chunk.kv_head * (spec.Hq / spec.Hkv)) * columns;
   }
 
-  // Of -slope * |position - key|.
-  void learn_slope(const Place& at, int64_t n, const Scalar* g) {
+  // Gradient of -slope * |position - key|.
+  void add_slope_gradient(const TileCoords& at, int64_t n, const Scalar* g) {
     const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
     V sum = Lanes<V>::zero();
     for (int64_t c = 0; c < n; ++c)
       for (int r = 0; r < P; r += V::N) {
         const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
-        const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
+        const V distance = abs(fma(Lanes<V>::iota(), step, Lanes<V>::set(static_cast<Scalar>(base))));
         sum = fma(distance, Lanes<V>::load(g + c * P + r), sum);
       }
-    *share(at, 1) -= static_cast<double>(sum_of(sum));
+    *by_head_sum(at, 1) -= static_cast<double>(lane_sum(sum));
   }
 
-  // Sums along the diagonals of the block, then into the columns of the table.
-  void learn_table(const Place& at, int64_t n, const Scalar* g) {
-    double* into = share(at, call.distances);
+  // Sums ds along the diagonals of the tile, then adds the sums to the table's columns.
+  void add_table_gradient(const TileCoords& at, int64_t n, const Scalar* g) {
+    double* target = by_head_sum(at, call.distances);
     if (at.row_step != 1) {
       for (int64_t c = 0; c < n; ++c)
-        for (int t = 0; t < at.rows; ++t) into[column(at, c, t)] += static_cast<double>(g[c * P + t]);
+        for (int t = 0; t < at.rows; ++t) target[column(at, c, t)] += static_cast<double>(g[c * P + t]);
       return;
     }
     for (int64_t i = 0; i < n + P; ++i) table[i] = 0;
@@ -393,69 +402,70 @@ struct Backward {
         Lanes<V>::store(d, Lanes<V>::load(d) + Lanes<V>::load(g + c * P + r));
       }
     for (int64_t i = 0; i < n - 1 + P; ++i)
-      into[column(at, n - 1, static_cast<int>(i))] += static_cast<double>(table[i]);
+      target[column(at, n - 1, static_cast<int>(i))] += static_cast<double>(table[i]);
   }
 
-  int64_t column(const Place& at, int64_t c, int64_t t) const {
-    return clamped(at.position + t * at.row_step - (at.key + c * at.key_step) - call.distance_low,
-                   call.distances);
+  int64_t column(const TileCoords& at, int64_t c, int64_t t) const {
+    return clamp_index(at.position + t * at.row_step - (at.key + c * at.key_step) - call.distance_low,
+                       call.distances);
   }
 
-  // Products
+  // Matrix products
 
-  void add_queries_of(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from, int64_t to,
-                      const Scalar* g) {
+  void add_query_gradients(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from,
+                           int64_t to, const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
-    if (keys_are_safe(spans, from, to))
+    if (masked_keys_are_finite(spans, from, to))
       return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
-    each_pair(p, from, to, [&](int64_t key, int t) {
+    visit_pairs(p, from, to, [&](int64_t key, int t) {
       const Scalar x = g[(key - begin) * P + t];
-      for (int64_t d = 0; d < spec.D && !(excludes() && x == 0); ++d)
+      for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
         s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
     });
   }
 
-  // Calls visit(key, lane) for the pairs of a panel in keys [from, to).
+  // Calls visit(key, lane) for the unmasked pairs of a panel in keys [from, to).
   template <class Visit>
-  void each_pair(const Panel& p, int64_t from, int64_t to, Visit visit) const {
+  void visit_pairs(const Panel& p, int64_t from, int64_t to, Visit visit) const {
     for (const Span* r = p.spans; r < p.spans + p.n_spans; ++r)
       for (int64_t key = r->begin > from ? r->begin : from; key < r->end && key < to; ++key)
         for (int t = 0; t < p.rows; ++t)
           if (r->lanes >> t & 1) visit(key, t);
   }
 
-  // Whether keys that some lane must not meet are finite.
-  bool keys_are_safe(const Span* spans, int64_t from, int64_t to) const {
+  // Returns whether the keys that are masked for some lane are finite.
+  bool masked_keys_are_finite(const Span* spans, int64_t from, int64_t to) const {
     bool finite = true;
     for (int64_t key = from; key < to; ++spans) {
       const int64_t stop = spans->end < to ? spans->end : to;
-      const bool partial = excludes() || spans->lanes != kAllLanes;
+      const bool partial = bias_may_mask() || spans->lanes != kAllLanes;
       for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
       key = stop;
     }
     return finite;
   }
 
-  // dk or dv of the block that starts `at` keys into the chunk. `seen[tile]` has the panels that touch it.
-  void add_keys(int64_t at, int64_t n, const uint32_t* seen, const Scalar* a, const Scalar* rows,
-                int64_t slices, Scalar* sum) {
+  // Adds to dk or dv of the block that begins `first_key` keys into the chunk. active[tile] is the
+  // set of panels that attend to the tile's keys.
+  void add_key_gradients(int64_t first_key, int64_t n, const uint32_t* active, const Scalar* a,
+                         const Scalar* rows, int64_t slices, Scalar* sum) {
     for (int64_t c = 0; c < slices; ++c)
       for (int64_t tile = 0; tile * kLanesRows < n; ++tile) {
         const int64_t first = tile * kLanesRows, left = n - first < kLanesRows ? n - first : kLanesRows;
-        if (seen[tile])
-          add_lanes<V>(left, a + first * P, kBlockSize, seen[tile], rows + c * kTilePanels * P * P,
-                       sum + (at + first) * slices * P + c * P, slices * P);
+        if (active[tile])
+          add_lanes<V>(left, a + first * P, kBlockSize, active[tile], rows + c * kTilePanels * P * P,
+                       sum + (first_key + first) * slices * P + c * P, slices * P);
       }
   }
 
-  // The same pair by pair: a pair that is hidden must not meet a NaN of its query's row.
-  void add_keys_by_pairs(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
-                         Scalar* rows, int64_t slices, Scalar* sum) {
+  // Adds pair by pair, so that a masked pair does not multiply a NaN in its query's row by 0.
+  void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
+                                 Scalar* rows, int64_t slices, Scalar* sum) {
     for (int i = 0; i < count; ++i)
-      each_pair(panels[i], begin, end, [&](int64_t key, int t) {
+      visit_pairs(panels[i], begin, end, [&](int64_t key, int t) {
         const Scalar x = a[i * kBlockSize + (key - begin) * P + t];
-        for (int64_t d = 0; d < slices * P && !(excludes() && x == 0); ++d)
-          sum[(key - chunk.begin) * slices * P + d] += x * row_of(rows, i, t, d);
+        for (int64_t d = 0; d < slices * P && !(bias_may_mask() && x == 0); ++d)
+          sum[(key - chunk.begin) * slices * P + d] += x * element(rows, i, t, d);
       });
   }
 
@@ -464,45 +474,47 @@ struct Backward {
       weights[panel * kBlockSize + i] = ds[panel * kBlockSize + i] = 0;
   }
 
-  // A panel's part in the block [begin, end). Returns whether it sees all of it.
-  bool panel_block(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* seen) {
+  // Processes one panel and the block [begin, end). Returns whether all its rows attend to the
+  // whole block.
+  bool process_panel(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* active) {
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
-    bool whole = false;
-    each_span(p, s.span, begin, end, kAllLanes,
-              [&](const Span* first, int64_t from, int64_t to, bool partial) {
-                mark(panel, from - begin, to - begin, end - begin, seen);
-                weigh_spans(p, s, first, begin, from, to, w, g);
-                if (grads.dq && !chunk.bias_only) add_queries_of(p, s, first, begin, from, to, g);
-                whole = !partial && from == begin && to == end;
-              });
-    return whole;
+    bool covers_block = false;
+    visit_spans(p, s.span, begin, end, kAllLanes,
+                [&](const Span* first, int64_t from, int64_t to, bool partial) {
+                  mark_active(panel, from - begin, to - begin, end - begin, active);
+                  process_spans(p, s, first, begin, from, to, w, g);
+                  if (grads.dq && !chunk.bias_only) add_query_gradients(p, s, first, begin, from, to, g);
+                  covers_block = !partial && from == begin && to == end;
+                });
+    return covers_block;
   }
 
-  // Tiles of keys [from, to): the panel takes part in them, with zeros where it sees nothing.
-  void mark(int panel, int64_t from, int64_t to, int64_t n, uint32_t* seen) {
+  // Adds the panel to `active` for the tiles of keys [from, to), and zeros its weights and ds for
+  // the other keys of these tiles.
+  void mark_active(int panel, int64_t from, int64_t to, int64_t n, uint32_t* active) {
     const int64_t first = from / kLanesRows, last = (to - 1) / kLanesRows;
-    if (!(seen[first] >> panel & 1)) zero_rows(panel, first * kLanesRows, from);
+    if (!(active[first] >> panel & 1)) zero_rows(panel, first * kLanesRows, from);
     const int64_t stop = (last + 1) * kLanesRows;
     zero_rows(panel, to, stop < n ? stop : n);
-    for (int64_t tile = first; tile <= last; ++tile) seen[tile] |= 1u << panel;
+    for (int64_t tile = first; tile <= last; ++tile) active[tile] |= 1u << panel;
   }
 
   void block(const Panel* panels, int count, int64_t begin, int64_t end) {
-    uint32_t seen[kTileKeys] = {};
-    bool whole = spec.bias == kNoBias || spec.bias == kAlibi;
-    for (int i = 0; i < count; ++i) whole &= panel_block(panels[i], states[i], i, begin, end, seen);
-    const int64_t at = begin - chunk.begin, n = end - begin;
-    if (whole || rows_are_finite(count)) {
-      if (want_v) add_keys(at, n, seen, weights, dout_rows, v_slices, dv_sum);
-      if (want_k) add_keys(at, n, seen, ds, q_rows, q_slices, dk_sum);
+    uint32_t active[kKeyTiles] = {};
+    bool all_full = spec.bias == kNoBias || spec.bias == kAlibi;
+    for (int i = 0; i < count; ++i) all_full &= process_panel(panels[i], states[i], i, begin, end, active);
+    const int64_t first_key = begin - chunk.begin, n = end - begin;
+    if (all_full || rows_are_finite(count)) {
+      if (want_v) add_key_gradients(first_key, n, active, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_key_gradients(first_key, n, active, ds, q_rows, q_slices, dk_sum);
     } else {
-      if (want_v) add_keys_by_pairs(panels, count, begin, end, weights, dout_rows, v_slices, dv_sum);
-      if (want_k) add_keys_by_pairs(panels, count, begin, end, ds, q_rows, q_slices, dk_sum);
+      if (want_v) add_key_gradients_by_pair(panels, count, begin, end, weights, dout_rows, v_slices, dv_sum);
+      if (want_k) add_key_gradients_by_pair(panels, count, begin, end, ds, q_rows, q_slices, dk_sum);
     }
   }
 
   void tile(const Panel* panels, int count) {
-    find_rows();
+    locate_rows();
     for (int i = 0; i < count; ++i) load_panel(panels[i], states[i], i);
     for (int64_t begin = chunk.begin; begin < chunk.end; begin += kKeys)
       block(panels, count, begin, begin + kKeys < chunk.end ? begin + kKeys : chunk.end);
@@ -521,11 +533,11 @@ struct Backward {
   void write(const Scalar* sum, int64_t slices, int64_t width, Scalar scale, void* base, const Strides& s) {
     S* target = static_cast<S*>(base) + chunk.batch * s.b + chunk.kv_head * s.h;
     for (int64_t j = chunk.begin; j < chunk.end; ++j, sum += slices * P) {
-      S* at = target + (chunk.key + j * chunk.key_step) * s.l;
+      S* row = target + (chunk.key + j * chunk.key_step) * s.l;
       int64_t d = 0;
       for (; s.d == 1 && d + V::N <= width; d += V::N)
-        Lanes<V>::store(at + d, Lanes<V>::load(sum + d) * Lanes<V>::set(scale));
-      for (; d < width; ++d) from_float(at + d * s.d, sum[d] * scale);
+        Lanes<V>::store(row + d, Lanes<V>::load(sum + d) * Lanes<V>::set(scale));
+      for (; d < width; ++d) from_float(row + d * s.d, sum[d] * scale);
     }
   }
 
@@ -542,7 +554,7 @@ void copy_row(const Number<V>* source, S* target, int64_t n) {
   for (; i < n; ++i) from_float(target + i, source[i]);
 }
 
-// delta = dout . out - dlse
+// delta = dout . out - dlse, and the sink's gradient
 template <class V, class S>
 struct BackwardRows {
   using Scalar = Number<V>;
@@ -551,37 +563,37 @@ struct BackwardRows {
   const Gradients& grads;
   int64_t batch, head;
 
-  // Of row `at` of the tensors of rows; `i` of its head.
-  Scalar delta(int64_t i, int64_t at) const {
+  // Returns delta of row i of the head, which is row `index` of (B, Hq, Lq).
+  Scalar delta(int64_t i, int64_t index) const {
     const Strides &o = spec.out, &g = grads.dout_stride;
     const int64_t row = batch * o.b + head * o.h + i * o.l;
     const S* y = static_cast<const S*>(grads.dout) + batch * g.b + head * g.h + i * g.l;
     Scalar sum = dot(static_cast<const S*>(grads.out) + row, y);
     if (grads.residual) sum += dot(static_cast<const S*>(grads.residual) + row, y);
-    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[at] : sum;
+    return grads.dlse ? sum - static_cast<const Scalar*>(grads.dlse)[index] : sum;
   }
 
   Scalar dot(const S* x, const S* y) const {
     const int64_t dx = spec.out.d, dy = grads.dout_stride.d;
     V sum = Lanes<V>::zero();
     int64_t d = 0;
-    for (; d + V::N <= spec.Dv; d += V::N) sum = fma(lanes(x + d * dx, dx), lanes(y + d * dy, dy), sum);
-    Scalar total = sum_of(sum);
+    for (; d + V::N <= spec.Dv; d += V::N) sum = fma(load(x + d * dx, dx), load(y + d * dy, dy), sum);
+    Scalar total = lane_sum(sum);
     for (; d < spec.Dv; ++d)
       total =
           fma_once(static_cast<Scalar>(to_float(x[d * dx])), static_cast<Scalar>(to_float(y[d * dy])), total);
     return total;
   }
 
-  // The same sums for any stride.
-  static V lanes(const S* x, int64_t stride) {
+  // Loads a vector with any stride, so that sums have the same order for all strides.
+  static V load(const S* x, int64_t stride) {
     if (stride == 1) return Lanes<V>::load(x);
-    Scalar each[V::N];
-    for (int i = 0; i < V::N; ++i) each[i] = to_float(x[i * stride]);
-    return Lanes<V>::load(each);
+    Scalar elements[V::N];
+    for (int i = 0; i < V::N; ++i) elements[i] = to_float(x[i * stride]);
+    return Lanes<V>::load(elements);
   }
 
-  // What the sink has of a row's softmax; all of it where the row sees nothing.
+  // Returns the sink's softmax weight; 1 for a fully masked row.
   double sink_share(Scalar shift, Scalar total) const {
     if (total == 0) return 1;
     const Scalar sink = static_cast<Scalar>(static_cast<const Scalar*>(call.sink)[head] * kLog2E);
@@ -590,16 +602,16 @@ struct BackwardRows {
     return static_cast<double>(power[0]) / static_cast<double>(total);
   }
 
-  // Fills in delta; returns the rows' share of the sink's gradient.
+  // Computes delta of rows [begin, end). Returns their part of the sink's gradient.
   double run(int64_t begin, int64_t end) const {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, first = (batch * spec.Hq + head) * spec.Lq;
     const Scalar* stats = static_cast<const Scalar*>(grads.stats);
     double dsink = 0;
-    for (int64_t i = begin, at = first + begin; i < end; ++i, ++at) {
-      Scalar& d = static_cast<Scalar*>(grads.delta)[at];
-      const Scalar total = stats[rows + at];
-      d = total == 0 ? (grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[at] : 0) : delta(i, at);
-      if (grads.dsink && !(total < 0)) dsink -= sink_share(stats[at], total) * static_cast<double>(d);
+    for (int64_t i = begin, row = first + begin; i < end; ++i, ++row) {
+      Scalar& d = static_cast<Scalar*>(grads.delta)[row];
+      const Scalar total = stats[rows + row];
+      d = total == 0 ? (grads.dlse ? -static_cast<const Scalar*>(grads.dlse)[row] : 0) : delta(i, row);
+      if (grads.dsink && !(total < 0)) dsink -= sink_share(stats[row], total) * static_cast<double>(d);
     }
     return dsink;
   }

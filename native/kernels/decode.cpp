@@ -1,6 +1,8 @@
-// Few query rows against many keys. A split of the keys of one head is read once for all query rows of its
-// group: first all scores, then the softmax of each row, then all values. Lanes run along D, or, where there
-// are enough rows to fill a panel, over rows.
+// Decode: few query rows attend to many stored keys. `run` computes the partial result of one split
+// of at most 512 keys for all query rows of its group; `finish` merges the splits' partial results.
+// Loop order: sets of 64 rows; for each set all scores, then the softmax of each row, then all
+// values; each pass reads tiles of 32 keys. Blocks of up to 4 rows share the loaded keys, with
+// lanes along D. Rows that fill panels put rows in the lanes and read tiles of 96 keys.
 #include "kernels/exact.inl.h"
 #include "kernels/gemm.inl.h"
 #include "kernels/rows.inl.h"
@@ -8,16 +10,16 @@
 
 namespace {
 
-// Rows that share what is loaded of a key or value.
+// Query rows that share each loaded vector of a key or value.
 template <class V>
-constexpr int kRowsTogether = V::N < 4 ? V::N : 4;
+constexpr int kRowBlock = V::N < 4 ? V::N : 4;
 
-// Rows between what is read and what is asked for. The processor's own prefetching loses its way among
-// several rows at once. Keys and values that fit into the L2 cache are likely to be there.
-constexpr int64_t kAheadKeys = 8, kAheadValues = kTileKeys, kNearBytes = 512 << 10;
+// Software prefetch distances in rows. The hardware prefetcher does not follow several row streams.
+// Keys and values of at most kCachedBytes are likely to be in L2 and are not prefetched.
+constexpr int64_t kPrefetchKeys = 8, kPrefetchValues = kTileKeys, kCachedBytes = 512 << 10;
 
-// Dot products of R queries with V::N / R keys, of which lane r * (N / R) + c has row r and key c. Each line
-// that is read asks for the one `ahead` elements further on, if that is not 0.
+// Dot products of R queries with C = V::N / R keys: lane r * C + c is query r and key c. Prefetches
+// `ahead` elements beyond each load, unless 0.
 template <class V, int R, class K>
 REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R], int64_t D,
                      int64_t ahead) {
@@ -41,17 +43,18 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K>
     for (int i = 0; i < kLine; i += V::N) step(d, i);
   }
   for (; d + V::N <= D; d += V::N) step(d, 0);
-  const V found = sum_each(sum);
-  if (d == D) return found;
+  const V sums = lane_sums(sum);
+  if (d == D) return sums;
   Number<V> tail[V::N];
   for (int i = 0; i < V::N; ++i) {
     tail[i] = 0;
     for (int64_t t = d; t < D; ++t) tail[i] += queries[i / C * ldq + t] * keys[i % C].element(t);
   }
-  return found + Lanes<V>::load(tail);
+  return sums + Lanes<V>::load(tail);
 }
 
-// The same for codes. One query takes the products of a group before it scales them; several share numbers.
+// Quantised keys. With one query, scale after summing a group; with several, dequantise once and
+// share.
 template <class V, int R, StoreKind Kind>
 REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[V::N / R],
                      int64_t D, int64_t ahead) {
@@ -65,38 +68,38 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kin
       UNROLLED (c, C) keys[c].prefetch(g, ahead);
     }
     if constexpr (R == 1) {
-      V total = Lanes<V>::load(q);
+      V query_sum = Lanes<V>::load(q);
 #pragma GCC unroll 8
-      for (int i = V::N; i < kGroup; i += V::N) total = total + Lanes<V>::load(q + i);
+      for (int i = V::N; i < kGroup; i += V::N) query_sum = query_sum + Lanes<V>::load(q + i);
       UNROLLED (c, C) {
         V products = Lanes<V>::zero();
         UNROLLED (u, Row::kUnits) {
           V x[Row::kVectors];
           keys[c].load(g, u, x);
-          UNROLLED (n, Row::kVectors) products = fma(Lanes<V>::load(q + Row::place(u, n)), x[n], products);
+          UNROLLED (n, Row::kVectors) products = fma(Lanes<V>::load(q + Row::channel(u, n)), x[n], products);
         }
         sum[c] = fma(products, keys[c].scale(g), sum[c]);
-        if constexpr (Kind == kInt4) sum[c] = fma(total, keys[c].least(g), sum[c]);
+        if constexpr (Kind == kInt4) sum[c] = fma(query_sum, keys[c].low(g), sum[c]);
       }
     } else {
       UNROLLED (u, Row::kUnits) {
         V x[C][Row::kVectors];
         UNROLLED (c, C) {
           keys[c].load(g, u, x[c]);
-          UNROLLED (n, Row::kVectors) x[c][n] = keys[c].number(x[c][n], g);
+          UNROLLED (n, Row::kVectors) x[c][n] = keys[c].dequantise(x[c][n], g);
         }
         UNROLLED (t, R * Row::kVectors) {
           const int r = t / Row::kVectors, n = t % Row::kVectors;
-          const V each = Lanes<V>::load(q + r * ldq + Row::place(u, n));
-          UNROLLED (c, C) sum[r * C + c] = fma(each, x[c][n], sum[r * C + c]);
+          const V query = Lanes<V>::load(q + r * ldq + Row::channel(u, n));
+          UNROLLED (c, C) sum[r * C + c] = fma(query, x[c][n], sum[r * C + c]);
         }
       }
     }
   }
-  return sum_each(sum);
+  return lane_sums(sum);
 }
 
-// scores[R][ld_scores] of a tile of n keys
+// scores[R][ld_scores] of a tile of n keys.
 template <class V, int R, class Tile>
 void score_tile(const Number<V>* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n, int64_t ahead,
                 Number<V>* scores, int64_t ld_scores) {
@@ -104,14 +107,14 @@ void score_tile(const Number<V>* queries, int64_t ldq, int64_t D, const Tile& ke
   for (int64_t c = 0; c < n; c += C) {
     typename Tile::Row key[C];
     for (int i = 0; i < C; ++i) key[i] = keys.row(c + i < n ? c + i : n - 1);
-    const V found = dots<V, R>(queries, ldq, key, D, ahead * keys.ld);
+    const V dot_products = dots<V, R>(queries, ldq, key, D, ahead * keys.ld);
     const int64_t left = n - c;
     if (R == 1 && left >= C) {
-      Lanes<V>::store(scores + c, found);
+      Lanes<V>::store(scores + c, dot_products);
       continue;
     }
     Number<V> lane[V::N];
-    Lanes<V>::store(lane, found);
+    Lanes<V>::store(lane, dot_products);
     UNROLLED (r, R)
       UNROLLED (i, C)
         if (i < left) scores[r * ld_scores + c + i] = lane[r * C + i];
@@ -123,36 +126,37 @@ REGARD_INLINE void add_to(Number<V>* at, V x) {
   Lanes<V>::store(at, Lanes<V>::load(at) + x);
 }
 
-// out[R][Count vectors from d on] += weights[R][n] * values[n]
-template <class V, int R, int Count, class K>
+// out[R][d : d + Vectors * V::N] += weights[R][n] * values[n]
+template <class V, int R, int Vectors, class K>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const FloatTile<V, K>& values,
                                int64_t d, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
-  V sum[R][Count];
+  V sum[R][Vectors];
   UNROLLED (r, R)
-    UNROLLED (i, Count) sum[r][i] = Lanes<V>::zero();
+    UNROLLED (i, Vectors) sum[r][i] = Lanes<V>::zero();
   for (int64_t c = 0; c < n; ++c) {
     const FloatRow<V, K> row = values.row(c);
     V w[R];
     UNROLLED (r, R) w[r] = Lanes<V>::set(weights[r * ld_weights + c]);
-    UNROLLED (i, Count) {
+    UNROLLED (i, Vectors) {
       if (ahead && i * V::N % row.kLine == 0) row.prefetch(d + i * V::N, ahead * values.ld);
       const V v = row.load(d, i * V::N);
       UNROLLED (r, R) sum[r][i] = fma(w[r], v, sum[r][i]);
     }
   }
   UNROLLED (r, R)
-    UNROLLED (i, Count) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
+    UNROLLED (i, Vectors) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
 }
 
-// The same for `Units` units of codes from `first` on. One row of weights is scaled, several share numbers.
+// Quantised values: `Units` units from `first` on. With one row, scale the weight; with several,
+// dequantise once and share.
 template <class V, int R, int Units, StoreKind Kind>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
                                int64_t first, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
   using Row = CodeRow<V, Kind>;
-  V sum[R][Units][Row::kVectors], low[Units];
+  V sum[R][Units][Row::kVectors], low_sums[Units];
   UNROLLED (u, Units) {
-    low[u] = Lanes<V>::zero();
-    UNROLLED (t, R * Row::kVectors) sum[t / Row::kVectors][u][t % Row::kVectors] = low[u];
+    low_sums[u] = Lanes<V>::zero();
+    UNROLLED (t, R * Row::kVectors) sum[t / Row::kVectors][u][t % Row::kVectors] = low_sums[u];
   }
   for (int64_t c = 0; c < n; ++c) {
     const Row row = values.row(c);
@@ -164,13 +168,13 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
       const int unit = static_cast<int>((first + u) % Row::kUnits);
       if (R == 1 && u % Row::kUnits == 0) {
         factor = w[0] * row.scale(group);
-        if constexpr (Kind == kInt4) low[u] = fma(w[0], row.least(group), low[u]);
+        if constexpr (Kind == kInt4) low_sums[u] = fma(w[0], row.low(group), low_sums[u]);
       }
       if (ahead && unit == 0) row.prefetch(group, ahead * values.ld);
       V x[Row::kVectors];
       row.load(group, unit, x);
       UNROLLED (i, Row::kVectors) {
-        const V v = R == 1 ? x[i] : row.number(x[i], group);
+        const V v = R == 1 ? x[i] : row.dequantise(x[i], group);
         UNROLLED (r, R) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
       }
     }
@@ -180,8 +184,8 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
     const int unit = static_cast<int>((first + u) % Row::kUnits);
     UNROLLED (t, R * Row::kVectors) {
       const int r = t / Row::kVectors, i = t % Row::kVectors;
-      const V least = low[u - u % Row::kUnits];
-      add_to(out + r * ldo + group * kGroup + Row::place(unit, i), sum[r][u][i] + least);
+      const V low_sum = low_sums[u - u % Row::kUnits];
+      add_to(out + r * ldo + group * kGroup + Row::channel(unit, i), sum[r][u][i] + low_sum);
     }
   }
 }
@@ -190,10 +194,10 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
 template <class V, int R, class K>
 void add_tile(const Number<V>* weights, int64_t ld_weights, const FloatTile<V, K>& values, int64_t n,
               int64_t ahead, Number<V>* out, int64_t ldo, int64_t Dv) {
-  constexpr int Count = 8 / R;
+  constexpr int Vectors = 8 / R;
   int64_t d = 0;
-  for (; d + Count * V::N <= Dv; d += Count * V::N)
-    add_columns<V, R, Count>(weights, ld_weights, values, d, n, ahead, out, ldo);
+  for (; d + Vectors * V::N <= Dv; d += Vectors * V::N)
+    add_columns<V, R, Vectors>(weights, ld_weights, values, d, n, ahead, out, ldo);
   for (; d + V::N <= Dv; d += V::N) add_columns<V, R, 1>(weights, ld_weights, values, d, n, ahead, out, ldo);
   for (; d < Dv; ++d)
     for (int r = 0; r < R; ++r) {
@@ -209,33 +213,34 @@ template <class V, int R, StoreKind Kind>
 void add_tile(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values, int64_t n,
               int64_t ahead, Number<V>* out, int64_t ldo, int64_t Dv) {
   using Row = CodeRow<V, Kind>;
-  constexpr int kUnits = Row::kUnits, kMost = 8 / R / Row::kVectors;  // sums stay in registers
-  constexpr int Units = R == 1 ? (kMost < kUnits ? kUnits : kMost / kUnits * kUnits) : kMost > 0 ? kMost : 1;
+  constexpr int kUnits = Row::kUnits, kMax = 8 / R / Row::kVectors;  // sums stay in registers
+  constexpr int Units = R == 1 ? (kMax < kUnits ? kUnits : kMax / kUnits * kUnits) : kMax > 0 ? kMax : 1;
   const int64_t units = round_up(Dv, kGroup) / kGroup * kUnits;
   int64_t u = 0;
   for (; u + Units <= units; u += Units)
     add_columns<V, R, Units>(weights, ld_weights, values, u, n, ahead, out, ldo);
-  constexpr int kLeft = R == 1 ? kUnits : 1;
-  for (; u < units; u += kLeft) add_columns<V, R, kLeft>(weights, ld_weights, values, u, n, ahead, out, ldo);
+  constexpr int kTail = R == 1 ? kUnits : 1;
+  for (; u < units; u += kTail) add_columns<V, R, kTail>(weights, ld_weights, values, u, n, ahead, out, ldo);
 }
 
-// Calls work(Count<R>, first row) for blocks of R rows that together are rows r on.
+// Calls work(RowCount<R>, first row) for blocks that cover rows [r, rows).
 template <class V, class Work>
-inline void row_blocks(int64_t r, int64_t rows, Work work) {
-  for (; r + kRowsTogether<V> <= rows; r += kRowsTogether<V>) work(Count<kRowsTogether<V>>{}, r);
-  for (; r + 2 <= rows; r += 2) work(Count<2>{}, r);
-  for (; r < rows; ++r) work(Count<1>{}, r);
+inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
+  for (; r + kRowBlock<V> <= rows; r += kRowBlock<V>) work(RowCount<kRowBlock<V>>{}, r);
+  for (; r + 2 <= rows; r += 2) work(RowCount<2>{}, r);
+  for (; r < rows; ++r) work(RowCount<1>{}, r);
 }
 
-// Keys that the panels of rows take at once: long enough for sums in registers.
+// Keys in a tile if rows are in panels: a long enough sum in registers.
 constexpr int64_t kPanelKeys = 96;
 
-// Rows that pass over a split together, so that their scores stay in L2. The split does, too.
+// Rows that are processed together. Their scores and the split's keys and values stay in L2.
 constexpr int64_t kRowSet = 64;
 
-// Rows that lie in panels. A panel that is nearly full is worth it.
+// Returns how many rows go into panels. An incomplete last panel pays off only if it is at least
+// three quarters full.
 template <class V>
-inline int64_t panel_rows(int64_t rows) {
+inline int64_t rows_for_panels(int64_t rows) {
   constexpr int64_t P = kPanel<V>;
   const int64_t left = rows % P;
   return 4 * left >= 3 * P ? rows : rows - left;
@@ -246,7 +251,7 @@ struct Decode {
   using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
-  // What a split of the keys gives to each row: its softmax's shift and sum, and the weighted values.
+  // The partial result of a split: each row's softmax shift and sum and its unnormalised output.
   struct Partial {
     Scalar *shift, *total, *out;
   };
@@ -254,47 +259,48 @@ struct Decode {
   const Split& split;
   const Spec& spec;
   const Call& call;
-  int64_t ldq, ldo;         // distances of rows of queries and results: whole groups of channels
-  int64_t group, all_rows;  // row r is query r % Lq of head r / Lq of the group
-  int64_t first = 0, rows;  // the set of rows at work
-  int64_t paneled = 0;      // so many of them are in panels
+  int64_t ldq, ldo;            // row strides of queries and outputs, rounded up to whole groups
+  int64_t group, all_rows;     // row r is query r % Lq of head r / Lq of the group
+  int64_t first = 0, rows;     // the current set is rows [first, first + rows)
+  int64_t rows_in_panels = 0;  // the first rows of the set, up to this many, are in panels
   Stored<V, S> keys, values;
   Arena arena;
-  Scalar *queries, *scores, *tile, *scales, *sum;
-  Scalar *query_panels, *out_panels, *block;  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
+  Scalar *queries, *scores, *converted, *scales, *sum;
+  // [panel][D][P], [panel][Dv][P], scores or weights [key][P]
+  Scalar *query_panels, *out_panels, *panel_scores;
   double* exact;
 
   explicit Decode(const Split& p)
       : split(p), spec(*p.spec), call(*p.call), ldq(round_up(spec.D, kGroup)), ldo(round_up(spec.Dv, kGroup)),
-        group(spec.Hq / spec.Hkv), all_rows(group * spec.Lq), rows(most_rows(spec)),
-        paneled(panel_rows<V>(rows)), keys(Stored<V, S>::keys(p)), values(Stored<V, S>::values(p)),
-        arena{static_cast<char*>(p.scratch)} {
+        group(spec.Hq / spec.Hkv), all_rows(group * spec.Lq), rows(max_rows(spec)),
+        rows_in_panels(rows_for_panels<V>(rows)), keys(Stored<V, S>::keys(p)),
+        values(Stored<V, S>::values(p)), arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
     queries = arena.take<Scalar>(rows * ldq);
     scores = arena.take<Scalar>(rows * kSplitKeys);
-    tile = arena.take<Scalar>(Stored<V, S>::tile_size(width, tile_keys(rows)));
+    converted = arena.take<Scalar>(Stored<V, S>::tile_size(width, tile_keys(rows)));
     scales = arena.take<Scalar>(Stored<V, S>::scales_size(width, tile_keys(rows)));
     sum = arena.take<Scalar>(spec.Dv);
     exact = arena.take<double>(spec.Dv);
     query_panels = arena.take<Scalar>(panels() * P * spec.D);
     out_panels = arena.take<Scalar>(panels() * P * spec.Dv);
-    block = arena.take<Scalar>(paneled ? P * kPanelKeys : 0);
+    panel_scores = arena.take<Scalar>(rows_in_panels ? P * kPanelKeys : 0);
   }
 
-  static int64_t most_rows(const Spec& s) {
+  static int64_t max_rows(const Spec& s) {
     const int64_t rows = s.Hq / s.Hkv * s.Lq;
     return rows < kRowSet ? rows : kRowSet;
   }
-  int64_t panels() const { return (paneled + P - 1) / P; }
-  static int64_t tile_keys(int64_t rows) { return panel_rows<V>(rows) ? kPanelKeys : kTileKeys; }
+  int64_t panels() const { return (rows_in_panels + P - 1) / P; }
+  static int64_t tile_keys(int64_t rows) { return rows_for_panels<V>(rows) ? kPanelKeys : kTileKeys; }
 
   static int64_t scratch_bytes(const Spec& s) {
-    const int64_t rows = most_rows(s), width = s.D > s.Dv ? s.D : s.Dv;
-    const int64_t n = tile_keys(rows), lanes = round_up(panel_rows<V>(rows), P);
-    const int64_t numbers = rows * (round_up(s.D, kGroup) + kSplitKeys) + Stored<V, S>::tile_size(width, n) +
+    const int64_t rows = max_rows(s), width = s.D > s.Dv ? s.D : s.Dv;
+    const int64_t n = tile_keys(rows), lanes = round_up(rows_for_panels<V>(rows), P);
+    const int64_t scalars = rows * (round_up(s.D, kGroup) + kSplitKeys) + Stored<V, S>::tile_size(width, n) +
                             Stored<V, S>::scales_size(width, n) + 3 * s.Dv + lanes * (s.D + s.Dv) +
                             (lanes ? P * kPanelKeys : 0);
-    return numbers * sizeof(Scalar) + 9 * 64;
+    return scalars * sizeof(Scalar) + 9 * 64;
   }
 
   static int64_t partial_bytes(const Spec& s) {
@@ -303,18 +309,18 @@ struct Decode {
   }
 
   Partial partial(int64_t index) const {
-    Scalar* at = reinterpret_cast<Scalar*>(static_cast<char*>(split.partial) + index * partial_bytes(spec));
-    return {at, at + all_rows, at + 2 * all_rows};
+    Scalar* data = reinterpret_cast<Scalar*>(static_cast<char*>(split.partial) + index * partial_bytes(spec));
+    return {data, data + all_rows, data + 2 * all_rows};
   }
 
   int64_t head(int64_t r) const { return split.kv_head * group + r / spec.Lq; }
   int lane(int64_t r) const { return static_cast<int>(r % spec.Lq); }
   const SpanList& spans(int64_t r) const { return split.spans[split.by_head ? r / spec.Lq : 0]; }
 
-  // Which key of the split key j of the call is.
-  int64_t at(int64_t j) const { return (j - split.key) / split.key_step; }
+  // Converts key j of the call to the split's numbering.
+  int64_t split_key(int64_t j) const { return (j - split.key) / split.key_step; }
 
-  RowPlace place(int64_t r, int64_t begin) const {
+  RowCoords coords(int64_t r, int64_t begin) const {
     const int64_t offset = call.offsets ? call.offsets[split.batch] : call.offset;
     return {split.batch,   head(r), lane(r), offset + lane(r), split.key + begin * split.key_step,
             split.key_step};
@@ -324,10 +330,10 @@ struct Decode {
     return static_cast<const S*>(call.q) + split.batch * spec.q.b + head(r) * spec.q.h + lane(r) * spec.q.l;
   }
 
-  // A split of the keys
+  // One split
 
-  bool is_near() const {
-    return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kNearBytes;
+  bool fits_in_l2() const {
+    return spec.B * spec.Hkv * spec.Lk * (spec.D + spec.Dv) * static_cast<int64_t>(sizeof(S)) <= kCachedBytes;
   }
 
   void start_queries() {
@@ -338,7 +344,7 @@ struct Decode {
       for (int64_t d = 0; d < spec.D; ++d) row[d] *= static_cast<Scalar>(scale);
       for (int64_t d = spec.D; d < ldq; ++d) row[d] = 0;
     }
-    each_panel([&](int64_t i, int count) {
+    visit_panels([&](int64_t i, int count) {
       Scalar* panel = query_panels + i * P * spec.D;
       if (count < P)
         for (int64_t d = 0; d < P * spec.D; ++d) panel[d] = 0;
@@ -346,50 +352,51 @@ struct Decode {
     });
   }
 
-  // work(panel, rows in it)
+  // Calls work(panel, rows of the panel).
   template <class Work>
-  void each_panel(Work work) const {
+  void visit_panels(Work work) const {
     for (int64_t i = 0; i < panels(); ++i)
-      work(i, static_cast<int>(paneled - i * P < P ? paneled - i * P : P));
+      work(i, static_cast<int>(rows_in_panels - i * P < P ? rows_in_panels - i * P : P));
   }
 
-  // Calls work(first key, keys, tile of rows) for all keys that are seen.
+  // Calls work(first key, keys, tile) for all keys of the split that some row may attend to.
   template <class Work>
-  void walk(Stored<V, S>& stored, Work work) {
-    for (int64_t i = 0; i < split.n_seen; ++i) {
-      const int64_t begin = split.seen[i].begin > split.begin ? split.seen[i].begin : split.begin;
-      const int64_t end = split.seen[i].end < split.end ? split.seen[i].end : split.end;
+  void visit_key_tiles(Stored<V, S>& stored, Work work) {
+    for (int64_t i = 0; i < split.n_any_row; ++i) {
+      const int64_t begin = split.any_row[i].begin > split.begin ? split.any_row[i].begin : split.begin;
+      const int64_t end = split.any_row[i].end < split.end ? split.any_row[i].end : split.end;
       for (int64_t j = begin, n; j < end; j += n) {
         n = end - j < tile_keys(rows) ? end - j : tile_keys(rows);
-        visit(stored, j, n, work);
+        visit_key_tile(stored, j, n, work);
       }
     }
   }
 
-  // Rows as they lie, if one block of query rows is all that uses them; else converted once for all.
+  // Reads the tile in place if one block of query rows is its only user. Otherwise converts it once
+  // for all blocks.
   template <class Work>
-  void visit(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
+  void visit_key_tile(Stored<V, S>& stored, int64_t j, int64_t n, Work work) {
     const int64_t c = j - split.begin;
     int64_t ld = 0;
     if constexpr (sizeof(Scalar) == sizeof(float)) {
-      if (spec.store == kInt8 && rows <= kRowsTogether<V>)
+      if (spec.store == kInt8 && rows <= kRowBlock<V>)
         if (const auto codes = stored.template codes_in_place<kInt8>(j, n, scales); codes.codes)
           return work(c, n, codes);
-      if (spec.store == kInt4 && rows <= kRowsTogether<V>)
+      if (spec.store == kInt4 && rows <= kRowBlock<V>)
         if (const auto codes = stored.template codes_in_place<kInt4>(j, n, scales); codes.codes)
           return work(c, n, codes);
     }
-    if (sizeof(S) == sizeof(Scalar) || rows <= kRowsTogether<V>)
-      if (const S* at = stored.in_place(j, n, ld)) return work(c, n, FloatTile<V, S>{at, ld});
-    const Scalar* at = stored.rows(j, n, tile, scales, ld);
-    work(c, n, FloatTile<V, Scalar>{at, ld});
+    if (sizeof(S) == sizeof(Scalar) || rows <= kRowBlock<V>)
+      if (const S* data = stored.in_place(j, n, ld)) return work(c, n, FloatTile<V, S>{data, ld});
+    const Scalar* data = stored.rows(j, n, converted, scales, ld);
+    work(c, n, FloatTile<V, Scalar>{data, ld});
   }
 
   void score() {
-    walk(keys, [&](int64_t c, int64_t n, const auto& k) {
+    visit_key_tiles(keys, [&](int64_t c, int64_t n, const auto& k) {
       score_panels(k, c, n);
-      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
-        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, is_near() ? 0 : kAheadKeys,
+      visit_row_blocks<V>(rows_in_panels, rows, [&](auto count, int64_t r) {
+        score_tile<V, count.value>(queries + r * ldq, ldq, spec.D, k, n, fits_in_l2() ? 0 : kPrefetchKeys,
                                    scores + r * kSplitKeys + c, kSplitKeys);
       });
     });
@@ -398,36 +405,36 @@ struct Decode {
   void score_panels(const FloatTile<V, Scalar>& k, int64_t c, int64_t n) {
     Scalar ones[P];
     for (Scalar& one : ones) one = 1;
-    each_panel([&](int64_t i, int count) {
+    visit_panels([&](int64_t i, int count) {
       V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
-      score_keys<V>(k.at, k.ld, n, query_panels + i * P * spec.D, spec.D, block, unused);
-      unpack<V>(block, n, ones, count, scores + i * P * kSplitKeys + c, kSplitKeys, 1, StoreAsIs<V>());
+      score_keys<V>(k.data, k.ld, n, query_panels + i * P * spec.D, spec.D, panel_scores, unused);
+      unpack<V>(panel_scores, n, ones, count, scores + i * P * kSplitKeys + c, kSplitKeys, 1, StoreAsIs<V>());
     });
   }
 
   void add_panels(const FloatTile<V, Scalar>& v, int64_t c, int64_t n) {
-    each_panel([&](int64_t i, int count) {
-      pack<V>(scores + i * P * kSplitKeys + c, kSplitKeys, 1, count, n, Scaled<V>{1}, block);
-      ::add_values<V>(v.at, v.ld, n, block, spec.Dv, out_panels + i * P * spec.Dv);
+    visit_panels([&](int64_t i, int count) {
+      pack<V>(scores + i * P * kSplitKeys + c, kSplitKeys, 1, count, n, Scaled<V>{1}, panel_scores);
+      ::add_values<V>(v.data, v.ld, n, panel_scores, spec.Dv, out_panels + i * P * spec.Dv);
     });
   }
 
-  // Panels take converted rows alone; `visit` sees to it.
+  // Tiles that are not converted: `visit_key_tile` yields them only if no rows are in panels.
   template <class Tile>
   void score_panels(const Tile&, int64_t, int64_t) {}
   template <class Tile>
   void add_panels(const Tile&, int64_t, int64_t) {}
 
-  // Raw scores -> weights, in the contract's order.
-  void soften(int64_t r, const Partial& p) {
+  // Turns a row of raw scores into weights: softcap, bias, mask, softmax, dropout.
+  void softmax_row(int64_t r, const Partial& p) {
     Scalar* row = scores + r * kSplitKeys;
     const int64_t n = split.end - split.begin, filled = round_up(n, V::N);
-    const RowPlace at = place(first + r, split.begin);
+    const RowCoords at = coords(first + r, split.begin);
     if (spec.softcap > 0) soft_cap<V>(row, filled, static_cast<Scalar>(spec.softcap * kLog2E));
     if (spec.bias != kNoBias) add_bias<V, S>(spec, call, at, n, row);
-    hide_row<V>(spans(first + r), lane(first + r), split.begin, split.end, row);
-    const V shift = ceil(Lanes<V>::set(largest_of_row<V>(row, filled)));
-    p.shift[r] = first_of(shift);
+    mask_row<V>(spans(first + r), lane(first + r), split.begin, split.end, row);
+    const V shift = ceil(Lanes<V>::set(max_of_row<V>(row, filled)));
+    p.shift[r] = first_lane(shift);
     p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
     if (spec.drop_below)
       drop_row<V>(dropout_stream(call.seed, split.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
@@ -435,18 +442,18 @@ struct Decode {
   }
 
   void add_values(const Partial& p) {
-    for (int64_t i = paneled * ldo; i < rows * ldo; ++i) p.out[i] = 0;
+    for (int64_t i = rows_in_panels * ldo; i < rows * ldo; ++i) p.out[i] = 0;
     for (int64_t i = 0; i < panels() * P * spec.Dv; ++i) out_panels[i] = 0;
-    walk(values, [&](int64_t c, int64_t n, const auto& v) {
+    visit_key_tiles(values, [&](int64_t c, int64_t n, const auto& v) {
       add_panels(v, c, n);
-      row_blocks<V>(paneled, rows, [&](auto count, int64_t r) {
-        add_tile<V, count.value>(scores + r * kSplitKeys + c, kSplitKeys, v, n, is_near() ? 0 : kAheadValues,
-                                 p.out + r * ldo, ldo, spec.Dv);
+      visit_row_blocks<V>(rows_in_panels, rows, [&](auto count, int64_t r) {
+        add_tile<V, count.value>(scores + r * kSplitKeys + c, kSplitKeys, v, n,
+                                 fits_in_l2() ? 0 : kPrefetchValues, p.out + r * ldo, ldo, spec.Dv);
       });
     });
     Scalar ones[P];
     for (Scalar& one : ones) one = 1;
-    each_panel([&](int64_t i, int count) {
+    visit_panels([&](int64_t i, int count) {
       unpack<V>(out_panels + i * P * spec.Dv, spec.Dv, ones, count, p.out + i * P * ldo, ldo, 1,
                 StoreAsIs<V>());
     });
@@ -454,49 +461,50 @@ struct Decode {
 
   bool run() {
     for (first = 0; first < all_rows; first += rows) {
-      if (all_rows - first < rows) rows = all_rows - first, paneled = panel_rows<V>(rows);
+      if (all_rows - first < rows) rows = all_rows - first, rows_in_panels = rows_for_panels<V>(rows);
       const Partial all = partial(0), p{all.shift + first, all.total + first, all.out + first * ldo};
       start_queries();
       score();
-      for (int64_t r = 0; r < rows; ++r) soften(r, p);
+      for (int64_t r = 0; r < rows; ++r) softmax_row(r, p);
       add_values(p);
     }
-    return !keys.is_broken() && !values.is_broken();
+    return !keys.has_bad_page() && !values.has_bad_page();
   }
 
-  // All splits together
+  // Merging the splits
 
-  struct Softmax {
+  struct MergedSoftmax {
     Scalar shift, total;
     bool only_sink;
   };
 
-  // Adds up the partials of row r in `sum`, at the largest shift; the sink is there before any key.
-  Softmax merge(int64_t r) {
+  // Sums the partial results of row r, rescaled to the largest shift, in `sum`. The sink counts
+  // before the first key.
+  MergedSoftmax merge(int64_t r) {
     V first_shift, first_total;
     start_softmax<V>(call, head(r), first_shift, first_total);
-    const Scalar before = first_of(first_shift);
-    Scalar top = before;
+    const Scalar sink_shift = first_lane(first_shift);
+    Scalar max_shift = sink_shift;
     for (int64_t i = 0; i < split.n_partials; ++i)
-      if (const Scalar shift = partial(i).shift[r]; shift > top) top = shift;
-    const Scalar shift = first_of(finite_shift(Lanes<V>::set(top)));
-    Scalar total = first_of(first_total * exp2(first_shift - Lanes<V>::set(shift)));
+      if (const Scalar shift = partial(i).shift[r]; shift > max_shift) max_shift = shift;
+    const Scalar shift = first_lane(finite_shift(Lanes<V>::set(max_shift)));
+    Scalar total = first_lane(first_total * exp2(first_shift - Lanes<V>::set(shift)));
     bool only_sink = call.sink;
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     for (int64_t i = 0; i < split.n_partials; ++i) {
       const Partial p = partial(i);
-      if (p.total[r] == 0) continue;  // nothing seen; values that are not finite do not matter
-      const Scalar factor = first_of(exp2(Lanes<V>::set(p.shift[r] - shift)));
-      const Scalar *out = p.out + r * ldo, added = p.total[r] * factor;
-      total += added;
-      only_sink &= added == 0;
+      if (p.total[r] == 0) continue;  // fully masked: output stays zero even if values are NaN
+      const Scalar factor = first_lane(exp2(Lanes<V>::set(p.shift[r] - shift)));
+      const Scalar *out = p.out + r * ldo, partial_sum = p.total[r] * factor;
+      total += partial_sum;
+      only_sink &= partial_sum == 0;
       for (int64_t d = 0; d < spec.Dv; ++d) sum[d] += out[d] * factor;
     }
-    return {top, total, only_sink};
+    return {max_shift, total, only_sink};
   }
 
-  // Whether the row's sum or output is NaN or infinite: x - x is 0 for all others.
-  bool is_finite(const Softmax& s) const {
+  // Returns whether the row's sum and output are finite (x - x == 0).
+  bool is_finite(const MergedSoftmax& s) const {
     V zero = Lanes<V>::set(s.total - s.total);
     int64_t d = 0;
     for (; d + V::N <= spec.Dv; d += V::N) zero = zero + (Lanes<V>::load(sum + d) - Lanes<V>::load(sum + d));
@@ -514,7 +522,7 @@ struct Decode {
   void finish_row(int64_t r, const Task& task) {
     const Panel p{head(r), 0, static_cast<int>(spec.Lq), spans(r).spans, spans(r).count};
     const int t = lane(r);
-    const Softmax s = merge(r);
+    const MergedSoftmax s = merge(r);
     S* out = static_cast<S*>(call.out) + split.batch * spec.out.b + p.head * spec.out.h + t * spec.out.l;
     Scalar* lse = static_cast<Scalar*>(call.lse);
     if (lse) lse += (split.batch * spec.Hq + p.head) * spec.Lq + t;
@@ -522,10 +530,10 @@ struct Decode {
     write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
     if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
     if (is_finite(s) || row.query_is_nan()) return;
-    row.walk([&](int64_t j, const S* q, bool kept) {
+    row.run([&](int64_t j, const S* q, bool kept) {
       int64_t ld;
-      const double score = row.score(q, keys.rows(at(j), 1, tile, scales, ld), 1, j);
-      row.add(score, values.rows(at(j), 1, tile, scales, ld), 1, kept);
+      const double score = row.score(q, keys.rows(split_key(j), 1, converted, scales, ld), 1, j);
+      row.add(score, values.rows(split_key(j), 1, converted, scales, ld), 1, kept);
     });
     row.write(out, 0, lse);
   }
@@ -540,7 +548,7 @@ struct Decode {
     task.key = split.key;
     task.key_step = split.key_step;
     for (int64_t r = 0; r < all_rows; ++r) finish_row(r, task);
-    return !keys.is_broken() && !values.is_broken();
+    return !keys.has_bad_page() && !values.has_bad_page();
   }
 };
 

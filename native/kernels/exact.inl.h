@@ -1,20 +1,21 @@
-// One query row in double precision, key by key, looking only at keys that the row sees. Slow: it spans again
-// the rows whose fast result is not finite, because a hidden key held a NaN or a product overflowed.
+// Attention of one query row in double precision, key by key, with an online softmax. The slow path
+// for rows whose fast result is non-finite because a masked key or value held NaN or a product
+// overflowed: it reads only the keys that the row may attend to.
 #pragma once
 #include "kernels/scores.inl.h"
 
 namespace {
 
-inline double bias_element(const Spec& spec, const Call& call, int64_t at) {
+inline double bias_element(const Spec& spec, const Call& call, int64_t index) {
   switch (spec.bias_dtype) {
-    case kFloat32: return static_cast<const float*>(call.bias)[at];
-    case kFloat64: return static_cast<const double*>(call.bias)[at];
-    case kBFloat16: return to_float(static_cast<const BHalf*>(call.bias)[at]);
-    default: return to_float(static_cast<const Half*>(call.bias)[at]);
+    case kFloat32: return static_cast<const float*>(call.bias)[index];
+    case kFloat64: return static_cast<const double*>(call.bias)[index];
+    case kBFloat16: return to_float(static_cast<const BHalf*>(call.bias)[index]);
+    default: return to_float(static_cast<const Half*>(call.bias)[index]);
   }
 }
 
-// What the bias adds for query row i at `position` and key j.
+// Returns the bias of query row i with position `position` and key j.
 template <class Scalar>
 double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t i, int64_t position,
                 int64_t j) {
@@ -26,12 +27,12 @@ double bias_for(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_
       return -static_cast<double>(by_head[h]) *
              static_cast<double>(position < j ? j - position : position - j);
     case kRelative:
-      return by_head[h * call.distances + clamped(position - j - call.distance_low, call.distances)];
+      return by_head[h * call.distances + clamp_index(position - j - call.distance_low, call.distances)];
     default: return 0;
   }
 }
 
-inline bool sees(const Panel& p, int lane) {
+inline bool attends_to_any(const Panel& p, int lane) {
   bool any = false;
   for (int64_t n = 0; n < p.n_spans && !any; ++n) any = p.spans[n].lanes >> lane & 1;
   return any;
@@ -40,13 +41,13 @@ inline bool sees(const Panel& p, int lane) {
 template <class V, class S>
 struct ExactRow {
   using Scalar = Number<V>;
-  static constexpr double kLargestSize = sizeof(Scalar) == 4 ? 0x1p120 : 0x1p1016;
+  static constexpr double kMaxMagnitude = sizeof(Scalar) == 4 ? 0x1p120 : 0x1p1016;
   const Task& task;
   const Panel& panel;
   int lane;
-  double* sum;  // (Dv), weighted values
-  double top, total;
-  bool overflows = false;  // some score, or a part of it, is beyond the compute type
+  double* sum;  // (Dv): weighted values
+  double max, total;
+  bool overflows = false;  // a score, or a term of one, exceeds the compute type's range
 
   int64_t row() const { return panel.row + lane * task.row_step; }
 
@@ -58,9 +59,9 @@ struct ExactRow {
     return bias_for<Scalar>(*task.spec, *task.call, task.batch, panel.head, row(), position(), j);
   }
 
-  // Calls visit(key) for every key that the row sees.
+  // Calls visit(key) for every key that the row may attend to.
   template <class Visit>
-  void each_key(Visit visit) const {
+  void visit_keys(Visit visit) const {
     for (int64_t n = 0; n < panel.n_spans; ++n) {
       const Span& span = panel.spans[n];
       if (!(span.lanes >> lane & 1)) continue;
@@ -68,11 +69,11 @@ struct ExactRow {
     }
   }
 
-  // The LSE where biases are so large that they swallow everything else.
-  double largest_bias() const {
-    double most = -__builtin_inf();
-    each_key([&](int64_t j) { most = bias(j) > most ? bias(j) : most; });
-    return most;
+  // Returns the LSE for biases so large that they absorb the scores.
+  double max_bias() const {
+    double result = -__builtin_inf();
+    visit_keys([&](int64_t j) { result = bias(j) > result ? bias(j) : result; });
+    return result;
   }
 
   double score(const S* q, int64_t j) {
@@ -82,32 +83,32 @@ struct ExactRow {
   template <class K>
   double score(const S* q, const K* k, int64_t stride, int64_t j) {
     const Spec& spec = *task.spec;
-    const double added = bias(j);
-    if (added == -__builtin_inf()) return added;
-    double dot = 0, size = 0;
+    const double bias_value = bias(j);
+    if (bias_value == -__builtin_inf()) return bias_value;
+    double dot = 0, magnitude = 0;
     for (int64_t d = 0; d < spec.D; ++d) {
       const double x =
           static_cast<double>(to_float(q[d * spec.q.d])) * static_cast<double>(to_float(k[d * stride]));
       dot += x;
-      size += fabs(x);
+      magnitude += fabs(x);
     }
-    overflows |= size * fmax(fabs(spec.scale), 1) > kLargestSize;
+    overflows |= magnitude * fmax(fabs(spec.scale), 1) > kMaxMagnitude;
     dot *= spec.scale;
     if (spec.softcap > 0) dot = spec.softcap * tanh(dot / spec.softcap);
-    return dot + added;
+    return dot + bias_value;
   }
 
   template <class K>
   void add(double s, const K* v, int64_t stride, bool kept) {
     if (s == -__builtin_inf()) return;
-    const double shift = s > top ? s : top;
-    const double old = total == 0 && top == -__builtin_inf() ? 0 : exp(top - shift), now = exp(s - shift);
+    const double shift = s > max ? s : max;
+    const double decay = total == 0 && max == -__builtin_inf() ? 0 : exp(max - shift), power = exp(s - shift);
     const int64_t Dv = task.spec->Dv;
-    const double weight = kept ? now : 0;  // 0 * NaN is NaN: an attended NaN shows, dropped or negligible
+    const double weight = kept ? power : 0;  // 0 * NaN is NaN: a NaN value shows even if dropped
     for (int64_t d = 0; d < Dv; ++d)
-      sum[d] = sum[d] * old + weight * static_cast<double>(to_float(v[d * stride]));
-    total = total * old + now;
-    top = shift;
+      sum[d] = sum[d] * decay + weight * static_cast<double>(to_float(v[d * stride]));
+    total = total * decay + power;
+    max = shift;
   }
 
   const S* query() const {
@@ -120,55 +121,58 @@ struct ExactRow {
     return static_cast<const S*>(base) + task.batch * s.b + task.kv_head * s.h + j * s.l;
   }
 
-  // A NaN in the query reaches every score: there is nothing to mend, if the row sees any key.
+  // Returns whether the query holds NaN and the row attends to some key: then the row is NaN, and
+  // recomputing it is useless.
   bool query_is_nan() const {
     const Spec& spec = *task.spec;
     bool nan = false;
     for (int64_t d = 0; d < spec.D; ++d)
       nan |= to_float(query()[d * spec.q.d]) != to_float(query()[d * spec.q.d]);
-    return nan && sees(panel, lane) && spec.bias != kTensorBias;
+    return nan && attends_to_any(panel, lane) && spec.bias != kTensorBias;
   }
 
-  // visit(key, query row, whether its weight is kept) for every key that the row sees; then the row is done.
+  // Resets the softmax, then calls visit(key, query, whether dropout keeps the weight) for every
+  // key that the row may attend to.
   template <class Visit>
-  void walk(Visit visit) {
+  void run(Visit visit) {
     const Spec& spec = *task.spec;
     const Call& call = *task.call;
     const int64_t b = task.batch, h = panel.head;
     const S* q = query();
     const uint64_t stream = dropout_stream(call.seed, b * spec.Hq + h, row());
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
-    top = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();
+    max = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();
     total = call.sink ? 1 : 0;
-    each_key([&](int64_t j) { visit(j, q, !spec.drop_below || !dropped(stream, j, spec.drop_below)); });
+    visit_keys([&](int64_t j) { visit(j, q, !spec.drop_below || !dropped(stream, j, spec.drop_below)); });
   }
 
-  void walk() {
+  void run() {
     const Spec& spec = *task.spec;
-    walk([&](int64_t j, const S* q, bool kept) {
+    run([&](int64_t j, const S* q, bool kept) {
       add(score(q, j), key_row(task.call->v, spec.v, j), spec.v.d, kept);
     });
   }
 
-  // The sum as backward wants it: times 2^-shift, for an integer shift in base 2, negative if it is no use.
-  Scalar shift() const { return static_cast<Scalar>(::ceil(top * kLog2E)); }
+  // The softmax statistics that backward reads: an integer shift in base 2 and the sum times
+  // 2^-shift. A sum of -1 marks a row for the exact backward pass.
+  Scalar shift() const { return static_cast<Scalar>(::ceil(max * kLog2E)); }
   Scalar sum_at_shift() const {
     if (overflows) return -1;
-    return static_cast<Scalar>(total == 0 ? 0 : total * ::exp2(top * kLog2E - ::ceil(top * kLog2E)));
+    return static_cast<Scalar>(total == 0 ? 0 : total * ::exp2(max * kLog2E - ::ceil(max * kLog2E)));
   }
 
-  // The row starts `first` elements from `out`.
+  // Writes the row to out[first], and its residual and LSE.
   void write(S* out, int64_t first, Scalar* lse) const {
     const Spec& spec = *task.spec;
     S* residual = static_cast<S*>(task.call->residual);
     if (residual) residual += out - static_cast<S*>(task.call->out);
     for (int64_t d = 0; d < spec.Dv; ++d) {
-      const int64_t at = first + d * spec.out.d;
+      const int64_t index = first + d * spec.out.d;
       const Scalar x = static_cast<Scalar>(total == 0 ? 0 : sum[d] / total * spec.keep_scale);
-      from_float(out + at, x);
-      if (residual) from_float(residual + at, x - static_cast<Scalar>(to_float(out[at])));
+      from_float(out + index, x);
+      if (residual) from_float(residual + index, x - static_cast<Scalar>(to_float(out[index])));
     }
-    if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : top + log(total));
+    if (lse) *lse = static_cast<Scalar>(total == 0 ? -__builtin_inf() : max + log(total));
   }
 };
 
@@ -177,7 +181,7 @@ Number<V> lse_of(const ExactRow<V, S>& row, Number<V> shift, Number<V> total, bo
   using Scalar = Number<V>;
   if (total == 0) return static_cast<Scalar>(-__builtin_inf());
   if (only_sink) return static_cast<const Scalar*>(row.task.call->sink)[row.panel.head];
-  if (total == total && shift < Biased<V>::kLowest / 2) return static_cast<Scalar>(row.largest_bias());
+  if (total == total && shift < Biased<V>::kLowest / 2) return static_cast<Scalar>(row.max_bias());
   return static_cast<Scalar>(static_cast<double>(shift) * kLn2 + log(static_cast<double>(total)));
 }
 

@@ -1,6 +1,6 @@
-// The gradients of one query row in double precision, key by key: for rows whose scores leave the compute
-// type. Those of keys are summed on their own, before
-// all others; the rest is added to results that are otherwise complete.
+// Gradients of one query row in double precision, key by key: the slow path for rows that forward
+// marked because their scores exceed the range of the compute type. dk and dv are summed
+// separately, before the other rows; dq, dbias and dsink are added to finished results.
 #pragma once
 #include "kernels/exact.inl.h"
 
@@ -40,11 +40,11 @@ struct ExactGradients {
   }
 
   void run() {
-    row.walk();
+    row.run();
     if (row.total == 0) return;
-    lse = row.top + log(row.total);
-    const int64_t at = (task.batch * spec.Hq + panel.head) * spec.Lq + panel.row;
-    delta = grads.dlse ? -static_cast<double>(static_cast<const Scalar*>(grads.dlse)[at]) : 0;
+    lse = row.max + log(row.total);
+    const int64_t i = (task.batch * spec.Hq + panel.head) * spec.Lq + panel.row;
+    delta = grads.dlse ? -static_cast<double>(static_cast<const Scalar*>(grads.dlse)[i]) : 0;
     for (int64_t d = 0; d < spec.Dv; ++d)
       delta += static_cast<double>(to_float(dout[d * grads.dout_stride.d])) * row.sum[d] / row.total *
                spec.keep_scale;
@@ -53,56 +53,56 @@ struct ExactGradients {
       add_to(static_cast<Scalar*>(grads.dsink) + panel.head, -exp(sink - lse) * delta);
     }
     const uint64_t stream = dropout_stream(call.seed, task.batch * spec.Hq + panel.head, panel.row);
-    row.each_key([&](int64_t j) { add(j, !spec.drop_below || !dropped(stream, j, spec.drop_below), at); });
+    row.visit_keys([&](int64_t j) { add(j, !spec.drop_below || !dropped(stream, j, spec.drop_below), i); });
   }
 
-  void add(int64_t j, bool kept, int64_t at) {
+  void add(int64_t j, bool kept, int64_t i) {
     const double s = row.score(q, j), p = exp(s - lse);
     if (p == 0) return;
-    const double given = kept ? p * spec.keep_scale : 0;
-    const double ds = given * dot_dout(row.key_row(call.v, spec.v, j)) - p * delta;
+    const double output_weight = kept ? p * spec.keep_scale : 0;
+    const double ds = output_weight * dot_dout(row.key_row(call.v, spec.v, j)) - p * delta;
     for (int64_t d = 0; grads.dv && d < spec.Dv; ++d)
-      grads.dv_exact[key_at(j) * spec.Dv + d] +=
-          given * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
-    learn(j, ds);
-    add_products(j, at, ds * slope(s - row.bias(j)) * spec.scale);
+      grads.dv_exact[key_index(j) * spec.Dv + d] +=
+          output_weight * static_cast<double>(to_float(dout[d * grads.dout_stride.d]));
+    add_bias_gradient(j, ds);
+    add_products(j, i, ds * softcap_derivative(s - row.bias(j)) * spec.scale);
   }
 
-  int64_t key_at(int64_t j) const { return (task.batch * spec.Hkv + task.kv_head) * spec.Lk + j; }
+  int64_t key_index(int64_t j) const { return (task.batch * spec.Hkv + task.kv_head) * spec.Lk + j; }
 
-  // The softcap's derivative at the capped score.
-  double slope(double capped) const {
+  // Returns the softcap's derivative at the capped score.
+  double softcap_derivative(double capped) const {
     const double t = spec.softcap > 0 ? capped / spec.softcap : 0;
     return 1 - t * t;
   }
 
-  void add_products(int64_t j, int64_t at, double ds) {
+  void add_products(int64_t j, int64_t i, double ds) {
     const S* k = row.key_row(call.k, spec.k, j);
-    Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + at * spec.D : nullptr;
+    Scalar* dq = grads.dq ? static_cast<Scalar*>(grads.dq_sum) + i * spec.D : nullptr;
     for (int64_t d = 0; d < spec.D; ++d) {
       if (dq) add_to(dq + d, ds * static_cast<double>(to_float(k[d * spec.k.d])));
       if (grads.dk)
-        grads.dk_exact[key_at(j) * spec.D + d] += ds * static_cast<double>(to_float(q[d * spec.q.d]));
+        grads.dk_exact[key_index(j) * spec.D + d] += ds * static_cast<double>(to_float(q[d * spec.q.d]));
     }
   }
 
-  void learn(int64_t j, double ds) {
+  void add_bias_gradient(int64_t j, double ds) {
     const int64_t distance = row.position() - j;
     if (grads.dby_head && spec.bias == kAlibi)
       add_to(static_cast<Scalar*>(grads.dby_head) + panel.head, -ds * fabs(static_cast<double>(distance)));
     if (grads.dby_head && spec.bias == kRelative)
       add_to(static_cast<Scalar*>(grads.dby_head) + panel.head * call.distances +
-                 clamped(distance - call.distance_low, call.distances),
+                 clamp_index(distance - call.distance_low, call.distances),
              ds);
     if (!grads.dbias) return;
     const Strides& s = grads.dbias_stride;
-    const int64_t at = task.batch * s.b + panel.head * s.h + panel.row * s.l + j * s.d;
+    const int64_t index = task.batch * s.b + panel.head * s.h + panel.row * s.l + j * s.d;
     if (!bias_has_pairs(spec, grads))
-      add_to(static_cast<double*>(grads.dbias) + at, ds);
+      add_to(static_cast<double*>(grads.dbias) + index, ds);
     else if (spec.bias_dtype == spec.dtype)
-      add_to(static_cast<S*>(grads.dbias) + at, ds);
+      add_to(static_cast<S*>(grads.dbias) + index, ds);
     else
-      add_to(static_cast<Scalar*>(grads.dbias) + at, ds);
+      add_to(static_cast<Scalar*>(grads.dbias) + index, ds);
   }
 };
 

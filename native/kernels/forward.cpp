@@ -1,3 +1,4 @@
+// The forward kernels of each dtype; forward.inl.h has the algorithm and its tile shapes.
 #include "kernels/forward.inl.h"
 
 namespace {

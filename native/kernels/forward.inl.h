@@ -1,5 +1,7 @@
-// A forward task: all its panels walk over the key blocks together, so that a block is read (and converted)
-// once.
+// Forward attention with an online softmax, for the panels of one task. Loop order: key blocks of
+// 192 keys outside, panels inside, so that each block is read and converted once for all panels. In
+// a block, each panel computes scores [key][P] in register tiles of 6 keys x P rows, applies
+// softcap, bias and mask, updates its softmax and adds V^T weights to out[Dv][P].
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/exact.inl.h"
@@ -7,23 +9,25 @@
 
 namespace {
 
-constexpr int64_t kBlock = 192;  // keys; the scores of a panel stay in L1
+constexpr int64_t kKeyBlock = 192;  // the scores of a panel stay in L1
 
 template <class V, class S>
 struct Forward {
   using Scalar = Number<V>;
   static constexpr int P = kPanel<V>;
 
-  // A panel's running state: queries[D][P] (scaled), out[Dv][P], and the lanes' shift and sum.
+  // A panel's running state: scaled queries[D][P], out[Dv][P], each lane's softmax shift and sum
+  // and dropout words, the next span, and the softmax before the first key.
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
     int64_t span = 0;
-    Scalar first_shift = 0, first_total = 0;  // before any key
+    Scalar first_shift = 0, first_total = 0;
   };
 
-  // Keys [begin, end) of one block, all seen by some row of the panel.
-  struct Seen {
+  // Keys [begin, end) of one key block that some row of the panel may attend to, and their rows of
+  // K and V, `ldk` and `ldv` elements apart.
+  struct SpanView {
     const Span* spans;
     bool partial;
     int64_t begin, end;
@@ -40,7 +44,7 @@ struct Forward {
   State* states;
   Scalar *scores, *keys, *values, *factor;
   double* row_sum;
-  Strides k, v;  // of the task's own numbering of keys
+  Strides k, v;  // strides of K and V in the task's numbering of keys
 
   explicit Forward(const Task& t)
       : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
@@ -50,22 +54,22 @@ struct Forward {
     for (int i = 0; i < task.n_panels; ++i)
       states[i] = {arena.take<Scalar>(spec.D * P), arena.take<Scalar>(spec.Dv * P), arena.take<Scalar>(P),
                    arena.take<Scalar>(P),          arena.take<uint32_t>(P),         arena.take<uint32_t>(P)};
-    scores = arena.take<Scalar>(kBlock * P);
+    scores = arena.take<Scalar>(kKeyBlock * P);
     factor = arena.take<Scalar>(P);
     row_sum = arena.take<double>(spec.Dv);
-    keys = arena.take<Scalar>(task.copy_k ? kBlock * spec.D : 0);
-    values = arena.take<Scalar>(task.copy_v ? kBlock * spec.Dv : 0);
+    keys = arena.take<Scalar>(task.copy_k ? kKeyBlock * spec.D : 0);
+    values = arena.take<Scalar>(task.copy_v ? kKeyBlock * spec.Dv : 0);
   }
 
   static int64_t scratch_bytes(const Spec& s, int panels, bool copy_k, bool copy_v) {
     const int64_t line = 64, word = sizeof(Scalar);
     const int64_t panel =
         round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
-    const int64_t block = kBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
+    const int64_t block = kKeyBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
     return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
   }
 
-  int64_t position() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
+  int64_t offset() const { return call.offsets ? call.offsets[task.batch] : call.offset; }
   uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
 
   void start(const Panel& p, State& s) {
@@ -80,7 +84,7 @@ struct Forward {
       dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
   }
 
-  // The sink is in the softmax before any key.
+  // The sink counts before the first key.
   void start_softmax(const Panel& p, State& s) {
     V shift, total;
     ::start_softmax<V>(call, p.head, shift, total);
@@ -92,86 +96,86 @@ struct Forward {
     s.first_total = s.total[0];
   }
 
-  // Changes to the raw scores of keys [begin, begin + n), in the contract's order.
-  void adjust(const Panel& p, const Span* spans, bool partial, int64_t begin, int64_t n) {
-    const Place at{
-        task.batch,    p.head, p.row, task.row_step, position() + p.row, task.key + begin * task.key_step,
+  // Applies softcap, bias and mask, in this order, to the scores of keys [begin, begin + n).
+  void apply_cap_bias_mask(const Panel& p, const Span* spans, bool partial, int64_t begin, int64_t n) {
+    const TileCoords at{
+        task.batch,    p.head, p.row, task.row_step, offset() + p.row, task.key + begin * task.key_step,
         task.key_step, p.rows};
     if (spec.softcap > 0) soft_cap<V>(scores, n * P, static_cast<Scalar>(spec.softcap * kLog2E));
     add_bias<V, S>(spec, call, at, n, scores);
     if (partial)
-      hide<V>(spans, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
+      mask_keys<V>(spans, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
   }
 
-  // Raises the lanes' shift to the block's top and rescales what has been summed so far, by powers of two.
-  void raise(State& s, const V (&top)[2], V (&shift)[2]) {
-    V old[2], shrink[2];
-    uint32_t grew = 0;
+  // Raises the lanes' shift to the tile's maximum and rescales sums and outputs by powers of two.
+  void update_shift(State& s, const V (&lane_max)[2], V (&shift)[2]) {
+    V old[2], rescale[2];
+    uint32_t grown = 0;
     for (int i = 0; i < 2; ++i) {
       old[i] = Lanes<V>::load(s.shift + i * V::N);
-      shift[i] = max(ceil(top[i]), old[i]);
-      grew |= bits(less(old[i], shift[i]));
+      shift[i] = max(ceil(lane_max[i]), old[i]);
+      grown |= bits(less(old[i], shift[i]));
       Lanes<V>::store(s.shift + i * V::N, shift[i]);
       shift[i] = finite_shift(shift[i]);
     }
-    if (!grew) return;
+    if (!grown) return;
     for (int i = 0; i < 2; ++i) {
-      shrink[i] = exp2(old[i] - shift[i]);
-      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) * shrink[i]);
-      Lanes<V>::store(factor + i * V::N, shrink[i]);
+      rescale[i] = exp2(old[i] - shift[i]);
+      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) * rescale[i]);
+      Lanes<V>::store(factor + i * V::N, rescale[i]);
     }
     for (int64_t d = 0; d < spec.Dv; ++d)
       for (int i = 0; i < 2; ++i) {
         Scalar* o = s.out + d * P + i * V::N;
-        Lanes<V>::store(o, Lanes<V>::load(o) * shrink[i]);
+        Lanes<V>::store(o, Lanes<V>::load(o) * rescale[i]);
       }
   }
 
-  // The scores of some keys, and the largest of each lane.
-  void score(const Panel& p, const State& s, const Seen& seen, V (&top)[2]) {
-    const V nothing = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
-    const int64_t n = seen.end - seen.begin;
-    top[0] = top[1] = nothing;
-    bool known = score_keys<V>(seen.keys, seen.ldk, n, s.queries, spec.D, scores, top);
-    if (seen.partial || spec.softcap > 0 || spec.bias != kNoBias) {
-      adjust(p, seen.spans, seen.partial, seen.begin, n);
-      known = false;
+  // Computes the scores of the view's keys and each lane's maximum.
+  void score(const Panel& p, const State& s, const SpanView& view, V (&lane_max)[2]) {
+    const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
+    const int64_t n = view.end - view.begin;
+    lane_max[0] = lane_max[1] = minus_inf;
+    bool max_is_known = score_keys<V>(view.keys, view.ldk, n, s.queries, spec.D, scores, lane_max);
+    if (view.partial || spec.softcap > 0 || spec.bias != kNoBias) {
+      apply_cap_bias_mask(p, view.spans, view.partial, view.begin, n);
+      max_is_known = false;
     }
-    if (!known) {
-      top[0] = top[1] = nothing;
-      largest<V>(scores, n, top);
+    if (!max_is_known) {
+      lane_max[0] = lane_max[1] = minus_inf;
+      max_over_keys<V>(scores, n, lane_max);
     }
   }
 
-  void attend(const Panel& p, State& s, const Seen& seen) {
-    const int64_t n = seen.end - seen.begin;
-    V top[2], shift[2];
-    score(p, s, seen, top);
-    raise(s, top, shift);
+  void attend(const Panel& p, State& s, const SpanView& view) {
+    const int64_t n = view.end - view.begin;
+    V lane_max[2], shift[2];
+    score(p, s, view, lane_max);
+    update_shift(s, lane_max, shift);
     exponentiate<V>(scores, n, shift, s.total);
-    if (spec.drop_below) drop_block(s, seen.begin, n);
-    add_values<V>(seen.values, seen.ldv, n, scores, spec.Dv, s.out);
+    if (spec.drop_below) drop_block(s, view.begin, n);
+    add_values<V>(view.values, view.ldv, n, scores, spec.Dv, s.out);
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
-    Place at{};
+    TileCoords at{};
     at.key = task.key + begin * task.key_step;
     at.key_step = task.key_step;
     drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
   }
 
-  // visit(Seen) for the parts of a panel's spans that lie in the block [begin, end).
+  // Calls visit(SpanView) for the panel's spans in the key block [begin, end).
   template <class Visit>
-  void panel_block(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
+  void visit_panel(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
                    const Scalar* vb, int64_t ldv, Visit visit) {
-    each_span(
-        p, s.span, begin, end, all_lanes(p), [&](const Span* first, int64_t from, int64_t to, bool partial) {
-          visit(
-              Seen{first, partial, from, to, kb + (from - begin) * ldk, ldk, vb + (from - begin) * ldv, ldv});
-        });
+    visit_spans(p, s.span, begin, end, all_lanes(p),
+                [&](const Span* first, int64_t from, int64_t to, bool partial) {
+                  visit(SpanView{first, partial, from, to, kb + (from - begin) * ldk, ldk,
+                                 vb + (from - begin) * ldv, ldv});
+                });
   }
 
-  bool touched(int64_t begin, int64_t end) const {
+  bool any_panel_attends(int64_t begin, int64_t end) const {
     for (int i = 0; i < task.n_panels; ++i) {
       const Panel& p = task.panels[i];
       for (int64_t r = states[i].span; r < p.n_spans && p.spans[r].begin < end; ++r)
@@ -180,49 +184,51 @@ struct Forward {
     return false;
   }
 
-  const S* row(const void* base, const Strides& stride, int64_t key) const {
+  const S* key_row(const void* base, const Strides& stride, int64_t key) const {
     const int64_t unit = stride.l / task.key_step;
     return static_cast<const S*>(base) + task.batch * stride.b + task.kv_head * stride.h + task.key * unit +
            key * stride.l;
   }
 
-  // Rows [begin, end) of K or V where the kernels can read them.
-  const Scalar* rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
-                     int64_t width, Scalar* into, int64_t& ld) {
+  // Returns rows [begin, end) of K or V in the compute type: in place, or copied to `target`.
+  const Scalar* key_rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
+                         int64_t width, Scalar* target, int64_t& ld) {
     ld = copy ? width : stride.l;
-    if (width == 0) return into;
-    const S* source = row(base, stride, begin);
+    if (width == 0) return target;
+    const S* source = key_row(base, stride, begin);
     if (!copy) return reinterpret_cast<const Scalar*>(source);
-    copy_rows<V>(source, stride.l, stride.d, end - begin, width, width, into);
-    return into;
+    copy_rows<V>(source, stride.l, stride.d, end - begin, width, width, target);
+    return target;
   }
 
-  // visit(panel's number, Seen) for what the panels see, block by block, and close(first key) after each.
+  // Calls visit(panel index, SpanView) for all panels, key block by key block, and end_block(first
+  // key) after each block.
   template <class Visit, class Close>
-  void walk(Visit visit, Close close) {
-    int64_t first = INT64_MAX, last = 0;
+  void visit_blocks(Visit visit, Close end_block) {
+    int64_t first_key = INT64_MAX, last_key = 0;
     for (int i = 0; i < task.n_panels; ++i)
       if (const Panel& p = task.panels[i]; p.n_spans) {
-        first = p.spans[0].begin < first ? p.spans[0].begin : first;
-        last = p.spans[p.n_spans - 1].end > last ? p.spans[p.n_spans - 1].end : last;
+        first_key = p.spans[0].begin < first_key ? p.spans[0].begin : first_key;
+        last_key = p.spans[p.n_spans - 1].end > last_key ? p.spans[p.n_spans - 1].end : last_key;
       }
-    // Blocks start at multiples of their size, so that a panel's result does not depend on its task.
-    for (int64_t begin = first / kBlock * kBlock; begin < last; begin += kBlock) {
-      const int64_t end = begin + kBlock < last ? begin + kBlock : last;
-      if (!touched(begin, end)) continue;
+    // Blocks begin at multiples of their size, so that a panel's result does not depend on its
+    // task.
+    for (int64_t begin = first_key / kKeyBlock * kKeyBlock; begin < last_key; begin += kKeyBlock) {
+      const int64_t end = begin + kKeyBlock < last_key ? begin + kKeyBlock : last_key;
+      if (!any_panel_attends(begin, end)) continue;
       if (task.stop(task.stop_context)) return;
       int64_t ldk, ldv;
-      const Scalar* kb = rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
-      const Scalar* vb = rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
+      const Scalar* kb = key_rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
+      const Scalar* vb = key_rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
       for (int i = 0; i < task.n_panels; ++i)
-        panel_block(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv,
-                    [&](const Seen& seen) { visit(i, seen); });
-      close(begin);
+        visit_panel(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv,
+                    [&](const SpanView& view) { visit(i, view); });
+      end_block(begin);
     }
   }
 
-  // Lanes whose sum or output is NaN or infinite: x - x is 0 for all others.
-  uint32_t broken(const State& s) const {
+  // Returns the lanes whose sum or output is non-finite (x - x != 0).
+  uint32_t non_finite_lanes(const State& s) const {
     V zero[2][2];
     for (int i = 0; i < 2; ++i) {
       const V total = Lanes<V>::load(s.total + i * V::N);
@@ -254,11 +260,11 @@ struct Forward {
       lse[t * task.row_step] =
           lse_of(ExactRow<V, S>{task, p, t, row_sum, 0, 0}, s.shift[t], s.total[t], only_sink(s, t));
     for (int t = 0; call.stats && t < p.rows; ++t)
-      write_stats(p, t, s.shift[t], only_sink(s, t) && !sees(p, t) ? 0 : s.total[t]);
-    uint32_t again = broken(s) & all_lanes(p);
-    for (int t = 0; again; ++t, again >>= 1)
-      if (ExactRow<V, S> row{task, p, t, row_sum, 0, 0}; (again & 1) && !row.query_is_nan()) {
-        row.walk();
+      write_stats(p, t, s.shift[t], only_sink(s, t) && !attends_to_any(p, t) ? 0 : s.total[t]);
+    uint32_t retry = non_finite_lanes(s) & all_lanes(p);
+    for (int t = 0; retry; ++t, retry >>= 1)
+      if (ExactRow<V, S> row{task, p, t, row_sum, 0, 0}; (retry & 1) && !row.query_is_nan()) {
+        row.run();
         row.write(out, t * spec.out.l * task.row_step, lse ? lse + t * task.row_step : nullptr);
         if (call.stats) write_stats(p, t, row.shift(), row.sum_at_shift());
       }
@@ -271,16 +277,17 @@ struct Forward {
   }
 
   void write_stats(const Panel& p, int t, Scalar shift, Scalar total) const {
-    const int64_t rows = spec.B * spec.Hq * spec.Lq;
-    Scalar* at = static_cast<Scalar*>(call.stats) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row +
-                 t * task.row_step;
-    at[0] = shift;
-    at[rows] = total;
+    const int64_t all_rows = spec.B * spec.Hq * spec.Lq;
+    Scalar* row_stats = static_cast<Scalar*>(call.stats) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row +
+                        t * task.row_step;
+    row_stats[0] = shift;
+    row_stats[all_rows] = total;
   }
 
   void attend_all() {
     for (int i = 0; i < task.n_panels; ++i) start(task.panels[i], states[i]);
-    walk([&](int i, const Seen& seen) { attend(task.panels[i], states[i], seen); }, [](int64_t) {});
+    visit_blocks([&](int i, const SpanView& view) { attend(task.panels[i], states[i], view); },
+                 [](int64_t) {});
   }
 
   void run() {

@@ -1,4 +1,7 @@
-// The one micro-kernel: a tile of R rows by one panel, C[r][0:P] = sum over k of A(r, k) * B[k][0:P].
+// The matrix multiplication micro-kernel and the products that attention needs. A tile of R <= 6
+// rows by one panel of P = 2 * V::N lanes stays in registers: C[r][0:P] = sum over k of A(r, k) *
+// B[k][0:P]. Loop order: chains of at most kChain terms, tiles of rows, k. Each chain's sum is
+// added to C in memory, which bounds the rounding error.
 #pragma once
 #include "kernels/isa.h"
 
@@ -7,13 +10,14 @@
 
 namespace {
 
-// Tiles of 6 rows, and remainders that leave no tile of 1 or 2 rows where it can be helped.
+// Returns the rows of the next tile. Remainders of 7 and 8 rows are split into 4 + 3 and 4 + 4,
+// which avoids tiles of 1 or 2 rows.
 inline int tile_rows(int64_t left) {
   if (left == 7 || left == 8) return 4;
   return left < 6 ? static_cast<int>(left) : 6;
 }
 
-// A(r, k) = a[r * lda + k] when RowMajor, else a[r + k * lda].
+// sum += A * B for R rows. A(r, k) is a[r * lda + k] if RowMajor, else a[r + k * lda].
 template <class V, int R, bool RowMajor>
 REGARD_INLINE void multiply_add(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
                                 V (&sum)[R][2]) {
@@ -36,40 +40,40 @@ REGARD_INLINE void multiply(const Number<V>* a, int64_t lda, const Number<V>* b,
 }
 
 template <int R>
-struct Count {
+struct RowCount {
   static constexpr int value = R;
 };
 
-// Calls tile(Count<R>, first row) for tiles of R rows that together cover n rows.
+// Calls tile(RowCount<R>, first row) for tiles that cover n rows.
 template <class Tile>
-REGARD_INLINE void tiles(int64_t n, Tile tile) {
-  for (int64_t at = 0, rows; at < n; at += rows) {
-    rows = tile_rows(n - at);
+REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
+  for (int64_t first = 0, rows; first < n; first += rows) {
+    rows = tile_rows(n - first);
     if (rows == 6)
-      tile(Count<6>{}, at);
+      tile(RowCount<6>{}, first);
     else if (rows == 4)
-      tile(Count<4>{}, at);
+      tile(RowCount<4>{}, first);
     else if (rows == 5)
-      tile(Count<5>{}, at);
+      tile(RowCount<5>{}, first);
     else if (rows == 3)
-      tile(Count<3>{}, at);
+      tile(RowCount<3>{}, first);
     else if (rows == 2)
-      tile(Count<2>{}, at);
+      tile(RowCount<2>{}, first);
     else
-      tile(Count<1>{}, at);
+      tile(RowCount<1>{}, first);
   }
 }
 
-// C = A * B for R rows, and the largest of each lane.
+// C = A * B for R rows. Raises `lane_max` to each lane's largest element.
 template <class V, int R>
 REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
-                            V (&top)[2]) {
+                            V (&lane_max)[2]) {
   V sum[R][2];
   multiply<V, R, true>(a, lda, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
       Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
-      top[i] = max(sum[r][i], top[i]);
+      lane_max[i] = max(sum[r][i], lane_max[i]);
     }
 }
 
@@ -81,40 +85,41 @@ REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b,
   multiply<V, R, RowMajor>(a, lda, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      Number<V>* at = c + (2 * r + i) * V::N;
-      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+      Number<V>* target = c + (2 * r + i) * V::N;
+      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
     }
 }
 
-// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `top` holds the largest of each lane.
+// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `lane_max` holds each lane's largest
+// score: false if D takes several chains.
 template <class V>
 bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
-                Number<V>* scores, V (&top)[2]) {
+                Number<V>* scores, V (&lane_max)[2]) {
   constexpr int P = 2 * V::N;
-  V best[2] = {top[0], top[1]};
-  tiles(n, [&](auto rows, int64_t at) {
-    set_tile<V, rows.value>(keys + at * ld, ld, queries, D < kChain ? D : kChain, scores + at * P, best);
+  V local_max[2] = {lane_max[0], lane_max[1]};
+  visit_tiles(n, [&](auto rows, int64_t j) {
+    set_tile<V, rows.value>(keys + j * ld, ld, queries, D < kChain ? D : kChain, scores + j * P, local_max);
   });
-  top[0] = best[0];
-  top[1] = best[1];
+  lane_max[0] = local_max[0];
+  lane_max[1] = local_max[1];
   for (int64_t d = kChain; d < D; d += kChain)
-    tiles(n, [&](auto rows, int64_t at) {
+    visit_tiles(n, [&](auto rows, int64_t j) {
       const int64_t depth = D - d < kChain ? D - d : kChain;
-      add_tile<V, rows.value, true>(keys + at * ld + d, ld, queries + d * P, depth, scores + at * P);
+      add_tile<V, rows.value, true>(keys + j * ld + d, ld, queries + d * P, depth, scores + j * P);
     });
   return D <= kChain;
 }
 
-// finish(row, half, products) for each row of rows[n][depth] * panel[depth][P], by vectors. Depth is at most
-// kChain.
+// Calls finish(row, half, products) with the two vectors of each row of rows[n][depth] *
+// panel[depth][P]. The depth is at most kChain.
 template <class V, class Finish>
 void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
                    Finish finish) {
-  tiles(n, [&](auto count, int64_t at) {
+  visit_tiles(n, [&](auto count, int64_t row) {
     V sum[count.value][2];
-    multiply<V, count.value, true>(rows + at * ld, ld, panel, depth, sum);
+    multiply<V, count.value, true>(rows + row * ld, ld, panel, depth, sum);
     UNROLLED (r, count.value)
-      UNROLLED (i, 2) finish(at + r, i, sum[r][i]);
+      UNROLLED (i, 2) finish(row + r, i, sum[r][i]);
   });
 }
 
@@ -124,14 +129,15 @@ void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>*
                 Number<V>* out) {
   constexpr int64_t chain = kChain < 96 ? kChain : 96;
   for (int64_t k = 0; k < n; k += chain)
-    tiles(Dv, [&](auto rows, int64_t at) {
+    visit_tiles(Dv, [&](auto rows, int64_t d) {
       const int64_t depth = n - k < chain ? n - k : chain;
-      add_tile<V, rows.value, false>(values + k * ld + at, ld, weights + k * 2 * V::N, depth,
-                                     out + at * 2 * V::N);
+      add_tile<V, rows.value, false>(values + k * ld + d, ld, weights + k * 2 * V::N, depth,
+                                     out + d * 2 * V::N);
     });
 }
 
-// C[r][0:P] += sum over the chosen panels and their lanes of A[panel][r][lane] * B[panel][lane][0:P].
+// C[r][0:P] += sum over the panels of the bit set and their lanes of A[panel][r][lane] *
+// B[panel][lane][0:P].
 template <class V, int R>
 REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
                              Number<V>* c, int64_t ldc) {
@@ -152,12 +158,12 @@ REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t 
   }
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      Number<V>* at = c + r * ldc + i * V::N;
-      Lanes<V>::store(at, Lanes<V>::load(at) + sum[r][i]);
+      Number<V>* target = c + r * ldc + i * V::N;
+      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
     }
 }
 
-// The same for up to kLanesRows rows.
+// Dispatches to R = rows, at most kLanesRows.
 constexpr int kLanesRows = 6;
 template <class V>
 void add_lanes(int64_t rows, const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,

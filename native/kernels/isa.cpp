@@ -1,11 +1,13 @@
-// The table of an instruction set, and probes of what the machine can do at best.
+// The kernel table of one instruction set, and probes that measure the machine's peak arithmetic
+// throughput and memory bandwidth.
 #include "kernels/isa.h"
 
 #include "kernels/pack.inl.h"
 
 namespace {
 
-// Independent chains of multiply-adds in registers. Returns the operations done.
+// Runs independent chains of multiply-adds in registers. Returns the number of floating point
+// operations.
 double fma_probe(int64_t rounds) {
   constexpr int kChains = 12;
   Floats sum[kChains];
@@ -19,7 +21,7 @@ double fma_probe(int64_t rounds) {
   return check[0] == 12345.0f ? 0.0 : 2.0 * Floats::N * kChains * static_cast<double>(rounds);
 }
 
-// Reads every float once. Returns a sum, so that nothing is optimised away.
+// Reads every float once. Returns their sum, so that the compiler keeps the loads.
 double read_probe(const float* data, int64_t count) {
   Floats sum[4] = {Lanes<Floats>::zero(), Lanes<Floats>::zero(), Lanes<Floats>::zero(),
                    Lanes<Floats>::zero()};

@@ -1,10 +1,11 @@
-// What all kernels stand on. Their sources are compiled once for each instruction set (REGARD_ISA), with that
-// set's flags: everything is in anonymous namespaces, and each source exports one table.
+// Definitions that all kernels share. Each kernel source is compiled once for each instruction set
+// (REGARD_ISA) with that set's flags. All code is in anonymous namespaces; each source exports one
+// table of functions.
 #pragma once
 #include <math.h>
 #include <stdint.h>
 
-// for (int i = 0; i < count; ++i), the count a small constant: no loop is left of it.
+// A loop over a small constant count that the compiler unrolls completely.
 #define UNROLLED(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); ++i)
 
 #ifdef __AVX2__
@@ -17,16 +18,16 @@
 
 using namespace regard;
 
-// The type of a lane.
+// The scalar type of a vector's lanes.
 template <class V>
 using Number = typename V::Scalar;
 
 #define REGARD_JOIN(a, b) a##_##b
 #define REGARD_SYMBOL(table, isa) REGARD_JOIN(table, isa)
-// The name of a table of this instruction set: regard_forward_avx2, ...
+// The symbol of a table for this instruction set, for example regard_forward_avx2.
 #define REGARD_TABLE(family) REGARD_SYMBOL(regard_##family, REGARD_ISA)
 
-// An entry for each DType, in its order.
+// Initialises a table with one entry for each DType, in the order of the enum.
 #define REGARD_EACH_DTYPE(make, ...)                                             \
   {make<Floats, float, ##__VA_ARGS__>(), make<Doubles, double, ##__VA_ARGS__>(), \
    make<Floats, BHalf, ##__VA_ARGS__>(), make<Floats, Half, ##__VA_ARGS__>()}

@@ -1,10 +1,10 @@
-// What each instruction set offers to the rest of the core.
+// The function tables through which the rest of the core calls the kernels of an instruction set.
 #pragma once
 #include "types.h"
 
 namespace regard {
 
-// Panels of query rows that meet a chunk of keys together in backward, and the keys of a block there.
+// Backward: panels of query rows in a tile, and keys in a block of a chunk.
 constexpr int kTilePanels = 4;
 constexpr int64_t kBackwardBlock = 96;
 
@@ -15,42 +15,44 @@ struct ForwardKernels {
 
 struct BackwardKernels {
   int64_t (*scratch_bytes)(const Spec&, const Gradients&, int64_t keys, bool copy_k, bool copy_v);
-  // delta of some rows of one head; returns their share of the sink's gradient.
+  // Computes delta for rows [begin, end) of one head. Returns their part of the sink's gradient.
   double (*rows)(const Spec&, const Call&, const Gradients&, int64_t batch, int64_t head, int64_t begin,
                  int64_t end);
-  // A chunk: opened, given tiles of queries one after the other, closed. add_queries adds what the last tile
-  // gave to dq.
+  // One chunk of keys: `open`, then `tile` for each tile of queries, then `close`. `add_queries`
+  // adds the query gradients of the last tile to dq.
   void (*open)(const Chunk&);
   void (*tile)(const Chunk&, const Panel* panels, int count);
   void (*add_queries)(const Chunk&, const Panel* panels, int count);
   void (*close)(const Chunk&);
-  // From the compute type to the dtype.
+  // Rounds from the compute type to the dtype.
   void (*round)(const void* source, void* target, int64_t count);
-  // A row that forward has marked; its spans are the panel's, one lane.
+  // Adds the gradients of one row that forward marked (negative sum). The panel has one lane and
+  // the row's spans.
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
 };
 
-// Few query rows against many keys: splits of the keys, whose parts are put together at the end.
+// Few query rows, many keys: `split` computes the partial result of one split, `finish` merges
+// the partial results.
 struct DecodeKernels {
   int64_t (*partial_bytes)(const Spec&);
   int64_t (*scratch_bytes)(const Spec&);
-  bool (*split)(const Split&);   // false: the table names a page that does not exist
-  bool (*finish)(const Split&);  // merges the parts in order and writes the rows' results
+  bool (*split)(const Split&);   // false: the page table names a page that does not exist
+  bool (*finish)(const Split&);  // merges the partial results in order and writes the output rows
 };
 constexpr int64_t kSplitKeys = 512;
 
-// Facts about the weights of a few panels.
+// Facts about the attention weights of a few panels.
 struct EvidenceKernels {
   int64_t (*scratch_bytes)(const Spec&, const Facts&, int panels, bool copy_k);
-  void (*look)(const EvidenceTask&);
+  void (*run)(const EvidenceTask&);
 };
 
-// Tokens of linear attention that meet each other in pairs, and chunks whose states backward computes anew
-// from one that forward kept.
+// Linear attention: tokens in a chunk, within which token pairs are multiplied out; and chunks in a
+// segment. Forward saves the state before each segment; backward recomputes the states between.
 constexpr int64_t kLinearChunk = 32;
 constexpr int64_t kLinearSegment = 16;
 
-// Forward or backward.
+// One table for forward, one for backward.
 struct LinearKernels {
   int64_t (*scratch_bytes)(const LinearSpec&);
   void (*run)(const LinearTask&);
@@ -62,15 +64,15 @@ struct WriteKernels {
 
 struct Kernels {
   const char* name;
-  int panel_float, panel_double;  // query rows in a panel
-  // Arrays, indexed by DType.
+  int panel_float, panel_double;  // query rows of a panel
+  // Arrays indexed by DType.
   const ForwardKernels* forward;
   const DecodeKernels* decode;
   const BackwardKernels* backward;
   const WriteKernels* write;
   const LinearKernels *linear, *linear_gradients;
   const EvidenceKernels* evidence;
-  // Machine probes: floating point operations done, or a checksum of bytes read.
+  // Machine probes: return the floating point operations done, and a checksum of the bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);
 };

@@ -1,6 +1,7 @@
-// Linear attention: chunks of tokens, one after the other. Within a chunk
-// tokens meet in pairs; before it there is the state. Matrices lie in slices of
-// P columns, filled up with zeros: slices[column / P][row][P].
+// Linear attention, shared by forward and backward. One task is one key head; it processes chunks
+// of C = 32 tokens in sequence. Token pairs within a chunk are multiplied out in tiles of 6 tokens
+// x P tokens; earlier tokens act through the state S (D, Dv). Matrices are stored as slices[column
+// / P][row][P], padded with zeros.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/gemm.inl.h"
@@ -14,32 +15,32 @@ inline Number<V> dot(const Number<V>* a, const Number<V>* b, int64_t n) {
   V sum = Lanes<V>::zero();
   int64_t i = 0;
   for (; i + V::N <= n; i += V::N) sum = fma(Lanes<V>::load(a + i), Lanes<V>::load(b + i), sum);
-  Number<V> total = sum_of(sum);
+  Number<V> total = lane_sum(sum);
   for (; i < n; ++i) total += a[i] * b[i];
   return total;
 }
 
-// Numbers in place, n a multiple of V::N.
+// Scales n elements in place. n is a multiple of V::N.
 template <class V>
 inline void scale(Number<V>* x, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N) Lanes<V>::store(x + i, Lanes<V>::load(x + i) * Lanes<V>::set(factor));
 }
 
-// x += y * factor, n a multiple of V::N.
+// x += y * factor. n is a multiple of V::N.
 template <class V>
 inline void add_scaled(Number<V>* x, const Number<V>* y, int64_t n, Number<V> factor) {
   for (int64_t i = 0; i < n; i += V::N)
     Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
 }
 
-// Tokens in the caller's layout and dtype: n rows from (batch, head, token) on.
-// Everything else knows the compute type alone, and is compiled once for it.
+// Access to n tokens in the caller's layout and dtype, from element `start` of the tensor on. The
+// rest of the code uses the compute type only and is compiled once for it.
 template <class V>
 struct TokenAccess {
   using T = Number<V>;
   void (*load)(const void* base, const Strides&, int64_t start, int64_t n, int64_t width, int64_t ld,
                T* rows);
-  // Times a factor, from slices of kLinearChunk rows.
+  // Stores slices of kLinearChunk rows, times a factor.
   void (*store)(const T* slices, T factor, int64_t n, int64_t width, void* base, const Strides&,
                 int64_t start);
   void (*clear)(void* base, const Strides&, int64_t start, int64_t n, int64_t width);
@@ -67,116 +68,119 @@ void clear_tokens(void* base, const Strides& s, int64_t start, int64_t n, int64_
 template <class V, class S>
 constexpr TokenAccess<V> kTokenAccess = {load_tokens<V, S>, store_tokens<V, S>, clear_tokens<V, S>};
 
-// What both passes know of a task and of the chunk at hand.
+// State that forward and backward share: the task, the current chunk and its decay.
 template <class V>
 struct LinearChunk {
   using T = Number<V>;
   static constexpr int P = kPanel<V>;
   static constexpr int64_t C = kLinearChunk;
-  static constexpr T kSmallest = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
+  static constexpr T kMinNormal = sizeof(T) == 4 ? static_cast<T>(__FLT_MIN__) : static_cast<T>(__DBL_MIN__);
 
   const LinearTask& task;
   const TokenAccess<V>& access;
   const LinearSpec& spec;
   const LinearCall& call;
-  const int64_t D, Dv, Dp, Vp;  // Dp, Vp: filled up to slices
-  const int64_t head;           // of K and V, among those of all samples
+  const int64_t D, Dv, Dp, Vp;  // Dp, Vp: D and Dv rounded up to whole slices
+  const int64_t head;           // index of the key head over all samples
   const int64_t group, tokens;
-  int64_t at = 0, n = 0;  // the chunk: tokens at ... at + n - 1
+  int64_t begin = 0, n = 0;  // the chunk: tokens [begin, begin + n)
 
-  // What is left of token j's share at token i: pairs[i][j]; of the state at
-  // token i: since[i]; of token j's share at the end: until[j]; of the state:
-  // whole. Without decay all are 1.
-  T *factors, *pairs, *since, *until, *beta, *ones;
-  T whole = 1;
+  // Decay factors, all 1 without decay:
+  //   token_decay[i]    of token i
+  //   pair_decay[i][j]  from token j to token i
+  //   state_decay[i]    from the state before the chunk to token i
+  //   decay_to_end[j]   from token j to the end of the chunk
+  //   chunk_decay       from the state before the chunk to its end
+  T *token_decay, *pair_decay, *state_decay, *decay_to_end, *beta, *ones;
+  T chunk_decay = 1;
 
   LinearChunk(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
       : task(t), access(a), spec(*t.spec), call(*t.call), D(spec.D), Dv(spec.Dv), Dp(round_up(D, P)),
         Vp(round_up(Dv, P)), head(t.batch * spec.Hkv + t.kv_head), group(spec.Hkv ? spec.Hq / spec.Hkv : 0),
         tokens(call.lengths ? call.lengths[t.batch] : spec.L) {
-    factors = arena.take<T>(C);
-    pairs = arena.take<T>(C * C);
-    since = arena.take<T>(C);
-    until = arena.take<T>(C);
+    token_decay = arena.take<T>(C);
+    pair_decay = arena.take<T>(C * C);
+    state_decay = arena.take<T>(C);
+    decay_to_end = arena.take<T>(C);
     beta = arena.take<T>(C);
     ones = arena.take<T>(C < D ? D : C);
   }
 
   void start() {
     for (int64_t i = 0; i < (C < D ? D : C); ++i) ones[i] = 1;
-    for (int64_t i = 0; i < C; ++i) since[i] = until[i] = 1;
+    for (int64_t i = 0; i < C; ++i) state_decay[i] = decay_to_end[i] = 1;
   }
 
-  static const T* shifted(const void* base, int64_t by) { return static_cast<const T*>(base) + by; }
-  static T* shifted(void* base, int64_t by) { return static_cast<T*>(base) + by; }
+  static const T* scalars(const void* base, int64_t offset) { return static_cast<const T*>(base) + offset; }
+  static T* scalars(void* base, int64_t offset) { return static_cast<T*>(base) + offset; }
 
-  // Where the rows of head h begin at token l, from the tensor's own start.
-  int64_t place(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
+  // Returns the element index of token l of head h.
+  int64_t index(const Strides& s, int64_t h, int64_t l) const { return task.batch * s.b + h * s.h + l * s.l; }
 
   void load(const void* base, const Strides& s, int64_t h, int64_t width, int64_t ld, T* rows) const {
-    access.load(base, s, place(s, h, at), n, width, ld, rows);
+    access.load(base, s, index(s, h, begin), n, width, ld, rows);
   }
   void store(const T* slices, T factor, int64_t width, void* base, const Strides& s, int64_t h) const {
-    access.store(slices, factor, n, width, base, s, place(s, h, at));
+    access.store(slices, factor, n, width, base, s, index(s, h, begin));
   }
-  // The rows of padding.
+  // Zeros the rows of padding.
   void clear(void* base, const Strides& s, int64_t h, int64_t width) const {
-    access.clear(base, s, place(s, h, tokens), spec.L - tokens, width);
+    access.clear(base, s, index(s, h, tokens), spec.L - tokens, width);
   }
 
-  void slice_rows(const T* rows, int64_t ld, int64_t width, const T* factor, T* slices) const {
+  void to_slices(const T* rows, int64_t ld, int64_t width, const T* factor, T* slices) const {
     pack_slices<V>(rows, ld, 1, static_cast<int>(n), width, factor, C, slices);
   }
 
-  void panel_rows(const T* rows, int64_t ld, int64_t width, T* panels) const {
+  void to_panels(const T* rows, int64_t ld, int64_t width, T* panels) const {
     for (int64_t j = 0; j < n; j += P)
       pack<V>(rows + j * ld, ld, 1, static_cast<int>(n - j < P ? n - j : P), width, Scaled<V>{1},
               panels + j * width);
   }
 
-  void go_to(int64_t token) {
-    at = token;
-    n = tokens - at < C ? tokens - at : C;
-    if (call.log_decay) load_decay(shifted(call.log_decay, head * spec.L + at));
+  void set_chunk(int64_t token) {
+    begin = token;
+    n = tokens - begin < C ? tokens - begin : C;
+    if (call.log_decay) load_decay(scalars(call.log_decay, head * spec.L + begin));
     if (call.beta)
-      for (int64_t i = 0; i < n; ++i) beta[i] = shifted(call.beta, head * spec.L + at)[i];
+      for (int64_t i = 0; i < n; ++i) beta[i] = scalars(call.beta, head * spec.L + begin)[i];
   }
 
-  // Row i is row i - 1 times the factor of token i: no quotient that could
-  // overflow, and no token knows a later one. What would be denormal is 0.
+  // pair_decay's row i is row i - 1 times token i's decay. Without quotients nothing overflows, and
+  // no result depends on later tokens. Denormal factors become 0.
   void load_decay(const T* log_decay) {
-    for (int64_t i = 0; i < C; ++i) factors[i] = i < n ? log_decay[i] : 0;
+    for (int64_t i = 0; i < C; ++i) token_decay[i] = i < n ? log_decay[i] : 0;
     for (int64_t i = 0; i < C; i += V::N)
-      Lanes<V>::store(factors + i, exponential(Lanes<V>::load(factors + i)));
-    T left = 1;
+      Lanes<V>::store(token_decay + i, decay_factor(Lanes<V>::load(token_decay + i)));
+    T remaining = 1;
     for (int64_t i = 0; i < n; ++i) {
-      since[i] = left *= factors[i];
-      T* row = pairs + i * C;
+      state_decay[i] = remaining *= token_decay[i];
+      T* row = pair_decay + i * C;
       for (int64_t j = 0; j < C; j += V::N) {
-        const V x = i ? Lanes<V>::load(row - C + j) * Lanes<V>::set(factors[i]) : Lanes<V>::zero();
-        Lanes<V>::store(row + j, keep(not_less(x, Lanes<V>::set(kSmallest)), x));
+        const V x = i ? Lanes<V>::load(row - C + j) * Lanes<V>::set(token_decay[i]) : Lanes<V>::zero();
+        Lanes<V>::store(row + j, keep(not_less(x, Lanes<V>::set(kMinNormal)), x));
       }
       row[i] = 1;
     }
-    for (int64_t j = 0; j < n; ++j) until[j] = pairs[(n - 1) * C + j];
-    whole = left;
+    for (int64_t j = 0; j < n; ++j) decay_to_end[j] = pair_decay[(n - 1) * C + j];
+    chunk_decay = remaining;
   }
 
-  static V exponential(V x) {
-    constexpr T log2e = static_cast<T>(1.44269504088896340736), most = 2 - Exp2<V>::kLowest;
+  static V decay_factor(V x) {
+    constexpr T log2e = static_cast<T>(1.44269504088896340736), limit = 2 - Exp2<V>::kLowest;
     const V zero = Lanes<V>::zero(), z = x * Lanes<V>::set(log2e);
-    return exp2<V>(zero - max(Lanes<V>::set(-most), zero - z));
+    return exp2<V>(zero - max(Lanes<V>::set(-limit), zero - z));
   }
 
   void scale_rows(T* rows, int64_t ld, const T* factor) const {
     for (int64_t i = 0; i < n; ++i) scale<V>(rows + i * ld, ld, factor[i]);
   }
 
-  // products[i][j] = rows_i . panel_j for j <= i (and what else is in the
-  // tile), times `decay` where given.
+  // products[i][j] = rows_i . panel_j for j <= i, times decay[i][j] if given. Elements above the
+  // diagonal are written in whole tiles and not used.
   void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
     for (int64_t j = 0; j < n; j += P)
-      tiles(n - j, [&](auto count, int64_t t) {
+      visit_tiles(n - j, [&](auto count, int64_t t) {
         V sum[count.value][2];
         multiply<V, count.value, true>(rows + (j + t) * ld, ld, panels + j * width, width, sum);
         for (int r = 0; r < count.value; ++r)
@@ -188,16 +192,15 @@ struct LinearChunk {
       });
   }
 
-  // One over the sum of each row's weights; 0 where there is none.
-  void find_divisors(const T* queries, const T* sum, const T* weights, T* divisor) const {
+  // Computes 1 / (sum of each row's weights), or 0 if the sum is 0.
+  void compute_inverse_sums(const T* queries, const T* z, const T* weights, T* inverse_sums) const {
     for (int64_t i = 0; i < n; ++i) {
-      const T total = since[i] * dot<V>(queries + i * Dp, sum, D) + dot<V>(weights + i * C, ones, i + 1);
-      divisor[i] = total == 0 ? 0 : 1 / total;
+      const T total = state_decay[i] * dot<V>(queries + i * Dp, z, D) + dot<V>(weights + i * C, ones, i + 1);
+      inverse_sums[i] = total == 0 ? 0 : 1 / total;
     }
   }
 
-  // sum_r += weights[t + r][j] * slice[j] over j up to t + r, or with Strict
-  // below it.
+  // sum_r += weights[t + r][j] * slice[j] over j <= t + r, or j < t + r if Strict.
   template <int R, bool Strict>
   static REGARD_INLINE void add_lower(const T* weights, const T* slice, int64_t t, V (&sum)[R][2]) {
     multiply_add<V, R, true>(weights + t * C, C, slice, t, sum);
@@ -238,14 +241,14 @@ REGARD_INLINE void load_tile(const Number<V>* source, V (&sum)[R][2]) {
   }
 }
 
-// target[rows][columns] = factor * before + left^T * right, in slices: `left`
-// is [n][ld], `right` [n][P] slices of kLinearChunk rows.
+// target = factor * before + left^T * right. target and before are slices of `rows` rows, left is
+// [n][ld], right slices of kLinearChunk rows.
 template <class V>
 void add_outer(const Number<V>* left, int64_t ld, int64_t rows, const Number<V>* right, int64_t columns,
                int64_t n, Number<V> factor, const Number<V>* before, Number<V>* target) {
   constexpr int P = kPanel<V>;
   for (int64_t c = 0; c < columns; c += P)
-    tiles(rows, [&](auto count, int64_t r) {
+    visit_tiles(rows, [&](auto count, int64_t r) {
       V sum[count.value][2], old[count.value][2];
       const int64_t to = c * rows + r * P;
       multiply<V, count.value, false>(left + r, ld, right + c * kLinearChunk, n, sum);
@@ -267,10 +270,10 @@ int64_t linear_bytes(const LinearSpec& spec) {
   const LinearCall call{};
   const LinearGradients grads{};
   const LinearTask task{&spec, &call, &grads, 0, 0, nullptr, nullptr, nullptr};
-  constexpr uintptr_t anywhere = 64;
-  Arena arena{reinterpret_cast<char*>(anywhere)};
+  constexpr uintptr_t dummy_base = 64;
+  Arena arena{reinterpret_cast<char*>(dummy_base)};
   const Pass<V> pass(task, kTokenAccess<V, Number<V>>, arena);
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - anywhere);
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(arena.free) - dummy_base);
 }
 
 template <class V, class S, template <class> class Pass>

@@ -1,10 +1,12 @@
-// Elementary functions over vectors, in base 2.
+// exp2 and tanh over vectors, and reductions over the lanes of a vector.
 #pragma once
 #include "kernels/isa.h"
 
 namespace {
 
-// 2^f = 1 + f * q(f) on [-1/2, 1/2]. `exact` has more terms, for 2^f - 1 without cancellation.
+// Polynomials for 2^f = 1 + f * q(f) on [-1/2, 1/2]. `q_expm1` has more terms, for 2^f - 1 without
+// cancellation. kRound, added to z, leaves round(z) plus the exponent bias in the low mantissa
+// bits.
 template <class V>
 struct Exp2;
 
@@ -13,8 +15,8 @@ struct Exp2<Floats> {
   static constexpr float kRound = 0x1.8p23f + 127, kLowest = -126, kSaturated = 40, kLargestShift = 0x1p20f;
   static constexpr float q[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f,
                                 0x1.5bba14p-10f};
-  static constexpr float exact[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
-                                    0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
+  static constexpr float q_expm1[] = {0x1.62e430p-1f, 0x1.ebfbe0p-3f,  0x1.c6af6ep-5f,
+                                      0x1.3b2a54p-7f, 0x1.5f0890p-10f, 0x1.44138ap-13f};
 };
 
 template <>
@@ -24,7 +26,7 @@ struct Exp2<Doubles> {
                                  0x1.3b2ab6fba4e79p-7,  0x1.5d87fe78a3f9cp-10, 0x1.430912f86b7dbp-13,
                                  0x1.ffcbfc6da6ed1p-17, 0x1.62c02242b879cp-20, 0x1.b524ebd13a55fp-24,
                                  0x1.e4cf10dec0f59p-28, 0x1.e9ec1fcb69a7fp-32, 0x1.c4a29324a1038p-36};
-  static constexpr const double (&exact)[12] = q;
+  static constexpr const double (&q_expm1)[12] = q;
 };
 
 template <class V, int Count>
@@ -35,7 +37,7 @@ inline V horner(const Number<V> (&c)[Count], V x) {
   return sum;
 }
 
-// 2^z for z up to 126; exactly 0 below the smallest normal exponent and for -inf; NaN stays NaN.
+// 2^z for z <= 126. Exactly 0 for -inf and for z below the smallest normal exponent; NaN stays NaN.
 template <class V>
 inline V exp2(V z) {
   const V round = Lanes<V>::set(Exp2<V>::kRound);
@@ -44,13 +46,14 @@ inline V exp2(V z) {
   return keep(not_less(z, Lanes<V>::set(Exp2<V>::kLowest)), power);
 }
 
-// 2^(s - shift) for an integer shift of moderate size: the subtraction joins the rounding.
+// 2^(s - shift) for an integer shift of at most kLargestShift: the subtraction is part of the
+// rounding.
 template <class V>
 struct ShiftedExp2 {
   V round, lowest;
   explicit ShiftedExp2(V shift)
       : round(Lanes<V>::set(Exp2<V>::kRound) - shift), lowest(shift + Lanes<V>::set(Exp2<V>::kLowest)) {}
-  // Whether `round` is exact.
+  // Returns whether `round` is exact for all lanes.
   static bool fits(V shift) { return bits(less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift))) == 0; }
   V operator()(V s) const {
     const V t = s + round, f = s - (t - round);
@@ -59,26 +62,26 @@ struct ShiftedExp2 {
   }
 };
 
-// tanh(x) from y = 2 * log2(e) * x, as e / (e + 2) with e = 2^y - 1.
+// tanh(x) of y = 2 * log2(e) * x, computed as e / (e + 2) with e = 2^y - 1.
 template <class V>
 inline V tanh_of(V y) {
   const V low = Lanes<V>::set(-Exp2<V>::kSaturated), zero = Lanes<V>::zero(), one = Lanes<V>::set(1);
   y = zero - max(low, zero - max(low, y));
   const V round = Lanes<V>::set(Exp2<V>::kRound);
   const V t = y + round, f = y - (t - round), power = power_from_bits(t);
-  const V e = fma(horner(Exp2<V>::exact, f) * f, power, power - one);
+  const V e = fma(horner(Exp2<V>::q_expm1, f) * f, power, power - one);
   return e / (e + Lanes<V>::set(2));
 }
 
 template <class V>
-inline Number<V> first_of(V x) {
+inline Number<V> first_lane(V x) {
   Number<V> lane[V::N];
   Lanes<V>::store(lane, x);
   return lane[0];
 }
 
 template <class V>
-inline Number<V> sum_of(V x) {
+inline Number<V> lane_sum(V x) {
   Number<V> lane[V::N], sum = 0;
   Lanes<V>::store(lane, x);
   for (int i = 0; i < V::N; ++i) sum += lane[i];

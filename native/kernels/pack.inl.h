@@ -1,4 +1,6 @@
-// Moving blocks between the caller's layout and panels, where query rows are lanes: panel[column][row].
+// Packs the caller's rows into panels, panel[column][row] with query rows in the lanes, and slices,
+// slices[column / P][row][P] with columns in the lanes, and unpacks results. Full vectors are
+// transposed in registers in squares of V::N; remainders are moved element by element.
 #pragma once
 #include "kernels/isa.h"
 
@@ -7,7 +9,7 @@ namespace {
 template <class V>
 constexpr int kPanel = 2 * V::N;
 
-// How a value meets what is in the panel: replaces it, scaled ...
+// Functors that combine a panel's element with a source element. Scaled replaces the element.
 template <class V>
 struct Scaled {
   using Scalar = Number<V>;
@@ -16,7 +18,8 @@ struct Scaled {
   Scalar operator()(Scalar, Scalar x) const { return x * factor; }
 };
 
-// ... or is added to a score as a bias. -inf excludes the key; a finite bias is finite, however large.
+// Biased adds a bias to a score. A bias of -inf masks the key. A finite bias leaves the score
+// finite, however large the bias is.
 template <class V>
 struct Biased {
   using Scalar = Number<V>;
@@ -40,12 +43,13 @@ inline void pack_scalar(const S* source, int64_t row_stride, int64_t col_stride,
                         int64_t col, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = col; c < cols; ++c)
     for (int r = row; r < row_end; ++r) {
-      Number<V>& at = panel[c * kPanel<V> + r];
-      at = put(at, static_cast<Number<V>>(to_float(source[r * row_stride + c * col_stride])));
+      Number<V>& element = panel[c * kPanel<V> + r];
+      element = put(element, static_cast<Number<V>>(to_float(source[r * row_stride + c * col_stride])));
     }
 }
 
-// panel[c][r] = put(panel[c][r], source[r][c]) for the first `rows` rows; other lanes are left alone.
+// panel[c][r] = put(panel[c][r], source[r][c]) for the first `rows` rows. Other lanes keep their
+// values.
 template <class V, class S, class Put>
 void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols, Put put,
           Number<V>* panel) {
@@ -57,8 +61,8 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
         UNROLLED (i, V::N) block[i] = Lanes<V>::load(source + (r + i) * row_stride + c);
         transpose(block);
         UNROLLED (i, V::N) {
-          Number<V>* at = panel + (c + i) * kPanel<V> + r;
-          Lanes<V>::store(at, put(Lanes<V>::load(at), block[i]));
+          Number<V>* target = panel + (c + i) * kPanel<V> + r;
+          Lanes<V>::store(target, put(Lanes<V>::load(target), block[i]));
         }
       }
     pack_scalar<V>(source, row_stride, col_stride, r, r + V::N < rows ? r + V::N : rows, c, cols, put, panel);
@@ -67,33 +71,34 @@ void pack(const S* source, int64_t row_stride, int64_t col_stride, int rows, int
 
 // panel[c][r] = put(panel[c][r], source[c]) for every row.
 template <class V, class S, class Put>
-void pack_same(const S* source, int64_t col_stride, int64_t cols, Put put, Number<V>* panel) {
+void pack_broadcast(const S* source, int64_t col_stride, int64_t cols, Put put, Number<V>* panel) {
   for (int64_t c = 0; c < cols; ++c) {
     const V x = Lanes<V>::set(static_cast<Number<V>>(to_float(source[c * col_stride])));
     for (int r = 0; r < kPanel<V>; r += V::N) {
-      Number<V>* at = panel + c * kPanel<V> + r;
-      Lanes<V>::store(at, put(Lanes<V>::load(at), x));
+      Number<V>* target = panel + c * kPanel<V> + r;
+      Lanes<V>::store(target, put(Lanes<V>::load(target), x));
     }
   }
 }
 
-// What is stored of a result: itself, or what is left of it after the rounding in `rounded`.
+// Functors that store a result: rounded to the target's dtype, or its residual, the rounding error
+// of a 16-bit output.
 template <class V>
 struct StoreAsIs {
   template <class S>
-  void operator()(S* at, V x) const {
-    Lanes<V>::store(at, x);
+  void operator()(S* target, V x) const {
+    Lanes<V>::store(target, x);
   }
   template <class S>
-  void operator()(S* at, Number<V> x) const {
-    from_float(at, x);
+  void operator()(S* target, Number<V> x) const {
+    from_float(target, x);
   }
 };
 template <class V, class S>
 struct RoundingResidual {
-  int64_t rounded;  // where, from the target
-  void operator()(S* at, V x) const { Lanes<V>::store(at, x - Lanes<V>::load(at + rounded)); }
-  void operator()(S* at, Number<V> x) const { from_float(at, x - to_float(at[rounded])); }
+  int64_t rounded;  // offset of the rounded output from the residual, in elements
+  void operator()(S* target, V x) const { Lanes<V>::store(target, x - Lanes<V>::load(target + rounded)); }
+  void operator()(S* target, Number<V> x) const { from_float(target, x - to_float(target[rounded])); }
 };
 
 // target[r][c] = panel[c][r] * factor[r] for the first `rows` rows.
@@ -130,8 +135,8 @@ void unpack_add(const Number<V>* panel, int64_t cols, Number<V> factor, int rows
       UNROLLED (i, V::N) block[i] = Lanes<V>::load(panel + (c + i) * kPanel<V> + r);
       transpose(block);
       UNROLLED (i, V::N)
-        if (Number<V>* at = target + (r + i) * row_stride + c; i < filled)
-          Lanes<V>::store(at, fma(block[i], scale, Lanes<V>::load(at)));
+        if (Number<V>* sum = target + (r + i) * row_stride + c; i < filled)
+          Lanes<V>::store(sum, fma(block[i], scale, Lanes<V>::load(sum)));
     }
     for (; c < cols; ++c)
       for (int i = 0; i < filled; ++i)
@@ -139,8 +144,8 @@ void unpack_add(const Number<V>* panel, int64_t cols, Number<V> factor, int rows
   }
 }
 
-// Rows as slices of P columns, the last filled up with zeros: slices[slice][row][P]; row r times factor[r].
-// `ld` is the distance of slices in rows.
+// slices[c / P][r][c % P] = source[r][c] * factor[r]; the last slice is padded with zeros. `ld` is
+// the number of rows in a slice.
 template <class V, class S>
 void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
                  const Number<V>* factor, int64_t ld, Number<V>* slices) {
@@ -159,7 +164,7 @@ void pack_slices(const S* source, int64_t row_stride, int64_t col_stride, int ro
   }
 }
 
-// target[r][c] = slices[slice][r][c % P] * factor. `ld` is the distance of slices in rows.
+// target[r][c] = slices[c / P][r][c % P] * factor. `ld` is the number of rows in a slice.
 template <class V, class S>
 void unpack_slices(const Number<V>* slices, int64_t ld, int64_t rows, int64_t cols, Number<V> factor,
                    S* target, int64_t row_stride, int64_t col_stride) {
@@ -178,7 +183,7 @@ void unpack_slices(const Number<V>* slices, int64_t ld, int64_t rows, int64_t co
   }
 }
 
-// Rows of K or V, converted, `ld` apart.
+// Copies rows and converts them to the compute type. Target rows are `ld` elements apart.
 template <class V, class S>
 void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
                int64_t ld, Number<V>* target) {

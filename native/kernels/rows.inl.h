@@ -1,22 +1,23 @@
-// What happens to the scores of one query row between the two products, with keys in the lanes: as
-// scores.inl.h does it to panels. Rows have room for a whole number of vectors.
+// Transforms the scores of one query row: softcap, bias, mask, softmax weights, dropout. The
+// counterpart of scores.inl.h with keys in the lanes. Rows are padded to whole vectors.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/scores.inl.h"
 
 namespace {
 
-// Block key c is key `key + c * key_step`; the query stands at `position`.
-struct RowPlace {
+// Coordinates of a row of scores. Its element c is key `key + c * key_step`; the query has position
+// `position`.
+struct RowCoords {
   int64_t batch, head, row, position;
   int64_t key, key_step;
 };
 
 template <class V, class S>
-void add_tensor_bias(const S* bias, const Strides& stride, const RowPlace& at, int64_t n, Number<V>* scores) {
+void add_tensor_bias(const S* bias, const Strides& s, const RowCoords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
-  const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
-  const int64_t step = stride.d * at.key_step;
+  const S* first = bias + at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
+  const int64_t step = s.d * at.key_step;
   const Biased<V> put{static_cast<Scalar>(kLog2E)};
   int64_t c = 0;
   for (; step == 1 && c + V::N <= n; c += V::N)
@@ -25,32 +26,32 @@ void add_tensor_bias(const S* bias, const Strides& stride, const RowPlace& at, i
 }
 
 template <class V>
-void add_alibi(Number<V> slope, const RowPlace& at, int64_t n, Number<V>* scores) {
+void add_alibi(Number<V> slope, const RowCoords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
   const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
   const V step = Lanes<V>::set(static_cast<Scalar>(-at.key_step)), lowest = Lanes<V>::set(Biased<V>::kLowest);
   for (int64_t c = 0; c < n; c += V::N) {
     const V first = Lanes<V>::set(static_cast<Scalar>(at.position - (at.key + c * at.key_step)));
-    const V distance = abs(fma(Lanes<V>::count(), step, first));
+    const V distance = abs(fma(Lanes<V>::iota(), step, first));
     Lanes<V>::store(scores + c, max(lowest, fma_once(distance, factor, Lanes<V>::load(scores + c))));
   }
 }
 
-// Beyond its ends the table goes on unchanged.
+// Distances beyond the table's ends use its first or last column.
 template <class V>
-void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowPlace& at, int64_t n,
+void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowCoords& at, int64_t n,
                   Number<V>* scores) {
   const Biased<V> put{static_cast<Number<V>>(kLog2E)};
   for (int64_t c = 0; c < n; c += V::N) {
     Number<V> lane[V::N];
     const int64_t first = at.position - (at.key + c * at.key_step) - low;
-    for (int i = 0; i < V::N; ++i) lane[i] = table[clamped(first - i * at.key_step, count)];
+    for (int i = 0; i < V::N; ++i) lane[i] = table[clamp_index(first - i * at.key_step, count)];
     Lanes<V>::store(scores + c, put(Lanes<V>::load(scores + c), Lanes<V>::load(lane)));
   }
 }
 
-// The first run of a list that ends after `key`.
-inline int64_t first_run(const SpanList& list, int64_t key) {
+// Returns the index of the first span that ends after `key`.
+inline int64_t first_span_after(const SpanList& list, int64_t key) {
   int64_t low = 0, high = list.count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -62,14 +63,15 @@ inline int64_t first_run(const SpanList& list, int64_t key) {
   return low;
 }
 
-// Keys [begin, end) that the row in `lane` does not see become -inf, and what fills up the last vector.
+// Sets the scores of keys in [begin, end) that the row in `lane` may not attend to, and the padding
+// of the last vector, to -inf.
 template <class V>
-void hide_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
+void mask_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number<V>* scores) {
   const auto fill = [&](int64_t from, int64_t to) {
     for (int64_t j = from; j < to; ++j) scores[j - begin] = static_cast<Number<V>>(-__builtin_inf());
   };
   int64_t next = begin;
-  for (int64_t i = first_run(list, begin); i < list.count && list.spans[i].begin < end; ++i) {
+  for (int64_t i = first_span_after(list, begin); i < list.count && list.spans[i].begin < end; ++i) {
     if (!(list.spans[i].lanes >> lane & 1)) continue;
     fill(next, list.spans[i].begin);
     next = list.spans[i].end < end ? list.spans[i].end : end;
@@ -77,32 +79,32 @@ void hide_row(const SpanList& list, int lane, int64_t begin, int64_t end, Number
   fill(next, begin + round_up(end - begin, V::N));
 }
 
-// NaN does not count.
+// Returns the largest score, ignoring NaN.
 template <class V>
-Number<V> largest_of_row(const Number<V>* scores, int64_t n) {
-  V top = Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()));
-  for (int64_t c = 0; c < n; c += V::N) top = max(Lanes<V>::load(scores + c), top);
+Number<V> max_of_row(const Number<V>* scores, int64_t n) {
+  V lane_max = Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()));
+  for (int64_t c = 0; c < n; c += V::N) lane_max = max(Lanes<V>::load(scores + c), lane_max);
   Number<V> lane[V::N];
-  Lanes<V>::store(lane, top);
+  Lanes<V>::store(lane, lane_max);
   for (int i = 1; i < V::N; ++i) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
   return lane[0];
 }
 
-// scores -> 2^(scores - shift). Returns their sum.
+// Replaces scores by 2^(scores - shift). Returns their sum.
 template <class V>
 Number<V> exponentiate_row(Number<V>* scores, int64_t n, V shift) {
   V sum[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
   for (int64_t c = 0; c < n; c += V::N) {
     const V weight = exp2(Lanes<V>::load(scores + c) - shift);
     Lanes<V>::store(scores + c, weight);
-    V& into = sum[c / V::N & 1];
-    into = into + weight;
+    V& partial = sum[c / V::N & 1];
+    partial = partial + weight;
   }
-  return sum_of(sum[0] + sum[1]);
+  return lane_sum(sum[0] + sum[1]);
 }
 
 template <class V>
-void drop_row(uint64_t stream, const RowPlace& at, uint32_t drop_below, int64_t n, Number<V>* weights) {
+void drop_row(uint64_t stream, const RowCoords& at, uint32_t drop_below, int64_t n, Number<V>* weights) {
   for (int64_t c = 0; c < n; ++c)
     if (dropped(stream, at.key + c * at.key_step, drop_below)) weights[c] = 0;
 }

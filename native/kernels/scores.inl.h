@@ -1,5 +1,6 @@
-// What happens to a block of scores between the two products. Blocks are [key][P], scores in units of
-// log2(e).
+// Transforms a tile of scores between the two matrix products: softcap, bias, mask, softmax
+// weights, dropout. Tiles are [key][P] with query rows in the lanes. Loop order: keys outside, the
+// panel's two vectors inside. Scores are in base 2 (multiplied by log2(e)).
 #pragma once
 #include "kernels/math.inl.h"
 #include "kernels/pack.inl.h"
@@ -8,21 +9,22 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
 
-// Where a block stands: lane t is query `row + t * row_step` at position `position + t * row_step`,
-// block key c is key `key + c * key_step`.
-struct Place {
+// Coordinates of a tile. Lane t is query row `row + t * row_step` with position `position + t *
+// row_step`; the tile's key c is key `key + c * key_step`.
+struct TileCoords {
   int64_t batch, head;
   int64_t row, row_step, position;
   int64_t key, key_step;
   int rows;
 };
 
-// visit(first run, from, to, whether some lane misses a key) for neighbouring spans of a panel in keys
-// [begin, end). `run` is brought to the first that ends after `begin`.
+// Merges adjacent spans of a panel in keys [begin, end) and calls visit(first span, from, to,
+// partial) for each group. `partial`: some lane may not attend to some key. Advances `cur` to the
+// first span that ends after `begin`.
 template <class Visit>
-inline void each_span(const Panel& p, int64_t& span, int64_t begin, int64_t end, uint32_t all, Visit visit) {
-  while (span < p.n_spans && p.spans[span].end <= begin) ++span;
-  for (int64_t i = span; i < p.n_spans && p.spans[i].begin < end;) {
+inline void visit_spans(const Panel& p, int64_t& cur, int64_t begin, int64_t end, uint32_t all, Visit visit) {
+  while (cur < p.n_spans && p.spans[cur].end <= begin) ++cur;
+  for (int64_t i = cur; i < p.n_spans && p.spans[i].begin < end;) {
     const Span* first = p.spans + i;
     const int64_t from = first->begin > begin ? first->begin : begin;
     int64_t to = from;
@@ -35,7 +37,7 @@ inline void each_span(const Panel& p, int64_t& span, int64_t begin, int64_t end,
   }
 }
 
-inline int64_t clamped(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
+inline int64_t clamp_index(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
 
 template <class V>
 void soft_cap(Number<V>* scores, int64_t count, Number<V> cap) {
@@ -45,18 +47,18 @@ void soft_cap(Number<V>* scores, int64_t count, Number<V> cap) {
 }
 
 template <class V, class S>
-void add_tensor_bias(const S* bias, const Strides& stride, const Place& at, int64_t n, Number<V>* scores) {
-  const S* first = bias + at.batch * stride.b + at.head * stride.h + at.row * stride.l + at.key * stride.d;
+void add_tensor_bias(const S* bias, const Strides& s, const TileCoords& at, int64_t n, Number<V>* scores) {
+  const S* first = bias + at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
   const Biased<V> put{static_cast<Number<V>>(kLog2E)};
-  if (stride.l == 0)
-    pack_same<V>(first, stride.d * at.key_step, n, put, scores);
+  if (s.l == 0)
+    pack_broadcast<V>(first, s.d * at.key_step, n, put, scores);
   else
-    pack<V>(first, stride.l * at.row_step, stride.d * at.key_step, at.rows, n, put, scores);
+    pack<V>(first, s.l * at.row_step, s.d * at.key_step, at.rows, n, put, scores);
 }
 
-// -slope * |position - key|
+// Adds -slope * |position - key|.
 template <class V>
-void add_alibi(Number<V> slope, const Place& at, int64_t n, Number<V>* scores) {
+void add_alibi(Number<V> slope, const TileCoords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
   const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
   const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
@@ -64,16 +66,16 @@ void add_alibi(Number<V> slope, const Place& at, int64_t n, Number<V>* scores) {
   for (int64_t c = 0; c < n; ++c)
     for (int r = 0; r < kPanel<V>; r += V::N) {
       const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
-      const V distance = abs(fma(Lanes<V>::count(), step, Lanes<V>::set(static_cast<Scalar>(base))));
+      const V distance = abs(fma(Lanes<V>::iota(), step, Lanes<V>::set(static_cast<Scalar>(base))));
       Scalar* s = scores + c * kPanel<V> + r;
       Lanes<V>::store(s, max(lowest, fma_once(distance, factor, Lanes<V>::load(s))));
     }
 }
 
-// table[position - key], whose `count` columns run from distance `low` on; beyond its ends the table goes on
-// unchanged.
+// Adds table[position - key]. The table's `count` columns begin at distance `low`. Distances beyond
+// its ends use the first or last column.
 template <class V>
-void add_relative(const Number<V>* table, int64_t low, int64_t count, const Place& at, int64_t n,
+void add_relative(const Number<V>* table, int64_t low, int64_t count, const TileCoords& at, int64_t n,
                   Number<V>* scores) {
   const Biased<V> put{static_cast<Number<V>>(kLog2E)};
   for (int64_t c = 0; c < n; ++c) {
@@ -87,13 +89,13 @@ void add_relative(const Number<V>* table, int64_t low, int64_t count, const Plac
       Lanes<V>::store(s + r, put(Lanes<V>::load(s + r), bias));
     }
     for (int t = 0; t < at.rows && !inside && !outside; ++t)
-      s[t] = put(s[t], table[clamped(first + t * at.row_step, count)]);
+      s[t] = put(s[t], table[clamp_index(first + t * at.row_step, count)]);
   }
 }
 
-// Whatever bias the call has; at a Place, or at a RowPlace of rows.inl.h.
-template <class V, class S, class Where>
-void add_bias(const Spec& spec, const Call& call, const Where& at, int64_t n, Number<V>* scores) {
+// Adds the call's bias at TileCoords, or at the RowCoords of rows.inl.h.
+template <class V, class S, class Coords>
+void add_bias(const Spec& spec, const Call& call, const Coords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
   const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
   if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
@@ -106,43 +108,45 @@ void add_bias(const Spec& spec, const Call& call, const Where& at, int64_t n, Nu
     add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
-// Numbers of keys [begin, end) become `instead` in the lanes that do not see them; `spans` starts at begin.
+// Sets the elements of keys [begin, end) to `fill` in the lanes that may not attend to them.
+// `spans` is the span that contains `begin`.
 template <class V>
-void hide(const Span* spans, int64_t begin, int64_t end, uint32_t all, Number<V> instead, Number<V>* scores) {
-  const V hidden = Lanes<V>::set(instead);
+void mask_keys(const Span* spans, int64_t begin, int64_t end, uint32_t all, Number<V> fill,
+               Number<V>* scores) {
+  const V masked = Lanes<V>::set(fill);
   for (int64_t key = begin; key < end; ++spans) {
     const int64_t stop = spans->end < end ? spans->end : end;
     if (spans->lanes != all)
       for (int r = 0; r < kPanel<V>; r += V::N) {
-        const auto seen = Lanes<V>::mask(spans->lanes, r);
+        const auto allowed = Lanes<V>::mask(spans->lanes, r);
         for (int64_t j = key; j < stop; ++j) {
           Number<V>* s = scores + (j - begin) * kPanel<V> + r;
-          Lanes<V>::store(s, select(seen, Lanes<V>::load(s), hidden));
+          Lanes<V>::store(s, select(allowed, Lanes<V>::load(s), masked));
         }
       }
     key = stop;
   }
 }
 
-// Of each lane.
+// Raises `lane_max` to each lane's largest score.
 template <class V>
-void largest(const Number<V>* scores, int64_t n, V (&top)[2]) {
+void max_over_keys(const Number<V>* scores, int64_t n, V (&lane_max)[2]) {
   for (int64_t c = 0; c < n; ++c)
-    for (int i = 0; i < 2; ++i) top[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), top[i]);
+    for (int i = 0; i < 2; ++i) lane_max[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), lane_max[i]);
 }
 
-// scores -> power(scores), by vector; each lane's sum is added to its total. Two sums in turn halve the
-// chain.
-template <class V, class Power>
-inline void raise_to_powers(Number<V>* scores, int64_t n, const Power (&power)[2], Number<V>* total) {
+// Replaces scores by exp(scores) and adds each lane's sum to its total. Two alternating sums halve
+// the dependency chain.
+template <class V, class Exp>
+inline void exponentiate_with(Number<V>* scores, int64_t n, const Exp (&exp)[2], Number<V>* total) {
   V sum[2][2];
   for (int i = 0; i < 2; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
-  const auto step = [&](int64_t c, V(&into)[2]) {
+  const auto step = [&](int64_t c, V(&partial)[2]) {
     UNROLLED (i, 2) {
-      Number<V>* at = scores + (2 * c + i) * V::N;
-      const V weight = power[i](Lanes<V>::load(at));
-      Lanes<V>::store(at, weight);
-      into[i] = into[i] + weight;
+      Number<V>* score = scores + (2 * c + i) * V::N;
+      const V weight = exp[i](Lanes<V>::load(score));
+      Lanes<V>::store(score, weight);
+      partial[i] = partial[i] + weight;
     }
   };
   for (int64_t c = 0; c + 1 < n; c += 2) {
@@ -154,9 +158,9 @@ inline void raise_to_powers(Number<V>* scores, int64_t n, const Power (&power)[2
     Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + (sum[0][i] + sum[1][i]));
 }
 
-// Lanes with a large shift take the plain way, and the others do not notice.
+// 2^(s - shift) for shifts of any size. Lanes with a large shift subtract before rounding.
 template <class V>
-struct CarefulExp2 {
+struct LargeShiftExp2 {
   V shift;
   V operator()(V s) const {
     const auto large = less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift));
@@ -164,13 +168,13 @@ struct CarefulExp2 {
   }
 };
 
-// A lane that has seen nothing has shift -inf; 0 stands in for it.
+// Replaces a shift of -inf, which a lane has before its first key, by 0.
 template <class V>
 inline V finite_shift(V shift) {
   return keep(differs(shift, Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()))), shift);
 }
 
-// A head's softmax before any key: nothing, or its sink.
+// Initialises a head's softmax with its sink, or empty if there is none.
 template <class V>
 inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
   using Scalar = Number<V>;
@@ -182,14 +186,14 @@ inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
   total = exp2(sink - finite_shift(shift));
 }
 
-// scores -> 2^(scores - shift)
+// Replaces scores by 2^(scores - shift) and adds each lane's sum to its total.
 template <class V>
 void exponentiate(Number<V>* scores, int64_t n, const V (&shift)[2], Number<V>* total) {
-  using Quick = ShiftedExp2<V>;
-  if (Quick::fits(shift[0]) && Quick::fits(shift[1]))
-    raise_to_powers<V, Quick>(scores, n, {Quick(shift[0]), Quick(shift[1])}, total);
+  using Fast = ShiftedExp2<V>;
+  if (Fast::fits(shift[0]) && Fast::fits(shift[1]))
+    exponentiate_with<V, Fast>(scores, n, {Fast(shift[0]), Fast(shift[1])}, total);
   else
-    raise_to_powers<V, CarefulExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
+    exponentiate_with<V, LargeShiftExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
 }
 
 inline uint64_t mix(uint64_t x) {
@@ -198,13 +202,13 @@ inline uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-// The two words of a query's dropout stream.
+// Returns the two 32-bit words that seed the dropout of one query row.
 inline uint64_t dropout_stream(uint64_t seed, int64_t head_index, int64_t row) {
-  const uint64_t call = mix(mix(seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
-  return mix(call + static_cast<uint64_t>(row));
+  const uint64_t head_seed = mix(mix(seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
+  return mix(head_seed + static_cast<uint64_t>(row));
 }
 
-// Those of a panel's lanes.
+// Computes the dropout words of a panel's lanes.
 template <class V>
 void dropout_streams(uint64_t seed, int64_t head_index, int64_t row, int64_t row_step, uint32_t* low,
                      uint32_t* high) {
@@ -230,7 +234,7 @@ inline Words dropout_words(Words a, Words c, int64_t pair) {
   return x ^ shift_right(x, 16);
 }
 
-// How a dropped weight is shown: as zero, or (in backward, which needs its size) by its sign.
+// Marks a dropped weight: zero, or, for backward, which needs the weight, a negative sign.
 template <class V>
 struct Zeroed {
   V operator()(typename Lanes<V>::Mask kept, V weight) const { return keep(kept, weight); }
@@ -242,9 +246,10 @@ struct Negated {
   }
 };
 
-// Drops weights of a block. `low` and `high` are the lanes' two stream words.
-template <class V, template <class> class Shown>
-void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t drop_below, int64_t n,
+// Applies dropout to a tile of weights. `low` and `high` are the lanes' dropout words. Two
+// neighbouring keys share one 32-bit random number.
+template <class V, template <class> class Mark>
+void drop(const uint32_t* low, const uint32_t* high, const TileCoords& at, uint32_t drop_below, int64_t n,
           Number<V>* weights) {
   const Words limit = words(drop_below - 1), half = words(0xFFFF);
   for (int r = 0; r < kPanel<V>; r += Words::N) {
@@ -257,7 +262,7 @@ void drop(const uint32_t* low, const uint32_t* high, const Place& at, uint32_t d
       const Words kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
       for (int i = 0; i < Words::N / V::N; ++i) {
         Number<V>* w = weights + c * kPanel<V> + r + i * V::N;
-        Lanes<V>::store(w, Shown<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
+        Lanes<V>::store(w, Mark<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));
       }
     }
   }

@@ -1,5 +1,6 @@
-// K or V of one head as it is stored: floats of any dtype, or codes with scales; in one split or in pages.
-// Rows are read in tiles, converted where the kernels could not use them as they lie.
+// Reads stored keys or values of one head: floats of any dtype, or int8 or int4 codes with scales;
+// contiguous or in pages. Rows are read in tiles, in place where a kernel can use them, else
+// converted to the compute type.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/pack.inl.h"
@@ -8,34 +9,36 @@ namespace {
 
 constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
 
-// Rows of a tile, read vector by vector: load(d, i) has elements d + i on, for d a multiple of kLine.
+// A row of floats. load(d, i) loads a vector from element d + i; d is a multiple of kLine, the
+// elements of a cache line.
 template <class V, class K>
 struct FloatRow {
   static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
-  const K* at;
-  V load(int64_t d, int i) const { return Lanes<V>::load(at + d + i); }
-  Number<V> element(int64_t d) const { return static_cast<Number<V>>(to_float(at[d])); }
-  void prefetch(int64_t d, int64_t ahead) const { __builtin_prefetch(at + d + ahead); }
+  const K* data;
+  V load(int64_t d, int i) const { return Lanes<V>::load(data + d + i); }
+  Number<V> element(int64_t d) const { return static_cast<Number<V>>(to_float(data[d])); }
+  void prefetch(int64_t d, int64_t ahead) const { __builtin_prefetch(data + d + ahead); }
 };
 
 template <class V, class K>
 struct FloatTile {
   using Row = FloatRow<V, K>;
-  const K* at;
+  const K* data;
   int64_t ld;
-  Row row(int64_t c) const { return {at + c * ld}; }
+  Row row(int64_t c) const { return {data + c * ld}; }
 };
 
-// Codes are read a unit of vectors at a time: two of them share their bytes if a code has four bits.
+// A row of codes. A unit is one vector of int8 codes, or two vectors of int4 codes that share their
+// bytes.
 template <class V, StoreKind Kind>
 struct CodeRow {
   static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2;
-  static constexpr int kUnits = kGroup / kVectors / V::N;  // of a group
+  static constexpr int kUnits = kGroup / kVectors / V::N;  // units of a group
   const uint8_t* codes;
   const Number<V>* scales;
 
-  // Where element 0 of vector n of a unit is in its group.
-  static constexpr int place(int unit, int n) { return unit * V::N + n * kHalf; }
+  // Returns the channel, within its group, of lane 0 of vector n of a unit.
+  static constexpr int channel(int unit, int n) { return unit * V::N + n * kHalf; }
 
   void load(int64_t group, int unit, V (&x)[kVectors]) const {
     if constexpr (Kind == kInt8)
@@ -43,12 +46,12 @@ struct CodeRow {
     else
       load_nibbles(codes + group * kHalf + unit * V::N, x[0], x[1]);
   }
-  // A number is code * scale + least; with eight bits least is 0.
+  // An element is code * scale + low; int8 has no low.
   V scale(int64_t group) const { return Lanes<V>::set(scales[kVectors * group]); }
-  V least(int64_t group) const { return Lanes<V>::set(scales[2 * group + 1]); }
-  V number(V code, int64_t group) const {
+  V low(int64_t group) const { return Lanes<V>::set(scales[2 * group + 1]); }
+  V dequantise(V code, int64_t group) const {
     if constexpr (Kind == kInt8) return code * scale(group);
-    return fma(code, scale(group), least(group));
+    return fma(code, scale(group), low(group));
   }
   void prefetch(int64_t group, int64_t ahead) const {
     __builtin_prefetch(codes + group * kGroup / kVectors + ahead);
@@ -75,7 +78,7 @@ class Stored {
       : spec_(*p.spec), stride_(stride), scale_stride_(scale_stride), width_(width), batch_(p.batch),
         key_(p.key), step_(p.key_step),
         table_(p.call->table ? p.call->table + p.batch * p.call->table_stride : nullptr) {
-    data_ = static_cast<const char*>(data) + p.kv_head * stride.h * item();
+    data_ = static_cast<const char*>(data) + p.kv_head * stride.h * element_bytes();
     scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);
   }
 
@@ -86,118 +89,121 @@ class Stored {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
-  // Numbers that a tile of n rows takes, and its scales.
+  // Scratch scalars for a converted tile of n rows, and for its scales.
   static int64_t tile_size(int64_t width, int64_t n) { return n * round_up(width, kGroup); }
   static int64_t scales_size(int64_t width, int64_t n) { return n * 2 * (round_up(width, kGroup) / kGroup); }
 
-  // Rows [begin, begin + n) where they lie, `ld` apart; null if they are codes, or not in one split.
+  // Returns rows [begin, begin + n) in place, `ld` elements apart. Returns null if they are
+  // codes, cross a page, or are not contiguous along D.
   const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
-    if (spec_.store != kFloats || stride_.d != 1 || together(begin, n) < n) return nullptr;
+    if (spec_.store != kFloats || stride_.d != 1 || rows_in_page(begin, n) < n) return nullptr;
     ld = stride_.l * step_;
-    return reinterpret_cast<const S*>(look(begin).data);
+    return reinterpret_cast<const S*>(locate(begin).data);
   }
 
-  // The same for codes, with their scales converted; codes are null if the rows are not in one split.
+  // Returns rows of codes in place, with their scales converted. The codes are null if the rows
+  // cross a page.
   template <StoreKind Kind>
   CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
-    const Row row = look(begin);
-    if (!row.exists || together(begin, n) < n) return {nullptr, 0, nullptr, 0};
+    const Row row = locate(begin);
+    if (!row.exists || rows_in_page(begin, n) < n) return {nullptr, 0, nullptr, 0};
     convert_scales(row, n, scales);
     return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, scales, scales_per_row()};
   }
 
-  // The same, converted. Where the table is wrong, zeros; `is_broken` tells.
-  const Scalar* rows(int64_t begin, int64_t n, Scalar* into, Scalar* scales, int64_t& ld) {
+  // Returns rows in the compute type, copied to `target`. Rows of a page that does not exist are
+  // zeros, and `has_bad_page` returns true.
+  const Scalar* rows(int64_t begin, int64_t n, Scalar* target, Scalar* scales, int64_t& ld) {
     ld = round_up(width_, kGroup);
     for (int64_t r = 0, m; r < n; r += m) {
-      m = together(begin + r, n - r);
-      convert(find(begin + r), m, into + r * ld, scales, ld);
+      m = rows_in_page(begin + r, n - r);
+      convert(locate_checked(begin + r), m, target + r * ld, scales, ld);
     }
-    return into;
+    return target;
   }
 
-  bool is_broken() const { return broken_; }
+  bool has_bad_page() const { return bad_page_; }
 
  private:
   struct Row {
-    bool exists;  // its page does
+    bool exists;  // the page table's entry is valid
     const char* data;
     const Half* scales;
   };
 
-  int64_t item() const { return spec_.store == kFloats ? sizeof(S) : 1; }
+  int64_t element_bytes() const { return spec_.store == kFloats ? sizeof(S) : 1; }
   int64_t groups() const { return (width_ + kGroup - 1) / kGroup; }
 
-  // How many of the next n rows lie in one page.
-  int64_t together(int64_t begin, int64_t n) const {
+  // Returns how many of the next n rows lie in the same page.
+  int64_t rows_in_page(int64_t begin, int64_t n) const {
     if (!table_) return n;
     const int64_t left = (spec_.page - ((key_ + begin * step_) & (spec_.page - 1)) + step_ - 1) / step_;
     return left < n ? left : n;
   }
 
-  Row look(int64_t j) const {
+  Row locate(int64_t j) const {
     const int64_t key = key_ + j * step_;
     const int64_t outer = table_ ? table_[key / spec_.page] : batch_;
     const int64_t row = table_ ? key & (spec_.page - 1) : key;
     if (table_ && (outer < 0 || outer >= spec_.pages)) return {false, nullptr, nullptr};
-    return {true, data_ + (outer * stride_.b + row * stride_.l) * item(),
+    return {true, data_ + (outer * stride_.b + row * stride_.l) * element_bytes(),
             scales_ + outer * scale_stride_.b + row * scale_stride_.l};
   }
 
-  Row find(int64_t j) {
-    const Row row = look(j);
-    broken_ |= !row.exists;
+  Row locate_checked(int64_t j) {
+    const Row row = locate(j);
+    bad_page_ |= !row.exists;
     return row;
   }
 
-  void convert(const Row& row, int64_t n, Scalar* into, Scalar* scales, int64_t ld) {
+  void convert(const Row& row, int64_t n, Scalar* target, Scalar* scales, int64_t ld) {
     if (!row.exists)
-      for (int64_t i = 0; i < n * ld; ++i) into[i] = 0;
+      for (int64_t i = 0; i < n * ld; ++i) target[i] = 0;
     else if (spec_.store == kFloats)
-      copy_rows<V>(reinterpret_cast<const S*>(row.data), stride_.l * step_, stride_.d, n, width_, ld, into);
+      copy_rows<V>(reinterpret_cast<const S*>(row.data), stride_.l * step_, stride_.d, n, width_, ld, target);
     else if constexpr (sizeof(Scalar) == sizeof(float))
-      dequantise(row, n, into, scales);
+      dequantise(row, n, target, scales);
   }
 
   int64_t scales_per_row() const { return groups() * (spec_.store == kInt8 ? 1 : 2); }
 
   void convert_scales(const Row& row, int64_t n, Scalar* scales) const {
-    const int64_t per_row = scales_per_row(), gap = scale_stride_.l * step_;
-    if (gap == per_row)
+    const int64_t per_row = scales_per_row(), row_stride = scale_stride_.l * step_;
+    if (row_stride == per_row)
       copy_rows<V>(row.scales, 0, 1, 1, n * per_row, 0, scales);
     else
-      copy_rows<V>(row.scales, gap, 1, n, per_row, per_row, scales);
+      copy_rows<V>(row.scales, row_stride, 1, n, per_row, per_row, scales);
   }
 
-  // Codes of n rows -> numbers.
-  void dequantise(const Row& row, int64_t n, Scalar* into, Scalar* scales) const {
+  // Dequantises n rows.
+  void dequantise(const Row& row, int64_t n, Scalar* target, Scalar* scales) const {
     convert_scales(row, n, scales);
     for (int64_t r = 0; r < n; ++r) {
       const char* codes = row.data + r * stride_.l * step_;
-      for (int64_t g = 0; g < groups(); ++g, into += kGroup)
+      for (int64_t g = 0; g < groups(); ++g, target += kGroup)
         if (spec_.store == kInt8)
-          group_of_bytes(reinterpret_cast<const int8_t*>(codes) + g * kGroup, *scales++, into);
+          dequantise_int8_group(reinterpret_cast<const int8_t*>(codes) + g * kGroup, *scales++, target);
         else
-          group_of_nibbles(reinterpret_cast<const uint8_t*>(codes) + g * kGroup / 2, scales[0], scales[1],
-                           into),
+          dequantise_int4_group(reinterpret_cast<const uint8_t*>(codes) + g * kGroup / 2, scales[0],
+                                scales[1], target),
               scales += 2;
     }
   }
 
-  static void group_of_bytes(const int8_t* codes, Scalar scale, Scalar* into) {
+  static void dequantise_int8_group(const int8_t* codes, Scalar scale, Scalar* target) {
     const V factor = Lanes<V>::set(scale);
 #pragma GCC unroll 8
-    for (int i = 0; i < kGroup; i += V::N) Lanes<V>::store(into + i, Lanes<V>::load(codes + i) * factor);
+    for (int i = 0; i < kGroup; i += V::N) Lanes<V>::store(target + i, Lanes<V>::load(codes + i) * factor);
   }
 
-  static void group_of_nibbles(const uint8_t* codes, Scalar scale, Scalar least, Scalar* into) {
-    const V factor = Lanes<V>::set(scale), low = Lanes<V>::set(least);
+  static void dequantise_int4_group(const uint8_t* codes, Scalar scale, Scalar low, Scalar* target) {
+    const V factor = Lanes<V>::set(scale), lows = Lanes<V>::set(low);
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup / 2; i += V::N) {
       V below, above;
       load_nibbles(codes + i, below, above);
-      Lanes<V>::store(into + i, fma(below, factor, low));
-      Lanes<V>::store(into + kGroup / 2 + i, fma(above, factor, low));
+      Lanes<V>::store(target + i, fma(below, factor, lows));
+      Lanes<V>::store(target + kGroup / 2 + i, fma(above, factor, lows));
     }
   }
 
@@ -207,7 +213,7 @@ class Stored {
   const int32_t* table_;
   const char* data_;
   const Half* scales_;
-  bool broken_ = false;
+  bool bad_page_ = false;
 };
 
 }  // namespace

@@ -1,26 +1,27 @@
-// New rows for a cache: copied, or as codes of 8 or 4 bits with their scales (see StoreKind).
+// Writes new rows into a cache: copies floats, or quantises groups of 32 channels to int8 or int4
+// codes with float16 scales (see StoreKind). Loop order: rows, groups of a row, channels.
 #include "kernels/pack.inl.h"
 
 namespace {
 
-// To the nearest integer, ties to even, for |x| < 2^22.
-inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
+inline float round_to_even(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// 0 / 0, in a group whose numbers are all equal, is code 0.
-inline float code_of(float x, float least, float top) {
+// Clamps and rounds to a code. 0 / 0, which a group of equal elements yields, becomes code 0.
+inline float code_of(float x, float min_code, float max_code) {
   x = x == x ? x : 0;
-  x = x > least ? x : least;
-  return nearest(x < top ? x : top);
+  x = x > min_code ? x : min_code;
+  return round_to_even(x < max_code ? x : max_code);
 }
 
-inline float as_half(float x, Half* kept) {
-  from_float(kept, x);
-  return to_float(*kept);
+inline float round_to_half(float x, Half* target) {
+  from_float(target, x);
+  return to_float(*target);
 }
 
-// A group of numbers, and what is known of all of them. Channels beyond the row repeat its last one.
+// The elements of one group. Channels beyond the row's width repeat its last channel.
 struct Group {
-  static constexpr int kSide = 8;  // so many of each result, which compilers turn into vectors
+  static constexpr int kLanes = 8;  // independent accumulators, which compilers vectorise
   float x[kGroup];
 
   template <class S>
@@ -30,8 +31,8 @@ struct Group {
   }
 
   bool is_finite() const {
-    float zero[kSide] = {};
-    for (int i = 0; i < kGroup; ++i) zero[i % kSide] += x[i] - x[i];
+    float zero[kLanes] = {};
+    for (int i = 0; i < kGroup; ++i) zero[i % kLanes] += x[i] - x[i];
     float sum = 0;
     for (const float z : zero) sum += z;
     return sum == 0;
@@ -43,35 +44,35 @@ struct Group {
     return nan;
   }
 
-  // The largest of sign * x, or of |x| when the sign is 0; of finite numbers.
-  float largest(float sign) const {
-    float top[kSide];
+  // Returns the largest sign * x, or the largest |x| if sign is 0. The elements must be finite.
+  float max_of(float sign) const {
+    float lane_max[kLanes];
     for (int i = 0; i < kGroup; ++i) {
       const float value = sign == 0 ? fabsf(x[i]) : sign * x[i];
-      top[i % kSide] = i < kSide || value > top[i % kSide] ? value : top[i % kSide];
+      lane_max[i % kLanes] = i < kLanes || value > lane_max[i % kLanes] ? value : lane_max[i % kLanes];
     }
-    for (const float t : top) top[0] = t > top[0] ? t : top[0];
-    return top[0];
+    for (const float t : lane_max) lane_max[0] = t > lane_max[0] ? t : lane_max[0];
+    return lane_max[0];
   }
 };
 
 inline void encode_bytes(const Group& group, int64_t n, int8_t* codes, Half* scale) {
-  constexpr float kTop = 127;
-  const float top = group.is_finite() ? group.largest(0)
-                    : group.has_nan() ? __builtin_nanf("")
-                                      : __builtin_inff();
-  const float step = as_half(top / kTop, scale);
+  constexpr float kMaxCode = 127;
+  const float max_abs = group.is_finite() ? group.max_of(0)
+                        : group.has_nan() ? __builtin_nanf("")
+                                          : __builtin_inff();
+  const float step = round_to_half(max_abs / kMaxCode, scale);
   for (int64_t i = 0; i < kGroup; ++i)
-    codes[i] = i < n ? static_cast<int8_t>(code_of(group.x[i] / step, -kTop, kTop)) : 0;
+    codes[i] = i < n ? static_cast<int8_t>(code_of(group.x[i] / step, -kMaxCode, kMaxCode)) : 0;
 }
 
-// The line low + step * code through the numbers: least squares for the codes of the full range.
+// Fits x = low + step * code by least squares, with the codes of the group's full range.
 inline void fit_line(const Group& group, Half* line) {
-  constexpr float kTop = 15;
-  const float low = -group.largest(-1), step = (group.largest(1) - low) / kTop;
+  constexpr float kMaxCode = 15;
+  const float low = -group.max_of(-1), step = (group.max_of(1) - low) / kMaxCode;
   double c_sum = 0, cc_sum = 0, x_sum = 0, cx_sum = 0;
   for (const float x : group.x) {
-    const double c = code_of((x - low) / step, 0, kTop), value = x;
+    const double c = code_of((x - low) / step, 0, kMaxCode), value = x;
     c_sum += c, cc_sum += c * c, x_sum += value, cx_sum += c * value;
   }
   const double spread = cc_sum - c_sum * c_sum / kGroup;

@@ -8,13 +8,13 @@ namespace {
 struct Entry {
   const Kernels* kernels;
   bool (*can_run)();
-  bool by_default;  // `wide` exists to test the kernels at another width
+  bool by_default;  // false for `wide`, which only tests use
 };
 
 bool always() { return true; }
 
 #ifdef REGARD_HAVE_AVX2
-// The builtins look at CPUID and at what the operating system saves.
+// The builtins check CPUID and that the operating system saves the vector registers.
 bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -31,13 +31,13 @@ const Entry kEntries[] = {
 #endif
 };
 
-const Kernels* best() {
+const Kernels* default_kernels() {
   for (const Entry& e : kEntries)
     if (e.by_default && e.can_run()) return e.kernels;
   return &regard_kernels_generic;
 }
 
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const Kernels*> active{nullptr};
 
 }  // namespace
 
@@ -49,9 +49,9 @@ std::vector<std::string> instruction_sets(bool runnable) {
 }
 
 const Kernels& kernels() {
-  const Kernels* now = chosen.load(std::memory_order_relaxed);
-  if (!now) chosen.store(now = best(), std::memory_order_relaxed);
-  return *now;
+  const Kernels* table = active.load(std::memory_order_relaxed);
+  if (!table) active.store(table = default_kernels(), std::memory_order_relaxed);
+  return *table;
 }
 
 int panel_rows(DType dtype) { return dtype == kFloat64 ? kernels().panel_double : kernels().panel_float; }
@@ -59,7 +59,7 @@ int panel_rows(DType dtype) { return dtype == kFloat64 ? kernels().panel_double 
 bool use(const std::string& name) {
   for (const Entry& e : kEntries)
     if (name == e.kernels->name && e.can_run()) {
-      chosen.store(e.kernels);
+      active.store(e.kernels);
       return true;
     }
   return false;

@@ -1,4 +1,4 @@
-// Which instruction sets were compiled, which this CPU can run, and which one is in use.
+// Instruction sets: which are compiled, which the CPU supports, and which one is active.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,12 +7,13 @@
 
 namespace regard {
 
-// All that were compiled, or those of them that this CPU can run.
+// Lists the names of the compiled instruction sets, or only those that the CPU supports.
 std::vector<std::string> instruction_sets(bool runnable);
+// Returns the active instruction set's kernels.
 const Kernels& kernels();
-// Query rows of a panel with these kernels.
+// Returns the number of query rows in a panel of the active kernels.
 int panel_rows(DType dtype);
-// False when the name is unknown or this CPU cannot run it.
+// Makes an instruction set active. Returns false if it is not compiled or the CPU does not support it.
 bool use(const std::string& name);
 
 }  // namespace regard

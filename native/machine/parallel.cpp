@@ -15,7 +15,7 @@ using NumThreads = int32_t (*)(uint32_t* count);
 
 ParallelFor parallel_for = nullptr;
 NumThreads num_threads = nullptr;
-// OpenMP's threads do not exist in a forked child, and asking for them hangs.
+// OpenMP's threads do not exist in a forked child, and using them hangs.
 std::atomic<bool> forked{false};
 
 struct Job {
@@ -39,8 +39,8 @@ bool open_pool(const std::string& library) {
     parallel_for = nullptr;
     return false;
   }
-  static const int once = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
-  return once == 0;
+  static const int error = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+  return error == 0;
 }
 
 int threads() {

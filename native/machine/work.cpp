@@ -17,6 +17,7 @@ int64_t milliseconds() {
   return t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
+// A buffer that only grows.
 class Scratch {
  public:
   Scratch() = default;
@@ -25,7 +26,7 @@ class Scratch {
   }
   ~Scratch() { free(data_); }
 
-  void* hold(int64_t bytes) {
+  void* reserve(int64_t bytes) {
     if (bytes <= bytes_) return data_;
     free(data_);
     bytes_ = ceil_div(bytes, 4096) * 4096;
@@ -39,26 +40,26 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
-thread_local std::vector<Scratch> kept;
+thread_local std::vector<Scratch> worker_scratch;  // [worker], for calls that this thread makes
 
 }  // namespace
 
-Stopper::Stopper(Interrupt interrupt) : interrupt_(interrupt), asked_(milliseconds()) {}
+Stopper::Stopper(Interrupt interrupt) : interrupt_(interrupt), last_poll_(milliseconds()) {}
 
-bool Stopper::ask(void* self) {
+bool Stopper::poll(void* self) {
   Stopper& s = *static_cast<Stopper*>(self);
   if (s.stopped()) return true;
   if (!pthread_equal(s.caller_, pthread_self())) return false;
   const int64_t now = milliseconds();
-  if (now - s.asked_ < 50) return false;
-  s.asked_ = now;
+  if (now - s.last_poll_ < 50) return false;
+  s.last_poll_ = now;
   if (s.interrupt_.pending && s.interrupt_.pending()) s.stopped_ = true;
   return s.stopped();
 }
 
-void Stopper::watch(const std::atomic<int64_t>& busy) {
+void Stopper::poll_until_idle(const std::atomic<int64_t>& running) {
   if (!pthread_equal(caller_, pthread_self())) return;
-  while (busy > 0 && !ask(this)) sched_yield();
+  while (running > 0 && !poll(this)) sched_yield();
 }
 
 void Stopper::out_of_memory() { stopped_ = out_of_memory_ = true; }
@@ -68,16 +69,16 @@ Outcome Stopper::outcome() const {
 }
 
 void* scratch(size_t worker, int64_t bytes) {
-  if (kept.size() <= worker) kept.resize(worker + 1);
-  return kept[worker].hold(bytes);
+  if (worker_scratch.size() <= worker) worker_scratch.resize(worker + 1);
+  return worker_scratch[worker].reserve(bytes);
 }
 
-void ask_for_large_pages(void* data, int64_t bytes) {
+void advise_huge_pages(void* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  constexpr uintptr_t page = 4096, large = 4 << 20;
-  const uintptr_t from = reinterpret_cast<uintptr_t>(data), begin = (from + page - 1) / page * page;
-  const uintptr_t end = (from + static_cast<uintptr_t>(bytes)) / page * page;
-  if (begin + large <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  constexpr uintptr_t page = 4096, min_bytes = 4 << 20;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data), begin = (address + page - 1) / page * page;
+  const uintptr_t end = (address + static_cast<uintptr_t>(bytes)) / page * page;
+  if (begin + min_bytes <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data, (void)bytes;
 #endif

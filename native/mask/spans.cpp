@@ -10,6 +10,7 @@
 namespace regard {
 namespace {
 
+// As regard.masks._program.Op. A node is [op, length, arguments..., children...]; `length` counts all of it.
 enum Op : int64_t {
   kWindow = 1,
   kLengths,
@@ -33,12 +34,12 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 uint32_t first_lanes(int n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
 int64_t floor_div(int64_t a, int64_t b) {
-  return b == 1 ? a : a / b - (a % b != 0 && (a < 0) != (b < 0));  // steps are mostly 1, divisions slow
+  return b == 1 ? a : a / b - (a % b != 0 && (a < 0) != (b < 0));  // b is mostly 1, and a division is slow
 }
 int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 int64_t modulo(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
 
-// Adds a run, joined to the last one where they touch and agree.
+// Appends a span. Extends the last span instead if the two touch and have the same lanes.
 void append(Spans& out, int64_t begin, int64_t end, uint32_t lanes) {
   if (begin >= end || lanes == 0) return;
   if (!out.empty() && out.back().end == begin && out.back().lanes == lanes)
@@ -47,31 +48,31 @@ void append(Spans& out, int64_t begin, int64_t end, uint32_t lanes) {
     out.push_back({begin, end, lanes});
 }
 
-// Operands lie one after the other in one vector, like on a stack, so that combining them allocates nothing.
-// kEnd stands between them: it touches no run and comes after all.
-constexpr int64_t kLast = std::numeric_limits<int64_t>::max();
-constexpr Span kEnd = {kLast, kLast, 0};
+// The span lists of a node's children lie one after the other in one vector, like operands on a stack, so
+// that combining them allocates nothing. A sentinel after all keys separates two lists.
+constexpr int64_t kAfterAll = std::numeric_limits<int64_t>::max();
+constexpr Span kSentinel = {kAfterAll, kAfterAll, 0};
 
-// Where the next list begins, when the last one began at `before`. An empty one is replaced.
-size_t begin_list(Spans& out, size_t before) {
-  if (out.size() > before) out.push_back(kEnd);
+// Starts a new list after the one that begins at `last` and returns its begin. Replaces an empty last list.
+size_t begin_list(Spans& out, size_t last) {
+  if (out.size() > last) out.push_back(kSentinel);
   return out.size();
 }
 
-// Whether the last list, which begins at a, says that all rows see [lo, hi).
+// Returns whether the last list, which begins at a, is one full span [lo, hi).
 bool is_full(const Spans& out, size_t a, int64_t lo, int64_t hi, uint32_t all) {
   return out.size() == a + 1 && out[a].begin == lo && out[a].end == hi && out[a].lanes == all;
 }
 
-// The last two lists, which begin at a and b, become one: join(lanes of a, lanes of b) for every key.
+// Merges the last two lists, which begin at a and b. Each key gets the lanes join(lanes in a, lanes in b).
 template <class Join>
 void merge(Spans& out, size_t a, size_t b, Join join) {
-  out.push_back(kEnd);
+  out.push_back(kSentinel);
   const size_t top = out.size();
-  out.resize(top + 2 * (top - a));  // a run for every end of a run is more than enough
+  out.resize(top + 2 * (top - a));  // room for one span per span boundary, which is enough
   const Span *x = &out[a], *y = &out[b];
   Span* last = &out[top - 1];
-  for (int64_t key = 0; (key = std::max(key, std::min(x->begin, y->begin))) < kLast;) {
+  for (int64_t key = 0; (key = std::max(key, std::min(x->begin, y->begin))) < kAfterAll;) {
     const bool in_x = x->begin <= key, in_y = y->begin <= key;
     const int64_t stop = std::min(in_x ? x->end : x->begin, in_y ? y->end : y->begin);
     const uint32_t lanes = join(in_x ? x->lanes : 0, in_y ? y->lanes : 0);
@@ -87,21 +88,21 @@ void merge(Spans& out, size_t a, size_t b, Join join) {
   out.erase(out.begin() + a, out.begin() + top);
 }
 
-// Row t sees [begin + t, end + t). In the usual panel rows join one by one, all see the middle, rows leave
-// one by one.
+// Appends the spans of a window: row t may attend to [begin + t, end + t). If it `opens`, rows start one by
+// one; if it `closes`, they end one by one; all rows attend to the middle.
 void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Spans& out) {
   const int edges = rows - 1;
   const uint32_t all = first_lanes(rows);
-  const size_t before = out.size();
-  out.resize(before + (opens ? edges : 0) + 1 + (closes ? edges : 0));
-  Span* span = &out[before];
+  const size_t size = out.size();
+  out.resize(size + (opens ? edges : 0) + 1 + (closes ? edges : 0));
+  Span* span = &out[size];
   for (uint32_t lanes = 1; opens && lanes != all; lanes = lanes << 1 | 1, ++begin)
     *span++ = {begin, begin + 1, lanes};
   *span++ = {begin, end, all};
   for (uint32_t lanes = all; closes && (lanes = lanes << 1 & all); ++end) *span++ = {end, end + 1, lanes};
 }
 
-// A panel at the edge of the keys: sweep over both ends, which grow with t.
+// As `band`, for a panel in which [lo, hi) clips the windows of some rows only.
 void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Spans& out) {
   int opened = 0, closed = 0;
   for (int64_t key = lo; key < hi;) {
@@ -116,7 +117,7 @@ void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Spans& 
   }
 }
 
-// Adds a key that comes after all others.
+// Appends a key, which must be larger than all keys so far.
 void extend(Segments& segments, int64_t key, int64_t id) {
   if (!segments.empty() && segments.back().end == key && segments.back().id == id)
     segments.back().end = key + 1;
@@ -124,20 +125,21 @@ void extend(Segments& segments, int64_t key, int64_t id) {
     segments.push_back({key, key + 1, id});
 }
 
-// The first segment that has this key or a later one.
-Segments::const_iterator reaching(const Segments& segments, int64_t key) {
+// Returns the first segment that ends after `key`.
+Segments::const_iterator first_after(const Segments& segments, int64_t key) {
   return std::upper_bound(segments.begin(), segments.end(), key,
                           [](int64_t k, const Segment& s) { return k < s.end; });
 }
 
+// The finaliser of splitmix64.
 uint64_t mix(uint64_t x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
   return x ^ x >> 31;
 }
 
-// The key blocks chosen for block row r, ascending.
-std::vector<int64_t> choose(int64_t per_row, uint64_t seed, int64_t r, int64_t blocks) {
+// Returns the key blocks that the queries of block r attend to, ascending.
+std::vector<int64_t> random_blocks(int64_t per_row, uint64_t seed, int64_t r, int64_t blocks) {
   std::vector<int64_t> chosen;
   chosen.reserve(std::min(per_row, blocks));
   if (per_row >= blocks) {
@@ -148,20 +150,21 @@ std::vector<int64_t> choose(int64_t per_row, uint64_t seed, int64_t r, int64_t b
   const uint64_t row = mix(seed + kGolden * (static_cast<uint64_t>(r) + 1));
   for (uint64_t i = 0; static_cast<int64_t>(chosen.size()) < per_row; ++i) {
     const int64_t block = static_cast<int64_t>(mix(row + kGolden * (i + 1)) % static_cast<uint64_t>(blocks));
-    const auto at = std::lower_bound(chosen.begin(), chosen.end(), block);
-    if (at == chosen.end() || *at != block) chosen.insert(at, block);
+    const auto next = std::lower_bound(chosen.begin(), chosen.end(), block);
+    if (next == chosen.end() || *next != block) chosen.insert(next, block);
   }
   return chosen;
 }
 
+// Returns the n-th child of a node without arguments.
 const int64_t* child_of(const int64_t* node, int64_t n) {
   const int64_t* child = node + 2;
   while (n-- > 0) child += child[1];
   return child;
 }
 
-// Steps beyond this are not worth classes of their own, and products with them must not overflow.
-constexpr int64_t kLargestStep = int64_t{1} << 31;
+// Larger dilations are ignored: residue classes would hold few keys, and products of steps could overflow.
+constexpr int64_t kMaxStep = int64_t{1} << 31;
 
 template <class T>
 const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k) {
@@ -171,24 +174,25 @@ const T* element(const MaskTensor& t, int64_t b, int64_t h, int64_t q, int64_t k
 
 }  // namespace
 
-// The rows of a panel, and the keys of their residue class by number: number n is key first + n * step.
+// The rows of a panel, and the indices of keys in their residue class: index n is key first_key + n * step.
 struct SpanFinder::Panel {
   const Rows& rows;
-  int64_t position;    // of the first row
-  int64_t first, own;  // own: the number of the key at `position`
-  uint32_t all;
+  int64_t position;             // of the first row
+  int64_t first_key, diagonal;  // diagonal: the index of the key at `position`
+  uint32_t all;                 // the lanes of all rows
 
-  int64_t at(int t) const { return position + t * rows.step; }
-  int64_t key(int64_t number) const { return first + number * rows.step; }
-  // The number of the first key that is not before this one.
-  int64_t number(int64_t key) const { return ceil_div(key - first, rows.step); }
+  // Returns the position of row t.
+  int64_t query(int t) const { return position + t * rows.step; }
+  int64_t key(int64_t index) const { return first_key + index * rows.step; }
+  // Returns the index of the first key of the class that is >= key.
+  int64_t index(int64_t key) const { return ceil_div(key - first_key, rows.step); }
 };
 
 SpanFinder::SpanFinder(const std::vector<int64_t>& code, const Spec& spec, const Call& call)
     : code_(code), spec_(spec), call_(call) {
   if (code.empty()) return;
   by_batch_ = call.offsets != nullptr;
-  inspect(code.data());
+  analyze(code.data());
   if (code[0] != kPerHead) return;
   for (const int64_t* child = &code[2]; child < &code[0] + code[1]; child += child[1])
     heads_.push_back(child);
@@ -198,16 +202,17 @@ const int64_t* SpanFinder::code_of(int64_t head) const {
   return heads_.empty() ? code_.data() : heads_[head];
 }
 
-// Everything that is asked about an op, in the order of Op.
-struct SpanFinder::Atom {
+// How an op is evaluated.
+struct SpanFinder::OpInfo {
   void (SpanFinder::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
-  int tensors = 0;     // the first arguments are numbers of tensors
-  int segmented = -1;  // the tensor whose keys or tokens lie in segments
-  int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // divides every allowed distance
+  int tensors = 0;     // how many arguments, from the first one on, are indices of tensors
+  int segmented = -1;  // which of these tensors is converted to Segments; -1: none
+  int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // null: 1
 };
 
-const SpanFinder::Atom SpanFinder::kAtoms[] = {
-    {},                                               // there is no op 0
+// Indexed by Op.
+const SpanFinder::OpInfo SpanFinder::kOps[] = {
+    {},                                               // no op has number 0
     {&SpanFinder::window},                            // kWindow
     {&SpanFinder::lengths, 1},                        // kLengths
     {&SpanFinder::documents, 2, 1},                   // kDocuments
@@ -215,7 +220,7 @@ const SpanFinder::Atom SpanFinder::kAtoms[] = {
     {&SpanFinder::prefix},                            // kPrefix
     {&SpanFinder::global, 1, 0},                      // kGlobal
     {&SpanFinder::random},                            // kRandom
-    {&SpanFinder::dilated, 0, -1, own_step},          // kDilated
+    {&SpanFinder::dilated, 0, -1, step_of_dilated},   // kDilated
     {&SpanFinder::dense, 1},                          // kDense
     {&SpanFinder::blocks, 1},                         // kBlocks
     {&SpanFinder::per_head, 0, -1, step_of_head},     // kPerHead
@@ -224,44 +229,45 @@ const SpanFinder::Atom SpanFinder::kAtoms[] = {
     {&SpanFinder::invert},                            // kNot
 };
 
-int64_t SpanFinder::own_step(const int64_t* node, int64_t) { return node[2] < kLargestStep ? node[2] : 1; }
+int64_t SpanFinder::step_of_dilated(const int64_t* node, int64_t) { return node[2] < kMaxStep ? node[2] : 1; }
 
 int64_t SpanFinder::step_of_head(const int64_t* node, int64_t head) {
   return dilation_of(child_of(node, head), head);
 }
 
-// 1 where nothing is known.
+// Returns the dilation of a node, or 1 if it is unknown.
 int64_t SpanFinder::dilation_of(const int64_t* node, int64_t head) {
-  const Atom& atom = kAtoms[node[0]];
-  return atom.dilation ? atom.dilation(node, head) : 1;
+  const OpInfo& op = kOps[node[0]];
+  return op.dilation ? op.dilation(node, head) : 1;
 }
 
 int64_t SpanFinder::step_of_children(const int64_t* node, int64_t head) {
   int64_t step = dilation_of(node + 2, head);
   for (const int64_t* child = child_of(node, 1); child < node + node[1]; child += child[1]) {
-    const int64_t other = dilation_of(child, head);
-    // Both factors are below 2^31, so the lcm fits.
-    step = node[0] == kAnd ? std::lcm(step, other) : std::gcd(step, other);
-    if (step >= kLargestStep) step = 1;
+    const int64_t child_step = dilation_of(child, head);
+    // Both steps are below 2^31, so the lcm does not overflow.
+    step = node[0] == kAnd ? std::lcm(step, child_step) : std::gcd(step, child_step);
+    if (step >= kMaxStep) step = 1;
   }
   return step;
 }
 
-void SpanFinder::inspect(const int64_t* node) {
-  const Atom& atom = kAtoms[node[0]];
-  for (int i = 0; i < atom.tensors; ++i) {
+// Records whether the node and its descendants depend on the sample or the head, and builds their segments.
+void SpanFinder::analyze(const int64_t* node) {
+  const OpInfo& op = kOps[node[0]];
+  for (int i = 0; i < op.tensors; ++i) {
     const MaskTensor& t = call_.tensors[node[2 + i]];
     by_batch_ |= t.size[0] > 1;
     by_head_ |= t.size[1] > 1;
   }
-  if (atom.segmented >= 0) segment(node);
+  if (op.segmented >= 0) add_segments(node);
   by_head_ |= node[0] == kPerHead;
   if (node[0] < kPerHead) return;
-  for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) inspect(child);
+  for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) analyze(child);
 }
 
-void SpanFinder::segment(const int64_t* node) {
-  const MaskTensor& t = call_.tensors[node[2 + kAtoms[node[0]].segmented]];
+void SpanFinder::add_segments(const int64_t* node) {
+  const MaskTensor& t = call_.tensors[node[2 + kOps[node[0]].segmented]];
   std::vector<Segments> samples(t.size[0]);
   for (int64_t b = 0; b < t.size[0]; ++b)
     for (int64_t i = 0; i < t.size[3]; ++i) {
@@ -271,13 +277,13 @@ void SpanFinder::segment(const int64_t* node) {
       else if (value >= 0 && value < kUnlimited)
         extend(samples[b], value, 0);
     }
-  segmented_.push_back(node);
+  segment_nodes_.push_back(node);
   segments_.push_back(std::move(samples));
 }
 
 const Segments& SpanFinder::segments(const int64_t* node, const Panel& p) const {
-  const size_t which = std::find(segmented_.begin(), segmented_.end(), node) - segmented_.begin();
-  const std::vector<Segments>& samples = segments_[which];
+  const size_t index = std::find(segment_nodes_.begin(), segment_nodes_.end(), node) - segment_nodes_.begin();
+  const std::vector<Segments>& samples = segments_[index];
   return samples[samples.size() > 1 ? p.rows.batch : 0];
 }
 
@@ -300,9 +306,9 @@ int64_t SpanFinder::first_key(const Rows& rows) const { return modulo(position(r
 void SpanFinder::find(const Rows& rows, Spans& out) const { find(rows, 0, spec_.Lk, out); }
 
 void SpanFinder::find(const Rows& rows, int64_t begin, int64_t end, Spans& out) const {
-  const int64_t at = position(rows), own = floor_div(at, rows.step);
-  const Panel p{rows, at, at - own * rows.step, own, first_lanes(rows.count)};
-  end = std::min(end, p.number(spec_.Lk));
+  const int64_t row_0 = position(rows), diagonal = floor_div(row_0, rows.step);
+  const Panel p{rows, row_0, row_0 - diagonal * rows.step, diagonal, first_lanes(rows.count)};
+  end = std::min(end, p.index(spec_.Lk));
   out.clear();
   if (code_.empty())
     append(out, begin, end, p.all);
@@ -311,12 +317,12 @@ void SpanFinder::find(const Rows& rows, int64_t begin, int64_t end, Spans& out) 
 }
 
 void SpanFinder::evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  (this->*kAtoms[node[0]].find)(node, p, lo, hi, out);
+  (this->*kOps[node[0]].find)(node, p, lo, hi, out);
 }
 
 void SpanFinder::window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  const int64_t begin = node[2] == kUnlimited ? -kUnlimited : p.own - floor_div(node[2], p.rows.step);
-  const int64_t end = node[3] == kUnlimited ? kUnlimited : p.own + floor_div(node[3], p.rows.step) + 1;
+  const int64_t begin = node[2] == kUnlimited ? -kUnlimited : p.diagonal - floor_div(node[2], p.rows.step);
+  const int64_t end = node[3] == kUnlimited ? kUnlimited : p.diagonal + floor_div(node[3], p.rows.step) + 1;
   const int64_t last = p.rows.count - 1;
   const bool opens = begin >= lo, closes = end + last <= hi;
   if ((opens || begin + last <= lo) && (closes || end >= hi) && begin + last < std::min(end, hi) && end > lo)
@@ -327,68 +333,68 @@ void SpanFinder::window(const int64_t* node, const Panel& p, int64_t lo, int64_t
 
 void SpanFinder::lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& n = call_.tensors[node[2]];
-  append(out, lo, std::min(hi, p.number(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
+  append(out, lo, std::min(hi, p.index(*element<int64_t>(n, p.rows.batch, 0, 0, 0))), p.all);
 }
 
 void SpanFinder::prefix(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  append(out, lo, std::min(hi, p.number(node[2])), p.all);
+  append(out, lo, std::min(hi, p.index(node[2])), p.all);
 }
 
 void SpanFinder::documents(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& ids = call_.tensors[node[2]];
-  int64_t own[kMaxPanel];
-  uint32_t known = 0;
+  int64_t row_id[kMaxPanel];
+  uint32_t has_id = 0;  // with kTokens, a row whose position is no key has no id
   for (int t = 0; t < p.rows.count; ++t) {
-    const int64_t at = node[0] == kTokens ? p.at(t) : p.rows.row + t * p.rows.step;
-    if (node[0] == kTokens && (at < 0 || at >= spec_.Lk)) continue;
-    own[t] = *element<int64_t>(ids, p.rows.batch, 0, 0, at);
-    known |= 1u << t;
+    const int64_t i = node[0] == kTokens ? p.query(t) : p.rows.row + t * p.rows.step;
+    if (node[0] == kTokens && (i < 0 || i >= spec_.Lk)) continue;
+    row_id[t] = *element<int64_t>(ids, p.rows.batch, 0, 0, i);
+    has_id |= 1u << t;
   }
   const Segments& keys = segments(node, p);
-  for (auto s = reaching(keys, p.key(lo)); s != keys.end() && p.number(s->begin) < hi; ++s) {
+  for (auto s = first_after(keys, p.key(lo)); s != keys.end() && p.index(s->begin) < hi; ++s) {
     uint32_t lanes = 0;
-    for (int t = 0; t < p.rows.count; ++t) lanes |= (known >> t & 1) && own[t] == s->id ? 1u << t : 0;
-    append(out, std::max(lo, p.number(s->begin)), std::min(hi, p.number(s->end)), lanes);
+    for (int t = 0; t < p.rows.count; ++t) lanes |= (has_id >> t & 1) && row_id[t] == s->id ? 1u << t : 0;
+    append(out, std::max(lo, p.index(s->begin)), std::min(hi, p.index(s->end)), lanes);
   }
 }
 
 void SpanFinder::global(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const Segments& tokens = segments(node, p);
   const auto lane = [&](int64_t position) {
-    return std::clamp<int64_t>(p.number(position) - p.own, 0, p.rows.count);
+    return std::clamp<int64_t>(p.index(position) - p.diagonal, 0, p.rows.count);
   };
-  uint32_t everywhere = 0;  // rows that are tokens themselves
-  for (auto s = reaching(tokens, p.position); s != tokens.end() && lane(s->begin) < p.rows.count; ++s)
-    everywhere |= first_lanes(lane(s->end)) & ~first_lanes(lane(s->begin));
-  for (auto s = reaching(tokens, p.key(lo)); s != tokens.end() && p.number(s->begin) < hi; ++s) {
-    append(out, lo, p.number(s->begin), everywhere);
-    append(out, std::max(lo, p.number(s->begin)), std::min(hi, p.number(s->end)), p.all);
-    lo = p.number(s->end);
+  uint32_t global_rows = 0;  // rows at the position of a global token: they attend to all keys
+  for (auto s = first_after(tokens, p.position); s != tokens.end() && lane(s->begin) < p.rows.count; ++s)
+    global_rows |= first_lanes(lane(s->end)) & ~first_lanes(lane(s->begin));
+  for (auto s = first_after(tokens, p.key(lo)); s != tokens.end() && p.index(s->begin) < hi; ++s) {
+    append(out, lo, p.index(s->begin), global_rows);
+    append(out, std::max(lo, p.index(s->begin)), std::min(hi, p.index(s->end)), p.all);
+    lo = p.index(s->end);
   }
-  append(out, lo, hi, everywhere);
+  append(out, lo, hi, global_rows);
 }
 
 void SpanFinder::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t per_row = node[2], block = node[3], blocks = ceil_div(spec_.Lk, block);
-  const size_t before = out.size();
+  const size_t list = out.size();
   for (int t = 0; t < p.rows.count;) {
-    const int64_t r = floor_div(p.at(t), block);
+    const int64_t r = floor_div(p.query(t), block);
     uint32_t lanes = 0;
-    for (; t < p.rows.count && floor_div(p.at(t), block) == r; ++t) lanes |= 1u << t;
-    const size_t next = begin_list(out, before);
-    for (int64_t b : choose(per_row, static_cast<uint64_t>(node[4]), r, blocks))
-      append(out, std::max(lo, p.number(b * block)), std::min(hi, p.number((b + 1) * block)), lanes);
-    if (next > before) merge(out, before, next, std::bit_or<uint32_t>());
+    for (; t < p.rows.count && floor_div(p.query(t), block) == r; ++t) lanes |= 1u << t;
+    const size_t next = begin_list(out, list);
+    for (int64_t b : random_blocks(per_row, static_cast<uint64_t>(node[4]), r, blocks))
+      append(out, std::max(lo, p.index(b * block)), std::min(hi, p.index((b + 1) * block)), lanes);
+    if (next > list) merge(out, list, next, std::bit_or<uint32_t>());
   }
 }
 
-// In a residue class of a multiple of the step, every pair has an allowed distance.
+// If the panel's step is a multiple of the dilation, all distances within the residue class are allowed.
 void SpanFinder::dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t step = node[2];
   if (p.rows.step % step == 0) return append(out, lo, hi, p.all);
   for (int64_t n = lo; n < hi; ++n) {
     uint32_t lanes = 0;
-    for (int t = 0; t < p.rows.count; ++t) lanes |= modulo(p.at(t) - p.key(n), step) == 0 ? 1u << t : 0;
+    for (int t = 0; t < p.rows.count; ++t) lanes |= modulo(p.query(t) - p.key(n), step) == 0 ? 1u << t : 0;
     append(out, n, n + 1, lanes);
   }
 }
@@ -397,19 +403,19 @@ void SpanFinder::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t 
   const MaskTensor& t = call_.tensors[node[2]];
   const uint8_t* row[kMaxPanel];
   for (int i = 0; i < p.rows.count; ++i)
-    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, p.first);
+    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, p.first_key);
   const int64_t stride = t.stride[3] * p.rows.step;
-  for (int64_t key = lo; key < hi;) {  // by number
+  for (int64_t key = lo; key < hi;) {  // `key` is an index in the class
     if (stride == 1 && key + 8 <= hi) {
-      uint64_t some = 0, every = ~uint64_t{0};
+      uint64_t any = 0, all = ~uint64_t{0};
       for (int i = 0; i < p.rows.count; ++i) {
         uint64_t eight;
         memcpy(&eight, row[i] + key, 8);
-        some |= eight;
-        every &= eight;
+        any |= eight;
+        all &= eight;
       }
-      if (some == 0 || every == 0x0101010101010101u) {
-        append(out, key, key + 8, some ? p.all : 0);
+      if (any == 0 || all == 0x0101010101010101u) {
+        append(out, key, key + 8, any ? p.all : 0);
         key += 8;
         continue;
       }
@@ -426,24 +432,24 @@ void SpanFinder::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t 
 void SpanFinder::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const MaskTensor& t = call_.tensors[node[2]];
   const int64_t block = node[3];
-  // Rows of the table that the panel touches, and the lanes of each.
+  // The rows of the block table that the panel's rows fall in, and the lanes of each.
   const uint8_t* row[kMaxPanel];
   uint32_t lanes_of[kMaxPanel];
   int rows = 0;
-  int64_t before = -1;
+  int64_t previous = -1;
   for (int i = 0; i < p.rows.count; ++i) {
     const int64_t qb = (p.rows.row + i * p.rows.step) / block;
-    if (qb != before) {
+    if (qb != previous) {
       row[rows] = element<uint8_t>(t, p.rows.batch, p.rows.head, qb, 0);
       lanes_of[rows++] = 0;
     }
     lanes_of[rows - 1] |= 1u << i;
-    before = qb;
+    previous = qb;
   }
-  for (int64_t kb = p.key(lo) / block; p.number(kb * block) < hi; ++kb) {
+  for (int64_t kb = p.key(lo) / block; p.index(kb * block) < hi; ++kb) {
     uint32_t lanes = 0;
     for (int i = 0; i < rows; ++i) lanes |= row[i][kb * t.stride[3]] ? lanes_of[i] : 0;
-    append(out, std::max(lo, p.number(kb * block)), std::min(hi, p.number((kb + 1) * block)), lanes);
+    append(out, std::max(lo, p.index(kb * block)), std::min(hi, p.index((kb + 1) * block)), lanes);
   }
 }
 
@@ -451,66 +457,65 @@ void SpanFinder::per_head(const int64_t* node, const Panel& p, int64_t lo, int64
   evaluate(child_of(node, p.rows.head), p, lo, hi, out);
 }
 
-// What the child leaves of [lo, hi).
+// NOT: the complement of the child within [lo, hi).
 void SpanFinder::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  const size_t before = out.size();
+  const size_t list = out.size();
   evaluate(node + 2, p, lo, hi, out);
   const size_t top = out.size() + 1;
-  out.push_back(kEnd);
-  for (size_t i = before; i + 1 < top; ++i) {
+  out.push_back(kSentinel);
+  for (size_t i = list; i + 1 < top; ++i) {
     const Span span = out[i];
     append(out, lo, span.begin, p.all);
     append(out, span.begin, span.end, p.all & ~span.lanes);
     lo = span.end;
   }
   append(out, lo, hi, p.all);
-  out.erase(out.begin() + before, out.begin() + top);
+  out.erase(out.begin() + list, out.begin() + top);
 }
 
-// AND and OR of the children.
+// AND and OR. Each operand of AND is evaluated only within the range that the operands before it leave.
 void SpanFinder::combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
   const int64_t* end = node + node[1];
-  const size_t before = out.size();
+  const size_t list = out.size();
   evaluate(node + 2, p, lo, hi, out);
   for (const int64_t* child = child_of(node, 1); child < end; child += child[1]) {
     if (node[0] == kAnd) {
-      if (out.size() == before) return;
-      lo = out[before].begin;
+      if (out.size() == list) return;
+      lo = out[list].begin;
       hi = out.back().end;
-      if (is_full(out, before, lo, hi, p.all)) out.resize(before);
+      if (is_full(out, list, lo, hi, p.all)) out.resize(list);
     }
-    const size_t next = begin_list(out, before);
+    const size_t next = begin_list(out, list);
     evaluate(child, p, lo, hi, out);
-    if (next == before) continue;
+    if (next == list) continue;
     if (node[0] == kOr)
-      merge(out, before, next, std::bit_or<uint32_t>());
+      merge(out, list, next, std::bit_or<uint32_t>());
     else if (is_full(out, next, lo, hi, p.all))
       out.resize(next - 1);
     else
-      merge(out, before, next, std::bit_and<uint32_t>());
+      merge(out, list, next, std::bit_and<uint32_t>());
   }
 }
 
 namespace {
 
-// What the spans of a panel add up to: keys, keys that all rows see, pairs.
+// Sums over the spans of a panel: keys, keys of full spans, (query, key) pairs.
 struct Sums {
-  int64_t seen = 0, full = 0, pairs = 0;
+  int64_t keys = 0, full = 0, pairs = 0;
 };
 
 inline __attribute__((always_inline)) Sums add_up(const Spans& spans, uint32_t all) {
   Sums sums;
   for (const Span& span : spans) {
     const int64_t n = span.end - span.begin;
-    sums.seen += n;
+    sums.keys += n;
     sums.full += span.lanes == all ? n : 0;
     sums.pairs += n * __builtin_popcount(span.lanes);
   }
   return sums;
 }
 
-// The oldest x86 CPUs cannot count bits in one instruction; done otherwise, it costs more than finding the
-// spans.
+// The oldest x86 CPUs have no popcnt. Counting bits without it takes longer than finding the spans.
 #ifdef __x86_64__
 __attribute__((target("popcnt"))) Sums sums_fast(const Spans& spans, uint32_t all) {
   return add_up(spans, all);
@@ -539,10 +544,10 @@ Cost measure(const SpanFinder& finder, const Spec& spec, int panel) {
           finder.find({b, h, c + i * step, step, count}, spans);
           const Sums sums = sums_of(spans, first_lanes(count));
           cost.pairs += repeat * sums.pairs;
-          cost.touched += repeat * sums.seen * (count <= panel / 4 ? count : panel);
+          cost.touched += repeat * sums.keys * (count <= panel / 4 ? count : panel);
           cost.full += repeat * sums.full;
-          cost.partial += repeat * (sums.seen - sums.full);
-          cost.empty += repeat * (keys - sums.seen);
+          cost.partial += repeat * (sums.keys - sums.full);
+          cost.empty += repeat * (keys - sums.keys);
         }
       }
     }

@@ -1,4 +1,4 @@
-// The mask program -> the keys that a panel of query rows sees.
+// Evaluates mask programs: finds the spans of keys that a panel of query rows may attend to.
 #pragma once
 #include <memory>
 #include <vector>
@@ -7,60 +7,63 @@
 
 namespace regard {
 
-// Leaves new elements unset: a vector would fill them with zeros just before they are written.
+// An allocator that leaves new elements uninitialised, because each is written right after a resize.
 template <class T>
-struct Unset : std::allocator<T> {
+struct Uninitialized : std::allocator<T> {
   template <class U>
   struct rebind {
-    using other = Unset<U>;
+    using other = Uninitialized<U>;
   };
   void construct(T*) {}
 };
-using Spans = std::vector<Span, Unset<Span>>;
+using Spans = std::vector<Span, Uninitialized<Span>>;
 
-// Query rows `row`, row + step, ... of one head of one sample.
+// `count` query rows of one head of one sample: row, row + step, ...
 struct Rows {
   int64_t batch, head, row, step;
   int count;
 };
 
-// Neighbouring keys of one document, or neighbouring global tokens.
+// Keys [begin, end) of one document, or consecutive global tokens (id 0).
 struct Segment {
   int64_t begin, end, id;
 };
 using Segments = std::vector<Segment>;
 
+// A mask program and the tensors of a call. The referenced program, Spec and Call must outlive it.
 class SpanFinder {
  public:
   SpanFinder(const std::vector<int64_t>& code, const Spec& spec, const Call& call);
 
   bool varies_by_batch() const { return by_batch_; }
   bool varies_by_head() const { return by_head_; }
-  // The largest step that divides every allowed distance of this head.
+  // Returns the largest known step that divides every distance between positions that the head's mask
+  // allows.
   int64_t dilation(int64_t head) const;
   bool dilation_varies() const;
-  // Ascending, disjoint spans. With step > 1 keys are numbered inside the rows' residue class: first_key, +
-  // step, ...
+  // Writes the rows' spans, ascending and disjoint. Keys are indexed within the rows' residue class: index n
+  // is key first_key(rows) + n * rows.step, so with step 1 an index is a key.
   void find(const Rows& rows, Spans& out) const;
-  // The same for keys [begin, end) of that numbering alone.
+  // Restricts the spans to the indices [begin, end).
   void find(const Rows& rows, int64_t begin, int64_t end, Spans& out) const;
-  // The key that is number 0 in the residue class of these rows.
+  // Returns the first key of the rows' residue class.
   int64_t first_key(const Rows& rows) const;
 
  private:
   struct Panel;
-  struct Atom;
-  static const Atom kAtoms[];
+  struct OpInfo;
+  static const OpInfo kOps[];
 
   static int64_t dilation_of(const int64_t* node, int64_t head);
-  static int64_t own_step(const int64_t* node, int64_t head);
+  static int64_t step_of_dilated(const int64_t* node, int64_t head);
   static int64_t step_of_head(const int64_t* node, int64_t head);
   static int64_t step_of_children(const int64_t* node, int64_t head);
   int64_t position(const Rows& rows) const;
   const int64_t* code_of(int64_t head) const;
-  void inspect(const int64_t* node);
-  void segment(const int64_t* node);
+  void analyze(const int64_t* node);
+  void add_segments(const int64_t* node);
   const Segments& segments(const int64_t* node, const Panel& p) const;
+  // Each appends the spans of `node` within the indices [lo, hi) to `out`.
   void evaluate(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void window(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void lengths(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
@@ -79,17 +82,17 @@ class SpanFinder {
   const Spec& spec_;
   const Call& call_;
   bool by_batch_ = false, by_head_ = false;
-  std::vector<const int64_t*> heads_;  // where the program is one PERHEAD, its children
-  std::vector<const int64_t*> segmented_;
-  std::vector<std::vector<Segments>> segments_;  // [node of segmented_][sample]
+  std::vector<const int64_t*> heads_;  // the children if the program's root is PERHEAD
+  std::vector<const int64_t*> segment_nodes_;
+  std::vector<std::vector<Segments>> segments_;  // [index in segment_nodes_][sample]
 };
 
-// How much of the rectangle a mask leaves, over all samples and heads.
+// The size of a mask, summed over all samples and heads.
 struct Cost {
-  int64_t pairs = 0;                         // (query, key) pairs seen
-  int64_t touched = 0;                       // pairs computed: panel width x keys
-  int64_t full = 0, partial = 0, empty = 0;  // panel x key
+  int64_t pairs = 0;                         // (query, key) pairs that the mask allows
+  int64_t touched = 0;                       // pairs that kernels compute: keys of spans x width of the panel
+  int64_t full = 0, partial = 0, empty = 0;  // (panel, key) pairs: all rows, some rows or no row may attend
 };
-Cost measure(const SpanFinder& spans, const Spec& spec, int panel);
+Cost measure(const SpanFinder& finder, const Spec& spec, int panel);
 
 }  // namespace regard

@@ -9,27 +9,27 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kMostBytes = 1 << 20, kEnoughBytes = 256 << 10;  // of a chunk's sums
-constexpr int64_t kEnoughUnits = 16;    // of one sample: beyond that, larger chunks are better
-constexpr int64_t kRowsTogether = 256;  // rows of a task that only prepares rows
-constexpr double kInlineWork = 1e6;     // floating point operations that are not worth a second thread
+constexpr int64_t kMaxChunkBytes = 1 << 20, kMinChunkBytes = 256 << 10;  // of a chunk's sums
+constexpr int64_t kEnoughChunks = 16;   // in one sample: chunks grow rather than exceed this number
+constexpr int64_t kPreparedRows = 256;  // rows of a task of prepare_rows
+constexpr double kInlineWork = 1e6;     // floating point operations: below this, one thread is faster
 
-constexpr int64_t kShares = 1 << 17;  // doubles for shares of dby_head
-constexpr int64_t kSweep = 1 << 18;   // bytes to clear or numbers to round at a time
+constexpr int64_t kMaxShares = 1 << 17;  // doubles for shares of dby_head
+constexpr int64_t kGrain = 1 << 18;      // bytes to clear or elements to round in one task
 
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
-// How the keys and queries of one key head are cut. With a dilated mask keys and rows fall into classes that
-// do not meet; everything else has one class.
+// How the keys and queries of one key head are divided. With a dilated mask, rows and keys fall into residue
+// classes modulo `step`, and a row attends only to keys of its class. Other masks have one class.
 struct Layout {
-  int64_t step, classes, chunk, chunks, tiles;
-  int64_t marks_at;  // first word of its marks
-  int64_t turns_at;  // first of its turns
+  int64_t step, classes;
+  int64_t chunk, chunks, tiles;  // keys per chunk; chunks and tiles of queries per class
+  int64_t reach_at, turns_at;    // first index into reach_ and turns_
 };
 
-// One chunk of keys of one key head of one sample.
-struct Unit {
-  int64_t batch, kv_head, of_class, chunk;
+// Identifies one chunk of keys of one key head of one sample.
+struct ChunkId {
+  int64_t batch, kv_head, key_class, chunk;
 };
 
 class Backward : Pass {
@@ -38,77 +38,77 @@ class Backward : Pass {
       : Pass(spec, call, code, interrupt), grads_(grads), masked_(!code.empty()),
         kernels_(kernels().backward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    heads_ = spec.B * spec.Hkv;
+    kv_heads_ = spec.B * spec.Hkv;
     columns_ = spec.bias == kRelative ? call.distances : 1;
     lay_out();
     workers_ = work() < kInlineWork ? 1 : threads();
   }
 
   Outcome run() {
-    take_memory();
+    allocate();
     clear_bias();
     prepare_rows();
-    sum_marked_keys();
+    sum_exact_keys();
     if (spec_.Lk > 0) {
-      if (masked_) mark_tiles();
+      if (masked_) find_reach();
       if (grads_.dq || grads_.dk || grads_.dv || grads_.dby_head ||
           (grads_.dbias && !bias_is_shared(spec_, grads_)))
-        run_units();
+        run_chunks();
       if (grads_.dbias && bias_is_shared(spec_, grads_)) sum_bias();
     }
-    for (size_t i = 0; i < by_head_.size(); ++i) put(grads_.dby_head, static_cast<int64_t>(i), by_head_[i]);
-    if (!stopper_.stopped()) add_marked_rows();
-    if (rounds()) round_queries();
+    for (size_t i = 0; i < by_head_.size(); ++i) store(grads_.dby_head, static_cast<int64_t>(i), by_head_[i]);
+    if (!stopper_.stopped()) add_exact_rows();
+    if (rounds_dq()) round_dq();
     return stopper_.outcome();
   }
 
  private:
-  void take_memory() {
+  void allocate() {
     const int64_t rows = spec_.B * spec_.Hq * spec_.Lq, size = item_bytes(compute_type());
-    own_.reset(new char[rows * size * (1 + (rounds() ? spec_.D : 0))]);
-    grads_.delta = own_.get();
-    grads_.dq_sum = rounds() ? own_.get() + rows * size : grads_.dq;
-    const int64_t bytes = kernels_.scratch_bytes(spec_, grads_, largest_chunk(), copies(spec_.k, spec_.D),
-                                                 copies(spec_.v, spec_.Dv));
+    buffer_.reset(new char[rows * size * (1 + (rounds_dq() ? spec_.D : 0))]);
+    grads_.delta = buffer_.get();
+    grads_.dq_sum = rounds_dq() ? buffer_.get() + rows * size : grads_.dq;
+    const int64_t bytes = kernels_.scratch_bytes(
+        spec_, grads_, largest_chunk(), should_copy(spec_.k, spec_.D), should_copy(spec_.v, spec_.Dv));
     for (int i = 0; i < workers_; ++i) scratches_.push_back(scratch(i, bytes));
   }
 
-  bool rounds() const { return grads_.dq && spec_.dtype != compute_type(); }
+  bool rounds_dq() const { return grads_.dq && spec_.dtype != compute_type(); }
 
-  // Layout
+  // Layout: chunks of keys and tiles of queries
 
   void lay_out() {
-    int64_t marks = 0, turns = 0;
+    int64_t reach_words = 0, turns = 0;
     for (int64_t h = 0; h < spec_.Hkv; ++h) {
       Layout at{};
       at.step = finder_.dilation(h * group());
       for (int64_t g = 1; g < group(); ++g) at.step = std::gcd(at.step, finder_.dilation(h * group() + g));
-      cut(at);
+      divide(at);
       const bool same = h > 0 && !finder_.varies_by_head();
-      at.marks_at = same ? layouts_.back().marks_at : marks;
+      at.reach_at = same ? layouts_.back().reach_at : reach_words;
       at.turns_at = turns;
-      if (!same) marks += (finder_.varies_by_batch() ? spec_.B : 1) * at.classes * at.tiles * words(at);
+      if (!same) reach_words += (finder_.varies_by_batch() ? spec_.B : 1) * at.classes * at.tiles * words(at);
       turns += spec_.B * at.classes * at.tiles;
       layouts_.push_back(at);
-      units_ = std::max(units_, at.classes * at.chunks);
+      chunk_ids_ = std::max(chunk_ids_, at.classes * at.chunks);
     }
-    marks_.resize(masked_ ? marks : 0);
+    reach_.resize(masked_ ? reach_words : 0);
     turns_ = std::vector<std::atomic<int64_t>>(grads_.dq ? turns : 0);
-    together_ = units_;
+    ids_at_once_ = chunk_ids_;
     if (!grads_.dby_head) return;
     by_head_.resize(spec_.Hq * columns_);
-    const int64_t share = heads_ * group() * columns_;
-    together_ = std::clamp<int64_t>(kShares / share, 1, units_);
-    shares_.resize(together_ * share);
+    const int64_t share = kv_heads_ * group() * columns_;
+    ids_at_once_ = std::clamp<int64_t>(kMaxShares / share, 1, chunk_ids_);
+    shares_.resize(ids_at_once_ * share);
   }
 
-  void cut(Layout& at) const {
-    // Narrow keys and values are copied, too.
-    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type()) * (narrow() ? 2 : 1);
+  void divide(Layout& at) const {
+    // 16-bit keys and values also need a copy in the compute type.
+    const int64_t width = (spec_.D + spec_.Dv) * item_bytes(compute_type()) * (is_16_bit() ? 2 : 1);
     const int64_t keys = std::max<int64_t>(ceil_div(spec_.Lk, at.step), 1);
     const auto chunks = [&](int64_t bytes) { return ceil_div(keys * width, bytes); };
-    const int64_t wanted = std::min(ceil_div(kEnoughUnits, spec_.Hkv), chunks(kEnoughBytes));
-    const int64_t count = std::max<int64_t>({wanted, chunks(kMostBytes), 1});
+    const int64_t preferred = std::min(ceil_div(kEnoughChunks, spec_.Hkv), chunks(kMinChunkBytes));
+    const int64_t count = std::max<int64_t>({preferred, chunks(kMaxChunkBytes), 1});
     at.classes = std::min(at.step, std::max<int64_t>(spec_.Lk, 1));
     at.chunk = ceil_div(ceil_div(keys, count), kBackwardBlock) * kBackwardBlock;
     at.chunks = ceil_div(keys, at.chunk);
@@ -119,12 +119,12 @@ class Backward : Pass {
   static int64_t words(const Layout& at) { return ceil_div(at.chunks, 64); }
 
   int64_t largest_chunk() const {
-    Layout plain{};  // as sum_bias cuts it
-    plain.step = 1;
-    cut(plain);
-    int64_t most = plain.chunk;
-    for (const Layout& at : layouts_) most = std::max(most, at.chunk);
-    return most;
+    Layout undilated{};  // the layout of sum_bias
+    undilated.step = 1;
+    divide(undilated);
+    int64_t largest = undilated.chunk;
+    for (const Layout& at : layouts_) largest = std::max(largest, at.chunk);
+    return largest;
   }
 
   double work() const {
@@ -132,212 +132,215 @@ class Backward : Pass {
            static_cast<double>(spec_.D + spec_.Dv);
   }
 
-  bool copies(const Strides& s, int64_t width) const {
-    return narrow() || s.d != 1 || s.l != width || layouts_[0].step > 1;
+  bool should_copy(const Strides& s, int64_t width) const {
+    return is_16_bit() || s.d != 1 || s.l != width || layouts_[0].step > 1;
   }
 
   int64_t offset(int64_t batch) const { return call_.offsets ? call_.offsets[batch] : call_.offset; }
 
-  // Running
+  // Preparing and rounding
 
   template <class Job>
-  void each(int64_t count, Job job) {
-    each_task(workers_, count, stopper_, job);
+  void parallel_for(int64_t count, Job job) {
+    run_tasks(workers_, count, stopper_, job);
   }
 
-  // PyTorch's own way to fill and convert spans on threads that hang in a forked child.
+  // Zeroed here, not by PyTorch: its fill uses threads that hang in a forked child.
   void clear_bias() {
     if (!grads_.dbias) return;
     const Strides& s = grads_.dbias_stride;
     const int64_t count =
         (s.b ? spec_.B : 1) * (s.h ? spec_.Hq : 1) * (s.l ? spec_.Lq : 1) * (s.d ? spec_.Lk : 1);
     const bool pairs = bias_has_pairs(spec_, grads_);
-    clear(grads_.dbias, count * item_bytes(narrow_pairs() ? spec_.bias_dtype
-                                           : pairs        ? compute_type()
-                                                          : kFloat64));
+    clear(grads_.dbias, count * item_bytes(has_16_bit_pairs() ? spec_.bias_dtype
+                                           : pairs            ? compute_type()
+                                                              : kFloat64));
   }
 
   void clear(void* target, int64_t bytes) {
-    each(ceil_div(bytes, kSweep), [&](int64_t i, int) {
-      memset(static_cast<char*>(target) + i * kSweep, 0, std::min(kSweep, bytes - i * kSweep));
+    parallel_for(ceil_div(bytes, kGrain), [&](int64_t i, int) {
+      memset(static_cast<char*>(target) + i * kGrain, 0, std::min(kGrain, bytes - i * kGrain));
     });
   }
 
-  void round_queries() {
+  void round_dq() {
     const int64_t count = spec_.B * spec_.Hq * spec_.Lq * spec_.D;
-    each(ceil_div(count, kSweep), [&](int64_t i, int) {
-      const int64_t at = i * kSweep;
+    parallel_for(ceil_div(count, kGrain), [&](int64_t i, int) {
+      const int64_t at = i * kGrain;
       kernels_.round(static_cast<float*>(grads_.dq_sum) + at, static_cast<uint16_t*>(grads_.dq) + at,
-                     std::min(kSweep, count - at));
+                     std::min(kGrain, count - at));
     });
   }
 
   DType compute_type() const { return spec_.dtype == kFloat64 ? kFloat64 : kFloat32; }
 
+  // Zeroes dq_sum, computes delta and sums dsink.
   void prepare_rows() {
-    const int64_t parts = ceil_div(spec_.Lq, kRowsTogether), heads = spec_.B * spec_.Hq;
-    std::vector<double> shares(parts * heads);
-    each(parts * heads, [&](int64_t i, int) {
-      const int64_t begin = i % parts * kRowsTogether, end = std::min(begin + kRowsTogether, spec_.Lq);
-      if (grads_.dq) clear_queries(i / parts * spec_.Lq + begin, end - begin);
-      shares[i] = kernels_.rows(spec_, call_, grads_, i / parts / spec_.Hq, i / parts % spec_.Hq, begin, end);
+    const int64_t chunks = ceil_div(spec_.Lq, kPreparedRows), heads = spec_.B * spec_.Hq;
+    std::vector<double> sums(chunks * heads);
+    parallel_for(chunks * heads, [&](int64_t i, int) {
+      const int64_t begin = i % chunks * kPreparedRows, end = std::min(begin + kPreparedRows, spec_.Lq);
+      if (grads_.dq) clear_dq(i / chunks * spec_.Lq + begin, end - begin);
+      sums[i] = kernels_.rows(spec_, call_, grads_, i / chunks / spec_.Hq, i / chunks % spec_.Hq, begin, end);
     });
     for (int64_t h = 0; h < spec_.Hq && grads_.dsink; ++h) {
       double sum = 0;
-      for (int64_t i = 0; i < parts * heads; ++i) sum += i / parts % spec_.Hq == h ? shares[i] : 0;
-      put(grads_.dsink, h, sum);
+      for (int64_t i = 0; i < chunks * heads; ++i) sum += i / chunks % spec_.Hq == h ? sums[i] : 0;
+      store(grads_.dsink, h, sum);
     }
   }
 
-  void clear_queries(int64_t first, int64_t count) {
+  void clear_dq(int64_t first, int64_t count) {
     const int64_t row = spec_.D * item_bytes(compute_type());
     memset(static_cast<char*>(grads_.dq_sum) + first * row, 0, count * row);
   }
 
-  void put(void* target, int64_t at, double x) const {
+  void store(void* target, int64_t at, double x) const {
     if (spec_.dtype == kFloat64)
       static_cast<double*>(target)[at] = x;
     else
       static_cast<float*>(target)[at] = static_cast<float>(x);
   }
 
-  // Long chunks of all heads first, so that those of one head are rarely under way together.
-  Unit unit(int64_t index) const {
-    const int64_t head = index % heads_, u = index / heads_, kv_head = head % spec_.Hkv;
+  // Orders the chunks. The first chunks of all heads come first: with a causal mask they are the longest, and
+  // chunks of one head rarely run at the same time.
+  ChunkId chunk_id(int64_t index) const {
+    const int64_t head = index % kv_heads_, in_head = index / kv_heads_, kv_head = head % spec_.Hkv;
     const int64_t classes = layouts_[kv_head].classes;
-    return {head / spec_.Hkv, kv_head, u % classes, u / classes};
+    return {head / spec_.Hkv, kv_head, in_head % classes, in_head / classes};
   }
 
-  // The panels of a tile: rows of one class, in the step of the layout.
+  // A tile of queries: rows row, row + step, ..., all of one residue class.
   struct Tile {
     int64_t batch, head, row, step, rows;
   };
 
-  Tile tile_of(const Unit& u, const Layout& at, int64_t tile, int64_t head) const {
-    const int64_t first = modulo(u.of_class - offset(u.batch), at.step) + tile * tile_rows() * at.step;
+  Tile tile_of(const ChunkId& id, const Layout& at, int64_t tile, int64_t head) const {
+    const int64_t first = modulo(id.key_class - offset(id.batch), at.step) + tile * tile_rows() * at.step;
     const int64_t rows = first < spec_.Lq ? ceil_div(spec_.Lq - first, at.step) : 0;
-    return {u.batch, head, first, at.step, std::min(rows, tile_rows())};
+    return {id.batch, head, first, at.step, std::min(rows, tile_rows())};
   }
 
   template <class Visit>
-  void each_panel(const Tile& t, Visit visit) const {
+  void for_each_panel(const Tile& t, Visit visit) const {
     for (int64_t at = 0; at < t.rows; at += panel_) {
       const int rows = static_cast<int>(std::min<int64_t>(panel_, t.rows - at));
       visit(Rows{t.batch, t.head, t.row + at * t.step, t.step, rows});
     }
   }
 
-  // Marks: which chunks does a tile of queries see at all?
+  // Reach: bit c of a tile's words tells whether a row of the tile may attend to a key of chunk c
 
-  uint64_t* marks(const Unit& u, int64_t tile) {
-    const Layout& at = layouts_[u.kv_head];
-    const int64_t batch = finder_.varies_by_batch() ? u.batch : 0;
-    return marks_.data() + at.marks_at + ((batch * at.classes + u.of_class) * at.tiles + tile) * words(at);
+  uint64_t* reach(const ChunkId& id, int64_t tile) {
+    const Layout& at = layouts_[id.kv_head];
+    const int64_t batch = finder_.varies_by_batch() ? id.batch : 0;
+    return reach_.data() + at.reach_at + ((batch * at.classes + id.key_class) * at.tiles + tile) * words(at);
   }
 
-  void mark_tiles() {
-    const int64_t batches = finder_.varies_by_batch() ? spec_.B : 1;
+  void find_reach() {
+    const int64_t samples = finder_.varies_by_batch() ? spec_.B : 1;
     const int64_t heads = finder_.varies_by_head() ? spec_.Hkv : 1;
-    int64_t most = 0;
-    for (int64_t h = 0; h < heads; ++h) most = std::max(most, layouts_[h].classes * layouts_[h].tiles);
-    each(batches * heads * most, [&](int64_t i, int) {
-      const int64_t unit = i % most, kv_head = i / most % heads;
+    int64_t tiles = 0;
+    for (int64_t h = 0; h < heads; ++h) tiles = std::max(tiles, layouts_[h].classes * layouts_[h].tiles);
+    parallel_for(samples * heads * tiles, [&](int64_t i, int) {
+      const int64_t tile = i % tiles, kv_head = i / tiles % heads;
       const Layout& at = layouts_[kv_head];
-      if (unit < at.classes * at.tiles)
-        mark_tile({i / most / heads, kv_head, unit / at.tiles, 0}, at, unit % at.tiles);
+      if (tile < at.classes * at.tiles)
+        find_tile_reach({i / tiles / heads, kv_head, tile / at.tiles, 0}, at, tile % at.tiles);
     });
   }
 
-  void mark_tile(const Unit& u, const Layout& at, int64_t tile) {
-    if (Stopper::ask(&stopper_)) return;
-    uint64_t* word = marks(u, tile);
+  void find_tile_reach(const ChunkId& id, const Layout& at, int64_t tile) {
+    if (Stopper::poll(&stopper_)) return;
+    uint64_t* words = reach(id, tile);
     Spans spans;
     for (int64_t g = 0; g < (finder_.varies_by_head() ? group() : 1); ++g)
-      each_panel(tile_of(u, at, tile, u.kv_head * group() + g), [&](const Rows& rows) {
+      for_each_panel(tile_of(id, at, tile, id.kv_head * group() + g), [&](const Rows& rows) {
         finder_.find(rows, spans);
         for (const Span& span : spans)
           for (int64_t c = span.begin / at.chunk; c <= (span.end - 1) / at.chunk; ++c)
-            word[c / 64] |= uint64_t{1} << c % 64;
+            words[c / 64] |= uint64_t{1} << c % 64;
       });
   }
 
-  bool sees(const Unit& u, int64_t tile, int64_t chunk) {
-    return !masked_ || (marks(u, tile)[chunk / 64] >> chunk % 64 & 1);
+  bool reaches(const ChunkId& id, int64_t tile, int64_t chunk) {
+    return !masked_ || (reach(id, tile)[chunk / 64] >> chunk % 64 & 1);
   }
 
-  // The last chunk before this one that the tile sees, or -1.
-  int64_t chunk_before(const Unit& u, int64_t tile) {
-    int64_t c = u.chunk - 1;
-    while (c >= 0 && !sees(u, tile, c)) --c;
+  // Returns the last chunk before this one that the tile attends to, or -1.
+  int64_t previous_chunk(const ChunkId& id, int64_t tile) {
+    int64_t c = id.chunk - 1;
+    while (c >= 0 && !reaches(id, tile, c)) --c;
     return c;
   }
 
-  // Units
+  // Chunks
 
-  Chunk open(const Unit& u, const Layout& at, int worker) const {
+  Chunk make_chunk(const ChunkId& id, const Layout& at, int worker) const {
     Chunk c{};
     c.spec = &spec_, c.call = &call_, c.grads = &grads_;
-    c.batch = u.batch, c.kv_head = u.kv_head;
+    c.batch = id.batch, c.kv_head = id.kv_head;
     c.row_step = c.key_step = at.step;
-    c.key = u.of_class;
-    c.begin = std::min(u.chunk * at.chunk, keys(u, at));
-    c.end = std::min(c.begin + at.chunk, keys(u, at));
-    c.copy_k = copies(spec_.k, spec_.D), c.copy_v = copies(spec_.v, spec_.Dv);
+    c.key = id.key_class;
+    c.begin = std::min(id.chunk * at.chunk, keys(id.key_class, at));
+    c.end = std::min(c.begin + at.chunk, keys(id.key_class, at));
+    c.copy_k = should_copy(spec_.k, spec_.D), c.copy_v = should_copy(spec_.v, spec_.Dv);
     c.scratch = scratches_[worker];
     return c;
   }
 
-  int64_t keys(const Unit& u, const Layout& at) const { return ceil_div(spec_.Lk - u.of_class, at.step); }
+  int64_t keys(int64_t key_class, const Layout& at) const { return ceil_div(spec_.Lk - key_class, at.step); }
 
-  // All at once, unless their shares of dby_head would take too much room together.
-  void run_units() {
-    for (int64_t first = 0; first < units_ && !stopper_.stopped(); first += together_) {
-      each(std::min(together_, units_ - first) * heads_,
-           [&](int64_t i, int worker) { run_unit(unit(first * heads_ + i), i, worker); });
+  // Runs all chunks, in several rounds if their shares of dby_head would take too much memory at once.
+  void run_chunks() {
+    for (int64_t first = 0; first < chunk_ids_ && !stopper_.stopped(); first += ids_at_once_) {
+      parallel_for(std::min(ids_at_once_, chunk_ids_ - first) * kv_heads_,
+                   [&](int64_t i, int worker) { run_chunk(chunk_id(first * kv_heads_ + i), i, worker); });
       if (grads_.dby_head) add_shares();
     }
   }
 
-  // Tiles that no earlier chunk adds to come first, then those that may have to wait for their turn. The last
-  // tile leads: with a causal mask all chunks see it.
-  void run_unit(const Unit& u, int64_t share, int worker) {
-    const Layout& at = layouts_[u.kv_head];
-    if (u.chunk >= at.chunks) return;
-    Chunk chunk = open(u, at, worker);
+  // Runs one chunk. Tiles whose dq no earlier chunk adds to come first, then tiles that may have to wait for
+  // an earlier chunk. The last tile leads: with a causal mask it attends to all chunks.
+  void run_chunk(const ChunkId& id, int64_t share, int worker) {
+    const Layout& at = layouts_[id.kv_head];
+    if (id.chunk >= at.chunks) return;
+    Chunk chunk = make_chunk(id, at, worker);
     if (grads_.dby_head) chunk.by_head = shares_.data() + share * group() * columns_;
     kernels_.open(chunk);
     for (const bool waits : {false, true})
       for (int64_t tile = at.tiles - 1; tile >= 0; --tile) {
-        if (!sees(u, tile, u.chunk)) continue;
-        const int64_t before = grads_.dq ? chunk_before(u, tile) : -1;
-        if ((before >= 0) == waits && !run_tile(u, at, chunk, tile, before)) return;
+        if (!reaches(id, tile, id.chunk)) continue;
+        const int64_t previous = grads_.dq ? previous_chunk(id, tile) : -1;
+        if ((previous >= 0) == waits && !run_tile(id, at, chunk, tile, previous)) return;
       }
     kernels_.close(chunk);
   }
 
-  // False when the call has been stopped.
-  bool run_tile(const Unit& u, const Layout& at, const Chunk& chunk, int64_t tile, int64_t before) {
-    if (Stopper::ask(&stopper_)) return false;
+  // Returns false if the call has been stopped.
+  bool run_tile(const ChunkId& id, const Layout& at, const Chunk& chunk, int64_t tile, int64_t previous) {
+    if (Stopper::poll(&stopper_)) return false;
     Spans spans[kTilePanels];
     Panel panels[kTilePanels];
     std::atomic<int64_t>* turn =
-        grads_.dq ? &turns_[at.turns_at + (u.batch * at.classes + u.of_class) * at.tiles + tile] : nullptr;
+        grads_.dq ? &turns_[at.turns_at + (id.batch * at.classes + id.key_class) * at.tiles + tile] : nullptr;
     for (int64_t g = 0; g < group(); ++g) {
-      const int count = find_panels(tile_of(u, at, tile, u.kv_head * group() + g), chunk, spans, panels,
+      const int count = find_panels(tile_of(id, at, tile, id.kv_head * group() + g), chunk, spans, panels,
                                     g > 0 && !finder_.varies_by_head());
       kernels_.tile(chunk, panels, count);
       if (!turn) continue;
-      if (g == 0 && !wait(*turn, before)) return false;
+      if (g == 0 && !wait(*turn, previous)) return false;
       kernels_.add_queries(chunk, panels, count);
     }
-    if (turn) turn->store(u.chunk + 1, std::memory_order_release);
+    if (turn) turn->store(id.chunk + 1, std::memory_order_release);
     return true;
   }
 
-  int find_panels(const Tile& t, const Chunk& chunk, Spans* spans, Panel* panels, bool known) const {
+  // Fills `panels` with the tile's panels and returns their number. With reuse_spans, `spans` is an input.
+  int find_panels(const Tile& t, const Chunk& chunk, Spans* spans, Panel* panels, bool reuse_spans) const {
     int count = 0;
-    each_panel(t, [&](const Rows& rows) {
-      if (!known) finder_.find(rows, chunk.begin, chunk.end, spans[count]);
+    for_each_panel(t, [&](const Rows& rows) {
+      if (!reuse_spans) finder_.find(rows, chunk.begin, chunk.end, spans[count]);
       panels[count] = {rows.head, rows.row, rows.count, spans[count].data(),
                        static_cast<int64_t>(spans[count].size())};
       ++count;
@@ -345,17 +348,18 @@ class Backward : Pass {
     return count;
   }
 
-  // Until `chunk` has added its part to the tile. It was started earlier, so it gets there.
+  // Waits until `chunk` has added to the tile's dq. Chunks start in ascending order, so `chunk` has started.
+  // Returns false if the call has been stopped.
   bool wait(const std::atomic<int64_t>& turn, int64_t chunk) {
     for (int spins = 0; turn.load(std::memory_order_acquire) <= chunk; ++spins) {
       if (spins < 1000) continue;
-      if (Stopper::ask(&stopper_)) return false;
+      if (Stopper::poll(&stopper_)) return false;
       sched_yield();
     }
     return true;
   }
 
-  // Sums that are made in a fixed order
+  // Sums whose order is fixed, so that results do not depend on threads
 
   void add_shares() {
     const int64_t row = spec_.Hq * columns_;
@@ -363,36 +367,38 @@ class Backward : Pass {
     std::fill(shares_.begin(), shares_.end(), 0.0);
   }
 
-  // A broadcast bias: each task owns some elements of its gradient and visits all that was added to them.
+  // Computes a broadcast bias's gradient. Each task owns some elements and visits all pairs that add to
+  // them.
   void sum_bias() {
     const Strides& s = grads_.dbias_stride;
     Layout at{};
     at.step = 1;
-    cut(at);
-    const int64_t batches = s.b ? spec_.B : 1, heads = s.h ? spec_.Hq : 1;
+    divide(at);
+    const int64_t samples = s.b ? spec_.B : 1, heads = s.h ? spec_.Hq : 1;
     const int64_t tiles = s.l ? at.tiles : 1, chunks = s.d ? at.chunks : 1;
-    each(batches * heads * tiles * chunks, [&](int64_t i, int worker) {
+    parallel_for(samples * heads * tiles * chunks, [&](int64_t i, int worker) {
       const int64_t chunk = i % chunks, tile = i / chunks % tiles, head = i / chunks / tiles % heads,
                     batch = i / chunks / tiles / heads;
-      Gradients own = grads_;
+      Gradients local = grads_;
       std::vector<float> sums;
-      if (narrow_pairs()) sum_apart(own, sums, at, tile, chunk);
+      if (has_16_bit_pairs()) sum_in_float(local, sums, at, tile, chunk);
       for (int64_t b = s.b ? batch : 0; b < (s.b ? batch + 1 : spec_.B); ++b)
         for (int64_t h = s.h ? head : 0; h < (s.h ? head + 1 : spec_.Hq); ++h)
           for (int64_t c = s.d ? chunk : 0; c < (s.d ? chunk + 1 : at.chunks); ++c)
-            add_bias({b, h / group(), 0, c}, at, own, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
-      if (narrow_pairs()) round_bias(sums, at, batch * s.b + head * s.h, tile, chunk);
+            add_bias({b, h / group(), 0, c}, at, local, h, s.l ? tile : 0, s.l ? tile + 1 : at.tiles, worker);
+      if (has_16_bit_pairs()) round_bias(sums, at, batch * s.b + head * s.h, tile, chunk);
     });
   }
 
-  // A gradient of 16 bits that several pairs add to: summed in float, tile by tile, and rounded once.
-  bool narrow_pairs() const { return bias_has_pairs(spec_, grads_) && item_bytes(spec_.bias_dtype) == 2; }
+  // A 16-bit dbias with rows and keys is summed in float, one tile at a time, and rounded once.
+  bool has_16_bit_pairs() const { return bias_has_pairs(spec_, grads_) && item_bytes(spec_.bias_dtype) == 2; }
 
-  void sum_apart(Gradients& own, std::vector<float>& sums, const Layout& at, int64_t tile,
-                 int64_t chunk) const {
+  // Redirects dbias to `sums`, which hold one tile of queries and one chunk of keys.
+  void sum_in_float(Gradients& local, std::vector<float>& sums, const Layout& at, int64_t tile,
+                    int64_t chunk) const {
     sums.assign(tile_rows() * at.chunk, 0);
-    own.dbias_stride = {0, 0, at.chunk, 1};
-    own.dbias = sums.data() - (tile * tile_rows() + chunk) * at.chunk;
+    local.dbias_stride = {0, 0, at.chunk, 1};
+    local.dbias = sums.data() - (tile * tile_rows() + chunk) * at.chunk;
   }
 
   void round_bias(const std::vector<float>& sums, const Layout& at, int64_t first, int64_t tile,
@@ -405,61 +411,63 @@ class Backward : Pass {
                      static_cast<uint16_t*>(grads_.dbias) + first + (row + i) * s.l + key * s.d, keys);
   }
 
-  void add_bias(const Unit& u, const Layout& at, const Gradients& grads, int64_t head, int64_t tile,
+  void add_bias(const ChunkId& id, const Layout& at, const Gradients& grads, int64_t head, int64_t tile,
                 int64_t end, int worker) {
-    Chunk chunk = open(u, at, worker);
+    Chunk chunk = make_chunk(id, at, worker);
     chunk.grads = &grads;
     chunk.bias_only = true;
     kernels_.open(chunk);
     Spans spans[kTilePanels];
     Panel panels[kTilePanels];
-    for (; tile < end && !Stopper::ask(&stopper_); ++tile) {
-      const int count = find_panels(tile_of(u, at, tile, head), chunk, spans, panels, false);
+    for (; tile < end && !Stopper::poll(&stopper_); ++tile) {
+      const int count = find_panels(tile_of(id, at, tile, head), chunk, spans, panels, false);
       if (std::any_of(panels, panels + count, [](const Panel& p) { return p.n_spans > 0; }))
         kernels_.tile(chunk, panels, count);
     }
   }
 
-  // Rows whose scores leave the compute type: one after the other, in double precision. First what they give
-  // to keys, from where chunks start, then the rest.
-  void sum_marked_keys() {
-    if (!any_marked()) return;
-    dk_exact_.resize(grads_.dk ? heads_ * spec_.Lk * spec_.D : 0);
-    dv_exact_.resize(grads_.dv ? heads_ * spec_.Lk * spec_.Dv : 0);
+  // Exact rows: forward marked them with a negative sum, because their scores overflow the compute type. They
+  // run one at a time, in double precision. Their dk and dv are summed first, because chunks start from these
+  // sums; all other gradients are added at the end.
+  void sum_exact_keys() {
+    if (!any_exact()) return;
+    dk_exact_.resize(grads_.dk ? kv_heads_ * spec_.Lk * spec_.D : 0);
+    dv_exact_.resize(grads_.dv ? kv_heads_ * spec_.Lk * spec_.Dv : 0);
     grads_.dk_exact = grads_.dk ? dk_exact_.data() : nullptr;
     grads_.dv_exact = grads_.dv ? dv_exact_.data() : nullptr;
-    Gradients keys = grads_;
-    keys.dq = keys.dbias = keys.dby_head = keys.dsink = nullptr;
-    add_marked_rows(keys);
+    Gradients only_keys = grads_;
+    only_keys.dq = only_keys.dbias = only_keys.dby_head = only_keys.dsink = nullptr;
+    add_exact_rows(only_keys);
   }
 
-  void add_marked_rows() {
-    Gradients remaining = grads_;
-    remaining.dk = remaining.dv = nullptr;
-    if (any_marked()) add_marked_rows(remaining);
+  void add_exact_rows() {
+    Gradients all_but_keys = grads_;
+    all_but_keys.dk = all_but_keys.dv = nullptr;
+    if (any_exact()) add_exact_rows(all_but_keys);
   }
 
-  bool any_marked() const {
+  bool any_exact() const {
     const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
-    bool any = false;
-    for (int64_t i = 0; i < rows && !any; ++i) any = is_marked(rows + i);
-    return any;
+    bool exact = false;
+    for (int64_t i = 0; i < rows && !exact; ++i) exact = is_exact(rows + i);
+    return exact;
   }
 
-  void add_marked_rows(const Gradients& grads) {
+  void add_exact_rows(const Gradients& grads) {
     const int64_t rows = spec_.B * spec_.Hq * spec_.Lq;
     Spans spans;
-    for (int64_t i = 0; i < rows && !Stopper::ask(&stopper_); ++i)
-      if (is_marked(rows + i))
-        add_marked_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, spans);
+    for (int64_t i = 0; i < rows && !Stopper::poll(&stopper_); ++i)
+      if (is_exact(rows + i))
+        add_exact_row(i / spec_.Lq / spec_.Hq, i / spec_.Lq % spec_.Hq, i % spec_.Lq, grads, spans);
   }
 
-  bool is_marked(int64_t at) const {
+  // The sums are the second half of the stats.
+  bool is_exact(int64_t at) const {
     return spec_.dtype == kFloat64 ? static_cast<const double*>(grads_.stats)[at] < 0
                                    : static_cast<const float*>(grads_.stats)[at] < 0;
   }
 
-  void add_marked_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Spans& spans) {
+  void add_exact_row(int64_t batch, int64_t head, int64_t row, const Gradients& grads, Spans& spans) {
     finder_.find({batch, head, row, 1, 1}, spans);
     const Panel panel{head, row, 1, spans.data(), static_cast<int64_t>(spans.size())};
     kernels_.exact_row(task(batch, head, row, 1, {}, scratches_[0]), panel, grads);
@@ -469,14 +477,14 @@ class Backward : Pass {
   const bool masked_;
   const BackwardKernels& kernels_;
   int panel_, workers_ = 1;
-  int64_t heads_, columns_, units_ = 0, together_ = 0;
+  int64_t kv_heads_, columns_, chunk_ids_ = 0, ids_at_once_ = 0;
   std::vector<Layout> layouts_;
-  std::vector<uint64_t> marks_;
-  std::vector<std::atomic<int64_t>> turns_;  // how many chunks have been added to each tile's dq
-  std::vector<double> shares_;   // of dby_head, by the units under way: [unit][sample][head][column]
-  std::vector<double> by_head_;  // their sum: [head][column]
-  std::vector<double> dk_exact_, dv_exact_;  // what marked rows give to keys
-  std::unique_ptr<char[]> own_;              // delta, and dq's sum where dq itself cannot hold it
+  std::vector<uint64_t> reach_;
+  std::vector<std::atomic<int64_t>> turns_;  // of each tile, 1 + the last chunk that has added to its dq
+  std::vector<double> shares_;   // of dby_head, in the current round: [chunk][sample][head][column]
+  std::vector<double> by_head_;  // dby_head: [head][column]
+  std::vector<double> dk_exact_, dv_exact_;  // dk and dv of exact rows
+  std::unique_ptr<char[]> buffer_;           // delta, and dq_sum if dq has 16 bits
   std::vector<void*> scratches_;
 };
 

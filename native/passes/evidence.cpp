@@ -6,33 +6,35 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kPanels = 16;      // that walk over the keys together
-constexpr int64_t kChunks = 16;      // of a head: what one thread does, with sums of its own
-constexpr int64_t kMostRows = 4096;  // of a strip, where rows far apart make a panel
-constexpr double kInlineWork = 1e6;  // floating point operations that are not worth a second thread
+constexpr int64_t kPanels = 16;          // that share one pass over the keys
+constexpr int64_t kTasksPerHead = 16;    // at most; each task has its own sums
+constexpr int64_t kMaxChunkRows = 4096;  // with a dilated mask, whose panels spread over many rows
+constexpr double kInlineWork = 1e6;      // floating point operations: below this, one thread is faster
 
-// Sums over the rows of a chunk: what keys get, then what distances get.
+// Sums over the rows of a task: the mass of each key, then the mass of each distance.
 using Sums = std::vector<double>;
 
-// What a thread keeps between panels.
+// A thread's buffers, which its tasks reuse.
 struct Worker {
   void* scratch = nullptr;
   std::vector<Spans> spans;
   std::vector<Panel> panels;
 };
 
-// Rows are cut into strips that hold whole blocks of the pyramids; every kChunks-th strip of a head is a
-// chunk. Sums of chunks are added in order, so that threads change nothing.
+// A head's rows are divided into chunks, which hold whole blocks of `block_mass`. A task takes every n-th
+// chunk of a head, n = tasks_per_head_. Sums of tasks are added in order, so that threads do not change
+// results.
 class Evidence : Pass {
  public:
   Evidence(const Spec& spec, const Call& call, const Facts& facts, const Ints& code, Interrupt interrupt)
       : Pass(spec, call, code, interrupt), facts_(facts), kernels_(kernels().evidence[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    copy_k_ = narrow() || dilated() || spec.k.d != 1 || spec.k.l != spec.D;
-    for (int64_t h = 0; h < spec.Hq; ++h) chunks_ = std::max(chunks_, std::min(kChunks, strips(h)));
-    sums_ = (facts.column_mass ? spec.Lk : 0) + (facts.histogram ? facts.distances : 0);
-    ready_.resize(chunks());
-    done_.resize(chunks());
+    copy_k_ = is_16_bit() || is_dilated() || spec.k.d != 1 || spec.k.l != spec.D;
+    for (int64_t h = 0; h < spec.Hq; ++h)
+      tasks_per_head_ = std::max(tasks_per_head_, std::min(kTasksPerHead, chunks(h)));
+    sum_count_ = (facts.column_mass ? spec.Lk : 0) + (facts.histogram ? facts.distances : 0);
+    finished_sums_.resize(tasks());
+    finished_.resize(tasks());
     merged_.resize(spec.B * spec.Hq);
   }
 
@@ -40,93 +42,94 @@ class Evidence : Pass {
     workers_.resize(workers());
     const int64_t bytes = kernels_.scratch_bytes(spec_, facts_, kPanels, copy_k_);
     for (size_t i = 0; i < workers_.size(); ++i) workers_[i].scratch = scratch(i, bytes);
-    each_task(workers(), chunks(), stopper_, [&](int64_t i, int worker) { chunk(i, workers_[worker]); });
+    run_tasks(workers(), tasks(), stopper_, [&](int64_t i, int worker) { run_task(i, workers_[worker]); });
     return stopper_.outcome();
   }
 
  private:
-  int64_t chunks() const { return spec_.B * spec_.Hq * chunks_; }
+  int64_t tasks() const { return spec_.B * spec_.Hq * tasks_per_head_; }
 
-  int64_t strip_rows(int64_t head) const {
+  int64_t chunk_rows(int64_t head) const {
     const int64_t rows =
-        std::min(kPanels * panel_ * finder_.dilation(head), std::max(kMostRows, kPanels * panel_));
+        std::min(kPanels * panel_ * finder_.dilation(head), std::max(kMaxChunkRows, kPanels * panel_));
     return facts_.block ? ceil_div(rows, facts_.block) * facts_.block : rows;
   }
-  int64_t strips(int64_t head) const { return ceil_div(spec_.Lq, strip_rows(head)); }
+  int64_t chunks(int64_t head) const { return ceil_div(spec_.Lq, chunk_rows(head)); }
 
   int workers() const {
     const double pairs = static_cast<double>(spec_.B * spec_.Hq * spec_.Lq) * static_cast<double>(spec_.Lk);
     if (4 * pairs * static_cast<double>(spec_.D) < kInlineWork) return 1;
-    return static_cast<int>(std::min<int64_t>(threads(), chunks()));
+    return static_cast<int>(std::min<int64_t>(threads(), tasks()));
   }
 
-  void chunk(int64_t index, Worker& w) {
-    const int64_t head = index / chunks_ % spec_.Hq, batch = index / chunks_ / spec_.Hq;
-    Sums sums = empty_sums();
-    for (int64_t s = index % chunks_; s < strips(head) && !stopper_.stopped(); s += chunks_) {
-      const int64_t first = s * strip_rows(head), end = std::min(spec_.Lq, first + strip_rows(head));
+  void run_task(int64_t index, Worker& w) {
+    const int64_t head = index / tasks_per_head_ % spec_.Hq, batch = index / tasks_per_head_ / spec_.Hq;
+    Sums sums = zero_sums();
+    for (int64_t i = index % tasks_per_head_; i < chunks(head) && !stopper_.stopped(); i += tasks_per_head_) {
+      const int64_t first = i * chunk_rows(head), end = std::min(spec_.Lq, first + chunk_rows(head));
       for (int64_t c = 0; c < finder_.dilation(head) && first + c < end; ++c)
-        strip(batch, head, first + c, end, sums, w);
+        run_chunk(batch, head, first + c, end, sums, w);
     }
-    merge(index, std::move(sums));
+    finish(index, std::move(sums));
   }
 
-  // Rows first, first + step, ... of a strip, a few panels at a time.
-  void strip(int64_t batch, int64_t head, int64_t first, int64_t end, Sums& sums, Worker& w) {
+  // Processes rows first, first + step, ... of a chunk, kPanels panels at a time.
+  void run_chunk(int64_t batch, int64_t head, int64_t first, int64_t end, Sums& sums, Worker& w) {
     const int64_t step = finder_.dilation(head);
     while (first < end && !stopper_.stopped()) {
       w.panels.clear();
       w.spans.resize(kPanels);
       for (; w.panels.size() < kPanels && first < end; first += panel_ * step) {
         const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(end - first, step)));
-        if (only_rows(facts_) && !asked_for(first, first + (rows - 1) * step)) continue;
+        if (only_rows(facts_) && !any_requested(first, first + (rows - 1) * step)) continue;
         Spans& spans = w.spans[w.panels.size()];
         finder_.find({batch, head, first, step, rows}, spans);
         w.panels.push_back({head, first, rows, spans.data(), static_cast<int64_t>(spans.size())});
       }
-      if (!w.panels.empty()) look(batch, head, step, sums, w);
+      if (!w.panels.empty()) compute(batch, head, step, sums, w);
     }
   }
 
-  // Whether one of the rows from first to last is to be kept.
-  bool asked_for(int64_t first, int64_t last) const {
+  // Returns whether the weights of a row in [first, last] are requested.
+  bool any_requested(int64_t first, int64_t last) const {
     const int64_t* end = facts_.rows + facts_.n_rows;
     const int64_t* row = std::lower_bound(facts_.rows, end, first);
     return row < end && *row <= last;
   }
 
-  void look(int64_t batch, int64_t head, int64_t step, Sums& sums, Worker& w) {
-    EvidenceTask l{};
-    l.task = task(batch, head, w.panels[0].row, step, w.panels, w.scratch);
-    l.task.copy_k = copy_k_;
-    l.facts = &facts_;
-    l.column_mass = sums.data();
-    l.histogram = sums.data() + (facts_.column_mass ? spec_.Lk : 0);
-    kernels_.look(l);
+  void compute(int64_t batch, int64_t head, int64_t step, Sums& sums, Worker& w) {
+    EvidenceTask e{};
+    e.task = task(batch, head, w.panels[0].row, step, w.panels, w.scratch);
+    e.task.copy_k = copy_k_;
+    e.facts = &facts_;
+    e.column_mass = sums.data();
+    e.histogram = sums.data() + (facts_.column_mass ? spec_.Lk : 0);
+    kernels_.run(e);
   }
 
-  Sums empty_sums() {
+  // Returns zeros, in the memory of a finished task if there is one.
+  Sums zero_sums() {
     Sums sums;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!spare_.empty()) {
-      sums = std::move(spare_.back());
-      spare_.pop_back();
+    if (!free_sums_.empty()) {
+      sums = std::move(free_sums_.back());
+      free_sums_.pop_back();
     }
-    sums.assign(sums_, 0.0);
+    sums.assign(sum_count_, 0.0);
     return sums;
   }
 
-  // Adds all chunks of the head whose turn it is.
-  void merge(int64_t index, Sums&& sums) {
+  // Stores the task's sums, then adds the sums of its head that are next in the order of tasks.
+  void finish(int64_t index, Sums&& sums) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ready_[index] = std::move(sums);
-    done_[index] = true;
-    const int64_t head = index / chunks_;
-    for (int64_t& c = merged_[head]; c < chunks_ && done_[head * chunks_ + c]; ++c) {
-      Sums& turn = ready_[head * chunks_ + c];
-      add(turn.data(), facts_.column_mass, head, spec_.Lk);
-      add(turn.data() + (facts_.column_mass ? spec_.Lk : 0), facts_.histogram, head, facts_.distances);
-      spare_.push_back(std::move(turn));
+    finished_sums_[index] = std::move(sums);
+    finished_[index] = true;
+    const int64_t head = index / tasks_per_head_;
+    for (int64_t& i = merged_[head]; i < tasks_per_head_ && finished_[head * tasks_per_head_ + i]; ++i) {
+      Sums& next = finished_sums_[head * tasks_per_head_ + i];
+      add(next.data(), facts_.column_mass, head, spec_.Lk);
+      add(next.data() + (facts_.column_mass ? spec_.Lk : 0), facts_.histogram, head, facts_.distances);
+      free_sums_.push_back(std::move(next));
     }
   }
 
@@ -138,11 +141,11 @@ class Evidence : Pass {
   const EvidenceKernels& kernels_;
   int panel_;
   bool copy_k_;
-  int64_t chunks_ = 0, sums_;
+  int64_t tasks_per_head_ = 0, sum_count_;
   std::vector<Worker> workers_;
-  std::vector<Sums> ready_, spare_;
-  std::vector<int64_t> merged_;  // of each head, chunks that have been added
-  std::vector<char> done_;       // chunks whose sums are ready
+  std::vector<Sums> finished_sums_, free_sums_;
+  std::vector<int64_t> merged_;  // of each head, the number of tasks whose sums have been added
+  std::vector<char> finished_;   // whether a task's sums are in finished_sums_
   std::mutex mutex_;
 };
 

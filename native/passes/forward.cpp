@@ -5,34 +5,34 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kRows = 256;  // query rows of a task: the more, the less often keys are read (and copied)
-constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels, so that they stay in L2
-constexpr int64_t kEnoughTasks = 8;         // of each thread, so that all end at about the same time
-constexpr int64_t kTogether = 4;            // tiles of one head that are handed out in a row
-constexpr size_t kManyRuns = 1 << 12;  // of a tile: keeping those of several tiles would take too much memory
-constexpr double kInlineWork = 1e6;    // floating point operations that are not worth a second thread
+constexpr int64_t kRows = 256;  // max. query rows of a task: more rows read (and copy) keys less often
+constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels: queries and sums must stay in L2
+constexpr int64_t kTasksPerThread = 8;      // at least, so that all threads finish at about the same time
+constexpr int64_t kTilesInTurn = 4;         // tiles of one head that consecutive tasks process
+constexpr size_t kManySpans = 1 << 12;      // in a tile: spans of several tiles would take too much memory
+constexpr double kInlineWork = 1e6;         // floating point operations: below this, one thread is faster
 
-// Neighbouring panels of one residue class of query rows.
+// `count` consecutive panels, from panel `first_panel` on, of the query rows residue, residue + dilation, ...
 struct Tile {
-  int64_t residue, first, count;
+  int64_t residue, first_panel, count;
 };
 
-// The spans of a tile's panels, which tasks of other heads can use again.
-struct Known {
+// The spans of a tile's panels, which a thread reuses for other heads and samples with the same mask.
+struct CachedSpans {
   int64_t tile = -1, batch = -1, head = -1;
   std::vector<Spans> spans;
 };
 
-// What a thread keeps between tasks.
+// A thread's state, which its tasks reuse.
 struct Worker {
   void* scratch = nullptr;
-  Known known[kTogether];
-  bool long_lists = false;  // then only one tile's spans are kept
+  CachedSpans cached[kTilesInTurn];
+  bool many_spans = false;  // then only one tile's spans are cached
   std::vector<Panel> panels;
 };
 
-// Which queries a task has: a tile of `heads` heads from `head` on.
-struct Place {
+// A task: one tile of `heads_` heads, from `head` on, of one sample.
+struct TaskIndex {
   int64_t tile, batch, head;
 };
 
@@ -41,15 +41,15 @@ class Forward : Pass {
   Forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
       : Pass(spec, call, code, interrupt), kernels_(kernels().forward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    shared_ = finder_.dilation_varies() ? 1 : group();
-    width_ = first_width();
-    while (lay_tiles(), tasks() < kEnoughTasks * threads() && width_ > 2) width_ /= 2;
-    copy_k_ = copies(spec.k, spec.D);
-    copy_v_ = copies(spec.v, spec.Dv);
+    sharing_heads_ = finder_.dilation_varies() ? 1 : group();
+    max_panels_ = panels_in_cache();
+    while (lay_out_tiles(), tasks() < kTasksPerThread * threads() && max_panels_ > 2) max_panels_ /= 2;
+    copy_k_ = should_copy(spec.k, spec.D);
+    copy_v_ = should_copy(spec.v, spec.Dv);
   }
 
   int64_t tasks() const { return tiles_ * spec_.B * head_sets_; }
-  int64_t scratch_bytes() const { return kernels_.scratch_bytes(spec_, most_panels(), copy_k_, copy_v_); }
+  int64_t scratch_bytes() const { return kernels_.scratch_bytes(spec_, task_panels(), copy_k_, copy_v_); }
 
   int workers() const {
     const int64_t rows = spec_.Lq > panel_ / 4 ? ceil_div(spec_.Lq, panel_) * panel_ : 2 * spec_.Lq;
@@ -60,57 +60,59 @@ class Forward : Pass {
 
   Outcome run() {
     if (tasks() == 0) return Outcome::kDone;
-    ask_for_large_pages(call_.out, spec_.B * spec_.Hq * spec_.Lq * spec_.Dv * item_bytes(spec_.dtype));
+    advise_huge_pages(call_.out, spec_.B * spec_.Hq * spec_.Lq * spec_.Dv * item_bytes(spec_.dtype));
     workers_.resize(workers());
     for (size_t i = 0; i < workers_.size(); ++i) workers_[i].scratch = scratch(i, scratch_bytes());
-    each_task(workers(), tasks(), stopper_, [&](int64_t i, int worker) { run(i, workers_[worker]); });
+    run_tasks(workers(), tasks(), stopper_, [&](int64_t i, int worker) { run(i, workers_[worker]); });
     return stopper_.outcome();
   }
 
  private:
-  // Rows far apart fall on the same cache sets: copying them pays when several panels share the copy.
-  bool copies(const Strides& s, int64_t width) const {
-    return narrow() || s.d != 1 || ((dilated() || s.l != width) && most_panels() >= 4);
+  // Rows with a large stride map to the same cache sets; copying them pays off for several panels.
+  bool should_copy(const Strides& s, int64_t width) const {
+    return is_16_bit() || s.d != 1 || ((is_dilated() || s.l != width) && task_panels() >= 4);
   }
 
-  int64_t first_width() const {
+  // Returns how many panels fit in L2, at most kRows rows.
+  int64_t panels_in_cache() const {
     const int64_t bytes = (spec_.D + spec_.Dv) * panel_ * (spec_.dtype == kFloat64 ? 8 : 4);
     return std::clamp<int64_t>(kStateBytes / std::max<int64_t>(bytes, 1), 1, kRows / panel_);
   }
 
-  // A task has `heads_` heads of one group and `span_` neighbouring panels of each.
-  void lay_tiles() {
-    heads_ = std::min<int64_t>(shared_, std::max<int64_t>(width_, 1));
-    while (shared_ % heads_) --heads_;
+  // Divides the query rows into tiles. A task has `heads_` heads of one group and up to `panels_per_head_`
+  // consecutive panels of each.
+  void lay_out_tiles() {
+    heads_ = std::min<int64_t>(sharing_heads_, std::max<int64_t>(max_panels_, 1));
+    while (sharing_heads_ % heads_) --heads_;
     head_sets_ = spec_.Hq / heads_;
-    span_ = std::max<int64_t>(1, width_ / heads_);
+    panels_per_head_ = std::max<int64_t>(1, max_panels_ / heads_);
     tiles_ = 0;
     layouts_.assign(finder_.dilation_varies() ? spec_.Hq : 1, {});
     for (size_t h = 0; h < layouts_.size(); ++h) {
       const int64_t step = finder_.dilation(static_cast<int64_t>(h));
       for (int64_t c = 0; c < std::min(step, spec_.Lq); ++c) {
         const int64_t panels = ceil_div(ceil_div(spec_.Lq - c, step), panel_);
-        for (int64_t p = 0; p < panels; p += span_)
-          layouts_[h].push_back({c, p, std::min(span_, panels - p)});
+        for (int64_t p = 0; p < panels; p += panels_per_head_)
+          layouts_[h].push_back({c, p, std::min(panels_per_head_, panels - p)});
       }
       tiles_ = std::max(tiles_, static_cast<int64_t>(layouts_[h].size()));
     }
   }
 
-  int most_panels() const { return static_cast<int>(heads_ * span_); }
+  int task_panels() const { return static_cast<int>(heads_ * panels_per_head_); }
 
-  // The last tiles first: with a causal mask they are the longest. A few tiles of one head follow each other,
-  // so that its keys stay in the cache, then the same tiles of the next head, whose spans are mostly the
-  // same.
-  Place place(int64_t index) const {
-    const int64_t sets = spec_.B * head_sets_, base = tiles_ - index / (kTogether * sets) * kTogether;
-    const int64_t together = std::min(kTogether, base), inside = index % (kTogether * sets),
-                  set = inside / together;
-    return {base - 1 - inside % together, set / head_sets_, set % head_sets_ * heads_};
+  // Orders the tasks. The last tiles come first: with a causal mask they have the most keys. kTilesInTurn
+  // tiles of one head are consecutive, so that its keys stay in cache. The same tiles of the next head
+  // follow, because its spans are often the same.
+  TaskIndex task_index(int64_t index) const {
+    const int64_t sets = spec_.B * head_sets_, end = tiles_ - index / (kTilesInTurn * sets) * kTilesInTurn;
+    const int64_t in_turn = std::min(kTilesInTurn, end), inside = index % (kTilesInTurn * sets),
+                  set = inside / in_turn;
+    return {end - 1 - inside % in_turn, set / head_sets_, set % head_sets_ * heads_};
   }
 
   void run(int64_t index, Worker& w) {
-    const Place at = place(index);
+    const TaskIndex at = task_index(index);
     const std::vector<Tile>& layout = layouts_[layouts_.size() > 1 ? at.head : 0];
     if (at.tile >= static_cast<int64_t>(layout.size())) return;
     const Tile& tile = layout[at.tile];
@@ -121,41 +123,43 @@ class Forward : Pass {
     kernels_.run(t);
   }
 
-  // Position by position, with the heads inside. Spans are derived where this thread does not know them yet.
-  void fill_panels(const Tile& tile, const Place& at, int64_t step, Worker& w) {
-    const int64_t distinct = finder_.varies_by_head() ? heads_ : 1;
-    Known& known = w.known[w.long_lists ? 0 : at.tile % kTogether];
-    const bool again = recall(known, at);
-    known.spans.resize(std::max<size_t>(known.spans.size(), tile.count * distinct));
+  // Lists the task's panels by row, then by head. Finds their spans unless the thread has them cached.
+  void fill_panels(const Tile& tile, const TaskIndex& at, int64_t step, Worker& w) {
+    const int64_t span_heads = finder_.varies_by_head() ? heads_ : 1;
+    CachedSpans& cached = w.cached[w.many_spans ? 0 : at.tile % kTilesInTurn];
+    const bool hit = claim(cached, at);
+    cached.spans.resize(std::max<size_t>(cached.spans.size(), tile.count * span_heads));
     w.panels.clear();
-    size_t total = 0;
+    size_t span_count = 0;
     for (int64_t p = 0; p < tile.count; ++p) {
-      const int64_t row = tile.residue + (tile.first + p) * panel_ * step;
+      const int64_t row = tile.residue + (tile.first_panel + p) * panel_ * step;
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
       for (int64_t h = 0; h < heads_; ++h) {
-        Spans& spans = known.spans[p * distinct + (distinct > 1 ? h : 0)];
-        if (!again && (h == 0 || distinct > 1)) finder_.find({at.batch, at.head + h, row, step, rows}, spans);
+        Spans& spans = cached.spans[p * span_heads + (span_heads > 1 ? h : 0)];
+        if (!hit && (h == 0 || span_heads > 1)) finder_.find({at.batch, at.head + h, row, step, rows}, spans);
         w.panels.push_back({at.head + h, row, rows, spans.data(), static_cast<int64_t>(spans.size())});
-        total += spans.size();
+        span_count += spans.size();
       }
     }
-    w.long_lists |= total > kManyRuns;
+    w.many_spans |= span_count > kManySpans;
   }
 
-  // True when the spans at hand are this place's; otherwise they are about to be.
-  bool recall(Known& known, const Place& at) const {
+  // Returns whether `cached` already holds the task's spans. If not, the caller must fill it with them.
+  bool claim(CachedSpans& cached, const TaskIndex& at) const {
     const int64_t batch = finder_.varies_by_batch() ? at.batch : 0,
                   head = finder_.varies_by_head() ? at.head : 0;
-    const bool same = known.tile == at.tile && known.batch == batch && known.head == head;
-    known.tile = at.tile, known.batch = batch, known.head = head;
+    const bool same = cached.tile == at.tile && cached.batch == batch && cached.head == head;
+    cached.tile = at.tile, cached.batch = batch, cached.head = head;
     return same;
   }
 
   const ForwardKernels& kernels_;
   int panel_;
-  int64_t shared_, width_, heads_ = 1, head_sets_ = 0, span_ = 1, tiles_ = 0;
+  // sharing_heads_: heads that may share a task; max_panels_: limit of panels in a task; head_sets_: Hq /
+  // heads_; tiles_: length of the longest layout.
+  int64_t sharing_heads_, max_panels_, heads_ = 1, head_sets_ = 0, panels_per_head_ = 1, tiles_ = 0;
   bool copy_k_ = false, copy_v_ = false;
-  std::vector<std::vector<Tile>> layouts_;
+  std::vector<std::vector<Tile>> layouts_;  // of each head if the dilation varies by head, otherwise of all
   std::vector<Worker> workers_;
 };
 
@@ -163,20 +167,20 @@ class Forward : Pass {
 
 Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt) {
   if (is_empty(spec)) return Outcome::kDone;
-  // Not for backward, which computes scores as panels do: the weights must come out the same.
+  // If backward follows, use panels: backward recomputes the scores in panels and must get the same weights.
   if (decodes(spec) && !call.stats) return decode(spec, call, code, interrupt);
   return Forward(spec, call, code, interrupt).run();
 }
 
-int rows_together(const Spec& spec) {
+int rows_at_once(const Spec& spec) {
   return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
 }
 
-Cut cut(const Spec& spec, const Call& call, const Ints& code) {
+TaskPlan plan_tasks(const Spec& spec, const Call& call, const Ints& code) {
   if (is_empty(spec)) return {0, 0, 1};
-  if (decodes(spec)) return cut_decode(spec, call, code);
-  const Forward f(spec, call, code, {});
-  return {f.tasks(), f.scratch_bytes(), f.workers()};
+  if (decodes(spec)) return plan_decode(spec, call, code);
+  const Forward pass(spec, call, code, {});
+  return {pass.tasks(), pass.scratch_bytes(), pass.workers()};
 }
 
 }  // namespace regard

@@ -1,4 +1,4 @@
-// What the passes over a mask share.
+// The base class of the passes that take a mask program.
 #pragma once
 #include "machine/cpu.h"
 #include "mask/spans.h"
@@ -13,11 +13,12 @@ class Pass {
   Pass(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
       : spec_(spec), call_(call), finder_(code, spec, call), stopper_(interrupt) {}
 
+  // Query heads per key head.
   int64_t group() const { return spec_.Hq / spec_.Hkv; }
-  bool narrow() const { return item_bytes(spec_.dtype) == 2; }
-  bool dilated() const { return finder_.dilation_varies() || finder_.dilation(0) > 1; }
+  bool is_16_bit() const { return item_bytes(spec_.dtype) == 2; }
+  bool is_dilated() const { return finder_.dilation_varies() || finder_.dilation(0) > 1; }
 
-  // Of panels that start at `row` of a head and take every `step`-th row.
+  // Makes a kernel task of panels whose rows are row, row + step, ... of a head and of heads in its group.
   Task task(int64_t batch, int64_t head, int64_t row, int64_t step, const std::vector<Panel>& panels,
             void* scratch) {
     Task t{};
@@ -27,7 +28,7 @@ class Pass {
     t.key = finder_.first_key({batch, head, row, step, 1});
     t.panels = panels.data(), t.n_panels = static_cast<int>(panels.size());
     t.scratch = scratch;
-    t.stop = Stopper::ask, t.stop_context = &stopper_;
+    t.stop = Stopper::poll, t.stop_context = &stopper_;
     return t;
   }
 

@@ -1,4 +1,4 @@
-// The passes: each cuts a call into tasks and spans them. `code` is the mask's program.
+// The passes. Each divides a call into tasks and runs them on PyTorch's threads. `code` is the mask program.
 #pragma once
 #include <vector>
 
@@ -14,11 +14,11 @@ Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt 
 Outcome backward(const Spec& spec, const Call& call, const Gradients& grads, const Ints& code,
                  Interrupt interrupt);
 
-// Whether there are so few query rows that the call is cut along its keys.
+// Returns whether the call has so few query rows that it is divided along the keys, by `decode`.
 bool decodes(const Spec& spec);
 Outcome decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt);
 
-// The call needs no out and no values: Dv is 0.
+// Computes facts about the attention weights. The call has no values (Dv = 0) and no output.
 Outcome evidence(const Spec& spec, const Call& call, const Facts& facts, const Ints& code,
                  Interrupt interrupt);
 
@@ -26,16 +26,16 @@ Outcome linear_forward(const LinearSpec& spec, const LinearCall& call, Interrupt
 Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const LinearGradients& grads,
                         Interrupt interrupt);
 
-// Query rows that meet a key together.
-int rows_together(const Spec& spec);
+// Returns how many query rows forward processes together: a panel, or all rows of a decode step.
+int rows_at_once(const Spec& spec);
 
-// How a call of this shape would be cut.
-struct Cut {
+// How forward divides a call.
+struct TaskPlan {
   int64_t tasks;
-  int64_t scratch_bytes;  // of one thread
+  int64_t scratch_bytes;  // per thread
   int threads;
 };
-Cut cut(const Spec& spec, const Call& call, const Ints& code);
-Cut cut_decode(const Spec& spec, const Call& call, const Ints& code);
+TaskPlan plan_tasks(const Spec& spec, const Call& call, const Ints& code);
+TaskPlan plan_decode(const Spec& spec, const Call& call, const Ints& code);
 
 }  // namespace regard

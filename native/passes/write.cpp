@@ -5,7 +5,7 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kInlineNumbers = 1 << 19;  // not worth a second thread
+constexpr int64_t kInlineElements = 1 << 19;  // below this, one thread is faster
 
 class Writer {
  public:
@@ -13,31 +13,32 @@ class Writer {
       : w_(w), starts_(starts), counts_(counts), kernel_(kernels().write[w.dtype].rows) {}
 
   Outcome run() {
-    int64_t numbers = 0;
-    for (const int64_t count : counts_) numbers += count * w_.H * w_.sides[0].width;
-    const int64_t most = numbers < kInlineNumbers ? 1 : std::min<int64_t>(threads(), w_.B * w_.H);
-    Stopper never({});
-    each_task(static_cast<int>(most), w_.B * w_.H, never, [&](int64_t i, int) {
-      for (const Side& side : w_.sides) head(side, i / w_.H, i % w_.H);
+    int64_t elements = 0;
+    for (const int64_t count : counts_) elements += count * w_.H * w_.sides[0].width;
+    const int64_t workers = elements < kInlineElements ? 1 : std::min<int64_t>(threads(), w_.B * w_.H);
+    Stopper stopper({});
+    run_tasks(static_cast<int>(workers), w_.B * w_.H, stopper, [&](int64_t i, int) {
+      for (const Side& side : w_.sides) write_head(side, i / w_.H, i % w_.H);
     });
     return wrong_page_ ? Outcome::kWrongPage : Outcome::kDone;
   }
 
  private:
-  // Rows of one head, as many at once as lie in one page.
-  void head(const Side& side, int64_t b, int64_t h) {
+  // Writes one head's rows; in paged storage, page by page.
+  void write_head(const Side& side, int64_t b, int64_t h) {
     const Strides &from = side.source_stride, &to = side.target_stride, &scale = side.scale_stride;
-    const int64_t item = item_bytes(w_.dtype), kept = w_.store == kFloats ? item : 1;
+    const int64_t item = item_bytes(w_.dtype), stored_item = w_.store == kFloats ? item : 1;
     const char* source = static_cast<const char*>(side.source) + (b * from.b + h * from.h) * item;
-    for (int64_t done = 0, n; done < counts_[b]; done += n) {
-      const int64_t at = starts_[b] + done, row = w_.table ? at & (w_.page - 1) : at;
-      n = w_.table ? std::min(w_.page - row, counts_[b] - done) : counts_[b];
-      const int64_t outer = w_.table ? w_.table[b * w_.table_stride + at / w_.page] : b;
-      if (w_.table && (outer < 0 || outer >= w_.pages)) return wrong_page_.store(true);
-      char* target = static_cast<char*>(side.target) + (outer * to.b + h * to.h + row * to.l) * kept;
-      char* scales = static_cast<char*>(side.scales) + 2 * (outer * scale.b + h * scale.h + row * scale.l);
-      kernel_({w_.store, n, side.width, source + done * from.l * item, from.l, from.d, target, to.l, scales,
-               scale.l});
+    for (int64_t written = 0, n; written < counts_[b]; written += n) {
+      const int64_t slot = starts_[b] + written, row = w_.table ? slot & (w_.page - 1) : slot;
+      n = w_.table ? std::min(w_.page - row, counts_[b] - written) : counts_[b];
+      // Without a table, each sample is a page of its own.
+      const int64_t page = w_.table ? w_.table[b * w_.table_stride + slot / w_.page] : b;
+      if (w_.table && (page < 0 || page >= w_.pages)) return wrong_page_.store(true);
+      char* target = static_cast<char*>(side.target) + (page * to.b + h * to.h + row * to.l) * stored_item;
+      char* scales = static_cast<char*>(side.scales) + 2 * (page * scale.b + h * scale.h + row * scale.l);
+      kernel_({w_.store, n, side.width, source + written * from.l * item, from.l, from.d, target, to.l,
+               scales, scale.l});
     }
   }
 

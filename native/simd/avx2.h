@@ -1,4 +1,4 @@
-// The vector vocabulary on AVX2 + FMA + F16C: 8 floats or 4 doubles.
+// Vector types and operations with AVX2, FMA and F16C: 8 floats or 4 doubles.
 #pragma once
 #include <immintrin.h>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Terms summed in one chain before the chain starts anew, to keep rounding errors small.
+// Terms summed in one chain of additions before a new chain begins, which bounds rounding errors.
 constexpr int64_t kChain = 128;
 
 struct Words {
@@ -42,8 +42,8 @@ struct DoubleMask {
   __m256d v;
 };
 
-// The vocabulary of a vector type V with masks M, by the suffix of its intrinsics. max: b where either is
-// NaN.
+// Operations of a vector type V with masks M; `suffix` is that of the intrinsics. max(a, b) is b if
+// either is NaN. keep(m, a) is a where m is set, else 0.
 #define REGARD_VECTOR(V, M, suffix)                                                        \
   inline V operator+(V a, V b) { return {_mm256_add_##suffix(a.v, b.v)}; }                 \
   inline V operator-(V a, V b) { return {_mm256_sub_##suffix(a.v, b.v)}; }                 \
@@ -91,7 +91,7 @@ inline void transpose(Floats (&r)[8]) {
 }
 
 // Lane i of the result is the sum of r[i].
-inline Floats sum_each(const Floats (&r)[8]) {
+inline Floats lane_sums(const Floats (&r)[8]) {
   __m256 a[4], b[2];
   UNROLLED (i, 4)
     a[i] = _mm256_add_ps(_mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v),
@@ -116,12 +116,12 @@ inline void transpose(Doubles (&r)[4]) {
   r[3].v = _mm256_permute2f128_pd(b, d, 0x31);
 }
 
-inline Doubles sum_each(const Doubles (&r)[4]) {
+inline Doubles lane_sums(const Doubles (&r)[4]) {
   const __m256d a = _mm256_hadd_pd(r[0].v, r[1].v), b = _mm256_hadd_pd(r[2].v, r[3].v);
   return {_mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x20), _mm256_permute2f128_pd(a, b, 0x31))};
 }
 
-// Vocabulary that depends on the vector type alone.
+// Operations that are selected by the vector type.
 template <class V>
 struct Lanes;
 
@@ -156,14 +156,14 @@ struct Lanes<Floats> {
   static void store(Half* p, Floats a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
   }
-  // Lanes `from`, from + 1, ... of a bit set.
+  // Expands bits `from`, from + 1, ... of a lane set to a mask.
   static Mask mask(uint32_t lanes, int from) {
     const __m256i bit = _mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     const __m256i set = _mm256_set1_epi32(static_cast<int>(lanes >> from));
     return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set, bit), bit))};
   }
   static Mask mask(Words w, int) { return {_mm256_castsi256_ps(w.v)}; }
-  static Floats count() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+  static Floats iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
 };
 
 template <>
@@ -179,15 +179,15 @@ struct Lanes<Doubles> {
     const __m256i set = _mm256_set1_epi64x(static_cast<int64_t>(lanes >> from));
     return {_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(set, bit), bit))};
   }
-  // The half of the words that stands for vector `part` of a panel.
+  // Widens half of the words to the mask of vector `part` of a panel.
   static Mask mask(Words w, int part) {
     const __m128i half = part & 1 ? _mm256_extracti128_si256(w.v, 1) : _mm256_castsi256_si128(w.v);
     return {_mm256_castsi256_pd(_mm256_cvtepi32_epi64(half))};
   }
-  static Doubles count() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
+  static Doubles iota() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
 };
 
-// The lower and upper halves of 8 bytes.
+// Converts the low and high nibbles of 8 bytes.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   low.v = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));

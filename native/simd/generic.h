@@ -1,5 +1,5 @@
-// The vector vocabulary in plain C++ with compiler vectors, for any CPU and any width: REGARD_LANES floats or
-// half as many doubles.
+// Vector types and operations with the compiler's vector extension, for any CPU and width:
+// REGARD_LANES floats or half as many doubles.
 #pragma once
 #include <math.h>
 
@@ -7,20 +7,20 @@
 
 namespace {
 
-// Terms summed in one chain before the chain starts anew: fewer than with fused multiply-adds, which round
-// once.
+// Terms summed in one chain of additions before a new chain begins. Shorter than with AVX2, because
+// `fma` here rounds twice.
 constexpr int64_t kChain = 32;
 
 template <class T, int Count>
-struct Raw {
+struct CompilerVector {
   typedef T type __attribute__((vector_size(sizeof(T) * Count)));
 };
 
 struct Words {
   static constexpr int N = REGARD_LANES;
-  typename Raw<uint32_t, N>::type v;
+  typename CompilerVector<uint32_t, N>::type v;
 };
-inline Words words(uint32_t x) { return {x - typename Raw<uint32_t, Words::N>::type{}}; }
+inline Words words(uint32_t x) { return {x - typename CompilerVector<uint32_t, Words::N>::type{}}; }
 inline Words load_words(const uint32_t* p) {
   Words w;
   memcpy(&w.v, p, sizeof(w.v));
@@ -32,16 +32,16 @@ inline Words operator^(Words a, Words b) { return {a.v ^ b.v}; }
 inline Words operator&(Words a, Words b) { return {a.v & b.v}; }
 inline Words shift_right(Words a, int n) { return {a.v >> n}; }
 inline Words greater(Words a, Words b) {
-  using Signed = typename Raw<int32_t, Words::N>::type;
-  return {as<typename Raw<uint32_t, Words::N>::type>(as<Signed>(a.v) > as<Signed>(b.v))};
+  using Signed = typename CompilerVector<int32_t, Words::N>::type;
+  return {as<typename CompilerVector<uint32_t, Words::N>::type>(as<Signed>(a.v) > as<Signed>(b.v))};
 }
 
 template <class T, class I, int Count>
-struct Lane {
+struct LaneVector {
   using Scalar = T;
   using Int = I;
-  using Vector = typename Raw<T, Count>::type;
-  using Bits = typename Raw<I, Count>::type;
+  using Vector = typename CompilerVector<T, Count>::type;
+  using Bits = typename CompilerVector<I, Count>::type;
   static constexpr int N = Count;
   Vector v;
 };
@@ -49,17 +49,17 @@ template <class V>
 struct LaneMask {
   typename V::Bits v;
 };
-using Floats = Lane<float, int32_t, REGARD_LANES>;
-using Doubles = Lane<double, int64_t, REGARD_LANES / 2>;
+using Floats = LaneVector<float, int32_t, REGARD_LANES>;
+using Doubles = LaneVector<double, int64_t, REGARD_LANES / 2>;
 
 #define REGARD_LANE template <class T, class I, int N>
-#define REGARD_V Lane<T, I, N>
+#define REGARD_V LaneVector<T, I, N>
 REGARD_LANE inline REGARD_V operator+(REGARD_V a, REGARD_V b) { return {a.v + b.v}; }
 REGARD_LANE inline REGARD_V operator-(REGARD_V a, REGARD_V b) { return {a.v - b.v}; }
 REGARD_LANE inline REGARD_V operator*(REGARD_V a, REGARD_V b) { return {a.v * b.v}; }
 REGARD_LANE inline REGARD_V operator/(REGARD_V a, REGARD_V b) { return {a.v / b.v}; }
 REGARD_LANE inline REGARD_V fma(REGARD_V a, REGARD_V b, REGARD_V c) { return {a.v * b.v + c.v}; }
-// The same with a single rounding: slow here, for the few places where it matters.
+// a * b + c with a single rounding. Slow here, so used only where the rounding matters.
 inline float fma_once(float a, float b, float c) {
   return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c));
 }
@@ -79,7 +79,7 @@ REGARD_LANE inline REGARD_V select(LaneMask<REGARD_V> m, REGARD_V a, REGARD_V b)
   using V = REGARD_V;
   return {as<typename V::Vector>((m.v & as<typename V::Bits>(a.v)) | (~m.v & as<typename V::Bits>(b.v)))};
 }
-// b where either is NaN.
+// Returns b if either is NaN.
 REGARD_LANE inline REGARD_V max(REGARD_V a, REGARD_V b) { return select(less(b, a), a, b); }
 REGARD_LANE inline REGARD_V ceil(REGARD_V a) {
   for (int i = 0; i < N; ++i) a.v[i] = static_cast<T>(::ceil(a.v[i]));
@@ -94,7 +94,7 @@ REGARD_LANE inline uint32_t bits(LaneMask<REGARD_V> m) {
   for (int i = 0; i < N; ++i) set |= static_cast<uint32_t>(m.v[i] != 0) << i;
   return set;
 }
-// 2^n from a number whose low mantissa bits hold n + bias.
+// Returns 2^n from a number whose low mantissa bits hold n + exponent bias.
 REGARD_LANE inline REGARD_V power_from_bits(REGARD_V t) {
   using V = REGARD_V;
   return {as<typename V::Vector>(as<typename V::Bits>(t.v) << (sizeof(T) == 4 ? 23 : 52))};
@@ -108,7 +108,7 @@ REGARD_LANE inline void transpose(REGARD_V (&r)[N]) {
     }
 }
 // Lane i of the result is the sum of r[i].
-REGARD_LANE inline REGARD_V sum_each(REGARD_V (&r)[N]) {
+REGARD_LANE inline REGARD_V lane_sums(REGARD_V (&r)[N]) {
   transpose(r);
   for (int i = 1; i < N; ++i) r[0] = r[0] + r[i];
   return r[0];
@@ -118,28 +118,28 @@ REGARD_LANE inline REGARD_V sum_each(REGARD_V (&r)[N]) {
 
 inline float to_float(int8_t x) { return x; }
 inline float to_float(Half x) {
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
-  if (rest >= 0x7C00)
-    return as<float>(sign | 0x7F800000 | (rest & 0x3FF) << 13 | (rest > 0x7C00 ? 0x400000 : 0));
-  if (rest >= 0x400) return as<float>(sign | ((rest << 13) + (112u << 23)));
-  const float tiny = static_cast<float>(rest) * 0x1p-24f;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7FFF;
+  if (magnitude >= 0x7C00)
+    return as<float>(sign | 0x7F800000 | (magnitude & 0x3FF) << 13 | (magnitude > 0x7C00 ? 0x400000 : 0));
+  if (magnitude >= 0x400) return as<float>(sign | ((magnitude << 13) + (112u << 23)));
+  const float tiny = static_cast<float>(magnitude) * 0x1p-24f;
   return sign ? -tiny : tiny;
 }
 inline void from_float(Half* p, float x) {
-  const uint32_t u = as<uint32_t>(x), sign = u >> 16 & 0x8000, rest = u & 0x7FFFFFFF;
+  const uint32_t u = as<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7FFFFFFF;
   uint32_t h;
-  if (rest > 0x7F800000)
-    h = 0x7E00 | (rest >> 13 & 0x3FF);
-  else if (rest >= 0x47800000)
+  if (magnitude > 0x7F800000)
+    h = 0x7E00 | (magnitude >> 13 & 0x3FF);
+  else if (magnitude >= 0x47800000)
     h = 0x7C00;
-  else if (rest >= 0x38800000)
-    h = (rest + 0xFFF + (rest >> 13 & 1) - (112u << 23)) >> 13;
+  else if (magnitude >= 0x38800000)
+    h = (magnitude + 0xFFF + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
   else
-    h = as<uint32_t>(as<float>(rest) + 0.5f) - 0x3F000000;  // the addition rounds to a multiple of 2^-24
+    h = as<uint32_t>(as<float>(magnitude) + 0.5f) - 0x3F000000;  // the addition rounds to a multiple of 2^-24
   p->bits = static_cast<uint16_t>(sign | h);
 }
 
-// Vocabulary that depends on the vector type alone.
+// Operations that are selected by the vector type.
 template <class V>
 struct Lanes {
   using Scalar = typename V::Scalar;
@@ -162,27 +162,27 @@ struct Lanes {
   static void store(S* p, V a) {
     for (int i = 0; i < V::N; ++i) from_float(p + i, a.v[i]);
   }
-  // Lanes `from`, from + 1, ... of a bit set.
+  // Expands bits `from`, from + 1, ... of a lane set to a mask.
   static Mask mask(uint32_t lanes, int from) {
     Mask m{typename V::Bits{}};
     for (int i = 0; i < V::N; ++i) m.v[i] = lanes >> (from + i) & 1 ? -1 : 0;
     return m;
   }
-  // The words that stand for vector `part` of a panel.
+  // Expands the words of vector `part` of a panel to a mask.
   static Mask mask(Words w, int part) {
     const int from = V::N == Words::N ? 0 : part * V::N;
     Mask m{typename V::Bits{}};
     for (int i = 0; i < V::N; ++i) m.v[i] = static_cast<int32_t>(w.v[from + i]);
     return m;
   }
-  static V count() {
+  static V iota() {
     V a = zero();
     for (int i = 0; i < V::N; ++i) a.v[i] = static_cast<Scalar>(i);
     return a;
   }
 };
 
-// The lower and upper halves of bytes.
+// Converts the low and high nibbles of bytes.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   for (int i = 0; i < Floats::N; ++i) {
     low.v[i] = static_cast<float>(p[i] & 15);

@@ -1,4 +1,4 @@
-// Numbers of 16 bits, and the conversions that every instruction set does the same way.
+// 16-bit float types, and the conversions that do not depend on the instruction set.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -12,7 +12,7 @@ struct BHalf {
   uint16_t bits;
 };
 
-// Bit pattern of A as B, both of one size.
+// Reinterprets the bits of `a` as type B.
 template <class B, class A>
 inline B as(A a) {
   static_assert(sizeof(A) == sizeof(B), "same size");

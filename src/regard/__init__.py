@@ -1,4 +1,4 @@
-"""Attention: every mechanism behind one call, exact, with no cliffs."""
+"""Regard: attention for PyTorch. `regard.attention` computes every exact variant with one call."""
 
 from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
 from ._api.attention import attention, weights

@@ -1,4 +1,4 @@
-"""The length from which on a mechanism beats exact attention on this machine, in time and in memory."""
+"""Crossovers: the lengths above which approximations need less time or memory than attention."""
 
 from __future__ import annotations
 
@@ -30,53 +30,54 @@ NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
 
 
 class Measurement(NamedTuple):
-    """One measurement."""
+    """Time and peak memory of one mechanism at one length."""
 
     mechanism: str
     work: Work
     L: int
     time: float  # seconds
-    memory: int | None  # peak bytes beyond q, k and v; None where the system does not tell
+    memory: int | None  # peak bytes beyond q, k and v; None if the system does not report it
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """What `measure` found."""
+    """The result of `measure`."""
 
     points: tuple[Measurement, ...]
 
     @property
     def lengths(self) -> list[int]:
+        """The measured lengths, ascending."""
         return sorted({point.L for point in self.points})
 
     @property
     def mechanisms(self) -> list[str]:
-        """In the order measured, without exact attention."""
+        """The names of the mechanisms in the order measured, without exact attention."""
         return [name for name in dict.fromkeys(point.mechanism for point in self.points) if name != EXACT]
 
     def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
-        """By length; empty where nothing was measured."""
-        chosen = [p for p in self.points if (p.mechanism, p.work) == (mechanism, work)]
+        """Returns seconds or bytes by length. Empty if nothing was measured."""
+        points = [p for p in self.points if (p.mechanism, p.work) == (mechanism, work)]
         if quantity == "time":
-            return {p.L: p.time for p in chosen}
-        return {p.L: p.memory for p in chosen if p.memory is not None}
+            return {p.L: p.time for p in points}
+        return {p.L: p.memory for p in points if p.memory is not None}
 
     def gains(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
-        """By length, how many times less it needs than exact attention."""
-        own, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
-        return {L: needs / own[L] for L, needs in exact.items()}
+        """Returns the ratio of exact attention to the mechanism by length; above 1 is a gain."""
+        curve, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
+        return {L: amount / curve[L] for L, amount in exact.items()}
 
     def first(self, mechanism: str, work: Work, quantity: Quantity) -> int | None:
-        """The shortest measured length from which on it always needs clearly less than exact attention."""
-        found = None
+        """Returns the shortest measured length from which all gains are at least 1.1, or None."""
+        crossover = None
         for L, gain in sorted(self.gains(mechanism, work, quantity).items(), reverse=True):
             if gain < CLEAR:
                 break
-            found = L
-        return found
+            crossover = L
+        return crossover
 
     def verdict(self, mechanism: str, work: Work, quantity: Quantity) -> str:
-        """In words, with the gain at the longest length."""
+        """Returns the crossover in words, with the gain at the longest length."""
         gains = self.gains(mechanism, work, quantity)
         if not gains:
             return "not measured"
@@ -85,15 +86,15 @@ class Crossover:
         return f"{when} ({gains[longest]:.3g} x)"
 
     def plot(self, path: str | None = None) -> Figure:
-        """Four curves by length: time and memory, forward and training (needs the extra `plot`)."""
+        """Plots time and memory of forward and training by length (extra: `plot`)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 7), layout="constrained")
         for axes, (work, quantity) in zip(figure.subplots(2, 2).flat, KINDS, strict=True):
             for name in (EXACT, *self.mechanisms):
                 curve = self.curve(name, work, quantity)
-                bold = {"color": "black", "linewidth": 2.5} if name == EXACT else {}
-                axes.plot(list(curve), list(curve.values()), marker=".", label=name, **bold)
+                style = {"color": "black", "linewidth": 2.5} if name == EXACT else {}
+                axes.plot(list(curve), list(curve.values()), marker=".", label=name, **style)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_title(f"{quantity}, {work}")
@@ -109,16 +110,16 @@ def measure(
     lengths: Sequence[int], *, causal: bool = False, heads: int = 8, dim: int = 64, seconds: float = 1.0,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Crossover:  # fmt: skip
-    """Measures time and peak memory of exact attention and of each mechanism, without projections of tokens.
+    """Measures time and peak memory of exact attention and of each mechanism, without projections.
 
-    Memory is measured after all times, where the system reports it.
+    Memory is measured after all times, if the system reports it.
 
     Args:
-        lengths: numbers of tokens L. Queries, keys and values are (1, heads, L, dim) float32.
-        causal: compare with causal attention, and the mechanisms that have a causal form.
+        lengths: lengths L to measure. q, k and v are (1, heads, L, dim) float32.
+        causal: measure causal attention and the mechanisms that have a causal form.
         heads, dim: H and D.
-        seconds: for the times of one length and work; every call runs at least twice.
-        progress: told what comes next.
+        seconds: time budget for each length and work. Every call runs at least twice.
+        progress: called with a description of each step before it starts.
     """
     jobs = [(count("lengths", L, 1), work) for L in sorted(set(lengths)) for work in get_args(Work)]
     times, peaks = {}, {}
@@ -138,7 +139,7 @@ def measure(
 
 
 def _peak(call: Callable[[], object]) -> int | None:
-    """Returns the bytes beyond q, k and v; those of a second call, since the first loads code."""
+    """Returns the peak bytes beyond q, k and v, of a second call because the first loads code."""
     peak_memory(call)
     peak = peak_memory(call)
     return None if peak is None else max(peak, RESOLUTION)

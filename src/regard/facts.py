@@ -1,7 +1,7 @@
-"""Facts about the weights of attention that can be asked of `regard.evidence`, and their results.
+"""Facts: statistics of the attention weights that `regard.evidence` computes, and their results.
 
-A fact is a value: frozen, comparable, hashable, printable. It owns its check, its parts, tensors (B, Hq, ...)
-that a backend fills, and how they become the result that the caller gets.
+A fact is an immutable object that can be compared, hashed and printed. It defines its check, its
+parts (tensors (B, Hq, ...) that a backend fills), and the conversion of the parts to the result.
 """
 
 from __future__ import annotations
@@ -32,30 +32,34 @@ Parts = Sequence[Tensor]
 
 @value
 class Fact(Value):
-    """What every fact can do."""
+    """The base class of facts."""
 
     def check(self, spec: Spec) -> None:
-        """Raises ValueError if the fact cannot be asked of a call of these sizes."""
+        """Raises ValueError if the fact cannot be computed for a call with these sizes."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """The parts as zeros. What is summed over many queries is in float64."""
+        """Allocates the parts, zero-filled. Sums over queries are in float64."""
         raise NotImplementedError
 
     def result(self, parts: Parts, spec: Spec) -> Any:
-        """What the caller gets: the parts with its own outer dims, rounded to the dtype of the LSE."""
-        (part,) = _outside(parts, spec)
+        """Returns the parts in the caller's shape, rounded to the dtype of the LSE."""
+        (part,) = _in_caller_shape(parts, spec)
         return part
 
 
 @value
 class Rows(Fact):
-    """Whole rows of the matrix of weights, (..., Hq, R, Lk), for the queries `indices`: -1 is the last."""
+    """Rows of the weight matrix, (..., Hq, R, Lk).
+
+    Args:
+        indices: an int or R ints, the indices of the queries; -1 is the last.
+    """
 
     indices: tuple[int, ...]
 
     def __init__(self, indices: Any) -> None:
-        given: Any = indices.tolist() if hasattr(indices, "tolist") else indices
-        listed = [given] if is_integer(given) else given
+        listed: Any = indices.tolist() if hasattr(indices, "tolist") else indices
+        listed = [listed] if is_integer(listed) else listed
         if not isinstance(listed, Sequence | range) or not all(is_integer(i) for i in listed):
             raise TypeError(f"Rows(indices): expected integers, got {describe(indices)}")
         self._set(indices=tuple(int(i) for i in listed))
@@ -63,23 +67,29 @@ class Rows(Fact):
     def check(self, spec: Spec) -> None:
         for i in self.indices:
             if not -spec.Lq <= i < spec.Lq:
-                raise ValueError(f"Rows(indices): expected queries below Lq = {spec.Lq}, got {i}")
+                raise ValueError(f"Rows(indices): expected indices below Lq = {spec.Lq}, got {i}")
 
     def empty(self, problem: Problem) -> list[Tensor]:
         return [_zeros(problem.spec, len(self.indices), problem.spec.Lk)]
 
     def places(self, Lq: int) -> list[int]:
+        """Returns the indices as non-negative integers."""
         return [i % Lq for i in self.indices]
 
 
 class TopKResult(NamedTuple):
-    weights: Tensor  # (..., Hq, Lq, k); 0 where fewer keys are allowed
-    keys: Tensor  # (..., Hq, Lq, k) int64; -1 where fewer keys are allowed
+    """The result of `TopK`. If a query may attend to fewer than k keys, the rest is 0 and -1."""
+
+    weights: Tensor  # (..., Hq, Lq, k)
+    keys: Tensor  # (..., Hq, Lq, k) int64
 
 
 @value
 class TopK(Fact):
-    """The k largest weights of each query and their keys, by falling weight, ties by the lower key."""
+    """The k largest weights of each query and their keys, in descending order of weight.
+
+    Ties go to the lower key index.
+    """
 
     k: int
 
@@ -87,21 +97,23 @@ class TopK(Fact):
         self._set(k=count("TopK(k)", k, 1))
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        rows = problem.spec.Lq, self.k
-        return [_zeros(problem.spec, *rows), _zeros(problem.spec, *rows, dtype=torch.int64)]
+        shape = problem.spec.Lq, self.k
+        return [_zeros(problem.spec, *shape), _zeros(problem.spec, *shape, dtype=torch.int64)]
 
     def result(self, parts: Parts, spec: Spec) -> TopKResult:
-        return TopKResult(*_outside(parts, spec))
+        return TopKResult(*_in_caller_shape(parts, spec))
 
 
 class RowMaxResult(NamedTuple):
-    weights: Tensor  # (..., Hq, Lq); 0 where no key is allowed
-    keys: Tensor  # (..., Hq, Lq) int64; -1 where no key is allowed
+    """The result of `RowMax`. For a fully masked row it is 0 and -1."""
+
+    weights: Tensor  # (..., Hq, Lq)
+    keys: Tensor  # (..., Hq, Lq) int64
 
 
 @value
 class RowMax(Fact):
-    """The largest weight of each query and its key. Its parts are those of TopK(1)."""
+    """The largest weight of each query and its key. Ties go to the lower key index."""
 
     k: ClassVar[int] = 1
 
@@ -109,12 +121,16 @@ class RowMax(Fact):
         return TopK(self.k).empty(problem)
 
     def result(self, parts: Parts, spec: Spec) -> RowMaxResult:
-        return RowMaxResult(*(x[..., 0] for x in _outside(parts, spec)))
+        return RowMaxResult(*(x[..., 0] for x in _in_caller_shape(parts, spec)))
 
 
 @value
 class ColumnMass(Fact):
-    """What each key gets from all queries, (..., Hq, Lk); with `weights` (..., Lq) query i counts so much."""
+    """The sum of the attention weights of each key over all queries, (..., Hq, Lk).
+
+    Args:
+        weights: float (..., Lq), multiplies the rows. Default: all 1.
+    """
 
     weights: Tensor | None
 
@@ -133,70 +149,78 @@ class ColumnMass(Fact):
         return [_zeros(problem.spec, problem.spec.Lk, dtype=torch.float64)]
 
     def by_sample(self, spec: Spec) -> Tensor | None:
-        """(1 or B, Lq) in the dtype of the results."""
+        """Returns the weights as (1 or B, Lq) in the dtype of the results."""
         return None if self.weights is None else _by_sample(spec, self.weights.to(spec.lse_dtype))
 
 
 class EntropyResult(NamedTuple):
+    """The result of `Entropy`."""
+
     nats: Tensor  # (..., Hq, Lq)
-    normalized: Tensor  # divided by the log of the number of allowed keys (and the sink); 0 for at most one
+    normalized: Tensor  # divided by log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2
 
 
 @value
 class Entropy(Fact):
-    """How spread the weights of each query are: -sum of p log p; with a sink, its own term is in the sum."""
+    """The entropy of each query's weights, -sum p log p. A sink counts as one more key."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """The nats, and the number of allowed keys (and the sink)."""
+        """Allocates the nats, and the number of allowed keys (plus 1 with a sink)."""
         Lq = problem.spec.Lq
         return [_zeros(problem.spec, Lq), _zeros(problem.spec, Lq, dtype=torch.int64)]
 
     def result(self, parts: Parts, spec: Spec) -> EntropyResult:
-        nats, choices = _outside(parts, spec)
-        most = choices.clamp(min=2).to(nats.dtype).log()
-        return EntropyResult(nats, torch.where(choices > 1, nats / most, 0.0))
+        nats, choices = _in_caller_shape(parts, spec)
+        max_nats = choices.clamp(min=2).to(nats.dtype).log()
+        return EntropyResult(nats, torch.where(choices > 1, nats / max_nats, 0.0))
 
 
 class DistanceResult(NamedTuple):
+    """The result of `DistanceHistogram`."""
+
     mass: Tensor  # (..., Hq, n)
-    distances: Tensor  # (n,) int64, ascending; n = Lq + Lk - 1, more if samples have offsets of their own
+    distances: Tensor  # (n,) int64, ascending; n = Lq + Lk - 1, more if the samples' offsets differ
 
 
 @value
 class DistanceHistogram(Fact):
-    """The mass at each distance, query's position less key's."""
+    """The sum of the weights at each distance, query position - key position."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """The mass, and every distance that occurs, int64 (n,), ascending."""
+        """Allocates the mass. The second part is all distances, (n,) int64, ascending."""
         spec, offset = problem.spec, problem.offset
         if offset is None:
             first = last = int(spec.offset or 0)
         else:
             first, last = (int(x) for x in torch.aminmax(offset)) if offset.numel() else (0, 0)
-        ends = (first - spec.Lk + 1, last + spec.Lq) if spec.Lq and spec.Lk else (0, 0)
-        distances = torch.arange(*ends, device=spec.device)
+        bounds = (first - spec.Lk + 1, last + spec.Lq) if spec.Lq and spec.Lk else (0, 0)
+        distances = torch.arange(*bounds, device=spec.device)
         return [_zeros(spec, len(distances), dtype=torch.float64), distances]
 
     def result(self, parts: Parts, spec: Spec) -> DistanceResult:
-        (mass,) = _outside(parts[:1], spec)
+        (mass,) = _in_caller_shape(parts[:1], spec)
         return DistanceResult(mass, parts[1])
 
 
 @value
 class MassOn(Fact):
-    """What each query gives to some keys, (..., Hq, Lq): bool (..., Lk), or a list of keys (-1: the last)."""
+    """The sum of each query's weights over a set of keys, (..., Hq, Lq).
+
+    Args:
+        keys: bool (..., Lk), True = in the set; or a list of key indices; -1 is the last.
+    """
 
     keys: Tensor
 
     def __init__(self, keys: Any) -> None:
-        given = tensor_of("MassOn(keys)", keys)
-        if given.dtype != torch.bool and not holds_integers(given):
+        tensor = tensor_of("MassOn(keys)", keys)
+        if tensor.dtype != torch.bool and not holds_integers(tensor):
             raise TypeError(
                 f"MassOn(keys): expected a bool tensor (..., Lk) or integers, got {describe(keys)}"
             )
-        if given.ndim == 0 or (given.dtype != torch.bool and given.ndim > 1):
+        if tensor.ndim == 0 or (tensor.dtype != torch.bool and tensor.ndim > 1):
             raise ValueError(f"MassOn(keys): expected a list of keys or bool (..., Lk), got {describe(keys)}")
-        self._set(keys=snapshot(given))
+        self._set(keys=snapshot(tensor))
 
     def check(self, spec: Spec) -> None:
         if self.keys.dtype == torch.bool:
@@ -208,24 +232,27 @@ class MassOn(Fact):
         return [_zeros(problem.spec, problem.spec.Lq)]
 
     def by_sample(self, spec: Spec) -> Tensor:
-        """bool (1 or B, Lk)"""
+        """Returns the set of keys as bool (1 or B, Lk)."""
         if self.keys.dtype == torch.bool:
             return _by_sample(spec, self.keys.to(spec.device))
-        chosen = torch.zeros(1, spec.Lk, dtype=torch.bool, device=spec.device)
-        chosen[0, self.keys.to(spec.device, torch.int64)] = True
-        return chosen
+        in_set = torch.zeros(1, spec.Lk, dtype=torch.bool, device=spec.device)
+        in_set[0, self.keys.to(spec.device, torch.int64)] = True
+        return in_set
 
 
 class Pyramid(NamedTuple):
-    """Blocks of the matrix of weights at every size: a block is made of four of the level before."""
+    """The weight matrix reduced to blocks. Each level halves the resolution of the level before."""
 
     levels: list[Tensor]  # (..., Hq, nq, nk), finest first, the last 1 x 1
-    block: int  # queries and keys of a block in the first level
+    block: int  # queries and keys per block in the first level
 
 
 @value
 class BlockMass(Fact):
-    """The sum of the weights in blocks of `block` queries by `block` keys, and of twice that, and so on."""
+    """The sum of the weights in blocks of `block` queries x `block` keys, as a `Pyramid`.
+
+    The block size doubles at each level.
+    """
 
     block: int
 
@@ -237,7 +264,7 @@ class BlockMass(Fact):
         if blocks > MAX_BLOCKS:
             name = type(self).__name__
             raise ValueError(
-                f"{name}(block): expected at most 2**28 blocks, got {blocks:,}; take larger ones"
+                f"{name}(block): expected at most 2**28 blocks, got {blocks:,}; use a larger block"
             )
 
     def empty(self, problem: Problem) -> list[Tensor]:
@@ -245,45 +272,48 @@ class BlockMass(Fact):
         return [_zeros(problem.spec, *blocks, dtype=torch.float64)]
 
     def result(self, parts: Parts, spec: Spec) -> Pyramid:
-        levels = _outside(parts, spec)
+        levels = _in_caller_shape(parts, spec)
         while max(levels[-1].shape[-2:]) > 1:
             levels.append(self.coarser(levels[-1], 2))
         return Pyramid(levels, self.block)
 
     @classmethod
     def coarser(cls, x: Tensor, block: int) -> Tensor:
-        """Blocks of (..., nq, nk), the last ones filled up with zeros, as one number each."""
+        """Reduces each block of `block` x `block` entries of x (..., nq, nk). Pads with 0."""
         nq, nk = x.shape[-2:]
         x = torch.nn.functional.pad(x, (0, -nk % block, 0, -nq % block))
         x = x.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
-        return cls._gathered(x)
+        return cls._reduced(x)
 
     @staticmethod
-    def _gathered(x: Tensor) -> Tensor:
+    def _reduced(x: Tensor) -> Tensor:
         return x.sum((-3, -1))
 
 
 @value
 class BlockMax(BlockMass):
-    """The largest weight in blocks of `block` queries by `block` keys, and of twice that, and so on."""
+    """The largest weight in blocks of `block` queries x `block` keys, as a `Pyramid`.
+
+    The block size doubles at each level.
+    """
 
     def empty(self, problem: Problem) -> list[Tensor]:
         return [part.to(problem.spec.lse_dtype) for part in super().empty(problem)]
 
     @staticmethod
-    def _gathered(x: Tensor) -> Tensor:
+    def _reduced(x: Tensor) -> Tensor:
         return x.amax((-3, -1))
 
 
 def largest(p: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of weights p (..., n), the k largest and where they are: by falling weight, ties by the lower place.
+    """Returns the k largest visible weights of p (..., n) and their indices, in descending order.
 
-    Where fewer are visible, 0 and -1.
+    Ties go to the lower index. If fewer than k are visible, the rest is 0 and -1.
     """
     p = torch.nn.functional.pad(torch.where(visible, p, -1.0), (0, max(0, k - p.shape[-1])), value=-1.0)
-    weights, places = (x[..., :k] for x in p.sort(dim=-1, descending=True, stable=True))
-    nothing = weights == -1
-    return weights.masked_fill(nothing, 0.0), places.masked_fill(nothing, -1)
+    weights, indices = (x[..., :k] for x in p.sort(dim=-1, descending=True, stable=True))
+    missing = weights == -1
+    return weights.masked_fill(missing, 0.0), indices.masked_fill(missing, -1)
 
 
 def _zeros(spec: Spec, *inner: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -296,13 +326,13 @@ def _check_shape(name: str, x: Tensor, target: tuple[int, ...]) -> None:
 
 
 def _by_sample(spec: Spec, x: Tensor) -> Tensor:
-    """(..., L), broadcastable to (*batch, L), as (1 or B, L)."""
+    """Flattens the batch dims of x, broadcastable to (*batch, L), to (1 or B, L)."""
     if x.numel() == x.shape[-1]:
         return x.reshape(1, -1)
     return x.expand(*spec.batch, -1).reshape(spec.B, -1)
 
 
-def _outside(parts: Parts, spec: Spec) -> list[Tensor]:
-    """Restores the caller's outer dims, (B, Hq, ...) -> (*outer, ...), and rounds to the dtype of the LSE."""
+def _in_caller_shape(parts: Parts, spec: Spec) -> list[Tensor]:
+    """Restores the caller's leading dims: (B, Hq, ...) -> (*outer, ...), in the LSE's dtype."""
     shaped = (x.reshape(*spec.out_shape[:-2], *x.shape[2:]) for x in parts)
     return [x.to(spec.lse_dtype) if x.is_floating_point() else x for x in shaped]

@@ -1,6 +1,6 @@
-"""`python -m regard.info`: what this installation has, what it would use, and whether it computes correctly.
+"""`python -m regard.info`: prints versions, the available backends and the result of a self-test.
 
-The exit code is 0 when the self-test passes and 1 when it does not.
+The exit code is 0 if the self-test passes, otherwise 1.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TOLERANCE = 1e-6  # relative L2 in float32
 
 
 def report() -> dict[str, str]:
-    """Name -> text, in the order to print."""
+    """Returns the lines to print as name -> text."""
     missing = core.reason_unavailable()
-    facts = {
+    entries = {
         "regard": _version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -31,11 +31,11 @@ def report() -> dict[str, str]:
         "auto means": " then ".join(_auto()),
         "native core": "available" if missing is None else f"not available: {missing}",
     }
-    return facts | (dict(_lines(core.info(), "native ")) if missing is None else {})
+    return entries | (dict(_lines(core.info(), "native ")) if missing is None else {})
 
 
 def self_test(name: str) -> float | None:
-    """Relative L2 error of a backend in float32 against the float64 reference; None when it cannot run."""
+    """Returns a backend's relative L2 error in float32 against float64; None if it cannot run."""
     (q, k, v), options = _inputs(), Options(scale=0.2)
     with torch.no_grad():
         problem = make(q, k, v, options)
@@ -62,7 +62,7 @@ def _verdict(error: float | None) -> str:
 
 
 def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (2, 4, 37, 24), k (2, 2, 53, 24), v (2, 2, 53, 40), the same on every machine."""
+    """Returns q (2, 4, 37, 24), k (2, 2, 53, 24) and v (2, 2, 53, 40) of a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     sizes = (2, 4, 37, 24), (2, 2, 53, 24), (2, 2, 53, 40)
     q, k, v = (torch.randn(size, generator=generator) for size in sizes)
@@ -83,8 +83,8 @@ def _version() -> str:
         return "not installed (run from source)"
 
 
-def _lines(facts: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, value in facts.items():
+def _lines(info: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, value in info.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{name} ")
         else:

@@ -1,7 +1,7 @@
-"""Packed sequences: several of them end to end in one row, without padding, none seeing another.
+"""Packed sequences: N sequences concatenated in one row of `total` tokens, without padding.
 
-A row of `total` tokens holds N sequences. `cu_seqlens` (N + 1,) are its borders: 0, n1, n1 + n2, ..., total.
-Positions begin anew in every sequence, and a sequence may be empty.
+`cu_seqlens` (N + 1,), the cumulative sequence lengths, are 0, n1, n1 + n2, ..., total. Positions
+start at 0 in every sequence. A sequence may be empty.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Integers = Tensor | Sequence[int]
 Reach = int | None
 
 
-# Borders
+# cu_seqlens
 
 
 def cu_seqlens(lengths: Integers | None = None, *, keep: Tensor | None = None) -> Tensor:
-    """The borders (N + 1,), int32, of sequences that have these lengths (N,), packed.
+    """Returns the cu_seqlens (N + 1,) int32 of packed sequences.
 
-    Instead of lengths: `keep`, bool (N, L), True = a real token, False = padding, wherever it stands.
+    Args:
+        lengths: integers (N,).
+        keep: instead of lengths, bool (N, L): True = real token, False = padding.
 
     Example:
         >>> packing.cu_seqlens([3, 0, 2])
@@ -42,59 +44,64 @@ def cu_seqlens(lengths: Integers | None = None, *, keep: Tensor | None = None) -
 
 
 def lengths(cu_seqlens: Integers) -> Tensor:
-    """The lengths (N,) of the sequences between these borders (N + 1,)."""
+    """Returns the lengths (N,) of the sequences."""
     return _checked_cu_seqlens(cu_seqlens)[0].diff()
 
 
 def positions(cu_seqlens: Integers) -> Tensor:
-    """(total,) int64: the place of each token in its own sequence, 0, 1, ..., for rotary embeddings."""
-    borders, ids = _checked_cu_seqlens(cu_seqlens)
-    return torch.arange(len(ids), device=ids.device) - borders[ids]
+    """Returns the position of each token within its sequence, (total,) int64.
+
+    Example:
+        >>> packing.positions([0, 3, 3, 5])
+        tensor([0, 1, 2, 0, 1])
+    """
+    starts, ids = _checked_cu_seqlens(cu_seqlens)
+    return torch.arange(len(ids), device=ids.device) - starts[ids]
 
 
 def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
-    """The borders, and the number of its sequence for each token, (total,)."""
-    borders = tensor_of("cu_seqlens", cu_seqlens)
-    return borders, from_cu_seqlens(borders).q_ids
+    """Returns cu_seqlens as a tensor, and the index of each token's sequence, (total,)."""
+    tensor = tensor_of("cu_seqlens", cu_seqlens)
+    return tensor, from_cu_seqlens(tensor).q_ids
 
 
 def _counts(lengths: Integers | None, keep: Tensor | None) -> Tensor:
-    """The lengths (N,) int64, given or counted."""
+    """Returns the lengths (N,) int64, or the number of real tokens in `keep`."""
     if (lengths is None) == (keep is None):
-        raise TypeError(f"expected either lengths or keep, got {'neither' if keep is None else 'both'}")
+        raise TypeError(f"lengths, keep: expected one of them, got {'neither' if keep is None else 'both'}")
     if keep is not None:
         return _checked_keep(keep).sum(-1)
     counts = tensor_of("lengths", lengths)
     if counts.ndim != 1 or not holds_integers(counts):
         raise ValueError(f"lengths: expected integers of shape (N,), got {describe(counts)}")
     if len(counts) and int(counts.min()) < 0:
-        raise ValueError(f"lengths: expected numbers from 0 on, got {int(counts.min())}")
+        raise ValueError(f"lengths: expected integers >= 0, got {int(counts.min())}")
     return counts.long()
 
 
 def _checked_keep(keep: Tensor) -> Tensor:
     if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.ndim != 2:
-        raise TypeError(f"keep: expected a bool tensor (N, L), True = a real token, got {describe(keep)}")
+        raise TypeError(f"keep: expected a bool tensor (N, L), True = real token, got {describe(keep)}")
     return keep
 
 
-# Padded and packed
+# Packing and unpacking
 
 
 def pack(x: Tensor, lengths: Integers | None = None, *, keep: Tensor | None = None, dim: int = -2) -> Tensor:
-    """The real tokens of a padded batch in one row: (N, ..., L, D) -> (..., total, D).
+    """Packs the real tokens of a padded batch into one row: (N, ..., L, D) -> (..., total, D).
+
+    Differentiable. The gradient of padding is 0.
 
     Args:
-        x: the batch, any dtype. Dim 0 counts the sequences, `dim` the tokens: -2 for (N, L, E) and
-            (N, H, L, D), -3 for (N, L, H, D), -1 for (N, L).
-        lengths: (N,): the first n tokens of each sequence are real.
-        keep: instead of lengths, bool (N, L): True = a real token, so that padding may stand anywhere.
-        dim: where the tokens are.
-
-    Gradients flow; padding gets 0.
+        x: a padded batch of any dtype. Dim 0 is the batch dim.
+        lengths: integers (N,): the first lengths[n] tokens of sequence n are real.
+        keep: instead of lengths, bool (N, L): True = real token. Padding may be anywhere.
+        dim: the dim of the tokens: -2 for (N, L, E) and (N, H, L, D), -3 for (N, L, H, D), -1 for
+            (N, L).
     """
     dim = _token_dim(x, dim, 1)
-    real = _real(lengths, keep, x.shape[0], x.shape[dim])
+    real = _real_tokens(lengths, keep, x.shape[0], x.shape[dim])
     return x.movedim(dim, 1)[real].movedim(0, dim - 1)
 
 
@@ -102,33 +109,33 @@ def unpack(
     x: Tensor, cu_seqlens: Integers | None = None, *, keep: Tensor | None = None, length: int | None = None,
     dim: int = -2,
 ) -> Tensor:  # fmt: skip
-    """A padded batch from a packed row: (..., total, D) -> (N, ..., L, D), zeros where there is no token.
+    """Unpacks a row into a padded batch: (..., total, D) -> (N, ..., L, D). Padding is zero.
+
+    Differentiable.
 
     Args:
-        x: the row, any dtype.
-        cu_seqlens: (N + 1,): the borders; each sequence comes first in its line.
-        keep: instead of borders, bool (N, L), True = a real token: the tokens go back to these places.
-        length: L with `cu_seqlens`. Default: the longest sequence.
-        dim: where the tokens are. Counted from the end it is the same number as for `pack`.
-
-    Gradients flow.
+        x: a packed row of any dtype.
+        cu_seqlens: integers (N + 1,). The padding of each sequence comes last.
+        keep: instead of cu_seqlens, bool (N, L): True = real token, as for `pack`.
+        length: L, with `cu_seqlens` only. Default: the longest sequence.
+        dim: the dim of the tokens. A negative dim is the same as for `pack`.
     """
     dim = _token_dim(x, dim, 0)
     counts = None if cu_seqlens is None else lengths(cu_seqlens)
     N, L = _padded_size(counts, keep, length)
-    real = _real(counts, keep, N, L)
+    real = _real_tokens(counts, keep, N, L)
     total = len(real[0])
     if total != x.shape[dim]:
         name = "keep" if counts is None else "cu_seqlens"
         raise ValueError(
-            f"{name}: expected {x.shape[dim]} tokens as in dim {dim} of x {tuple(x.shape)}, got {total}"
+            f"{name}: expected {x.shape[dim]} tokens, as in dim {dim} of x {tuple(x.shape)}, got {total}"
         )
     tokens = x.movedim(dim, 0)
     return tokens.new_zeros(N, L, *tokens.shape[1:]).index_put_(real, tokens).movedim(1, dim + 1)
 
 
 def _token_dim(x: Tensor, dim: int, least: int) -> int:
-    """`dim` counted from the front; in a padded batch dim 0 counts the sequences."""
+    """Normalises a negative `dim`. `least` is 1 for a padded batch: dim 0 is the batch dim."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a tensor, got {describe(x)}")
     if not least <= dim + x.ndim * (dim < 0) < x.ndim:
@@ -137,22 +144,22 @@ def _token_dim(x: Tensor, dim: int, least: int) -> int:
 
 
 def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None) -> tuple[int, int]:
-    """N and L."""
+    """Returns N and L of the padded batch."""
     if keep is not None:
         if length is not None:
-            raise TypeError(f"length: expected with cu_seqlens only, keep has its own, got {length}")
+            raise TypeError(f"length: expected None with keep, got {length}")
         return _checked_keep(keep).shape[0], keep.shape[1]
     if counts is None:
-        raise TypeError("expected either cu_seqlens or keep, got neither")
+        raise TypeError("cu_seqlens, keep: expected one of them, got neither")
     return len(counts), int(counts.max()) if length is None else count("length", length)
 
 
-def _real(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> tuple[Tensor, ...]:
-    """Where the real tokens stand in a padded batch: (total,) sequences, (total,) places in them."""
+def _real_tokens(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> tuple[Tensor, ...]:
+    """Returns the batch index and column of each real token of a padded batch, (total,) each."""
     counts = _counts(lengths, keep)
     if keep is None:
         if len(counts) != N or (N and int(counts.max()) > L):
-            raise ValueError(f"lengths: expected {N} numbers up to L = {L}, got {counts.tolist()}")
+            raise ValueError(f"lengths: expected {N} integers up to L = {L}, got {counts.tolist()}")
         keep = torch.arange(L, device=counts.device) < counts[:, None]
     elif keep.shape != (N, L):
         raise ValueError(f"keep: expected shape (N, L) = {(N, L)}, got {tuple(keep.shape)}")
@@ -199,28 +206,28 @@ def varlen_attention(
     softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention inside each sequence of a packed row.
+    """Computes attention within each sequence of a packed row.
 
-    The result is that of `attention` for every sequence alone, end to end. Options not named here mean what
-    they mean there.
+    Equals `attention` on each sequence separately, concatenated. Options not listed here are as in
+    `attention`.
 
     Args:
         q: queries (total_q, Hq, D).
         k: keys (total_k, Hkv, D).
         v: values (total_k, Hkv, Dv).
-        cu_seqlens_q: the borders (N + 1,) of the queries' sequences: 0, n1, n1 + n2, ..., total_q.
-        cu_seqlens_k: those of the keys'. Default: the same as the queries'.
-        causal: `& masks.Causal()`: by default the last query of a sequence meets its last key.
-        window: `& masks.Window(left)`, or for a pair `& masks.Window(left, right)`; None is unlimited.
-        mask: a mask that is applied to every sequence: Causal, Window, Dilated, Prefix, Global, RandomBlocks,
-            PerHead and what `&`, `|`, `~` make of them.
-        offset: the position of each sequence's first query among its keys: an int for all, or integers (N,).
-            Default: the number of its keys less that of its queries.
-        bias: `scores.Alibi` or `scores.RelativeBias` with the positions of each sequence, or a tensor
-            broadcastable to (Hq, total_q, total_k).
+        cu_seqlens_q: integers (N + 1,), for the queries.
+        cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
+        causal: applies `masks.Causal()`, aligned to the bottom right of each sequence by default.
+        window: `left` or `(left, right)`, applies `masks.Window`; None is unlimited.
+        mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
+            Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
+        offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq
+            of the sequence.
+        bias: `scores.Alibi` or `scores.RelativeBias`, applied to positions within the sequence, or
+            a tensor broadcastable to (Hq, total_q, total_k).
 
     Returns:
-        out (total_q, Hq, Dv); with `return_lse` also the LSE (Hq, total_q).
+        out (total_q, Hq, Dv). With `return_lse`, also the LSE (Hq, total_q).
 
     Example:
         >>> cu = packing.cu_seqlens([300, 100, 200])
@@ -232,18 +239,18 @@ def varlen_attention(
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise ValueError(f"{name}: expected a tensor (total, H, D), got {describe(x)}")
     options = {
-        "mask": _joined(causal, window, mask), "offset": offset, "bias": bias, "scale": scale,
+        "mask": _combined_mask(causal, window, mask), "offset": offset, "bias": bias, "scale": scale,
         "softcap": softcap, "sink": sink, "dropout": dropout, "seed": seed, "return_lse": return_lse,
         "impl": impl,
     }  # fmt: skip
-    borders_q = tensor_of("cu_seqlens_q", cu_seqlens_q)
-    borders_k = borders_q if cu_seqlens_k is None else tensor_of("cu_seqlens_k", cu_seqlens_k)
-    rows = (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
-    out, lse = attend_packed(attention, rows, borders_q, borders_k, options)
+    cu_q = tensor_of("cu_seqlens_q", cu_seqlens_q)
+    cu_k = cu_q if cu_seqlens_k is None else tensor_of("cu_seqlens_k", cu_seqlens_k)
+    heads_first = (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
+    out, lse = attend_packed(attention, heads_first, cu_q, cu_k, options)
     return out.transpose(0, 1) if lse is None else (out.transpose(0, 1), lse)
 
 
-def _joined(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
+def _combined_mask(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
     reach = window if isinstance(window, tuple) else (window,)
-    near = both(Causal() if causal else None, None if window is None else Window(*reach))
-    return both(near, mask)
+    local = both(Causal() if causal else None, None if window is None else Window(*reach))
+    return both(local, mask)

@@ -1,7 +1,7 @@
-"""Score biases that are formulas of the distance between query and key, so that no n x n tensor is needed.
+"""Score biases that depend on the distance between query and key, without an Lq x Lk tensor.
 
-Query i stands at position `offset + i`, key j at position j. Unlike masks these values do not copy their
-tensors: they carry parameters that learn.
+Query i has position pos = offset + i, key j has position j. Biases do not copy their tensors, so
+that gradients flow to parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from ._tools.arguments import Offset, brief, count, describe, first_position, sa
 
 
 class Alibi:
-    """Attention with linear biases: `-slopes[h] * |pos - j|`. `slopes` is a float tensor (H,)."""
+    """The bias of ALiBi (attention with linear biases): `-slopes[h] * |pos - j|`.
+
+    Args:
+        slopes: a float tensor (Hq,). `Alibi.standard(Hq)` has the slopes of the paper.
+
+    Example:
+        >>> regard.attention(q, k, v, mask=masks.Causal(), bias=scores.Alibi.standard(8))
+    """
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = _parameter("Alibi(slopes)", slopes, 1, "(H,)")
@@ -26,13 +33,14 @@ class Alibi:
     def standard(
         cls, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Alibi:
-        """The slopes of the paper: powers of 2^(-8/H), H being a power of two.
+        """Returns the bias with the slopes of the paper: powers of 2^(-8/H) if H is a power of two.
 
-        For another H, those of the power of two below it, then every second one of the power of two above it.
+        Otherwise the slopes for the next lower power of two, followed by every second slope for the
+        next higher one.
         """
         heads = count("heads", heads, 1)
-        whole = 2 ** int(math.log2(heads))
-        slopes = _powers(whole) + _powers(2 * whole)[::2][: heads - whole]
+        lower = 2 ** int(math.log2(heads))
+        slopes = _powers(lower) + _powers(2 * lower)[::2][: heads - lower]
         return cls(torch.tensor(slopes, dtype=dtype, device=device))
 
     @property
@@ -40,7 +48,7 @@ class Alibi:
         return self.slopes.shape[0]
 
     def dense(self, Lq: int, Lk: int, offset: Offset = None) -> Tensor:
-        """The bias (H, Lq, Lk), or (B, H, Lq, Lk) for an offset (B,)."""
+        """Returns the bias as a tensor (H, Lq, Lk), or (B, H, Lq, Lk) for an offset (B,)."""
         distance = _distance(Lq, Lk, offset, self.slopes.device).abs()
         return -self.slopes[:, None, None] * distance.unsqueeze(-3)
 
@@ -58,21 +66,24 @@ class Alibi:
 
 
 class RelativeBias:
-    """The bucketed relative bias of T5: `table[bucket(j - pos), h]`.
+    """The bucketed relative position bias of T5: `table[bucket(pos - j), h]`.
 
-    `table` is a float tensor (num_buckets, Hq), as `relative_attention_bias.weight` of HF.
+    Args:
+        table: a float tensor (num_buckets, Hq), like `relative_attention_bias.weight` of HF.
+        bidirectional: half of the buckets are for later keys. Otherwise later keys share bucket 0.
+        max_distance: distances from here on share the last bucket.
     """
 
     def __init__(self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> None:
         self.table = _parameter("RelativeBias(table)", table, 2, "(num_buckets, Hq)")
         if not isinstance(bidirectional, bool):
-            raise TypeError(f"bidirectional must be a bool, got {describe(bidirectional)}")
+            raise TypeError(f"bidirectional: expected a bool, got {describe(bidirectional)}")
         self.bidirectional = bidirectional
         buckets = table.shape[0]
         if buckets < 2 or (bidirectional and (buckets % 2 or buckets < 4)):
-            expected = "an even number from 4 on" if bidirectional else "at least 2"
+            expected = "an even number of buckets >= 4" if bidirectional else "at least 2 buckets"
             raise ValueError(
-                f"RelativeBias(table): num_buckets must be {expected} for bidirectional={bidirectional}, "
+                f"RelativeBias(table): expected {expected} for bidirectional={bidirectional}, "
                 f"got shape {tuple(table.shape)}"
             )
         exact = buckets // (4 if bidirectional else 2)
@@ -83,17 +94,17 @@ class RelativeBias:
         return self.table.shape[1]
 
     def dense(self, Lq: int, Lk: int, offset: Offset = None) -> Tensor:
-        """The bias (H, Lq, Lk), or (B, H, Lq, Lk) for an offset (B,)."""
+        """Returns the bias as a tensor (H, Lq, Lk), or (B, H, Lq, Lk) for an offset (B,)."""
         bias = self.table[self.bucket(_distance(Lq, Lk, offset, self.table.device))]
         return bias.movedim(-1, -3)
 
     def by_distance(self, lo: int, hi: int) -> Tensor:
-        """(H, hi - lo + 1): the bias at each distance pos - j from lo to hi inclusive."""
+        """Returns the bias (H, hi - lo + 1) at each distance pos - j from lo to hi inclusive."""
         distance = torch.arange(lo, hi + 1, device=self.table.device)
         return self.table[self.bucket(distance)].t().contiguous()
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The row of the table for each distance pos - j."""
+        """Returns the row of the table for each distance pos - j."""
         side = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         steps = torch.tensor(_buckets(side, self.max_distance), device=distance.device)
         if not self.bidirectional:
@@ -101,7 +112,7 @@ class RelativeBias:
         return steps[distance.abs().clamp(max=self.max_distance)] + side * (distance < 0)
 
     def in_dtype(self, dtype: torch.dtype) -> RelativeBias:
-        """The same numbers in another precision, in which gradients are then summed."""
+        """Returns the bias with the table in another dtype, in which gradients are then summed."""
         return self._with(self.table.to(dtype))
 
     def to(self, device: torch.device | str) -> RelativeBias:
@@ -138,9 +149,10 @@ def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _computed_buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The bucket of each distance from 0 to max_distance: half of them exact, the rest logarithmic.
+    """Returns the bucket of each distance from 0 to max_distance.
 
-    Single precision, as in the models that were trained with it.
+    The first half of the buckets hold one distance each, the others are logarithmic. Computed in
+    single precision, like the T5 models.
     """
     exact = buckets // 2
     far = np.arange(exact, max_distance + 1, dtype=np.float32) / np.float32(exact)
@@ -154,14 +166,14 @@ def _powers(heads: int) -> list[float]:
 
 
 def _distance(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor:
-    """pos - j: (Lq, Lk), or (B, Lq, Lk) for an offset (B,)."""
+    """Returns pos - j, (Lq, Lk), or (B, Lq, Lk) for an offset (B,)."""
     queries = first_position(Lq, Lk, offset, device) + torch.arange(Lq, device=device)
     return queries[..., :, None] - torch.arange(Lk, device=device)
 
 
 def _parameter(name: str, tensor: Tensor, dims: int, shape: str) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise TypeError(f"{name} must be a float tensor {shape}, got {describe(tensor)}")
+        raise TypeError(f"{name}: expected a float tensor {shape}, got {describe(tensor)}")
     if tensor.ndim != dims or 0 in tensor.shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     return tensor

@@ -410,7 +410,7 @@ X = torch.randn(1, 2, 4, 8)
         ([F.Entropy], {}, TypeError, "write its parentheses"),
         ([F.Fact()], {}, TypeError, "want: expected facts"),
         (["entropy"], {}, TypeError, "want: expected facts, as regard.Entropy"),
-        ([F.Rows([4])], {}, ValueError, r"Rows\(indices\): expected queries below Lq = 4, got 4"),
+        ([F.Rows([4])], {}, ValueError, r"Rows\(indices\): expected indices below Lq = 4, got 4"),
         ([F.Rows([-5])], {}, ValueError, r"got -5"),
         ([F.MassOn([4])], {}, ValueError, r"MassOn\(keys\): expected keys below Lk = 4, got \[4\]"),
         ([F.MassOn(torch.ones(5).bool())], {}, ValueError, r"broadcastable to \(1, 4\), got \(5,\)"),
@@ -418,7 +418,7 @@ X = torch.randn(1, 2, 4, 8)
         ([F.Entropy()], {"impl": "fast"}, ValueError, "impl: expected one of"),
         ([F.Entropy()], {"dropout": 0.1}, TypeError, "dropout"),
         ([F.Entropy()], {"softcap": -1.0}, ValueError, "softcap"),
-        ([F.Entropy()], {"mask": M.Lengths([9])}, ValueError, "beyond the keys"),
+        ([F.Entropy()], {"mask": M.Lengths([9])}, ValueError, "expected lengths up to Lk"),
     ],
 )
 def test_wrong_calls(want: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -436,7 +436,7 @@ def test_wrong_tensors() -> None:
     with pytest.raises(NotImplementedError, match="expected plain tensors with values"):
         regard.evidence(X.to("meta"), X.to("meta"), None, F.Entropy())
     long = torch.empty(1, 1, 100_000, 1, device="meta")
-    with pytest.raises(ValueError, match="at most 2\\*\\*28 blocks, got 2,500,000,000; take larger ones"):
+    with pytest.raises(ValueError, match="at most 2\\*\\*28 blocks, got 2,500,000,000; use a larger block"):
         F.BlockMass(2).check(make_problem(long, long, long).spec)
 
 

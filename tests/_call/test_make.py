@@ -143,7 +143,7 @@ def test_the_cache_is_bounded() -> None:
 def test_values_are_checked_on_every_call() -> None:
     q, k, v = qkv(B)
     make(q, k, v, Options(mask=masks.Lengths(torch.tensor([3, LK]))))
-    with pytest.raises(ValueError, match="beyond the keys"):
+    with pytest.raises(ValueError, match="expected lengths up to Lk"):
         make(q, k, v, Options(mask=masks.Lengths(torch.tensor([3, LK + 1]))))
 
 
@@ -257,7 +257,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": "causal"}, TypeError, "mask: expected a Mask or a bool tensor .* got str 'causal'"),
     ({"mask": torch.ones(LQ, LK + 1, dtype=torch.bool)}, ValueError, "Dense"),
     ({"mask": masks.Lengths(torch.tensor([1, 2, 3]))}, ValueError, "Lengths"),
-    ({"mask": masks.Lengths(torch.tensor([1, LK + 1]))}, ValueError, "beyond the keys, Lk = 7"),
+    ({"mask": masks.Lengths(torch.tensor([1, LK + 1]))}, ValueError, "expected lengths up to Lk = 7"),
     ({"offset": True}, TypeError, "offset: expected an int"),
     ({"offset": Q[0, 0, 0].long().numpy()}, TypeError, "offset: expected an int, .* got ndarray"),
     ({"offset": 1.5}, TypeError, "offset: expected an int, .* got float 1.5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -25,6 +26,7 @@ MODULES = (
     "command",
     "cost",
     "evidence",
+    "headlines",
     "hf",
     "hunt",
     "latent",
@@ -138,9 +140,25 @@ def test_a_page_keeps_what_stands_around_the_markers(bench: Any, tmp_path: Path)
         bench.report.insert(page, "new")
 
 
-def test_the_readme_has_the_markers(bench: Any) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_docs_page_has_the_markers(bench: Any) -> None:
+    text = bench.run.PAGE.read_text(encoding="utf-8")
     assert text.count(bench.report.BEGIN) == text.count(bench.report.END) == 1
+    assert "PyTorch path" in text
+
+
+def test_the_chart_of_the_readme_shows_the_stored_results(bench: Any, tmp_path: Path) -> None:
+    page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    ratios = bench.headlines.ratios(page)
+    assert len(ratios) == 8
+    window = [
+        line.split("|")[6] for line in page.splitlines() if line.startswith("| window of 256, causal |")
+    ]
+    assert ratios["sliding window of 256"] == min(map(float, window))
+    bench.headlines.draw(ratios, tmp_path / "headlines.png")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in bench.headlines.THEMES:
+        assert f"benchmarks/{name}" in readme
+        assert (BENCHMARKS / name).exists()
 
 
 def test_the_page_and_the_chart(bench: Any, options: argparse.Namespace, tmp_path: Path) -> None:
@@ -154,15 +172,18 @@ def test_the_page_and_the_chart(bench: Any, options: argparse.Namespace, tmp_pat
 def test_the_files_are_written(
     bench: Any, options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{bench.report.BEGIN}{bench.report.END}", encoding="utf-8")
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"{bench.report.BEGIN}{bench.report.END}", encoding="utf-8")
     monkeypatch.setattr(bench.run, "HERE", tmp_path)
-    monkeypatch.setattr(bench.run, "README", readme)
+    monkeypatch.setattr(bench.run, "PAGE", page)
     here = bench.measure.Machine(bench.measure.facts(1), 1, (1e9, 1e9), (1e9, 1e9))
-    bench.run.write(rows_of(bench, "dense-2048-64", options), [], here, "where")
-    assert "| dense |" in readme.read_text(encoding="utf-8")
+    (row,) = rows_of(bench, "dense-2048-64", options)
+    row = dataclasses.replace(row, shape=next(c.shape for c in bench.cases.CASES if c.name == row.name))
+    bench.run.write([row], [], here, "where")
+    assert "| dense |" in page.read_text(encoding="utf-8")
     assert "| dense |" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert (tmp_path / "results.png").exists()
+    for name in ("results.png", "headlines.png", "headlines-dark.png"):
+        assert (tmp_path / name).exists()
 
 
 def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:

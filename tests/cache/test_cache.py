@@ -84,7 +84,7 @@ def test_extend_is_append_and_shows_what_queries_see(kind: str) -> None:
         assert_same(content(one), content(other))
     with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
         one.extend(k[:, :, 85:86], v[:, :, 85:86].double())
-    with pytest.raises(RuntimeError, match="k requires grad"):
+    with pytest.raises(RuntimeError, match="k: expected requires_grad=False"):
         one.extend(k[:, :, 85:86].requires_grad_(), v[:, :, 85:86])
     assert len(one) == 85
 
@@ -214,7 +214,7 @@ def test_more_queries_than_a_window_holds() -> None:
     q, k, v = tokens("sliding", 2, 60)
     cache = new("sliding")
     append(cache, k, v)
-    with pytest.raises(ValueError, match="q: expected fewer queries than Lq = 5: what the first"):
+    with pytest.raises(ValueError, match="q: expected fewer queries, got Lq = 5: keys of the first query"):
         cache.attend(q[:, :, -5:])
 
 
@@ -231,7 +231,7 @@ def test_checks_are_not_skipped_by_a_step_that_looks_like_the_last(kind: str) ->
     cache = new(kind)
     for _ in range(2):
         attend(cache, q, k, v)
-    with pytest.raises(RuntimeError, match="requires grad"):
+    with pytest.raises(RuntimeError, match="expected requires_grad=False"):
         attend(cache, q, k.clone().requires_grad_(), v)
     with pytest.raises(TypeError, match="expected a tensor of"):
         attend(cache, q, k.double(), v)
@@ -367,7 +367,7 @@ def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
     assert C.quantization_error(zeros, zeros, q) == (8, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="mask: expected no options of attention without q"):
         C.quantization_error(zeros, zeros, mask=M.Causal())
-    with pytest.raises(TypeError, match="v: expected a tensor of floating point, got int64"):
+    with pytest.raises(TypeError, match="v: expected a float tensor, got int64"):
         C.quantization_error(zeros, zeros.long())
 
 
@@ -413,7 +413,7 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "B": (ValueError, f"{k_name}: expected shape", lambda c: attend(c, q, k[:1], v[:1])),
         "q B": (ValueError, "q: expected", lambda c: attend(c, q[:1], k, v)),
         "rank": (ValueError, f"{k_name}: expected shape", lambda c: attend(c, q, k[0], v)),
-        "lengths": (ValueError, "lengths: expected from 0 to", lambda c: attend(c, q, k, v, lengths=[4, 0])),
+        "lengths": (ValueError, "lengths: expected 0 to L = ", lambda c: attend(c, q, k, v, lengths=[4, 0])),
         "lengths B": (ValueError, "lengths: expected integers", lambda c: attend(c, q, k, v, lengths=[1])),
         "Lq": (ValueError, "q: expected a query", lambda c: attend(c, q[:, :, :2], k, v, lengths=[1, 2])),
         "impl": (ValueError, "impl: expected", lambda c: attend(c, q, k, v, impl="best")),
@@ -421,7 +421,7 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "heads": (ValueError, "heads", lambda c: attend(c, q[:, :5], k, v)),
         "window": (ValueError, "window", lambda c: attend(c, q, k, v, window=0)),
         "mask": (TypeError, "mask", lambda c: attend(c, q, k, v, mask=torch.ones(3, 3))),
-        "half of it": (ValueError, "k, v: expected both|lengths: expected none", _half),
+        "half of it": (ValueError, "k, v: expected both|lengths: expected None", _half),
         "crop": (ValueError, "n: expected at most", lambda c: c.crop(10**6)),
         "crop more": (ValueError, "n: expected at most", lambda c: c.crop(-40)),
         "reorder": (ValueError, "index: expected", lambda c: c.reorder([0, 7])),
@@ -526,7 +526,7 @@ def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], messag
     "options", [{"mask": M.Prefix(2)}, {"mask": M.Dense(torch.ones(1, 1, dtype=torch.bool))}]
 )
 def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="mask: expected one of distances alone"):
+    with pytest.raises(TypeError, match="mask: expected a mask of distances in a SlidingCache"):
         attend(new("sliding"), *tokens("sliding", 2, 1), **options)
     with pytest.raises(TypeError, match=r"bias: expected scores\.Alibi"):
         attend(new("sliding"), *tokens("sliding", 2, 1), bias=torch.zeros(1, 1))
@@ -536,7 +536,7 @@ def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) 
 def test_gradients_are_never_dropped_in_silence(kind: str) -> None:
     q, k, v = tokens(kind, 2, 3)
     cache = new(kind)
-    with pytest.raises(RuntimeError, match="requires grad, but a cache keeps no gradient"):
+    with pytest.raises(RuntimeError, match="expected requires_grad=False, because a cache keeps no gradient"):
         attend(cache, q, k.clone().requires_grad_(), v)
     assert len(cache) == 0
     with torch.no_grad():
@@ -721,17 +721,17 @@ def test_a_forgotten_fork_gives_its_pages_back() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.free(9), r"ids: expected different sequences, at least one, out of \[0, 1\], got \[9\]"),
+        (lambda c: c.free(9), r"ids: expected at least one of \[0, 1\], without repeats, got \[9\]"),
         (lambda c: c.crop(0, ids=[0, 0]), r"got \[0, 0\]"),
         (lambda c: c.crop(0, ids=[]), r"got \[\]"),
         (lambda c: c.add(like=0, tokens=99), "tokens: expected at most the 20"),
-        (lambda c: c.add(tokens=3), "tokens: expected none without like"),
+        (lambda c: c.add(tokens=3), "tokens: expected None without like"),
         (lambda c: c.reorder([0]), "index: expected integers"),
         (
             lambda c: c.load_state_dict(c.state_dict() | {"table": torch.zeros(2, 1, dtype=torch.int32)}),
             "table",
         ),
-        (lambda c: c.load_state_dict(c.state_dict() | {"ids": torch.tensor([1, 1])}), "different ids"),
+        (lambda c: c.load_state_dict(c.state_dict() | {"ids": torch.tensor([1, 1])}), "ids without repeats"),
     ],
 )
 def test_wrong_sequences(call: Callable[[Cache], Any], message: str) -> None:

@@ -187,8 +187,8 @@ def disguised(module: Attention, kv_heads: int) -> Attention:
         G[turning.first, turning.first] = G[turning.second, turning.second] = angle.cos()
         G[turning.second, turning.first] = angle.sin()
         G[turning.first, turning.second] = -angle.sin()
-        m = len(turning.still)
-        G[turning.still[:, None], turning.still], _ = torch.linalg.qr(torch.randn(m, m).double())
+        m = len(turning.unrotated)
+        G[turning.unrotated[:, None], turning.unrotated], _ = torch.linalg.qr(torch.randn(m, m).double())
         Gv, _ = torch.linalg.qr(torch.randn(10, 10).double())
         K[head], V[head] = G @ parts.k[twin], Gv @ parts.v[twin]
         for h in range(share * head, share * head + share):
@@ -242,7 +242,7 @@ def test_what_else_a_module_has_stays() -> None:
 
 def test_without_tokens_there_is_no_verdict_for_use() -> None:
     _, report = convert.to_grouped(attention(), 2)
-    assert report.verdict == "not measured: give calibration tokens; do not deploy"
+    assert report.verdict == "not measured: pass calibration tokens; do not deploy"
     assert report.exact < 1e-5
     assert report.bytes_before == 3 * report.bytes_after
 
@@ -516,14 +516,14 @@ def test_report_is_text_and_table() -> None:
     text = str(report)
     for part in (
         "3 key heads -> a latent of 8 + 4",
-        "nothing left out",
+        "at full size: differs by",
         "bytes",
         "held-out",
         "by head",
         "weights, KL in nats",
         "energy kept by rank 8: ",
         "needle in 132 tokens",
-        "a step of decoding",
+        "decode step: ",
         f"sha256 {convert.digest(module.state_dict())}",
         "verdict",
     ):
@@ -557,10 +557,10 @@ def test_smallest_size_within_a_tolerance() -> None:
 def test_a_broken_conversion_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.convert import _latent
 
-    right = _latent._turning
-    monkeypatch.setattr(_latent, "_turning", lambda *a: right(*a)._replace(key=right(*a).key * 1.01))
+    right = _latent._rotary_split
+    monkeypatch.setattr(_latent, "_rotary_split", lambda *a: right(*a)._replace(key=right(*a).key * 1.01))
     _, report = convert.to_latent(attention(3, "halves"), calibration=tokens())
-    assert report.verdict.startswith("broken: nothing was left out, and yet")
+    assert report.verdict.startswith("broken: even at full size, results differ by")
 
 
 # Models
@@ -665,7 +665,7 @@ def test_files_with_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask": "window"}, "mask 'window' is not known"),
+        ({"mask": "window"}, "mask: expected None or 'causal', got 'window'"),
         ({"kind": "Other"}, "Other"),
         ({"other": 1}, "unexpected keyword argument 'other'"),
         ({"heads": 7}, "expected a multiple of heads = 7|expected a divisor of heads = 7"),
@@ -724,7 +724,7 @@ def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp
         (
             lambda m, x: convert.to_latent(attention(3, "halves"), 9, 3, calibration=x),
             ValueError,
-            r"up to 24 = kv_heads x 8 turning channels, got 3",
+            r"up to 24 = kv_heads x 8 rotary channels, got 3",
         ),
         (
             lambda m, x: convert.to_latent(Attention(48, 6, position=AlibiBias(6)), calibration=x),

@@ -1,4 +1,7 @@
-"""Every Python block of the README and of docs/ runs. The blocks of a file share one namespace, in order."""
+"""Every Python block of the README and of docs/ runs, and every link to a file or heading resolves.
+
+The blocks of a file share one namespace, in order.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,28 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_are_found() -> None:
     text = "a\n```python\nx = 1\n```\n- b\n  ```python\n  y = 2\n  ```\n```text\nno\n```\n"
     assert blocks(text) == [(3, "x = 1\n"), (7, "y = 2\n")]
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_links_resolve(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
+def test_the_index_links_every_page(index: str) -> None:
+    page = ROOT / index
+    links = re.findall(r"\]\(([^)\s#]+)\)", page.read_text(encoding="utf-8"))
+    linked = {(page.parent / link).resolve() for link in links if not link.startswith("http")}
+    assert {*(ROOT / "docs").glob("*.md"), ROOT / "docs" / "claims" / "README.md"} - {page} <= linked

@@ -114,11 +114,13 @@ def test_every_picture_of_the_pages_is_there() -> None:
     """And no picture is left over."""
     import re
 
+    PICTURE = r'!\[[^]]*\]\(([^)]+)\)|<(?:img|source)[^>]*\bsrc(?:set)?="([^"]+)"'
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     used = {
         (page.parent / link).resolve()
         for page in pages
-        for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        for links in re.findall(PICTURE, page.read_text(encoding="utf-8"))
+        for link in filter(None, links)
     }
     missing = {path.name for path in used if not path.exists()} - {"results.png"}
     assert not missing

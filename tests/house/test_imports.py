@@ -1,8 +1,15 @@
-"""The import contract: folders are floors, imports only go down, and the gallery uses public names alone."""
+"""The import contract: `[tool.importlinter]` of pyproject.toml, and two rules beyond import-linter.
+
+Each rule is also broken on purpose, in a copy of the sources, and must fail there.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,87 +17,117 @@ import pytest
 
 from support import ROOT
 
-LIBRARY, GALLERY = ROOT / "src" / "regard", ROOT / "gallery" / "regard_gallery"
-
-# From the top down. A unit is a folder or a file directly under src/regard. Units of one floor may import
-# each other, but not in a circle.
-FLOORS = """
-    cli __main__
-    explore
-    hf see crossover info
-    nn convert cost
-    cache packing
-    _api
-    _autograd
-    _backends
-    facts
-    _call
-    masks scores positions features
-    _tools
-    _core
-"""
-FLOOR = {unit: -i for i, line in enumerate(FLOORS.strip().splitlines()) for unit in line.split()}
-BACKENDS = {"native", "torch", "reference"}
-CORE = "_backends/native"  # the only folder that sees the compiled core
+NATIVE = "regard._backends.native."
 
 
-def modules(path: Path, top: Path) -> Iterator[list[str]]:
-    """Yields the modules, as parts, that the imports of a file may load: `from a import b` may load a.b."""
-    package = [top.name, *path.relative_to(top).parent.parts]
+def modules(path: Path, package: str) -> Iterator[str]:
+    """Yields the modules that the imports of a file may load: `from a import b` may load a.b."""
+    parents = package.split(".")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".") for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = base + (node.module.split(".") if node.module else [])
-            yield from ([*base, alias.name] for alias in node.names)
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            base = [*base, node.module] if node.module else base
+            yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def unit_of(path: Path) -> str:
-    return path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+def imports(root: Path, folder: str) -> Iterator[tuple[str, str]]:
+    """Yields (module, imported module) for the files below a folder, without tests."""
+    for path in sorted((root / folder).rglob("*.py")):
+        module = path.relative_to(root / folder).with_suffix("").parts
+        if "tests" not in module and module[0] != "conftest":
+            yield from ((".".join(module), used) for used in modules(path, ".".join(module[:-1])))
 
 
-FILES = sorted(p for p in LIBRARY.rglob("*.py") if p != LIBRARY / "__init__.py")
-USED = {p: [m[1:] for m in modules(p, LIBRARY) if m[0] == "regard"] for p in FILES}
-EDGES = sorted({(unit_of(p), m[0]) for p in FILES for m in USED[p] if m and m[0] != unit_of(p)})
+def importers_of_the_core(root: Path) -> list[str]:
+    """Returns the modules outside the native backend that import the compiled core."""
+    return [m for m, used in imports(root, "src") if used == "regard._core" and not m.startswith(NATIVE)]
 
 
-def names(paths: list[Path]) -> list[str]:
-    return [str(p.relative_to(ROOT)) for p in paths]
+def private_imports_of_the_gallery(root: Path) -> list[str]:
+    """Returns the private modules and names of the library that the gallery imports."""
+    used = [used.split(".") for _, used in imports(root, "gallery")]
+    return [".".join(parts) for parts in used if parts[0] == "regard" and any(p[0] == "_" for p in parts[1:])]
 
 
-def test_every_unit_has_a_floor() -> None:
-    assert {unit_of(p) for p in FILES} <= FLOOR.keys()
+def lint(root: Path) -> subprocess.CompletedProcess[str]:
+    """Runs import-linter. Without `site`, so that an editable install does not replace the sources."""
+    site = Path(pytest.importorskip("importlinter").__file__).parents[1]
+    run = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
+    path = os.pathsep.join(map(str, (root / "src", root / "gallery", site)))
+    return subprocess.run(
+        [sys.executable, "-S", "-c", run],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
 
 
-@pytest.mark.parametrize(("unit", "used"), EDGES)
-def test_imports_go_down(unit: str, used: str) -> None:
-    assert used in FLOOR, f"{unit} imports {used} from `regard` itself; import the module that defines it"
-    assert FLOOR[used] <= FLOOR[unit], f"{unit} imports {used}, which is above it"
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the Python sources in which a test may break a rule."""
+    python_only = shutil.ignore_patterns("*.so", "*.js", "*.css", "*.html", "__pycache__", "tests")
+    for folder in ("src/regard", "gallery/regard_gallery"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=python_only)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
 
 
-def test_no_circles() -> None:
-    below = {unit: {used for u, used in EDGES if u == unit} for unit, _ in EDGES}
-    while leaves := [unit for unit, used in below.items() if not used & below.keys()]:
-        for unit in leaves:
-            del below[unit]
-    assert not below, f"these units import each other in a circle: {sorted(below)}"
+def add_import(root: Path, file: str, line: str) -> None:
+    path = root / file
+    path.write_text(path.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", FILES, ids=names(FILES))
-def test_boundaries_inside_the_library(path: Path) -> None:
-    used, folder = USED[path], path.relative_to(LIBRARY).parent
-    own = folder.parts[1] if folder.parts[:1] == ("_backends",) and len(folder.parts) > 1 else None
-    others = {m[1] for m in used if m[:1] == ["_backends"] and len(m) > 1} & (BACKENDS - {own})
-    assert own is None or not others, f"backends never import each other, here {sorted(others)}"
-    assert ["_core"] not in used or folder.as_posix() == CORE, f"only {CORE} touches the compiled core"
-    assert "regard_gallery" not in {m[0] for m in modules(path, LIBRARY)}, "the library knows no gallery"
+def test_the_contract_holds() -> None:
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout
+    assert not importers_of_the_core(ROOT)
+    assert not private_imports_of_the_gallery(ROOT)
 
 
-GALLERY_FILES = sorted(p for p in GALLERY.rglob("*.py") if "tests" not in p.parts)
+BROKEN = {
+    "upwards": ("src/regard/masks/_mask.py", "from .._call import spec", "Folders are floors"),
+    "upwards, inside a function": (
+        "src/regard/_call/make.py", "def late(): from .._api import attention", "Folders are floors",
+    ),
+    "through the package": (
+        "src/regard/_tools/modes.py", "from regard import attention", "Folders are floors",
+    ),
+    "a circle": ("src/regard/scores.py", "from .masks import Mask as Other", "No circles"),
+    "another backend": (
+        "src/regard/_backends/reference/__init__.py", "from ..torch import tiles", "Backends do not import",
+    ),
+    "the gallery": ("src/regard/info.py", "import regard_gallery", "The library does not import the gallery"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", GALLERY_FILES, ids=names(GALLERY_FILES))
-def test_the_gallery_imports_only_public_names(path: Path) -> None:
-    private = [m for m in modules(path, GALLERY) if m[0] == "regard" and any(p[0] == "_" for p in m[1:])]
-    assert not private
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_contract_fails(rule: str, copy: Path) -> None:
+    file, line, contract = BROKEN[rule]
+    if rule == "a circle":
+        add_import(copy, "src/regard/masks/_mask.py", "from ..scores import Alibi as Other")
+    add_import(copy, file, line)
+    result = lint(copy)
+    assert result.returncode == 1, result.stdout
+    broken = [text for text in result.stdout.splitlines() if " BROKEN" in text]
+    assert any(text.startswith(contract) for text in broken), result.stdout
+
+
+def test_a_unit_without_a_floor_fails(copy: Path) -> None:
+    (copy / "src/regard/stray.py").touch()
+    result = lint(copy)
+    assert result.returncode == 1
+    assert "stray" in result.stdout
+
+
+def test_an_import_of_the_core_is_found(copy: Path) -> None:
+    add_import(copy, "src/regard/_api/attention.py", "from .. import _core")
+    assert importers_of_the_core(copy) == ["regard._api.attention"]
+
+
+def test_a_private_import_of_the_gallery_is_found(copy: Path) -> None:
+    add_import(copy, "gallery/regard_gallery/_checks.py", "from regard.nn import _weights")
+    assert private_imports_of_the_gallery(copy) == ["regard.nn._weights"]

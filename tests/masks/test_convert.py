@@ -64,7 +64,7 @@ def test_to_sdpa(mask: M.Mask) -> None:
 
 
 def test_from_sdpa_refuses_both() -> None:
-    with pytest.raises(ValueError, match="attn_mask and is_causal exclude each other"):
+    with pytest.raises(ValueError, match="attn_mask and is_causal: expected at most one of them, got both"):
         M.from_sdpa(torch.ones(2, 2).bool(), is_causal=True)
 
 
@@ -123,11 +123,11 @@ def test_to_mha(mask: M.Mask) -> None:
 def test_mha_causal_and_faults() -> None:
     assert M.from_mha(is_causal=True) == (M.Causal(), None, 0)
     assert M.from_mha() == (None, None, None)
-    with pytest.raises(
-        ValueError, match=r"\(B \* heads, Lq, Lk\) with `heads` given, got bool .* heads = None"
-    ):
+    with pytest.raises(ValueError, match=r"\(B \* heads, Lq, Lk\) with `heads`, got bool .* heads = None"):
         M.from_mha(torch.ones(6, 2, 2).bool())
-    with pytest.raises(TypeError, match=r"key_padding_mask must be bool \(True = may not attend\) or float"):
+    with pytest.raises(
+        TypeError, match=r"key_padding_mask: expected bool \(True = may not attend\) or float"
+    ):
         M.from_mha(key_padding_mask=torch.ones(2, 2, dtype=torch.int64))
 
 
@@ -163,11 +163,11 @@ def test_padding_keeps_every_pattern(rows: list[list[bool]]) -> None:
 
 
 def test_hf_2d_faults() -> None:
-    with pytest.raises(ValueError, match=r"must hold 0 \(padding\) and 1 \(real token\) only"):
+    with pytest.raises(ValueError, match=r"attention_mask: expected 0 \(padding\) or 1 \(real token\)"):
         M.from_hf_2d(torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match=r"shape \(B, L\), got int64 tensor of shape \(2,\)"):
         M.from_hf_2d(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=r"Causal\(\) & Lengths\(3\) depends on the query"):
+    with pytest.raises(ValueError, match=r"not depend on the query .*, got Causal\(\) & Lengths\(3\)"):
         M.to_hf_2d(M.Causal() & M.Lengths(3), 5)
 
 
@@ -221,20 +221,20 @@ def test_cu_seqlens_of_queries_and_keys() -> None:
 
 
 def test_cu_seqlens_faults() -> None:
-    with pytest.raises(ValueError, match="contiguous documents, but an id of q_ids comes back"):
+    with pytest.raises(ValueError, match="q_ids: expected contiguous documents, got an id that comes back"):
         M.to_cu_seqlens(M.Documents([0, 1, 0]))
     with pytest.raises(ValueError, match="same order of documents"):
         M.to_cu_seqlens(M.Documents([5, 3], [3, 5]))
-    with pytest.raises(ValueError, match=r"one packed row, but q_ids has shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"q_ids: expected one row of packed sequences, got shape \(2, 2\)"):
         M.to_cu_seqlens(M.Documents([[0, 1], [0, 1]]))
-    with pytest.raises(TypeError, match="only a Documents mask"):
+    with pytest.raises(TypeError, match="mask: expected Documents, got Causal"):
         M.to_cu_seqlens(M.Causal())  # type: ignore[arg-type]
     for wrong in ([1, 2], [0, 3, 2]):
-        with pytest.raises(ValueError, match="must start with 0 and not decrease"):
+        with pytest.raises(ValueError, match="cu_seqlens_q: expected to start with 0 and not decrease"):
             M.from_cu_seqlens(torch.tensor(wrong))
     with pytest.raises(ValueError, match=r"\(N \+ 1,\)"):
         M.from_cu_seqlens(torch.tensor([0.0, 2.0]))
-    with pytest.raises(ValueError, match="equally many sequences"):
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected the shape of cu_seqlens_q"):
         M.from_cu_seqlens(torch.tensor([0, 2]), torch.tensor([0, 2, 4]))
 
 
@@ -281,9 +281,9 @@ def test_from_flex_finds_blocks() -> None:
 
 
 def test_to_flex_needs_to_know_the_batch() -> None:
-    with pytest.raises(ValueError, match="does not broadcast to the batch"):
+    with pytest.raises(ValueError, match="broadcastable to batch"):
         M.to_flex(M.Lengths([1, 2]), 3, 3)
-    with pytest.raises(ValueError, match="give `batch` with an offset for each sample"):
+    with pytest.raises(ValueError, match="batch: expected B with an offset for each sample"):
         M.to_flex(M.Causal(), 3, 3, torch.tensor([0, 1]))
 
 

@@ -70,11 +70,11 @@ def test_heads_and_samples() -> None:
     assert body(mask.draw(3, 3, head=1, sample=0)) == ["██· ·"] * 3
     assert "(head 1) (sample 0)" in mask.draw(3, 3, head=1)
     assert body(M.Causal().draw(1, 4, torch.tensor([0, 2]), sample=1)) == ["██████·"]
-    with pytest.raises(ValueError, match="head must be from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="head: expected 0 to 1, got 2"):
         mask.draw(3, 3, head=2)
-    with pytest.raises(ValueError, match="sample must be from 0 to 1, got -1"):
+    with pytest.raises(ValueError, match="sample: expected 0 to 1, got -1"):
         mask.draw(3, 3, sample=-1)
-    with pytest.raises(ValueError, match="nothing to draw for Lq = 0"):
+    with pytest.raises(ValueError, match="Lq and Lk: expected at least 1 to draw, got 0"):
         mask.draw(0, 3)
 
 

@@ -189,7 +189,7 @@ def test_tensors_are_bound_to_the_batch() -> None:
     assert lengths.tolist() == [1, 1, 1, 2, 2, 2]
     assert torch.equal(dense, torch.cat([keep, keep]))
     assert tokens.tolist() == [[0]]
-    with pytest.raises(ValueError, match=r"batch dims \(2, 1\), which do not broadcast to \(2,\)"):
+    with pytest.raises(ValueError, match=r"batch dims broadcastable to \(2,\), got \(2, 1\)"):
         program.bind((2,))
 
 
@@ -303,7 +303,7 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Window(2**62), ValueError, r"Window\(left\)"),
         (lambda: M.Prefix(-1), ValueError, r"Prefix\(n\)"),
         (lambda: M.Prefix(torch.tensor(3)), TypeError, r"Prefix\(n\) must be an int, got int64 tensor"),
-        (lambda: M.Lengths(-1), ValueError, r"Lengths\(n\) must not be negative, got -1"),
+        (lambda: M.Lengths(-1), ValueError, r"Lengths\(n\): expected lengths >= 0, got -1"),
         (lambda: M.Lengths(torch.tensor([2, -4])), ValueError, r"Lengths\(n\).* got -4"),
         (
             lambda: M.Lengths(2.0),
@@ -315,27 +315,31 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Documents(torch.rand(3)), TypeError, r"Documents\(q_ids\) must be integers, got float32"),
         (lambda: M.Documents(3), ValueError, r"Documents\(q_ids\) must have at least 1 dimensions"),
         (lambda: M.Documents([1], [0.5]), TypeError, r"Documents\(k_ids\)"),
-        (lambda: M.Global([-2]), ValueError, r"Global\(tokens\) must be positions >= 0, or -1 .*, got -2"),
+        (lambda: M.Global([-2]), ValueError, r"Global\(tokens\): expected positions >= 0, or -1 .*, got -2"),
         (lambda: M.Global([0.5]), TypeError, r"Global\(tokens\)"),
         (lambda: M.RandomBlocks(0, 4, 0), ValueError, r"RandomBlocks\(per_row\).* from 1 "),
         (lambda: M.RandomBlocks(1, 0, 0), ValueError, r"RandomBlocks\(block\)"),
-        (lambda: M.RandomBlocks(1, 1, 2**64), ValueError, r"RandomBlocks\(seed\) must fit in 64 bits"),
-        (lambda: M.RandomBlocks(1, 1, 0.5), TypeError, r"RandomBlocks\(seed\) must be an int"),
+        (
+            lambda: M.RandomBlocks(1, 1, 2**64),
+            ValueError,
+            r"RandomBlocks\(seed\): expected an int of 64 bits",
+        ),
+        (lambda: M.RandomBlocks(1, 1, 0.5), TypeError, r"RandomBlocks\(seed\): expected an int"),
         (lambda: M.Dilated(0), ValueError, r"Dilated\(step\)"),
         (lambda: M.Dense(torch.ones(2, 2, dtype=torch.int64)), TypeError, r"Dense\(keep\) must be a bool"),
         (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
         (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\) must have at least 2 dimensions"),
         (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
         (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),
-        (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\) must be a list.*, got Causal"),
-        (lambda: M.PerHead([M.Causal(), 3]), TypeError, r"masks\[1\] must be a mask, got int"),
+        (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\): expected a list.*, got Causal"),
+        (lambda: M.PerHead([M.Causal(), 3]), TypeError, r"PerHead\(masks\[1\]\): expected a mask, got int"),
         (lambda: M.Causal() & torch.ones(2, 2).bool(), TypeError, r"wrap the bool tensor: masks.Dense"),
         (lambda: torch.ones(2, 2).bool() | M.Causal(), TypeError, r"wrap the bool tensor: masks.Dense"),
         (lambda: M.Causal() & 3, TypeError, r"unsupported operand"),
         (lambda: M.Causal() and M.Causal(), TypeError, r"combine masks with &, \|, ~"),
-        (lambda: M.And(M.Causal()), ValueError, r"And combines at least two masks, got 1"),
-        (lambda: M.Or(M.Causal(), 1), TypeError, r"Or combines masks, got int"),
-        (lambda: M.Not(1), TypeError, r"Not inverts a mask, got int"),
+        (lambda: M.And(M.Causal()), ValueError, r"And\(\*masks\): expected at least two masks, got 1"),
+        (lambda: M.Or(M.Causal(), 1), TypeError, r"Or\(\*masks\): expected masks, got int"),
+        (lambda: M.Not(1), TypeError, r"Not\(mask\): expected a mask, got int"),
         (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq must be"),
         (lambda: M.Causal().to_dense(2, 3, 0.5), TypeError, r"offset must be an int or a \(B,\) int tensor"),
         (lambda: M.Causal().to_dense(2, 3, torch.rand(2)), TypeError, r"offset must be integers"),
@@ -355,20 +359,23 @@ def test_masks_pass_their_checks(mask: M.Mask) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (M.Lengths([1, 2, 3]), r"Lengths\(n\): shape \(3,\) does not broadcast to the batch \(2,\)"),
-        (M.Lengths([1, 8]), r"Lengths\(\[1, 8\]\): a length of 8 is beyond the keys, Lk = 7"),
-        (~M.PerHead([M.Lengths(9)] * 3), r"a length of 9 is beyond the keys"),
-        (M.Documents([0] * 5), r"Documents\(q_ids\): shape \(5,\) is not \(..., Lk\) .* Lq = 5, Lk = 7"),
-        (M.Documents([0] * 5, [0] * 6), r"Documents\(k_ids\): shape \(6,\)"),
+        (M.Lengths([1, 2, 3]), r"Lengths\(n\): expected shape broadcastable to batch \(2,\), got \(3,\)"),
+        (M.Lengths([1, 8]), r"Lengths\(\[1, 8\]\): expected lengths up to Lk = 7, got 8"),
+        (~M.PerHead([M.Lengths(9)] * 3), r"expected lengths up to Lk = 7, got 9"),
+        (M.Documents([0] * 5), r"Documents\(q_ids\): expected shape \(..., Lk = 7\) .*, got \(5,\)"),
+        (M.Documents([0] * 5, [0] * 6), r"Documents\(k_ids\): expected .*, got \(6,\)"),
         (M.Documents([[0] * 7] * 3), r"batch \(2,\)"),
-        (M.Global([[0]] * 3), r"Global\(tokens\): shape \(3, 1\) is not \(..., n\) for batch \(2,\)"),
-        (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): shape \(5, 6\) does not broadcast to .* 5, 7\)"),
-        (M.Dense(torch.ones(2, 5, 7).bool()), r"shape \(2, 5, 7\) .*the third dimension .* is the heads"),
+        (M.Global([[0]] * 3), r"Global\(tokens\): expected shape \(..., n\) .* batch \(2,\), got \(3, 1\)"),
+        (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): expected .* 5, 7\) .*, got \(5, 6\)"),
+        (M.Dense(torch.ones(2, 5, 7).bool()), r"got \(2, 5, 7\); the third dim .* is the heads"),
         (M.Dense(torch.ones(5, 1, 5, 7).bool()), r"batch \(2,\)"),
-        (M.Blocks(torch.ones(3, 3).bool(), 2), r"Blocks\(table, block=2\): shape \(3, 3\) .* 3, 4\)"),
-        (M.Blocks(torch.ones(1, 4).bool(), 2), r"Blocks\(table, block=2\): shape \(1, 4\)"),
-        (M.PerHead([M.Causal()] * 2), r"PerHead has 2 masks, but there are Hq = 3 query heads"),
-        (M.Causal() & ~M.PerHead([M.Causal()] * 4), r"PerHead has 4 masks"),
+        (
+            M.Blocks(torch.ones(3, 3).bool(), 2),
+            r"Blocks\(table, block=2\): expected .* 3, 4\) .*, got \(3, 3\)",
+        ),
+        (M.Blocks(torch.ones(1, 4).bool(), 2), r"Blocks\(table, block=2\): expected .*, got \(1, 4\)"),
+        (M.PerHead([M.Causal()] * 2), r"PerHead\(masks\): expected Hq = 3 masks, got 2"),
+        (M.Causal() & ~M.PerHead([M.Causal()] * 4), r"PerHead\(masks\): expected Hq = 3 masks, got 4"),
     ],
 )
 def test_masks_that_do_not_apply(mask: M.Mask, message: str) -> None:
@@ -423,7 +430,7 @@ def test_tutorial_helpers(L: int) -> None:
     assert torch.equal(M.create_padding_mask(tokens)[:, 0, 0], tokens != 0)
     assert torch.equal(M.create_decoder_mask(tokens), (tokens != 0)[:, None, None] & ones.tril())
     assert torch.equal(M.create_document_mask(tokens)[1, 0], tokens[1][:, None] == tokens[1])
-    with pytest.raises(ValueError, match=r"tokens must have shape \(B, L\)"):
+    with pytest.raises(ValueError, match=r"tokens: expected shape \(B, L\)"):
         M.create_padding_mask(tokens[0])
     with pytest.raises(TypeError, match=r"must be a tensor or a list, got str 'a b'"):
         M.create_decoder_mask("a b")  # type: ignore[arg-type]

@@ -183,7 +183,7 @@ def test_weights_and_result_at_once(
     masks: str, average: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without gradients: by heads, by samples, and all together."""
-    monkeypatch.setattr(_weights, "PIECE", piece)
+    monkeypatch.setattr(_weights, "TILE_SCORES", piece)
     theirs, ours = modules({"batch_first": True})
     inputs = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)
     options = MASKS[masks]() | {"average_attn_weights": average}
@@ -662,10 +662,13 @@ def test_a_cache_and_dropout() -> None:
             lambda: Attention(24, 4)(torch.randn(3, 24), Memory(*(torch.randn(4, 5, D) for D in (6, 7)))),
             r"context: expected a Memory of \(..., Hkv, Lk, Dv\) with \(4, 6\)",
         ),
-        (lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache={}), "cache: expected one of keys and values"),
+        (
+            lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache={}),
+            "cache: expected a cache of keys and values",
+        ),
         (
             lambda: Attention(24, 4)(torch.randn(2, 3, 24), cache=LinearCache(2, 4, 6)),
-            "cache: expected one of keys and values",
+            "cache: expected a cache of keys and values",
         ),
         (lambda: Attention(24, 4).arguments(torch.randn(3, 23)), "x: expected .*d_model = 24"),
         (lambda: Attention(24, 4, kv_model=9).arguments(torch.randn(3, 24)), "context: expected tokens"),
@@ -687,7 +690,7 @@ def test_a_cache_and_dropout() -> None:
         ),
         (
             lambda: Attention(24, 4, position=Rotary(6))(torch.randn(3, 24), torch.randn(3, 24)),
-            "context: expected None with a position rule",
+            "context: expected None with position, which is for self-attention",
         ),
         (
             lambda: Attention(24, 4)(torch.randn(2, 3, 24), torch.randn(2, 3, 24), lengths=torch.ones(2)),
@@ -705,7 +708,7 @@ def test_a_cache_and_dropout() -> None:
             lambda: Attention(24, 4)(
                 torch.randn(5, 24), torch.randn(5, 24), cu_seqlens=packing.cu_seqlens([5])
             ),
-            "context_cu_seqlens: expected the borders of the context",
+            r"context_cu_seqlens: expected \(N \+ 1,\) with cu_seqlens and a context, got None",
         ),
         (
             lambda: Attention(24, 4)(torch.randn(5, 24), context_cu_seqlens=packing.cu_seqlens([5])),
@@ -715,7 +718,7 @@ def test_a_cache_and_dropout() -> None:
             lambda: Attention(24, 4, position=Rotary(6))(
                 torch.randn(7, 24), cu_seqlens=packing.cu_seqlens([2, 3])
             ),
-            "cu_seqlens: expected borders that end at the 7 tokens of x, got 5",
+            "cu_seqlens: expected the last entry 7, the tokens of x, got 5",
         ),
         (
             lambda: Attention(24, 4).eval()(torch.randn(3, 24), cache=Attention(24, 4).new_cache(1)),
@@ -723,7 +726,7 @@ def test_a_cache_and_dropout() -> None:
         ),
         (
             lambda: Attention(24, 4).eval()(torch.randn(1, 3, 24), cache=LatentCache(1, 8, 4)),
-            "cache: expected one of keys and values.*LatentCache",
+            "cache: expected a cache of keys and values.*LatentCache",
         ),
         (
             lambda: regard.nn.CrossAttention(24, 4, 9).remember(torch.randn(3, 24)),

@@ -202,7 +202,7 @@ def test_a_checkpoint_of_a_stack() -> None:
     [
         (lambda m, x: m(x, x), "context: expected None for this block, got Tensor"),
         (lambda m, x: m(x, caches=[]), "caches: expected one for each of 2 blocks, got 0"),
-        (lambda m, x: m.remember(x), "context: this block has no cross-attention"),
+        (lambda m, x: m.remember(x), "remember: expected a block with cross-attention, got none"),
         (lambda m, x: DecoderBlock(D, HEADS, kv_model=D)(x), "context: expected a tensor or a Memory"),
     ],
 )

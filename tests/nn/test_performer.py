@@ -305,7 +305,7 @@ def test_it_learns() -> None:
         ({"features": 0}, ValueError, "features must be an integer from 1"),
         ({"redraw": 0}, ValueError, "redraw must be an integer from 1"),
         ({"kernel": "relu"}, TypeError, "kernel: expected 'softmax' or a function"),
-        ({"eps": -1.0}, ValueError, "eps: expected a number from 0 on"),
+        ({"eps": -1.0}, ValueError, "eps: expected a number of at least 0"),
         ({"seed": 1.5}, TypeError, "seed must be an int"),
         ({"eps": "small"}, TypeError, "eps: expected a number, got str 'small'"),
     ],
@@ -333,7 +333,7 @@ def test_wrong_features() -> None:
     w = drawn(4)
     with pytest.raises(ValueError, match="scale: expected a number above 0, got -1"):
         features.positive_features(torch.randn(3, D), w, scale=-1.0)
-    with pytest.raises(TypeError, match="x: expected a tensor of floating point"):
+    with pytest.raises(TypeError, match="x: expected a float tensor"):
         features.positive_features(torch.ones(3, D, dtype=torch.long), w)
     with pytest.raises(TypeError, match="kernel: expected a function of a tensor, got str 'relu'"):
         features.generalized_features(torch.randn(3, D), w, "relu")  # type: ignore[arg-type]

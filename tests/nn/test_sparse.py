@@ -255,7 +255,7 @@ def test_wrong_longformers(options: dict[str, Any], error: type[Exception], mess
         ({"global_tokens": [9], "lengths": torch.tensor([20, 8])}, "below the length 8 of sample 1, got 9"),
         ({"global_tokens": torch.ones(3, 20, dtype=torch.bool)}, "global_tokens: expected .*B = 2, L"),
         ({"global_tokens": torch.ones(19, dtype=torch.bool)}, "global_tokens: expected marks of all L = 20"),
-        ({"global_tokens": torch.eye(20, dtype=torch.long)[:2]}, "give `mask.bool\\(\\)` if 1 means global"),
+        ({"global_tokens": torch.eye(20, dtype=torch.long)[:2]}, "pass `mask.bool\\(\\)` if 1 means global"),
         ({"lengths": torch.tensor([20, 21])}, "lengths: expected from 0 to L = 20, got values from 20 to 21"),
         ({"lengths": torch.tensor([3])}, r"lengths: expected integers \(B = 2,\)"),
     ],
@@ -455,7 +455,7 @@ def test_the_table(blocks: int, random: int) -> None:
         ({"window": 2}, ValueError, "window: expected an odd number of blocks, got 2"),
         ({"block": 0}, ValueError, "block must be an integer from 1"),
         ({"random": -1}, ValueError, "random must be an integer from 0"),
-        ({"global_blocks": 2}, TypeError, "global_blocks: expected numbers of blocks"),
+        ({"global_blocks": 2}, TypeError, "global_blocks: expected a sequence of block indices"),
         ({"seed": "a"}, TypeError, "seed must be an int"),
     ],
 )

@@ -76,7 +76,7 @@ def test_tokens_of_another_width(module: Any) -> None:
 
 def test_learned_positions_beyond_the_table() -> None:
     module = positions.Learned(13, 6)
-    with pytest.raises(ValueError, match="positions: expected places from 0 to 12, got 9 to 13"):
+    with pytest.raises(ValueError, match="positions: expected 0 to 12, got 9 to 13"):
         module(torch.randn(5, 6), 9)
     with pytest.raises(ValueError, match="got -1 to"):
         module(torch.randn(5, 6), torch.arange(-1, 4))
@@ -141,7 +141,7 @@ def test_given_frequencies() -> None:
     assert scaling == Frequencies(tuple(turns.tolist()), gain)
     assert hash(scaling) == hash(pickle.loads(pickle.dumps(scaling)))
     assert "Frequencies(8 pairs" in repr(Rotary(16, scaling=scaling))
-    with pytest.raises(ValueError, match="dims: expected 2 for each of 8 frequencies, got 18"):
+    with pytest.raises(ValueError, match="dims: expected 16 for 8 frequencies, got 18"):
         Rotary(18, scaling=scaling)
     with pytest.raises(ValueError, match="values: expected finite frequencies"):
         Frequencies((1.0, torch.inf))
@@ -187,7 +187,7 @@ def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
             lambda: frequencies(8, scaling="yarn"),
             "scaling: expected LinearScaling, NTK, YaRN, Llama3 or Frequencies, got 'yarn'",
         ),
-        (lambda: LinearScaling(0.5), "factor: expected a number from 1 on, got 0.5"),
+        (lambda: LinearScaling(0.5), "factor: expected a number >= 1, got 0.5"),
         (lambda: frequencies(2, scaling=NTK(2.0)), "dims: expected at least 4"),
         (lambda: Llama3(8.0, 4.0, 1.0), "low_freq_factor and high_freq_factor"),
         (lambda: YaRN(4.0, 64, beta_slow=0.0), "beta_slow and beta_fast: expected 0 < slow <= fast"),
@@ -328,7 +328,7 @@ def test_rotation_allocates_its_result_alone() -> None:
 
 
 def test_in_place_refuses_what_learns() -> None:
-    with pytest.raises(ValueError, match="inplace: expected a tensor that needs no gradient"):
+    with pytest.raises(ValueError, match="inplace: expected an x that does not require grad"):
         Rotary(8)(torch.randn(5, 8, requires_grad=True), inplace=True)
 
 
@@ -370,7 +370,7 @@ def test_the_module_moves_without_losing_precision() -> None:
         (
             torch.zeros(2, 5, dtype=torch.long),
             ValueError,
-            "positions: expected places for each of the samples",
+            "positions: expected leading dims broadcastable to x",
         ),
     ],
 )
@@ -385,7 +385,7 @@ def test_tables_that_do_not_fit() -> None:
         rotate(torch.randn(5, 6), cos, sin)
     with pytest.raises(ValueError, match="cos and sin: expected"):
         rotate(torch.randn(4, 8), cos, sin)
-    with pytest.raises(ValueError, match="x: expected floats"):
+    with pytest.raises(ValueError, match="x: expected a float tensor"):
         rotate(torch.ones(5, 8, dtype=torch.long), cos, sin)
 
 
@@ -406,5 +406,5 @@ def test_relative() -> None:
     expected = scores.RelativeBias(module.table, bidirectional=False, max_distance=20)
     assert module() == expected
     assert module.table.shape == (8, 3)
-    with pytest.raises(ValueError, match="num_buckets must be an even number"):
+    with pytest.raises(ValueError, match="expected an even number of buckets >= 4"):
         positions.Relative(3, num_buckets=7)

@@ -1,4 +1,4 @@
-"""A mask program read pair by pair in plain Python, straight from the table in native/mask/README.md."""
+"""Evaluates a mask program pair by pair in plain Python, from the table in native/mask/README.md."""
 
 from __future__ import annotations
 

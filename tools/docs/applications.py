@@ -1,4 +1,4 @@
-"""Numbers and pictures of full runs for gallery and README: `python tools/docs/applications.py build/apps`.
+"""Writes numbers and pictures of full runs into the gallery: `python tools/docs/applications.py build/apps`.
 
 Applications that have no run in the folder keep what is there.
 """
@@ -18,7 +18,7 @@ from regard_gallery.apps._frame.report import threads
 from regard_gallery.apps._frame.run import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, README = DOCS / "gallery.md", DOCS.parent / "README.md"
+PAGE = DOCS / "gallery.md"
 SEEDS = 3  # at least
 
 
@@ -50,7 +50,7 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def overview(name: str, run: dict[str, Any]) -> str:
-    """A line of README's table: the first measure beside the best of the baselines."""
+    """Returns a row of the overview: the first measure of the best baseline and of Regard."""
     measure = run["measures"][0]
     means = {who: mean(one[measure] for one in scores) for who, scores in run["scores"].items()}
     own = means.pop(OWN)
@@ -58,7 +58,7 @@ def overview(name: str, run: dict[str, Any]) -> str:
     pick = max if measure in run["more is better"] else min
     rival = pick(rivals, key=lambda who: means[who])
     cells = [measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"]
-    return f"| [{name}](docs/gallery.md#{anchor(name)}) | {' | '.join(cells)} |"
+    return f"| [{name}](#{anchor(name)}) | {' | '.join(cells)} |"
 
 
 def anchor(name: str) -> str:
@@ -89,7 +89,7 @@ def main(out: Path) -> None:
     runs = {name: full_run(path) for name in NAMES if (path := out / f"{name}.json").exists()}
     for name, run in runs.items():
         put(PAGE, rf"(<!-- {name} -->\n).*?(<!-- end -->)", section(name, run))
-        put(README, rf"()^\| \[{name}\][^\n]*\n()", overview(name, run))
+        put(PAGE, rf"()^\| \[{name}\][^\n]*\n()", overview(name, run))
         shutil.copy(out / f"{name}.png", DOCS / "images" / f"app-{name}.png")
 
 

@@ -72,8 +72,9 @@ def small_pictures() -> None:
 
 
 def hero() -> None:
-    """Six masks in a row, for the top of the README."""
-    figure = Figure(figsize=(12, 2.2), layout="constrained", facecolor="white")
+    """Draws six masks in a row, for the top of docs/masks.md."""
+    figure = Figure(figsize=(12, 2.3), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(h_pad=0.1)
     for axes, (title, name) in zip(figure.subplots(1, len(HERO)), HERO.items(), strict=True):
         axes.imshow(pixels(ATOMS[name], 12).numpy(), interpolation="nearest")
         axes.set_title(title, fontsize=9, color=INK, family="monospace")

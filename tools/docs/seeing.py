@@ -26,9 +26,10 @@ def main(images: Path) -> None:
         return see.read(loaded.model, loaded.tokenizer, text)
 
     sat, ate, repeated = read(SAT), read(ATE), read(REPEATED)
-    eating = strongest(ate, "ate", "cat")
+    sitting, eating = strongest(sat, "on", "mat"), strongest(ate, "ate", "cat")
     figures = {
-        "seeing-sat": see.heatmap(strongest(sat, "on", "mat")),
+        "seeing-sat": see.heatmap(sitting),
+        "seeing-sat-dark": see.heatmap(sitting, dark=True),
         "seeing-sat-heads": see.grid(sat),
         "seeing-ate": see.heatmap(eating),
         "seeing-ate-token": see.token(eating, "ate"),

@@ -440,10 +440,9 @@ def test_the_gallery_is_written_from_runs(
     import applications
 
     page = tmp_path / "gallery.md"
-    page.write_text("# Gallery\n## Toy: a game\n<!-- toy -->\nold\n<!-- end -->\nrest\n", encoding="utf-8")
-    readme = tmp_path / "README.md"
-    readme.write_text("| a | b |\n| [toy](x) | 1 |\n| [other](x) | 2 |\n", encoding="utf-8")
-    monkeypatch.setattr(applications, "README", readme)
+    overview = "| a | b |\n| [toy](x) | 1 |\n| [other](x) | 2 |\n"
+    section = "## Toy: a game\n<!-- toy -->\nold\n<!-- end -->\nrest\n"
+    page.write_text(f"{overview}{section}", encoding="utf-8")
     (tmp_path / "images").mkdir()
     monkeypatch.setattr(applications, "DOCS", tmp_path)
     monkeypatch.setattr(applications, "PAGE", page)
@@ -461,8 +460,8 @@ def test_the_gallery_is_written_from_runs(
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
     assert "3 seeds, 3 of which reach the goals individually." in text
-    lines = readme.read_text(encoding="utf-8").splitlines()
-    assert lines[1] == "| [toy](docs/gallery.md#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
+    lines = text.splitlines()
+    assert lines[1] == "| [toy](#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
     assert lines[2] == "| [other](x) | 2 |"
     times["torch"] = 0.4
     apps.command(Toy, apps.Options(seeds=3, out=tmp_path))
@@ -473,6 +472,7 @@ def test_the_gallery_is_written_from_runs(
 def test_the_gallery_has_every_application() -> None:
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     for name in apps.NAMES:
+        assert len(re.findall(rf"^\| \[{name}\]\(#{name}-", page, re.M)) == 1
         (section,) = re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page, re.S)
         (seeds,) = re.findall(r"^(\d+) seeds", section, re.M)
         (ratio,) = re.findall(r"and (\d\.\d\d) times as long with PyTorch's attention", section)

@@ -1,4 +1,4 @@
-"""Caches for decoding. Each owns its positions, lengths and mask: `cache.attend(q, k, v)` is a step."""
+"""KV caches. `cache.attend(q, k, v)` appends k and v, then attends causally."""
 
 from ._kv import KVCache as KVCache
 from ._latent import LatentCache as LatentCache

@@ -1,6 +1,6 @@
-"""Attention over what a cache stores: which keys its queries see, and at which offset they stand.
+"""Attention over the keys in a cache: builds the mask and the offset of the call.
 
-All caches attend through `attend`; a repeated step of a cache of rows calls `attend_stored` itself.
+All caches use `attend`. Only the fast path of `RowCache` calls `attend_stored` directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CAUSAL = Causal()
 
 
 class CacheOptions(NamedTuple):
-    """The options of `attend`."""
+    """The options of `attend`: the options of `attention`, `window` and `impl`."""
 
     options: Options
     window: int | None
@@ -33,7 +33,7 @@ class CacheOptions(NamedTuple):
 
 
 class AttendKeywords(TypedDict, total=False):
-    """The options of `attend` that all caches share, for its overloads. `KVCache.attend` describes them."""
+    """The keyword arguments of `attend` that all caches share. See `KVCache.attend`."""
 
     lengths: Lengths
     mask: Mask | Tensor | None
@@ -45,31 +45,31 @@ class AttendKeywords(TypedDict, total=False):
 
 
 class ScaledKeywords(AttendKeywords, total=False):
-    """Those of caches in which the scale has a default."""
+    """The keyword arguments of `attend` in caches where `scale` has a default."""
 
     scale: float | None
 
 
 def attend(
-    q: Tensor, stored: Stored, held: Count, chunk: Chunk, asked: CacheOptions, base: Mask | None = None
+    q: Tensor, stored: Stored, held: Count, chunk: Chunk, settings: CacheOptions, base: Mask | None = None
 ) -> Result:
-    """Attends from q (B, Hq, Lq, D), the last Lq of `held` tokens, to the keys that `base` allows.
+    """Computes attention of q (B, Hq, Lq, D), the queries of the last Lq of `held` tokens.
 
-    The default of `base` is causal. After a chunk with padding, q is aligned with the chunk, and rows of
-    padding give zeros (LSE -inf).
+    `base` is the cache's mask; the default is causal. If the chunk has padding, q is aligned with
+    the chunk, and the output of padding is zero (LSE -inf).
     """
-    options, window, impl = asked
+    options, window, impl = settings
     Lq = q.shape[2]
     offset = _offset(held, stored.length, chunk, Lq, q.device)
     if base is None and (Lq > 1 or offset is not None):
         base = CAUSAL
-    options = fast_new(Options, (_visible(base, window, options.mask), offset, *options[2:]))
+    options = fast_new(Options, (_combined_mask(base, window, options.mask), offset, *options[2:]))
     result = attend_stored(q, stored, options, impl)
-    return result if isinstance(chunk.new, int) else _without_padding(result, chunk)
+    return result if isinstance(chunk.new, int) else _zero_padding(result, chunk)
 
 
 def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -> int | Tensor | None:
-    """Returns the position of query 0; None if the last query meets the last key."""
+    """Returns the position of query 0, or None for the default, Lk - Lq."""
     if isinstance(held, int) and isinstance(chunk.new, int):
         return None if held == Lk else held - Lq
     last = Lq if isinstance(chunk.new, int) else chunk.new
@@ -77,7 +77,8 @@ def _offset(held: Count, Lk: int, chunk: Chunk, Lq: int, device: torch.device) -
     return as_tensor(minus(held, last), B, device)
 
 
-def _without_padding(result: Result, chunk: Chunk) -> Result:
+def _zero_padding(result: Result, chunk: Chunk) -> Result:
+    """Sets the output of padding to 0 and its LSE to -inf."""
     out, lse = result if isinstance(result, tuple) else (result, None)
     real = torch.tensor(chunk.new, device=out.device)
     padding = (torch.arange(chunk.L, device=out.device) >= real[:, None])[:, None]  # (B, 1, L)
@@ -85,8 +86,8 @@ def _without_padding(result: Result, chunk: Chunk) -> Result:
     return out if lse is None else (out, lse.masked_fill(padding, -torch.inf))
 
 
-def _visible(base: Mask | None, window: int | None, mask: Mask | Tensor | None) -> Mask | None:
-    """Narrows a base by the options `window` and `mask`."""
+def _combined_mask(base: Mask | None, window: int | None, mask: Mask | Tensor | None) -> Mask | None:
+    """Combines the cache's mask with the options `window` and `mask`."""
     if window is not None:
         recent = _window(window)
         base = recent if base is None or base is CAUSAL else base & recent
@@ -95,15 +96,15 @@ def _visible(base: Mask | None, window: int | None, mask: Mask | Tensor | None) 
     return _as_mask(mask) if base is None else base & _as_mask(mask)
 
 
-def _as_mask(given: Any) -> Mask:
-    if isinstance(given, Mask):
-        return given
-    if not isinstance(given, Tensor) or given.dtype is not torch.bool:
-        raise TypeError(f"mask: expected a Mask or a bool tensor, True = may attend, got {describe(given)}")
-    return Dense(torch.atleast_2d(given))
+def _as_mask(mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        raise TypeError(f"mask: expected a Mask or a bool tensor, True = may attend, got {describe(mask)}")
+    return Dense(torch.atleast_2d(mask))
 
 
 @functools.lru_cache(maxsize=64)
 def _window(window: int) -> Mask:
-    """Returns the mask of the last `window` keys, the query's own included."""
+    """Returns the mask of the last `window` keys, the query's position included."""
     return Window(count("window", window, 1) - 1)

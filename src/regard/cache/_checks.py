@@ -1,4 +1,4 @@
-"""Checks of what callers pass to caches. Each raises before anything is changed."""
+"""Checks of the arguments of caches. They raise before the cache is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 
 from .._call.spec import DTYPES
 from .._tools.arguments import as_int, describe, holds_integers, is_integer, tensor_of
-from ._counts import Count, shown
+from ._counts import Count, formatted
 
 Integers = int | Sequence[int] | Tensor
 Lengths = Integers | None
@@ -18,27 +18,27 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The size of an append: L tokens for each sample, of which the first `new` are real."""
+    """The size of an append: L tokens per sample, of which the first `new` are real."""
 
     L: int
-    new: Count  # an int only when it is L
+    new: Count  # an int only if it is L
 
 
-NOTHING = Chunk(0, 0)
+NO_CHUNK = Chunk(0, 0)
 
 
-def integers(name: str, given: Integers, B: int | None) -> list[int]:
-    """Converts a list or tensor of B integers (any number of them if B is None)."""
-    x = tensor_of(name, given)
+def integers(name: str, values: Integers, B: int | None) -> list[int]:
+    """Converts B integers to a list. If B is None, their number is not checked."""
+    x = tensor_of(name, values)
     if not holds_integers(x) or x.ndim != 1 or B not in (None, len(x)):
         shape = "(B,)" if B is None else f"(B,) = ({B},)"
         raise ValueError(f"{name}: expected integers of shape {shape}, got {describe(x)}")
-    numbers: list[int] = x.tolist()
-    return numbers
+    listed: list[int] = x.tolist()
+    return listed
 
 
 def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
-    """Returns the samples, of B, that `reorder(index)` selects; any number of them if count is None."""
+    """Returns the samples that `reorder(index)` selects. Their number is `count`, if given."""
     samples = integers("index", index, count)
     if not samples or not 0 <= min(samples) <= max(samples) < B:
         raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {samples}")
@@ -48,34 +48,34 @@ def sample_indices(index: Integers, B: int, count: int | None = None) -> list[in
 def cropped_lengths(n: Integers, lengths: tuple[int, ...]) -> list[int]:
     """Returns the length of each sample after `crop(n)`. A negative n counts from the end."""
     wanted = [as_int(n)] * len(lengths) if is_integer(n) else integers("n", n, len(lengths))
-    left = [m if m >= 0 else m + held for m, held in zip(wanted, lengths, strict=True)]
-    if any(not 0 <= m <= held for m, held in zip(left, lengths, strict=True)):
+    cropped = [m if m >= 0 else m + held for m, held in zip(wanted, lengths, strict=True)]
+    if any(not 0 <= m <= held for m, held in zip(cropped, lengths, strict=True)):
         raise ValueError(
-            f"n: expected at most as many tokens as the samples hold, {shown(lengths)}, got {shown(wanted)}"
+            f"n: expected at most the lengths of the samples, {formatted(lengths)}, got {formatted(wanted)}"
         )
-    return left
+    return cropped
 
 
 # New tokens
 
 
 def chunk_of(L: int, lengths: Lengths, B: int) -> Chunk:
-    """Returns the size of an append of L tokens, of which sample b has lengths[b] real ones."""
+    """Returns the size of an append of L tokens, lengths[b] of them real in sample b."""
     if lengths is None:
         return Chunk(L, L)
     new = integers("lengths", lengths, B)
     if new and not 0 <= min(new) <= max(new) <= L:
-        raise ValueError(f"lengths: expected from 0 to the {L} new tokens, got {shown(new)}")
+        raise ValueError(f"lengths: expected 0 to L = {L} new tokens, got {formatted(new)}")
     return Chunk(L, L) if set(new) == {L} else Chunk(L, tuple(new))
 
 
 def pair_of(k: Tensor | None, v: Tensor | None, lengths: Lengths) -> tuple[Tensor, Tensor] | None:
-    """Returns the keys and values passed to `attend`, which may be left out together."""
+    """Returns the new keys and values, or None if both are None. Raises if only one is given."""
     if k is not None and v is not None:
         return k, v
     if k is None and v is None and lengths is None:
         return None
-    raise ValueError("k, v: expected both, or neither and no lengths")
+    raise ValueError("k, v: expected both, or neither of them and no lengths")
 
 
 def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -83,17 +83,17 @@ def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, dev
         check_no_grad(name, x)
         return
     if not isinstance(x, Tensor) or x.dtype is not dtype:
-        raise TypeError(f"{name}: expected a tensor of {dtype}, as the cache holds, got {describe(x)}")
+        raise TypeError(f"{name}: expected a tensor of {dtype}, the dtype of the cache, got {describe(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
-    raise ValueError(f"{name}: expected shape {shape} as the cache holds, got {tuple(x.shape)}")
+    raise ValueError(f"{name}: expected shape {shape} for this cache, got {tuple(x.shape)}")
 
 
 def check_no_grad(name: str, x: Tensor) -> None:
     if x.requires_grad and is_grad_enabled():
         raise RuntimeError(
-            f"{name} requires grad, but a cache keeps no gradient; call it under torch.no_grad(), "
-            f"or pass {name}.detach()"
+            f"{name}: expected requires_grad=False, because a cache keeps no gradient, got True; "
+            f"use torch.no_grad() or {name}.detach()"
         )
 
 
@@ -107,9 +107,9 @@ def check_float(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk: Chunk) -> None:
-    """Checks what `attention` cannot know: dtype and shape (B, Hq, Lq, D), and Lq against the tokens held."""
+    """Checks dtype and shape of q (B, Hq, Lq, D), and that Lq fits the tokens in the cache."""
     if not isinstance(q, Tensor) or q.dtype is not dtype:
-        raise TypeError(f"q: expected a tensor of {dtype}, as the cache holds, got {describe(q)}")
+        raise TypeError(f"q: expected a tensor of {dtype}, the dtype of the cache, got {describe(q)}")
     if q.ndim != 4 or q.shape[0] != B or q.shape[3] != D:
         raise ValueError(f"q: expected (B, Hq, Lq, D) = ({B}, Hq, Lq, {D}), got {tuple(q.shape)}")
     Lq = q.shape[2]
@@ -117,7 +117,7 @@ def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk
         raise ValueError(f"q: expected a query for each of the {chunk.L} tokens of the chunk, got Lq = {Lq}")
     least = held if isinstance(held, int) else min(held)
     if isinstance(chunk.new, int) and Lq > least:
-        raise ValueError(f"q: expected at most {least} queries, the tokens held with the new, got Lq = {Lq}")
+        raise ValueError(f"q: expected at most {least} queries, the tokens in the cache, got Lq = {Lq}")
 
 
 # States
@@ -135,4 +135,4 @@ def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype
 
 def check_saved_lengths(lengths: list[int]) -> None:
     if min(lengths) < 0:
-        raise ValueError(f"lengths: expected numbers from 0 on, got {shown(lengths)}")
+        raise ValueError(f"lengths: expected integers >= 0, got {formatted(lengths)}")

@@ -1,4 +1,4 @@
-"""One latent for each token, from which all heads take keys and values (multi-head latent attention)."""
+"""The cache of multi-head latent attention (MLA): one latent per token for all heads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class LatentCache(RowCache):
-    """Latents (B, n, rank + rope) of the tokens so far, for MLA with absorbed projections.
+    """A cache of latents (B, n, rank + rope), for MLA with absorbed projections.
 
-    A token's latent is its compressed vector c of `rank` channels, then its rotary key of `rope` channels. It
-    is the key of all heads, and c is their value, in the same memory. The caller folds the projections of
-    keys into the queries, and those of values into what follows:
+    A latent is a compressed vector of `rank` channels followed by a rotary key of `rope` channels.
+    All heads use the latent as key and its first `rank` channels as value. The caller folds the key
+    projection W_uk into the queries and applies the value projection W_uv to the output:
 
         q = [q_content @ W_uk, q_rope],    out[h] @ W_uv[h]
 
     Args:
-        B: samples.
+        B: batch size.
         rank, rope: channels of the compressed vector and of the rotary key.
-        capacity, dtype, device: as for `KVCache`.
+        capacity, dtype, device: as in `KVCache`.
     """
 
     _sizes = ("B", "Hkv", "rank", "rope")
@@ -46,7 +46,7 @@ class LatentCache(RowCache):
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 
     def append(self, latent: Tensor, *, lengths: Lengths = None) -> None:
-        """Appends latent (B, L, rank + rope); of sample b only the first lengths[b], if given."""
+        """Appends latent (B, L, rank + rope), or the first lengths[b] of sample b."""
         self._append((latent, None), lengths)
 
     @overload
@@ -72,15 +72,22 @@ class LatentCache(RowCache):
         mask: Mask | Tensor | None = None, bias: Bias | None = None, softcap: float | None = None,
         sink: Tensor | None = None, window: int | None = None, return_lse: bool = False, impl: str = "auto",
     ) -> Result:  # fmt: skip
-        """Appends latent (B, L, rank + rope), then attends causally with q (B, Hq, Lq, rank + rope).
+        """Appends the latent, then attends causally. If the call raises, the cache is unchanged.
 
-        Returns out (B, Hq, Lq, rank). `scale` has no default, because 1 / sqrt(rank + rope) is never what a
-        model was trained with: it is 1 / sqrt(size of a head before absorption, rotary channels included).
-        All else is as in `KVCache.attend`.
+        Args:
+            q: absorbed queries (B, Hq, Lq, rank + rope).
+            latent: the new tokens (B, L, rank + rope). None: nothing is appended.
+            scale: 1 / sqrt(D), where D is the head size before absorption, rotary channels
+                included. It has no default, because D is not rank + rope.
+
+        The other arguments are as in `KVCache.attend`.
+
+        Returns:
+            out (B, Hq, Lq, rank). With `return_lse`, also the LSE (B, Hq, Lq).
         """
         if scale is None:
-            raise TypeError("scale: expected a number, 1 / sqrt(size of a head before absorption), got None")
+            raise TypeError("scale: expected a number, 1 / sqrt(head size before absorption), got None")
         options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
         if latent is None and lengths is not None:
-            raise ValueError("lengths: expected none without latent")
+            raise ValueError("lengths: expected None without latent")
         return self._attend(q, None if latent is None else (latent, None), lengths, options, window, impl)

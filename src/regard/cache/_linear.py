@@ -1,4 +1,4 @@
-"""The state of linear attention: a cache that does not grow."""
+"""The cache of linear attention: a state of constant size."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from .._call.linear import LinearState
 from .._tools.arguments import count, describe
 from . import _checks as checks
 from ._checks import Integers, Lengths, State
-from ._counts import Count, as_tensor, chosen, each, most, plus, shared, shown
+from ._counts import Count, as_tensor, formatted, largest, of_samples, per_sample, plus, shared
 from ._rows import layout_of
 
 
 class LinearCache:
-    """What linear attention remembers of the tokens so far, (B, Hkv, D, Dv) numbers whatever their count.
+    """A cache for linear attention. Its state (B, Hkv, D, Dv) does not grow with the tokens.
 
     Args:
-        B, Hkv, D, Dv: samples, key heads, size of a key after the feature map, size of a value (default D).
-        normalize: whether `attend` divides by the sum of the weights, for which the sum of the keys is kept.
-        dtype: of queries, keys and values. The state is in float32, in float64 for float64.
-        device: where the state lies.
+        B, Hkv, D, Dv: batch size, key heads, size of a key after the feature map, size of a value
+            (default D).
+        normalize: whether `attend` divides by the sum of the weights. The state then includes the
+            sum of the keys (B, Hkv, D).
+        dtype: of queries, keys and values. The state is float32, or float64 for float64.
+        device: of the state.
 
     Example:
         >>> cache = LinearCache(1, 8, 64, normalize=True)
-        >>> out = cache.attend(q, k, v, feature_map="elu+1")       # the prompt
-        >>> out = cache.attend(q1, k1, v1, feature_map="elu+1")    # one more token
+        >>> out = cache.attend(q, k, v, feature_map="elu+1")       # prefill
+        >>> out = cache.attend(q1, k1, v1, feature_map="elu+1")    # decode step
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class LinearCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Removes all tokens."""
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         outer = (self.B, self.Hkv, self.D)
         S = torch.zeros(*outer, self.Dv, dtype=dtype, device=self.device)
@@ -54,21 +56,21 @@ class LinearCache:
 
     @property
     def state(self) -> LinearState:
-        """As `linear_attention` takes it. Not changed by later calls, which make a new one."""
+        """The state for `linear_attention`. Later calls do not change this object."""
         return self._state
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64: the tokens of each sample."""
+        """The number of tokens of each sample, (B,) int64."""
         return as_tensor(self._lengths, self.B, self.device)
 
     def __len__(self) -> int:
-        """The tokens of the longest sample."""
-        return most(self._lengths)
+        """The number of tokens of the longest sample."""
+        return largest(self._lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, whatever the number of tokens."""
+        """The size of the state in bytes."""
         return sum(x.nbytes for x in self._state if x is not None)
 
     def positions(self, L: int = 1) -> Tensor:
@@ -76,7 +78,7 @@ class LinearCache:
         return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
 
     def __repr__(self) -> str:
-        held = shown(each(self._lengths, self.B))
+        held = formatted(per_sample(self._lengths, self.B))
         sizes = f"B={self.B}, Hkv={self.Hkv}, D={self.D}, Dv={self.Dv}"
         return f"LinearCache({sizes}, lengths={held}, normalize={self.normalize}, dtype={self.dtype})"
 
@@ -85,10 +87,15 @@ class LinearCache:
         feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
         beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
     ) -> Tensor:  # fmt: skip
-        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv), then attends linearly with q (B, Hq, L, D).
+        """Appends k and v, then attends linearly. If the call raises, the cache is unchanged.
 
-        Options as in `linear_attention`; of sample b only the first lengths[b] tokens are real. If anything
-        raises, the cache is as it was before.
+        Args:
+            q, k, v: (B, Hq, L, D), (B, Hkv, L, D) and (B, Hkv, L, Dv).
+            lengths: (B,): only the first lengths[b] tokens of sample b are real.
+            feature_map, log_decay, beta, scale, impl: as in `linear_attention`.
+
+        Returns:
+            out (B, Hq, L, Dv).
         """
         L = v.shape[2] if isinstance(v, Tensor) and v.ndim == 4 else 0
         checks.check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
@@ -98,43 +105,43 @@ class LinearCache:
             if isinstance(gate, Tensor):
                 checks.check_no_grad(name, gate)
         chunk = checks.chunk_of(L, lengths, self.B)
-        given = None if isinstance(chunk.new, int) else torch.tensor(chunk.new, device=self.device)
+        real = None if isinstance(chunk.new, int) else torch.tensor(chunk.new, device=self.device)
         out, state = linear_attention(
             q, k, v, feature_map=feature_map, normalize=self.normalize, log_decay=log_decay, beta=beta,
-            scale=scale, lengths=given, state=self._state, return_state=True, impl=impl,
+            scale=scale, lengths=real, state=self._state, return_state=True, impl=impl,
         )  # fmt: skip
         self._state, self._lengths = state, plus(self._lengths, chunk.new)
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """Returns the shape expected of queries (any number of heads) or keys. A feature map may change D."""
-        found = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
-        return self.B, found[1] if heads is None else heads, L, found[3]
+        """Returns the expected shape of q (heads None) or k. A feature map may change D."""
+        shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
+        return self.B, shape[1] if heads is None else heads, L, shape[3]
 
     def crop(self, n: Integers) -> NoReturn:
-        """Raises: a sum of tokens cannot be cut. `fork()` before tokens that may be dropped."""
+        """Raises NotImplementedError: the state is a sum over tokens. Use `fork()` to go back."""
         raise NotImplementedError(
-            f"crop({n!r}): a LinearCache keeps a sum of its tokens and cannot drop some; keep a fork()"
+            f"crop({n!r}): a LinearCache stores a sum over its tokens and cannot drop any; keep a fork()"
         )
 
     def reorder(self, index: Integers) -> None:
-        """Makes sample i what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        """Replaces sample i by sample index[i], for beam search. B becomes len(index)."""
         samples = checks.sample_indices(index, self.B)
         S, z = self._state
         self._state = LinearState(S[samples], None if z is None else z[samples])
-        self.B, self._lengths = len(samples), chosen(self._lengths, samples)
+        self.B, self._lengths = len(samples), of_samples(self._lengths, samples)
 
     def fork(self) -> LinearCache:
-        """Returns a cache with the same content that goes its own way from here."""
+        """Returns an independent copy of the cache."""
         return copy.copy(self)
 
     def state_dict(self) -> State:
-        """Returns tensors alone: the state and the lengths (B,)."""
+        """Returns the state and the lengths (B,) as a dict of tensors."""
         S, z = self._state
         return {"S": S.clone()} | ({} if z is None else {"z": z.clone()}) | {"lengths": self.lengths}
 
     def load_state_dict(self, state: State) -> None:
-        """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        """Loads a `state_dict` of a cache with the same B, sizes and dtype."""
         names = ("S", "z") if self.normalize else ("S",)
         checks.check_names(state, {*names, "lengths"})
         held = checks.integers("lengths", state["lengths"], self.B)

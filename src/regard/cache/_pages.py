@@ -1,4 +1,4 @@
-"""Storage in pages: their memory, how many sequences use each, which are free."""
+"""The page pool of `PagedCache`: storage, reference counts and the free list."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from ._rows import RowLayout
 
 
 class PagedSequence(NamedTuple):
-    """A sequence: its tokens lie in these pages, in order."""
+    """A sequence of `length` tokens, stored in these pages in order."""
 
     pages: tuple[int, ...] = ()
     length: int = 0
 
 
 class PageDraft(NamedTuple):
-    """Sequences before and after an append that is not yet kept."""
+    """An append that is not yet committed: the sequences before and after it."""
 
     before: list[PagedSequence]
     after: list[PagedSequence]
-    taken: list[int]  # free pages that the sequences will use
-    copies: list[tuple[int, int]]  # shared pages that are replaced, and their copies
+    taken: list[int]  # free pages to use
+    copies: list[tuple[int, int]]  # (shared page, its copy)
 
 
 class Pages:
-    """A pool of pages of `page` rows: tensors (pages, Hkv, page, ...)."""
+    """A pool of pages with `page` slots each: tensors (pages, Hkv, page, ...)."""
 
     def __init__(self, layout: RowLayout, pages: int, page: int) -> None:
         self.storage, self.page = layout.empty(pages, page), page
-        self.users = [0] * pages
+        self.users = [0] * pages  # reference counts
         self.free = list(range(pages))[::-1]
 
     # Appending
 
     def draft(self, before: list[PagedSequence], new: Sequence[int]) -> PageDraft:
-        """Plans new[b] tokens more for each sequence. A shared page that is not full becomes a copy."""
-        kept = [self._kept(held) if m else held.pages for held, m in zip(before, new, strict=True)]
-        lengths = [held.length + m for held, m in zip(before, new, strict=True)]
-        missing = [-(-n // self.page) - len(pages) for n, pages in zip(lengths, kept, strict=True)]
+        """Plans to append new[b] tokens to sequence b. A shared page that is not full is copied."""
+        reused = [self._reused(seq) if m else seq.pages for seq, m in zip(before, new, strict=True)]
+        lengths = [sequence.length + m for sequence, m in zip(before, new, strict=True)]
+        missing = [-(-n // self.page) - len(pages) for n, pages in zip(lengths, reused, strict=True)]
         taken = self.next_free(sum(missing))
-        rest, after, copies = iter(taken), [], []
-        for held, pages, more, n in zip(before, kept, missing, lengths, strict=True):
-            after.append(PagedSequence((*pages, *itertools.islice(rest, more)), n))
-            if held.pages is not pages:
-                copies.append((held.pages[-1], after[-1].pages[len(pages)]))
+        available, after, copies = iter(taken), [], []
+        for sequence, pages, needed, n in zip(before, reused, missing, lengths, strict=True):
+            after.append(PagedSequence((*pages, *itertools.islice(available, needed)), n))
+            if sequence.pages is not pages:
+                copies.append((sequence.pages[-1], after[-1].pages[len(pages)]))
         return PageDraft(before, after, taken, copies)
 
-    def _kept(self, held: PagedSequence) -> tuple[int, ...]:
-        """Returns the pages that a sequence still uses when it has appended."""
-        shares_last = held.length % self.page != 0 and self.users[held.pages[-1]] > 1
-        return held.pages[:-1] if shares_last else held.pages
+    def _reused(self, sequence: PagedSequence) -> tuple[int, ...]:
+        """Returns the pages that a sequence still uses after an append."""
+        shares_last = sequence.length % self.page != 0 and self.users[sequence.pages[-1]] > 1
+        return sequence.pages[:-1] if shares_last else sequence.pages
 
     def next_free(self, count: int) -> list[int]:
-        """Returns the pages that `take` would take, which are still free."""
+        """Returns the next free pages without taking them. Raises ValueError if too few exist."""
         if count > len(self.free):
             raise ValueError(
                 f"PagedCache is full: {count} pages of {self.page} tokens needed, {len(self.free)} of "
@@ -67,31 +67,32 @@ class Pages:
         return self.free[len(self.free) - count :][::-1]
 
     def write(self, draft: PageDraft, table: Tensor, counts: Sequence[int], new: New) -> None:
-        """Writes new tokens, and copies of pages, where no sequence has tokens yet."""
+        """Copies shared pages and writes new tokens, to slots that no sequence uses yet."""
         for source, target in draft.copies:
             for x in self.storage.tensors.values():
                 x[target] = x[source]
-        starts = [held.length for held in draft.before]
+        starts = [sequence.length for sequence in draft.before]
         write_stored(self.storage.paged(0, table), starts, counts, *new)
 
     def keep(self, draft: PageDraft) -> None:
+        """Commits an append: updates the reference counts."""
         self.take(draft.taken)
         self.release(source for source, _ in draft.copies)
 
-    # Users
+    # Reference counts
 
     def take(self, pages: list[int]) -> None:
-        """Gives one user to each of the next free pages."""
+        """Removes the next free pages from the free list and adds one user to each."""
         del self.free[len(self.free) - len(pages) :]
         self.share(pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Counts one more user of each."""
+        """Adds one user to each page."""
         for number in pages:
             self.users[number] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Counts one user less of each. Pages without users are free."""
+        """Removes one user from each page. Pages without users become free."""
         for number in pages:
             self.users[number] -= 1
             if not self.users[number]:

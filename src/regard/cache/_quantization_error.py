@@ -1,7 +1,7 @@
-"""What codes of 8 or 4 bits cost in precision.
+"""The quantisation error of 8-bit and 4-bit caches.
 
-Each token has its own scales, so a code never changes once it is written. Groups of channels keep a large
-channel, which keys of trained models have, from coarsening all others.
+Scales are per token, so stored codes never change. Scales are also per group of channels, so an
+outlier channel, common in the keys of trained models, affects only its group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = {8: "int8", 4: "int4"}
 
 
 class QuantizationError(NamedTuple):
-    """Relative errors |quantised - exact| / |exact|, in the 2-norm over the whole tensor."""
+    """Relative errors |quantised - exact| / |exact|, in the L2 norm over the whole tensor."""
 
     bits: int
     k: float
@@ -29,13 +29,13 @@ class QuantizationError(NamedTuple):
 def quantization_error(
     k: Tensor, v: Tensor, q: Tensor | None = None, *, bits: int = 8, **options: Any
 ) -> QuantizationError:
-    """What a `QuantizedCache` would do to your tensors.
+    """Returns the relative L2 errors that a `QuantizedCache` causes in k, v and the output.
 
     Args:
-        k, v: (..., Hkv, Lk, D) and (..., Hkv, Lk, Dv), floating.
-        q: (..., Hq, Lq, D); with it the error of the output is computed, in float64.
+        k, v: float tensors (..., Hkv, Lk, D) and (..., Hkv, Lk, Dv).
+        q: (..., Hq, Lq, D). If given, the error of the output is computed, in float64.
         bits: 8 or 4.
-        options: for `attention`, such as mask and scale.
+        options: options of `attention`, such as mask and scale.
 
     Example:
         >>> quantization_error(k, v, q, bits=4, mask=masks.Causal())
@@ -47,12 +47,12 @@ def quantization_error(
         raise ValueError(f"{', '.join(options)}: expected no options of attention without q")
     exact = tuple(x.detach().double() for x in (k, v))
     kind = KINDS[bits]
-    coded = tuple(decode(*encode(x, kind), kind, x.shape[-1]).double() for x in (k.detach(), v.detach()))
-    k_error, v_error = (_relative(a, b) for a, b in zip(coded, exact, strict=True))
+    rounded = tuple(decode(*encode(x, kind), kind, x.shape[-1]).double() for x in (k.detach(), v.detach()))
+    k_error, v_error = (_relative(a, b) for a, b in zip(rounded, exact, strict=True))
     if q is None:
         return QuantizationError(bits, k_error, v_error, None)
-    found, wanted = (attention(q.detach().double(), *kv, **options) for kv in (coded, exact))
-    return QuantizationError(bits, k_error, v_error, _relative(found, wanted))
+    out, exact_out = (attention(q.detach().double(), *kv, **options) for kv in (rounded, exact))
+    return QuantizationError(bits, k_error, v_error, _relative(out, exact_out))
 
 
 def check_bits(bits: int) -> int:
@@ -64,10 +64,10 @@ def check_bits(bits: int) -> int:
 def _check_floating(**tensors: Any) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"{name}: expected a tensor of floating point, got {describe(x)}")
+            raise TypeError(f"{name}: expected a float tensor, got {describe(x)}")
 
 
 def _relative(x: Tensor, exact: Tensor) -> float:
-    """0 where nothing differs, also where there is nothing."""
+    """Returns the relative L2 error; 0 for equal or empty tensors."""
     difference = (x - exact).norm()
     return float(difference / exact.norm()) if difference != 0 else 0.0

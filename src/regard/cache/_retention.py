@@ -1,7 +1,7 @@
-"""Which tokens a cache of rows keeps, and what queries see of them: all, or a window and the first few.
+"""Retention policies: which tokens a `RowCache` keeps and which of them queries attend to.
 
-A policy takes the content of a cache and returns that after a change, so that a call which raises leaves
-the cache as it was. Both policies have the same methods.
+Methods take the content of a cache and return the new content, so that the cache is unchanged if a
+call raises. Both policies have the same methods.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .._tools.arguments import count, describe
 from ..masks import Mask, MaskKind, Prefix, Window
 from ._attend import CAUSAL, CacheOptions, Result, attend
 from ._checks import Chunk, check_saved_lengths
-from ._counts import Count, each, minus, most, plus, shared
+from ._counts import Count, largest, minus, per_sample, plus, shared
 from ._rows import RowStorage
 
 LEAST_ROWS = 64
 
 
 class Content(NamedTuple):
-    """What a cache of rows holds: `dropped` tokens of each sample were held once and are gone."""
+    """The content of a `RowCache`."""
 
     storage: RowStorage
-    held: Count  # rows in use
-    dropped: Count
+    held: Count  # slots in use
+    dropped: Count  # tokens of each sample that are no longer held
 
     @property
     def lengths(self) -> Count:
@@ -35,55 +35,55 @@ class Content(NamedTuple):
 
 
 class KeepAll:
-    """Keeps every token. Storage grows geometrically (capacity None), or is full at its capacity."""
+    """Keeps every token. Without a capacity, the storage grows by doubling."""
 
-    visible: Mask | None = None  # what the last token sees; None: all
-    counts: tuple[str, ...] = ("lengths",)  # the integers (B,) in a state
+    visible: Mask | None = None  # the mask of a query of the last token; None: all keys
+    counts: tuple[str, ...] = ("lengths",)  # the integer tensors (B,) of a state
 
     def __init__(self, capacity: int | None, owner: str) -> None:
         self.capacity, self.owner = None if capacity is None else count("capacity", capacity, 1), owner
 
     def with_room(self, content: Content, new: Count) -> Content:
-        """Returns the content with space for `new` tokens after those held."""
+        """Returns the content with free slots for `new` tokens."""
         storage, held, _ = content
-        needed = most(plus(held, new))
+        needed = largest(plus(held, new))
         if needed <= storage.rows:
             return content
         if self.capacity is not None:
             raise ValueError(
                 f"{self.owner} is full: {needed} tokens needed, capacity {self.capacity}, of which "
-                f"{self.capacity - most(held)} are free; capacity=None lets it grow"
+                f"{self.capacity - largest(held)} are free; capacity=None lets it grow"
             )
-        return Content(storage.copy(most(held), max(needed, 2 * storage.rows, LEAST_ROWS)), held, 0)
+        return Content(storage.copy(largest(held), max(needed, 2 * storage.rows, LEAST_ROWS)), held, 0)
 
     def settled(self, content: Content) -> Content:
-        """Returns the content as it is kept between calls."""
+        """Returns the content to keep after a call."""
         return content
 
     def rows_with(self, content: Content, L: int) -> int:
-        """Returns how many rows queries see in a call that appends L tokens to every sample."""
-        return most(content.held) + L
+        """Returns the number of keys, Lk, in a call that appends L tokens to every sample."""
+        return largest(content.held) + L
 
-    def attend(self, q: Tensor, content: Content, chunk: Chunk, asked: CacheOptions) -> Result:
-        """Attends from the last tokens of the content, to which the chunk has been appended."""
+    def attend(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
+        """Computes attention of the queries of the last tokens. `content` includes the chunk."""
         storage, held, _ = content
-        return attend(q, storage.stored(most(held)), held, chunk, asked)
+        return attend(q, storage.stored(largest(held)), held, chunk, settings)
 
     def cropped(self, content: Content, lengths: list[int]) -> Content:
-        """Returns the content with the first lengths[b] tokens of each sample."""
+        """Returns the content with only the first lengths[b] tokens of each sample."""
         return Content(content.storage, shared(lengths), 0)
 
     def restored(self, lengths: list[int]) -> tuple[Count, Count]:
-        """Checks the counts of a state. Returns how many tokens are held and dropped."""
+        """Checks the counts of a state. Returns the numbers of tokens held and dropped."""
         check_saved_lengths(lengths)
         return shared(lengths), 0
 
 
 class KeepWindow:
-    """Keeps the last `window` tokens and the first `sinks`.
+    """Keeps the last `window` tokens and the first `sinks` tokens.
 
-    Rows are [sinks | the last tokens in order | spare]. When the spare rows are used up, the tokens that the
-    next one sees, and `rollback` more, move to the front of new storage.
+    The slots are [sinks | last tokens in order | spare]. When the spare slots are used up, the
+    sinks and the last window + rollback tokens move to new storage.
     """
 
     counts = ("lengths", "held")
@@ -96,92 +96,92 @@ class KeepWindow:
         self.visible: Mask = CAUSAL & (self.recent | Prefix(sinks)) if sinks else self.recent
 
     def with_room(self, content: Content, new: Count) -> Content:
-        if most(plus(content.held, new)) <= content.storage.rows:
+        if largest(plus(content.held, new)) <= content.storage.rows:
             return content
         return self._compacted(content, new)
 
     def settled(self, content: Content) -> Content:
-        # A chunk larger than the spare rows was given more than are kept.
+        # A chunk larger than the spare slots has enlarged the storage temporarily.
         return content if content.storage.rows == self.capacity else self._compacted(content, 0)
 
     def _compacted(self, content: Content, new: Count) -> Content:
-        """Copies the tokens that the next one may see into storage with room for `new` more."""
+        """Copies the tokens to keep into new storage with free slots for `new` tokens."""
         storage, held, _ = content
         B, S = storage.B, self.sinks
-        left = shared([min(n, self.needed) for n in each(held, B)])
-        fresh = storage.layout.empty(B, max(self.capacity, most(plus(left, new))))
+        remaining = shared([min(n, self.needed) for n in per_sample(held, B)])
+        fresh = storage.layout.empty(B, max(self.capacity, largest(plus(remaining, new))))
         for name, x in storage.tensors.items():
-            to = fresh.tensors[name]
-            for samples, n, m in _moves(held, left, B):
-                to[samples, :, :S] = x[samples, :, :S]
-                to[samples, :, S:m] = x[samples, :, n - m + S : n]
-        return Content(fresh, left, minus(content.lengths, left))
+            target = fresh.tensors[name]
+            for samples, n, m in _moves(held, remaining, B):
+                target[samples, :, :S] = x[samples, :, :S]
+                target[samples, :, S:m] = x[samples, :, n - m + S : n]
+        return Content(fresh, remaining, minus(content.lengths, remaining))
 
     def rows_with(self, content: Content, L: int) -> int:
-        held = most(content.held)
+        held = largest(content.held)
         return held + L if held + L <= content.storage.rows else min(held, self.needed) + L
 
-    def attend(self, q: Tensor, content: Content, chunk: Chunk, asked: CacheOptions) -> Result:
+    def attend(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
         storage, held, dropped = content
-        options = asked.options
+        options = settings.options
         _check_relative(options)
         if q.shape[2] > chunk.L:
             self._check_reach(q, content)
-        by_distance = options.bias is not None or options.mask is not None or asked.window is not None
-        if self.sinks and by_distance and most(dropped) > 0:
-            return self._attend_twice(q, content, chunk, asked)
-        return attend(q, storage.stored(most(held)), held, chunk, asked, self.visible)
+        uses_distance = options.bias is not None or options.mask is not None or settings.window is not None
+        if self.sinks and uses_distance and largest(dropped) > 0:
+            return self._attend_twice(q, content, chunk, settings)
+        return attend(q, storage.stored(largest(held)), held, chunk, settings, self.visible)
 
-    def _attend_twice(self, q: Tensor, content: Content, chunk: Chunk, asked: CacheOptions) -> Result:
-        """Attends to sinks and window apart, each at its own distance from the queries, and merges."""
-        S = self.sinks
-        stored = content.storage.stored(S)
+    def _attend_twice(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
+        """Attends to the sinks and to the window, each with its own offset, and merges both."""
+        S, stored = self.sinks, content.storage.stored(self.sinks)
         first = stored._replace(k=stored.k[:, :, :S], v=stored.v[:, :, :S])
         recent = minus(content.held, S)
-        last = stored._replace(k=stored.k[:, :, S:], v=stored.v[:, :, S:], length=most(recent))
-        both = asked.options._replace(return_lse=True)
+        last = stored._replace(k=stored.k[:, :, S:], v=stored.v[:, :, S:], length=largest(recent))
+        with_lse = settings.options._replace(return_lse=True)
+        without_sink = with_lse._replace(sink=None)  # the sink counts once
         results = [
-            attend(q, first, content.lengths, chunk, asked._replace(options=both)),
-            attend(q, last, recent, chunk, asked._replace(options=both._replace(sink=None)), self.recent),
+            attend(q, first, content.lengths, chunk, settings._replace(options=with_lse)),
+            attend(q, last, recent, chunk, settings._replace(options=without_sink), self.recent),
         ]
         out, lse = merge([out for out, _ in results], [lse for _, lse in results])
-        return (out, lse) if asked.options.return_lse else out
+        return (out, lse) if settings.options.return_lse else out
 
     def _check_reach(self, q: Tensor, content: Content) -> None:
-        """Checks that what the first query sees is held, if there are more queries than new tokens."""
+        """Raises ValueError if a key that the first query attends to has been dropped."""
         B, Lq = len(q), q.shape[2]
-        for length, rows in zip(each(content.lengths, B), each(content.held, B), strict=True):
+        for length, rows in zip(per_sample(content.lengths, B), per_sample(content.held, B), strict=True):
             if not self._holds(length - Lq, length, rows):
                 raise ValueError(
-                    f"q: expected fewer queries than Lq = {Lq}: what the first of them sees has been "
-                    "dropped; rollback= keeps more"
+                    f"q: expected fewer queries, got Lq = {Lq}: keys of the first query have been dropped; "
+                    "a larger rollback= keeps more tokens"
                 )
 
     def _holds(self, position: int, length: int, rows: int) -> bool:
-        """Returns whether all that a query at `position` sees before itself is held."""
-        oldest = length - rows + self.sinks  # after the sinks
+        """Returns whether all earlier keys that a query at `position` attends to are held."""
+        oldest = length - rows + self.sinks  # the first position held after the sinks
         return length == rows or position <= self.sinks or position - self.window + 1 >= oldest
 
     def cropped(self, content: Content, lengths: list[int]) -> Content:
         B = len(lengths)
-        before, held = each(content.lengths, B), each(content.held, B)
+        before, held, dropped = (per_sample(n, B) for n in (content.lengths, content.held, content.dropped))
         for m, length, rows in zip(lengths, before, held, strict=True):
             if not self._holds(m, length, rows):
                 raise ValueError(
                     f"n: expected to drop at most {self.rollback} of {length} tokens (rollback), "
-                    f"got n = {m}: the window before it has been dropped"
+                    f"got n = {m}; the window before position {m} has been dropped"
                 )
-        gone = [0 if m <= self.sinks else d for m, d in zip(lengths, each(content.dropped, B), strict=True)]
-        left = shared([m - d for m, d in zip(lengths, gone, strict=True)])
-        return Content(content.storage, left, shared(gone))
+        dropped = tuple(0 if m <= self.sinks else d for m, d in zip(lengths, dropped, strict=True))
+        remaining = shared([m - d for m, d in zip(lengths, dropped, strict=True)])
+        return Content(content.storage, remaining, shared(dropped))
 
     def restored(self, lengths: list[int], held: list[int]) -> tuple[Count, Count]:
         check_saved_lengths(lengths)
         for length, rows in zip(lengths, held, strict=True):
             if not 0 <= rows <= length or not self._holds(length, length, rows):
                 raise ValueError(
-                    f"state: expected at least the {self.window - 1} tokens before the next and {self.sinks} "
-                    f"sinks to be held, got {rows} of {length} tokens"
+                    f"state: expected the last {self.window - 1} tokens and {self.sinks} sinks to be held, "
+                    f"got {rows} of {length} tokens"
                 )
         if max(held) > self.capacity:
             raise ValueError(f"state: expected at most {self.capacity} tokens to be held, got {max(held)}")
@@ -191,21 +191,21 @@ class KeepWindow:
 Retention = KeepAll | KeepWindow
 
 
-def _moves(held: Count, left: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Groups samples that move alike: (samples, rows before, rows after)."""
-    if isinstance(held, int) and isinstance(left, int):
-        return [(slice(None), held, left)]
-    pairs = zip(each(held, B), each(left, B), strict=True)
+def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
+    """Returns (samples, slots before, slots after) for each group of samples with equal counts."""
+    if isinstance(held, int) and isinstance(remaining, int):
+        return [(slice(None), held, remaining)]
+    pairs = zip(per_sample(held, B), per_sample(remaining, B), strict=True)
     return [(slice(b, b + 1), n, m) for b, (n, m) in enumerate(pairs)]
 
 
 def _check_relative(options: Options) -> None:
-    """Checks that mask and bias are formulas of the distance: dropped tokens have no place in a tensor."""
+    """Raises TypeError if mask or bias depends on more than the distance."""
     if isinstance(options.bias, Tensor):
         raise TypeError("bias: expected scores.Alibi or scores.RelativeBias in a SlidingCache, got a tensor")
     mask = options.mask
     if mask is not None and not (isinstance(mask, Mask) and mask.kinds == {MaskKind.DISTANCE}):
         raise TypeError(
-            "mask: expected one of distances alone in a SlidingCache (Causal, Window, Dilated, combined with "
+            "mask: expected a mask of distances in a SlidingCache (Causal, Window, Dilated, combined with "
             f"&, |, ~, PerHead), got {describe(mask)}"
         )

@@ -1,8 +1,8 @@
-"""What caches of rows share: samples of different length that are appended to together.
+"""The base class of caches that store the tokens of a sample in consecutive slots.
 
-A call appends in three steps. The new tokens are checked and written where no query reads yet: behind the
-last token, or into new storage. The queries attend. Then the new content is assigned, so that whatever raises
-before leaves the cache as it was.
+A call has three steps, so that the cache is unchanged if it raises. It checks the new tokens and
+writes them to unused slots or into new storage. It computes attention. Then it assigns the new
+content.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .._call.stored import New
 from .._tools.arguments import count
 from . import _checks as checks
 from ._attend import CacheOptions, Result
-from ._checks import NOTHING, Integers, Lengths, State
-from ._counts import Count, as_tensor, chosen, each, most, plus, shown
+from ._checks import NO_CHUNK, Integers, Lengths, State
+from ._counts import Count, as_tensor, formatted, largest, of_samples, per_sample, plus
 from ._retention import Content, Retention
 from ._rows import RowLayout
 
@@ -28,46 +28,46 @@ R = TypeVar("R", bound="RowCache")
 
 
 class RowCache:
-    """A storage of rows, and the policy that says which tokens are kept in it."""
+    """A cache with `RowStorage` and a retention policy."""
 
-    _sizes: tuple[str, ...]  # the attributes that a repr shows
+    _sizes: tuple[str, ...]  # the attributes in the repr
 
     def _begin(self, B: int, layout: RowLayout, keeps: Retention) -> None:
         self.B = count("B", B, 1)
         self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         self._keeps = keeps
         self._content = Content(layout.empty(self.B, keeps.capacity or 0), 0, 0)
-        self._checked: tuple[Any, ...] | None = None  # the signature of a step that passed all checks
+        self._checked: tuple[Any, ...] | None = None  # the signature of a decode step that passed all checks
 
-    # What it holds
+    # Content
 
     def __len__(self) -> int:
-        """The tokens of the longest sample."""
-        return most(self._content.lengths)
+        """The number of tokens of the longest sample, dropped ones included."""
+        return largest(self._content.lengths)
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64: the tokens of each sample."""
+        """The number of tokens of each sample, (B,) int64, dropped ones included."""
         return as_tensor(self._content.lengths, self.B, self.device)
 
     @property
     def start(self) -> int | None:
-        """The position of the next token, if it is the same for all samples."""
+        """The position of the next token if all samples have the same length, otherwise None."""
         lengths = self._content.lengths
         return lengths if isinstance(lengths, int) else None
 
     @property
     def capacity(self) -> int | None:
-        """Rows for each sample; None if the storage grows."""
+        """Slots per sample; None if the storage grows."""
         return self._keeps.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, filled or not."""
+        """The size of the storage in bytes."""
         return self._content.storage.nbytes
 
     def positions(self, L: int = 1) -> Tensor:
-        """Returns the positions of the next L tokens, (B, L) int64, for rotary and learned embeddings."""
+        """Returns the positions of the next L tokens, (B, L) int64."""
         return self.lengths[:, None] + torch.arange(count("L", L), device=self.device)
 
     def __repr__(self) -> str:
@@ -75,19 +75,19 @@ class RowCache:
         rows = f"{self._content.storage.rows} rows" + (", grows" if self.capacity is None else "")
         return (
             f"{type(self).__name__}({sizes}, {self.dtype}: "
-            f"length {shown(each(self._content.lengths, self.B))}, {rows}, {self.nbytes:,} bytes)"
+            f"length {formatted(per_sample(self._content.lengths, self.B))}, {rows}, {self.nbytes:,} bytes)"
         )
 
     # Appending and attending
 
     def _append(self, new: New, lengths: Lengths) -> Content:
-        """Appends new tokens. Returns the content that their queries see."""
+        """Appends new tokens. Returns the content that queries of these tokens attend to."""
         content = self._appended(new, self._content.storage.layout.chunk(new, lengths, self.B).new)
         self._content = self._keeps.settled(content)
         return content
 
     def _appended(self, new: New, counts: Count) -> Content:
-        """Writes new tokens behind those held. Returns the content with them, which is not yet assigned."""
+        """Writes new tokens to unused slots. Returns the new content without assigning it."""
         storage, held, dropped = self._keeps.with_room(self._content, counts)
         storage.write(held, counts, new)
         return Content(storage, plus(held, counts), dropped)
@@ -95,11 +95,11 @@ class RowCache:
     def _attend(
         self, q: Tensor, new: New | None, lengths: Lengths, options: Options, window: int | None, impl: str
     ) -> Result:
-        """Appends new tokens, if any, and attends."""
-        plain = lengths is None and window is None and options.mask is None and options.bias is None
-        if plain and new is not None and self._is_checked_step(q, new):
+        """Appends new tokens, if any, then attends."""
+        is_simple = lengths is None and window is None and options.mask is None and options.bias is None
+        if is_simple and new is not None and self._is_checked_step(q, new):
             return self._attend_step(q, new, options, impl)
-        content, chunk = self._content, NOTHING
+        content, chunk = self._content, NO_CHUNK
         if new is not None:
             chunk = content.storage.layout.chunk(new, lengths, self.B)
             content = self._appended(new, chunk.new)
@@ -111,10 +111,10 @@ class RowCache:
                 self._checked = signature(q, *new)
         return result
 
-    # The case that must be quick: one more token, like one that was checked
+    # Fast path: a decode step like one that passed all checks
 
     def _is_checked_step(self, q: Tensor, new: New) -> bool:
-        """Returns whether q and one new token are like those of a step before, and a row is free for all."""
+        """Returns whether an earlier step had this signature, and every sample has a free slot."""
         (storage, held, _), (k, v) = self._content, new
         if self._checked is None or self._checked != signature(q, k, v):
             return False
@@ -123,68 +123,68 @@ class RowCache:
         return not (is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)))
 
     def _attend_step(self, q: Tensor, new: New, options: Options, impl: str) -> Result:
-        """Does what `_attend` does in a checked step without mask, bias and window."""
-        storage, row, dropped = self._content
+        """Does the same as `_attend` for a checked step without mask, bias and window."""
+        storage, slot, dropped = self._content
         if self._keeps.visible is not None:
             options = fast_new(Options, (self._keeps.visible, *options[1:]))
-        stored = storage.stored(row + 1)  # type: ignore[operator]
+        stored = storage.stored(slot + 1)  # type: ignore[operator]
         result = attend_stored(q, stored, options, impl, new)
         self._content = fast_new(Content, (storage, stored.length, dropped))
         return result
 
-    # Changing what is there
+    # Editing
 
     def crop(self, n: Integers) -> None:
-        """Keeps the first n tokens of each sample, n one number or (B,); a negative n drops the last -n.
+        """Keeps the first n tokens of each sample, or drops the last -n; n is an int or (B,).
 
-        A `SlidingCache` raises if it has dropped tokens that the next one would see.
+        A `SlidingCache` raises ValueError if it has dropped tokens that the next query attends to.
         """
-        lengths = checks.cropped_lengths(n, each(self._content.lengths, self.B))
+        lengths = checks.cropped_lengths(n, per_sample(self._content.lengths, self.B))
         self._content = self._keeps.cropped(self._content, lengths)
 
     def reorder(self, index: Integers) -> None:
-        """Makes sample i what sample index[i] was, as beams need it; there may be more or fewer than B."""
+        """Replaces sample i by sample index[i], for beam search. B becomes len(index)."""
         samples = checks.sample_indices(index, self.B)
         if samples == list(range(self.B)):
             return
         storage, held, dropped = self._content
-        fresh = storage.copy(most(held), samples=samples)
-        self._content = Content(fresh, chosen(held, samples), chosen(dropped, samples))
+        fresh = storage.copy(largest(held), samples=samples)
+        self._content = Content(fresh, of_samples(held, samples), of_samples(dropped, samples))
         self.B, self._checked = len(samples), None
 
     def fork(self: R) -> R:
-        """Returns a cache with the same content that goes its own way from here."""
+        """Returns an independent copy of the cache."""
         twin, content = copy.copy(self), self._content
-        twin._content = content._replace(storage=content.storage.copy(most(content.held)))
+        twin._content = content._replace(storage=content.storage.copy(largest(content.held)))
         return twin
 
     def reset(self) -> None:
-        """Forgets all tokens; the storage stays."""
+        """Removes all tokens. The storage stays allocated."""
         self._content = Content(self._content.storage, 0, 0)
 
     # Saving
 
     def state_dict(self) -> State:
-        """Returns tensors alone: what is held, zeros behind shorter samples, and the lengths (B,)."""
+        """Returns the stored tensors, zero-padded, and the lengths (B,) as a dict of tensors."""
         content = self._content
         counts = {name: as_tensor(getattr(content, name), self.B, self.device) for name in self._keeps.counts}
         return content.storage.state(content.held) | counts
 
     def load_state_dict(self, state: State) -> None:
-        """Takes the content of a `state_dict` of a cache with the same B, sizes and dtype."""
+        """Loads a `state_dict` of a cache with the same B, sizes and dtype."""
         storage, names = self._content.storage, self._keeps.counts
         checks.check_names(state, {*storage.tensors, *names})
         held, dropped = self._keeps.restored(
             **{name: checks.integers(name, state[name], self.B) for name in names}
         )
-        storage.layout.check_state(state, self.B, most(held))
+        storage.layout.check_state(state, self.B, largest(held))
         storage = self._keeps.with_room(Content(storage, 0, 0), held).storage
-        storage.load(state, most(held))
+        storage.load(state, largest(held))
         self._content = Content(storage, held, dropped)
 
 
 def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
-    """Returns what steps have in common that need the same checks; None if a step must be checked."""
+    """Returns a key that is equal for steps with the same checks; None if checks are required."""
     if type(q) is not Tensor or type(k) is not Tensor:
         return None
     if type(v) is Tensor:

@@ -1,4 +1,4 @@
-"""Storage in rows: tensors (B, Hkv, rows, ...) in which each row is a token. Of pages, B is their number."""
+"""The storage of caches: tensors (B, Hkv, rows, ...), or (pages, Hkv, page, ...)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .._call.spec import fast_new
 from .._call.stored import GROUP, HALF, New, Stored
 from .._tools.arguments import count
 from ._checks import Chunk, Lengths, State, check_float, check_new, check_saved, chunk_of
-from ._counts import Count, each, most
+from ._counts import Count, largest, per_sample
 
 Tails = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class RowLayout(NamedTuple):
-    """What rows hold: numbers ("float") or codes ("int8", "int4") of keys and values, or latents ("latent").
+    """The sizes and the kind of a storage.
 
-    A latent is one key of size D, whose first Dv channels are the value.
+    `kind` is "float" (keys and values), "int8" or "int4" (quantised keys and values), or "latent"
+    (one tensor of keys of size D, whose first Dv channels are the values).
     """
 
     Hkv: int
@@ -32,7 +33,7 @@ class RowLayout(NamedTuple):
 
     @property
     def tails(self) -> Tails:
-        """The tensors (B, Hkv, rows, *tail) of a storage: name, tail and dtype."""
+        """The tensors (B, Hkv, rows, *tail) of a storage: name -> (tail, dtype)."""
         if self.kind == "latent":
             return {"latent": ((self.D,), self.dtype)}
         if self.kind == "float":
@@ -40,25 +41,25 @@ class RowLayout(NamedTuple):
         return self._coded("k", self.D) | self._coded("v", self.Dv)
 
     def _coded(self, name: str, D: int) -> Tails:
-        """Returns codes and scales, as `Stored` describes them."""
+        """Returns the tails of the codes and of the scales. `Stored` describes their layout."""
         groups, scale = -(-D // GROUP), f"{name}_scale"
         if self.kind == "int8":
             return {name: ((groups * GROUP,), torch.int8), scale: ((groups,), torch.half)}
         return {name: ((groups * HALF,), torch.uint8), scale: ((groups, 2), torch.half)}
 
     def empty(self, B: int, rows: int) -> RowStorage:
-        """Allocates zeros: a NaN in a row that was never written would send kernels to their slow path."""
-        with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
+        """Allocates zeros. A NaN in an unused row would send kernels to their slow path."""
+        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             return RowStorage(self, {
                 name: torch.zeros((B, self.Hkv, rows, *tail), dtype=dtype, device=self.device)
                 for name, (tail, dtype) in self.tails.items()
             })  # fmt: skip
 
     def chunk(self, new: New, lengths: Lengths, B: int) -> Chunk:
-        """Checks new tokens: k (B, Hkv, L, D) and v (B, Hkv, L, Dv), or latents (B, L, D)."""
+        """Checks new tokens, k (B, Hkv, L, D) and v (B, Hkv, L, Dv) or latents (B, L, D)."""
         k, v = new
-        at = 1 if self.kind == "latent" else 2
-        L = k.shape[at] if isinstance(k, Tensor) and k.ndim == at + 2 else 0
+        dim = 1 if self.kind == "latent" else 2  # of the tokens
+        L = k.shape[dim] if isinstance(k, Tensor) and k.ndim == dim + 2 else 0
         if self.kind == "latent":
             check_new("latent", k, (B, L, self.D), self.dtype, self.device)
         else:
@@ -67,7 +68,7 @@ class RowLayout(NamedTuple):
         return chunk_of(L, lengths, B)
 
     def check_state(self, state: State, B: int, rows: int) -> None:
-        """Checks that the tensors of a state have the shapes of a storage with so many rows."""
+        """Checks that the tensors of a state have the shapes and dtypes of a storage (B, rows)."""
         for name, (tail, dtype) in self.tails.items():
             check_saved(name, state[name], (B, self.Hkv, rows, *tail), dtype)
 
@@ -75,15 +76,15 @@ class RowLayout(NamedTuple):
 def layout_of(
     Hkv: int, D: int, Dv: int | None, kind: str, dtype: torch.dtype, device: torch.device | str | None
 ) -> RowLayout:
-    """Checks the sizes of a cache."""
+    """Checks the sizes of a cache and returns its layout."""
     D = count("D", D, 1)
     Dv = D if Dv is None else count("Dv", Dv, 1)
-    where = torch.empty(0, device=device).device
-    return RowLayout(count("Hkv", Hkv, 1), D, Dv, kind, check_float(dtype), where)
+    target = torch.empty(0, device=device).device
+    return RowLayout(count("Hkv", Hkv, 1), D, Dv, kind, check_float(dtype), target)
 
 
 class RowStorage:
-    """Tensors of one layout, by name. The owner knows how many rows of each sample are filled."""
+    """The tensors of a layout by name. The owner tracks how many rows of each sample are in use."""
 
     def __init__(self, layout: RowLayout, tensors: State) -> None:
         self.layout, self.tensors = layout, tensors
@@ -92,28 +93,28 @@ class RowStorage:
         k = tensors["latent" if is_latent else "k"]
         v = k.narrow(3, 0, layout.Dv) if is_latent else tensors["v"]
         kind, D, Dv = "float" if is_latent else layout.kind, layout.D, layout.Dv
-        whole = Stored(k, v, tensors.get("k_scale"), tensors.get("v_scale"), None, 0, kind, self.rows, D, Dv)
-        self._before, self._after = whole[:7], whole[8:]  # the length
+        stored = Stored(k, v, tensors.get("k_scale"), tensors.get("v_scale"), None, 0, kind, self.rows, D, Dv)
+        self._before, self._after = stored[:7], stored[8:]  # the fields around `length`
 
     def __reduce__(self) -> tuple[type[RowStorage], tuple[RowLayout, State]]:
-        return RowStorage, (self.layout, self.tensors)  # a copy makes its own view of latents
+        return RowStorage, (self.layout, self.tensors)  # recreates the view of the latents
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.tensors.values())
 
     def stored(self, length: int) -> Stored:
-        """Returns the first `length` rows of each sample, in place, as kernels read them."""
+        """Returns views of the first `length` rows of each sample."""
         return fast_new(Stored, (*self._before, length, *self._after))
 
     def paged(self, length: int, table: Tensor) -> Stored:
-        """Returns the first `length` rows of each sequence, in the pages of a table (B, max_pages)."""
+        """Returns views of the first `length` tokens of each sequence. table is (B, max_pages)."""
         *tensors, _, _, kind = self._before
         return fast_new(Stored, (*tensors, table, self.rows, kind, length, *self._after))
 
     def write(self, starts: Count, counts: Count, new: New) -> None:
-        """Writes the first `counts` new tokens of each sample into its rows from `starts` on."""
-        write_stored(self.stored(0), each(starts, self.B), each(counts, self.B), *new)
+        """Writes the first counts[b] new tokens of sample b to its rows from starts[b] on."""
+        write_stored(self.stored(0), per_sample(starts, self.B), per_sample(counts, self.B), *new)
 
     def copy(self, filled: int, rows: int | None = None, samples: list[int] | None = None) -> RowStorage:
         """Copies the first `filled` rows of all or some samples into new storage."""
@@ -124,10 +125,10 @@ class RowStorage:
         return fresh
 
     def state(self, held: Count) -> State:
-        """Returns copies of the filled rows; behind shorter samples they are zero."""
+        """Returns copies of the rows in use. Rows beyond the end of shorter samples are zero."""
         saved = {}
         for name, x in self.tensors.items():
-            saved[name] = x[:, :, : most(held)].clone(memory_format=torch.contiguous_format)
+            saved[name] = x[:, :, : largest(held)].clone(memory_format=torch.contiguous_format)
             if not isinstance(held, int):
                 for sample, rows in zip(saved[name], held, strict=True):
                     sample[:, rows:] = 0

@@ -1,4 +1,4 @@
-"""The last tokens alone, and the first few."""
+"""The KV cache with a sliding window and attention sinks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from ._rows import layout_of
 
 
 class SlidingCache(KVCache):
-    """The last `window` tokens and the first `sinks`, in bounded memory.
+    """A KV cache of bounded size: the last `window` tokens and the first `sinks` tokens.
 
-    Each query sees what it would see under `Causal() & (Window(window - 1) | Prefix(sinks))`: the last
-    `window` tokens, its own included, and the first `sinks` of the sequence (as StreamingLLM keeps them).
-    Positions are the true ones, also for `Alibi` and `RelativeBias`, however much has been dropped.
+    The mask is `Causal() & (Window(window - 1) | Prefix(sinks))`, as in StreamingLLM. Positions
+    count all tokens of the sequence, dropped ones included, also for `Alibi` and `RelativeBias`.
 
-    `crop(n)` needs the tokens that the next one sees. They are held for the last `rollback` tokens, for n up
-    to `sinks`, and as long as nothing was dropped.
+    `crop(n)` requires that the keys of the next query are held: n is at most `rollback` tokens
+    back, or n <= sinks, or nothing has been dropped yet.
 
     Args:
-        B, Hkv, D, Dv, dtype, device: as for `KVCache`.
-        window: tokens that a query sees, its own included.
-        sinks: first tokens that stay.
-        rollback: tokens that `crop` can always take back, counted from the greatest length so far.
-        spare: rows beyond those needed; default window / 4, at least 16. Tokens move once in `spare` tokens.
+        B, Hkv, D, Dv, dtype, device: as in `KVCache`.
+        window: tokens that a query attends to, its own included.
+        sinks: tokens at the start of the sequence that are never dropped.
+        rollback: tokens that `crop` can always remove, counted from the greatest length so far.
+        spare: extra slots, default max(16, window / 4). Tokens are moved once every `spare` tokens.
     """
 
     _sizes = (*KVCache._sizes, "window", "sinks")

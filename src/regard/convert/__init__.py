@@ -1,4 +1,4 @@
-"""Other attention with the same weights: swapped, grouped or latent, with a report of what that changes."""
+"""Converts attention modules: PyTorch's MHA to Regard's, and MHA to GQA or MLA with a report."""
 
 from ._files import load as load, origin as origin, save as save
 from ._grouped import to_grouped as to_grouped

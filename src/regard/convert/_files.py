@@ -1,4 +1,7 @@
-"""Converted modules in safetensors files: tensors, and what is needed to build the module anew."""
+"""Saves attention modules to safetensors files and loads them.
+
+Metadata holds the constructor arguments.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +30,43 @@ SCALINGS: dict[str, type[Any]] = {
 
 
 def save(module: Module, path: str | os.PathLike[str], report: Report | None = None) -> None:
-    """Writes the module to a safetensors file: its state_dict, and as metadata how to build it.
+    """Writes the module's state_dict and constructor arguments to a safetensors file.
 
-    With a report, also where it comes from, which `origin` reads.
+    Args:
+        module: an `Attention` or a `LatentAttention`.
+        path: the file. `load(path)` builds the module again.
+        report: the report of the conversion. With it, the file also holds `report.origin`.
     """
     from safetensors.torch import save_file
 
-    about = {"format": "pt", "regard": json.dumps(_description(module))}
+    metadata = {"format": "pt", "regard": json.dumps(_description(module))}
     if report is not None:
-        about["origin"] = json.dumps(asdict(report.origin))
+        metadata["origin"] = json.dumps(asdict(report.origin))
     tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(tensors, path, about)
+    save_file(tensors, path, metadata)
 
 
 def origin(path: str | os.PathLike[str]) -> Origin:
-    """Reads where the module of a file comes from, if it was saved with its report."""
-    found = json.loads(_metadata(path, "origin", "`save(module, path, report)`"))
-    found["tensors"] = {name: tuple(made_of) for name, made_of in found["tensors"].items()}
-    return Origin(**found)
+    """Reads the `Origin` of the module in a file. The file must have been saved with a report."""
+    fields = json.loads(_metadata(path, "origin", "`save(module, path, report)`"))
+    fields["tensors"] = {name: tuple(sources) for name, sources in fields["tensors"].items()}
+    return Origin(**fields)
 
 
 def load(path: str | os.PathLike[str]) -> Module:
-    """Builds the module that `save` wrote, in evaluation. A file with missing or extra tensors raises."""
+    """Builds the module that `save` wrote, in evaluation mode.
+
+    Raises RuntimeError if the file has missing or extra tensors.
+    """
     from safetensors.torch import load_file
 
-    about = _metadata(path, "regard", "regard.convert.save")
+    description = _metadata(path, "regard", "regard.convert.save")
     try:
-        module = _built(json.loads(about))
+        module = _built(json.loads(description))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"path: expected a module that regard.convert.save wrote, got {os.fspath(path)}, whose "
-            f"description does not fit: {error}"
+            f"path: expected a file of regard.convert.save, got {os.fspath(path)} with constructor arguments "
+            f"that are not valid: {error}"
         ) from error
     module.load_state_dict(load_file(path), assign=True)
     return module.eval()
@@ -67,27 +76,28 @@ def _metadata(path: str | os.PathLike[str], name: str, writer: str) -> str:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        about: str | None = (file.metadata() or {}).get(name)
-    if about is None:
+        value: str | None = (file.metadata() or {}).get(name)
+    if value is None:
         raise ValueError(f"path: expected a file of {writer}, got {os.fspath(path)} without its metadata")
-    return about
+    return value
 
 
 def _description(module: Module) -> dict[str, Any]:
+    """Returns the class name and the constructor arguments in a form that JSON can hold."""
     if type(module) not in SIZES:
         raise TypeError(f"module: expected Attention or LatentAttention, got {type(module).__name__}")
     sizes = {name: getattr(module, name) for name in SIZES[type(module)]}
-    about = {"kind": type(module).__name__, **sizes}
-    about["mask"] = _mask(module.mask)
-    about["position"] = None if module.position is None else _position(module.position)
-    about["out_bias"] = module.out.bias is not None
+    description = {"kind": type(module).__name__, **sizes}
+    description["mask"] = _mask(module.mask)
+    description["position"] = None if module.position is None else _position(module.position)
+    description["out_bias"] = module.out.bias is not None
     if isinstance(module, LatentAttention):
-        return about | _latent(module)
+        return description | _latent(module)
     if module.q_norm is not None:
-        raise ValueError("module: expected no qk_norm, whose kind a file cannot name")
+        raise ValueError("module: expected qk_norm=None, because files do not store norms, got a norm")
     first = module.qkv if module.kv_model is None else module.q
     gate, sink = module.gate is not None, module.sink is not None
-    return about | {"bias": first.bias is not None, "gate": gate, "sink": sink}
+    return description | {"bias": first.bias is not None, "gate": gate, "sink": sink}
 
 
 def _latent(module: LatentAttention) -> dict[str, Any]:
@@ -101,12 +111,12 @@ def _latent(module: LatentAttention) -> dict[str, Any]:
 def _mask(mask: Mask | None) -> str | None:
     if mask is None or mask == Causal():
         return None if mask is None else "causal"
-    raise ValueError(f"module: expected mask None or Causal(), which a file can name, got {mask}")
+    raise ValueError(f"module: expected mask None or Causal(), which files can store, got {mask}")
 
 
 def _position(rule: nn.Module) -> dict[str, Any]:
     if type(rule) is not Rotary:
-        raise ValueError(f"module: expected position None or Rotary, which a file can name, got {rule}")
+        raise ValueError(f"module: expected position None or Rotary, which files can store, got {rule}")
     return {"dims": rule.dims, "base": rule.base, "layout": rule.layout, "scaling": _scaling(rule.scaling)}
 
 
@@ -119,21 +129,21 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     return {"kind": name, **vars(scaling)}
 
 
-def _built(about: dict[str, Any]) -> Module:
-    """Builds a module without memory: the tensors of the file become its parameters."""
-    kind = {kind.__name__: kind for kind in SIZES}[about.pop("kind")]
-    if about["mask"] not in (None, "causal"):
-        raise ValueError(f"mask {about['mask']!r} is not known")
-    about["mask"] = None if about["mask"] is None else Causal()
-    about["position"] = None if about["position"] is None else _rotary(about["position"])
+def _built(description: dict[str, Any]) -> Module:
+    """Builds a module on the meta device. `load` assigns the tensors of the file."""
+    kind = {kind.__name__: kind for kind in SIZES}[description.pop("kind")]
+    if description["mask"] not in (None, "causal"):
+        raise ValueError(f"mask: expected None or 'causal', got {description['mask']!r}")
+    description["mask"] = None if description["mask"] is None else Causal()
+    description["position"] = None if description["position"] is None else _rotary(description["position"])
     if kind is LatentAttention:
-        eps = about["norm"]
-        about["norm"] = None if eps is None else lambda rank: nn.RMSNorm(rank, eps=eps)
-    return kind(**about, device="meta")
+        eps = description["norm"]
+        description["norm"] = None if eps is None else lambda rank: nn.RMSNorm(rank, eps=eps)
+    return kind(**description, device="meta")
 
 
-def _rotary(about: dict[str, Any]) -> Rotary:
-    scaling = about.pop("scaling")
+def _rotary(description: dict[str, Any]) -> Rotary:
+    scaling = description.pop("scaling")
     if scaling is not None:
         scaling = SCALINGS[scaling.pop("kind")](**scaling)
-    return Rotary(**about, scaling=scaling)
+    return Rotary(**description, scaling=scaling)

@@ -1,4 +1,4 @@
-"""Fewer key heads: groups of heads share the mean, the first or the aligned mean of their keys and values."""
+"""`to_grouped`: converts multi-head attention to grouped-query attention (GQA)."""
 
 from __future__ import annotations
 
@@ -10,56 +10,65 @@ from torch import Tensor, nn
 
 from .._tools.arguments import count
 from ..nn import Attention
-from ._parts import Channels, Parts, channels, parts_of, regrouped, root_moment, unturned
+from ._parts import Channels, Parts, channels, parts_of, regrouped, root_moment, unrotated_channels
 from ._report import Report, report
 from ._source import refuse, source, split, tokens, widened
 
 METHODS = ("mean", "first", "aligned")
-ROUNDS = 4  # of aligning a group to its mean
-TRIAL_TOKENS = 64  # random ones, where none are given
+ROUNDS = 4  # iterations that align a group of heads to its mean
+TRIAL_TOKENS = 64  # random tokens for the report if the caller passes none
 
 
-class Met(NamedTuple):
-    """What aligning needs to know of the tokens."""
+class Statistics(NamedTuple):
+    """Statistics of the calibration tokens and the heads, for method "aligned"."""
 
-    root: Tensor  # (d, d), of `root_moment`
-    turning: Channels
-    similar: Tensor  # (Hkv, Hkv)
+    root: Tensor  # (d, d), the result of `root_moment`
+    channels: Channels
+    similarity: Tensor  # (Hkv, Hkv)
 
 
 def to_grouped(
     module: nn.Module, kv_heads: int, method: str = "mean", *, calibration: Tensor | None = None,
     held_out: Tensor | None = None, tolerance: float = 0.05,
 ) -> tuple[Attention, Report]:  # fmt: skip
-    """Grouped-query attention with `kv_heads` key heads, and a report of what that costs.
+    """Converts self-attention to grouped-query attention with `kv_heads` key heads.
+
+    Returns the new module and a report of its errors and savings. The input module is not modified.
 
     Args:
-        module: `regard.nn.Attention`, or a `MultiheadAttention` of self-attention, Regard's or PyTorch's. It
-            stays as it is.
-        kv_heads: a divisor of the module's key heads; as many as it has changes nothing.
-        method: how the heads of a group become one. "mean": their matrices' mean (the GQA paper), "first":
-            the first of them, both in groups of neighbours. "aligned": heads with similar keys and values
-            are grouped, turned towards each other, then averaged. Turning a head's keys and its queries alike
-            leaves its scores as they are, and so do its values and the last projection; under rotary
-            embeddings only rotations that commute with theirs are used.
-        calibration: (B, L, d_model): tokens as the module meets them; "aligned" needs them.
-        held_out: other tokens for the report. Default: the last quarter of the calibration samples.
-        tolerance: the relative error of the result, on held-out tokens, that needs no training.
+        module: a `regard.nn.Attention`, or a `MultiheadAttention` (Regard's or PyTorch's) for
+            self-attention.
+        kv_heads: a divisor of the module's number of key heads. The number itself changes nothing.
+        method: how the key heads of a group become one. "mean": the mean of the weights of
+            neighbouring heads (the GQA paper). "first": the first of neighbouring heads. "aligned":
+            groups heads with similar keys and values, rotates each head towards the mean of its
+            group, and averages. A rotation of both the keys and the queries of a head keeps its
+            scores; likewise for the values and the output projection. With rotary embeddings, only
+            rotations that commute with them are used.
+        calibration: typical input of the module (B, L, d_model). Required by "aligned".
+        held_out: other input (B, L, d_model), for the report. Default: the last quarter of the
+            calibration samples.
+        tolerance: the largest relative error of the output on `held_out` that the report accepts
+            without training.
+
+    Example:
+        >>> grouped, report = regard.convert.to_grouped(module, 2, "aligned", calibration=x)
+        >>> print(report.verdict)
     """
     before = source(module)
     _check(before, kv_heads, method, calibration)
     seen, unseen = None, None if held_out is None else tokens("held_out", held_out, before)
     if calibration is not None:
         seen, unseen = split(before, calibration, held_out)
-    met = None if seen is None or method != "aligned" else _met(before, seen)
-    after, order = _grouped(before, kv_heads, method, met)
+    statistics = None if seen is None or method != "aligned" else _statistics(before, seen)
+    after, order = _grouped(before, kv_heads, method, statistics)
     wide, n = widened(before), before.kv_heads
     return after, report(
         module, before, after, order, seen, unseen, _random(before) if unseen is None else unseen,
         title=f"{n} -> {kv_heads} key heads for {before.heads} query heads, {method}",
-        proof=(wide, _grouped(wide, n, method, met)[0]), steps={"grouping": after},
+        proof=(wide, _grouped(wide, n, method, statistics)[0]), steps={"grouping": after},
         sizes=[size for size in range(1, n + 1) if n % size == 0],
-        made=lambda size: _grouped(before, size, method, met)[0], tolerance=tolerance,
+        convert=lambda size: _grouped(before, size, method, statistics)[0], tolerance=tolerance,
     )  # fmt: skip
 
 
@@ -73,20 +82,22 @@ def _check(module: Attention, kv_heads: int, method: str, calibration: Tensor | 
     if calibration is None:
         raise ValueError("calibration: expected tokens (B, L, d_model) for method 'aligned', got None")
     names = ("position other than Rotary", "qk_norm", "gate", "sink")
-    refuse(module, names, " that belongs to a head for method 'aligned'")
+    refuse(module, names, " with method 'aligned', which reorders and rotates heads")
 
 
-def _met(module: Attention, x: Tensor) -> Met:
-    root, turning, parts = root_moment(x), channels(module), parts_of(module)
-    by_values = _similar(parts.v @ root, unturned(module.value_dim))
-    return Met(root, turning, _similar(parts.k @ root, turning) + by_values)
+def _statistics(module: Attention, x: Tensor) -> Statistics:
+    root, rotary, parts = root_moment(x), channels(module), parts_of(module)
+    of_values = _similarity(parts.v @ root, unrotated_channels(module.value_dim))
+    return Statistics(root, rotary, _similarity(parts.k @ root, rotary) + of_values)
 
 
-def _grouped(module: Attention, kv_heads: int, method: str, met: Met | None) -> tuple[Attention, list[int]]:
-    """Returns the converted module, and which head of the source each of its heads stands for."""
+def _grouped(
+    module: Attention, kv_heads: int, method: str, statistics: Statistics | None
+) -> tuple[Attention, list[int]]:
+    """Returns the converted module and `order`: its head i replaces head order[i] of the source."""
     parts, order = parts_of(module), list(range(module.heads))
-    if met is not None:
-        parts, order = _aligned(parts, kv_heads, met)
+    if statistics is not None:
+        parts, order = _aligned(parts, kv_heads, statistics)
     k, v = (x.unflatten(0, (kv_heads, -1)) for x in (parts.k, parts.v))
     k, v = (x[:, 0] if method == "first" else x.mean(1) for x in (k, v))
     return regrouped(module, Parts(parts.q, k, v, parts.out)), order
@@ -97,92 +108,99 @@ def _random(module: Attention) -> Tensor:
     return torch.randn(1, TRIAL_TOKENS, module.d_model, generator=generator).to(module.out.weight)
 
 
-# Aligning. A head is (D, d), keys or values times the root moment: products of heads are means over tokens.
+# Alignment. A head is (D, d), keys or values times the root moment: inner products are means over tokens.
 
 
-def _aligned(parts: Parts, kv_heads: int, met: Met) -> tuple[Parts, list[int]]:
-    """The parts with heads of a group side by side, turned towards each other; and which heads they were."""
-    groups = _groups(met.similar, kv_heads)
+def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts, list[int]]:
+    """Reorders heads so that groups are contiguous, and rotates each head towards its group's mean.
+
+    Also returns `order`: query head i of the result is query head order[i] of the source.
+    """
+    groups = _groups(statistics.similarity, kv_heads)
     members = list(itertools.chain(*groups))
-    share = len(parts.q) // len(parts.k)  # query heads of a key head
+    share = len(parts.q) // len(parts.k)  # query heads per key head
     order = [share * m + i for m in members for i in range(share)]
-    by_keys, by_values = [], []
+    of_keys, of_values = [], []
     for group in groups:
-        by_keys += _towards_mean(parts.k[group] @ met.root, met.turning)
-        by_values += _towards_mean(parts.v[group] @ met.root, unturned(parts.v.shape[1]))
-    G, Gv = torch.stack(by_keys), torch.stack(by_values)  # (Hkv, D, D), (Hkv, Dv, Dv)
-    each, each_v = G.repeat_interleave(share, 0), Gv.repeat_interleave(share, 0)
-    turned = Parts(
-        each @ parts.q[order], G @ parts.k[members], Gv @ parts.v[members],
-        parts.out[order] @ each_v.transpose(1, 2),
-    )  # fmt: skip
-    return turned, order
+        of_keys += _rotations(parts.k[group] @ statistics.root, statistics.channels)
+        of_values += _rotations(parts.v[group] @ statistics.root, unrotated_channels(parts.v.shape[1]))
+    G, Gv = torch.stack(of_keys), torch.stack(of_values)  # (Hkv, D, D), (Hkv, Dv, Dv)
+    G_q, Gv_q = G.repeat_interleave(share, 0), Gv.repeat_interleave(share, 0)  # for query heads
+    k, v, out = G @ parts.k[members], Gv @ parts.v[members], parts.out[order] @ Gv_q.transpose(1, 2)
+    return Parts(G_q @ parts.q[order], k, v, out), order
 
 
-def _similar(x: Tensor, turning: Channels) -> Tensor:
-    """(n, n) for x (n, D, d): how much of two heads one rotation can make the same, from 0 to 1."""
+def _similarity(x: Tensor, rotary: Channels) -> Tensor:
+    """Returns cosine similarities (n, n) of heads x (n, D, d), each under the best rotation."""
     n, size = len(x), x.flatten(1).norm(dim=1).clamp_min(1e-300)
-    found = torch.zeros(n, n, dtype=x.dtype)
+    similarity = torch.zeros(n, n, dtype=x.dtype)
     for a, b in itertools.combinations(range(n), 2):
-        found[a, b] = found[b, a] = _overlap(x[a], x[b], turning) / (size[a] * size[b])
-    return found
+        similarity[a, b] = similarity[b, a] = _overlap(x[a], x[b], rotary) / (size[a] * size[b])
+    return similarity
 
 
-def _overlap(a: Tensor, b: Tensor, turning: Channels) -> Tensor:
-    """Returns the largest inner product of a (D, d) and a rotation of b."""
+def _overlap(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
+    """Returns the largest inner product of a (D, d) with a rotation of b (D, d)."""
     # The nuclear norm is the largest inner product with an orthogonal matrix.
-    rest: Tensor = torch.linalg.matrix_norm(a[turning.still] @ b[turning.still].T, "nuc")
-    return _pair_products(a, b, turning).abs().sum() + rest
+    unrotated: Tensor = torch.linalg.matrix_norm(a[rotary.unrotated] @ b[rotary.unrotated].T, "nuc")
+    return _pair_products(a, b, rotary).abs().sum() + unrotated
 
 
-def _pair_products(a: Tensor, b: Tensor, turning: Channels) -> Tensor:
-    """(pairs,): sums over tokens of a conj(b)."""
-    return (turning.complex(a) * turning.complex(b).conj()).sum(-1)
+def _pair_products(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
+    """Returns the complex inner product of a and b (D, d) for each rotary pair: (pairs,)."""
+    return (rotary.complex(a) * rotary.complex(b).conj()).sum(-1)
 
 
-def _groups(similar: Tensor, kv_heads: int) -> list[list[int]]:
-    """Groups of equal size; two heads change places as long as that makes groups more similar inside."""
-    n = len(similar)
+def _groups(similarity: Tensor, kv_heads: int) -> list[list[int]]:
+    """Splits heads into groups of equal size with high similarity within groups.
+
+    Starts from neighbours and swaps two heads as long as a swap increases the similarity.
+    """
+    n = len(similarity)
     size = n // kv_heads
     groups = [list(range(i, i + size)) for i in range(0, n, size)]
-    places = [(g, i) for g in range(kv_heads) for i in range(size)]
-    gained = True
-    while gained:
-        gained = False
-        for (g, i), (h, j) in itertools.combinations(places, 2):
-            if g != h and _gain(similar, groups, (g, i), (h, j)) > 1e-12:
+    members = [(g, i) for g in range(kv_heads) for i in range(size)]
+    has_swapped = True
+    while has_swapped:
+        has_swapped = False
+        for (g, i), (h, j) in itertools.combinations(members, 2):
+            if g != h and _gain(similarity, groups, (g, i), (h, j)) > 1e-12:
                 groups[g][i], groups[h][j] = groups[h][j], groups[g][i]
-                gained = True
+                has_swapped = True
     return sorted(sorted(group) for group in groups)
 
 
-def _gain(similar: Tensor, groups: list[list[int]], one: tuple[int, int], other: tuple[int, int]) -> float:
+def _gain(similarity: Tensor, groups: list[list[int]], one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Returns the increase of the similarity within groups if two members (group, index) swap."""
     a, b = groups[one[0]][one[1]], groups[other[0]][other[1]]
     near_a = [m for m in groups[one[0]] if m != a]
     near_b = [m for m in groups[other[0]] if m != b]
-    now = similar[a, near_a].sum() + similar[b, near_b].sum()
-    return float(similar[b, near_a].sum() + similar[a, near_b].sum() - now)
+    now = similarity[a, near_a].sum() + similarity[b, near_b].sum()
+    return float(similarity[b, near_a].sum() + similarity[a, near_b].sum() - now)
 
 
-def _towards_mean(x: Tensor, turning: Channels) -> list[Tensor]:
-    """Rotations (D, D) for x (n, D, d), one for each head, that bring them close to their mean."""
-    found = [torch.eye(x.shape[1], dtype=x.dtype) for _ in x]
+def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
+    """Returns for each head of x (n, D, d) a rotation (D, D) towards the mean of the heads."""
+    rotations = [torch.eye(x.shape[1], dtype=x.dtype) for _ in x]
     if len(x) == 1:
-        return found
-    goal = x[0]
+        return rotations
+    mean = x[0]
     for _ in range(ROUNDS):
-        found = [_rotation(goal, head, turning) for head in x]
-        goal = torch.stack([G @ head for G, head in zip(found, x, strict=True)]).mean(0)
-    return found
+        rotations = [_rotation(mean, head, rotary) for head in x]
+        mean = torch.stack([G @ head for G, head in zip(rotations, x, strict=True)]).mean(0)
+    return rotations
 
 
-def _rotation(goal: Tensor, head: Tensor, turning: Channels) -> Tensor:
-    """The rotation (D, D), one that commutes with the turning pairs, of `head` that is closest to `goal`."""
+def _rotation(goal: Tensor, head: Tensor, rotary: Channels) -> Tensor:
+    """Returns the rotation G (D, D) that minimises |G head - goal|.
+
+    Only rotations that commute with rotary embeddings are considered.
+    """
     G = torch.zeros(len(head), len(head), dtype=head.dtype)
-    still, first, second = turning.still, turning.first, turning.second
-    U, _, V = torch.linalg.svd(goal[still] @ head[still].T)
-    G[still[:, None], still] = U @ V  # the closest orthogonal matrix
-    phase = _pair_products(goal, head, turning).angle()
+    unrotated, first, second = rotary.unrotated, rotary.first, rotary.second
+    U, _, V = torch.linalg.svd(goal[unrotated] @ head[unrotated].T)
+    G[unrotated[:, None], unrotated] = U @ V  # the closest orthogonal matrix
+    phase = _pair_products(goal, head, rotary).angle()
     G[first, first] = G[second, second] = phase.cos()
     G[second, first] = phase.sin()
     G[first, second] = -phase.sin()

@@ -1,14 +1,15 @@
-"""From heads with keys and values of their own to one latent for each token.
+"""`to_latent`: converts multi-head attention to multi-head latent attention (MLA).
 
-Rotary pairs. Take a pair of channels of key head g as a complex number z[g]: a rotation is a factor that
-all heads share, so any combination of heads commutes with it. For each pair the principal components over
-heads are found, weighted with the size of the queries that meet them. Those that would lose most without a
-rotation stay rotary keys, which all heads share. In the others the rotation becomes a constant, its mean over
-the distances that the mask allows.
+Rotary channels. A rotary pair of key head g is a complex number z[g]. A rotation multiplies the
+z[g] of all heads by the same factor, so it commutes with any linear combination of heads. For each
+pair, the principal components over heads are computed, with each head weighted by the norm of its
+queries. The components that would lose most without the rotation become channels of the rotary key
+that all heads share. For the other components, the rotation is replaced by its mean over the
+distances that the mask allows.
 
-What remains. Keys without rotation and values of all heads are one linear map of the token, cut to its `rank`
-principal components. Errors count as they are felt: keys by the queries that meet them, values by the
-last projection, and both parts alike.
+Unrotated keys and values. The unrotated keys and the values of all heads are one linear map of the
+token, which is truncated to its first `rank` principal components. Errors of keys are weighted by
+the queries and errors of values by the output projection. Keys and values have equal total weight.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from ._parts import Channels, Parts, channels, linear, parts_of, root_moment
 from ._report import Report, Spectrum, report
 from ._source import refuse, source, split, widened
 
-LONGEST = 512  # distances that decide what a rotation is worth
-RIDGE = 1e-4  # of the mean: what no query asks for is not free
-POINTS = 8  # of the curve
+MAX_LENGTH = 512  # the longest sequence over whose distances rotations are averaged
+RIDGE = 1e-4  # relative to the mean: a minimum weight for directions that no query uses
+POINTS = 8  # points of the curve in the report
 
 
 class Components(NamedTuple):
-    """The principal components over heads of each turning pair, complex; there are Hkv of them."""
+    """The Hkv principal components over heads of each rotary pair, complex."""
 
-    energy: Tensor  # (pairs, Hkv): of the scores they make
+    energy: Tensor  # (pairs, Hkv): energy of the scores of each component
     keys: Tensor  # (pairs, Hkv, d)
-    seen: Tensor  # (pairs, Hkv of heads, Hkv): key head g is the sum of seen[g] times the keys
+    mixing: Tensor  # (pairs, Hkv, Hkv): key head g is the sum over c of mixing[:, g, c] * keys[:, c]
 
 
-class Turning(NamedTuple):
-    """Keys with position and without."""
+class RotarySplit(NamedTuple):
+    """The shared rotary key, and the keys of each head without rotation."""
 
     key: Tensor  # (rope, d)
-    asked: Tensor  # (Hq, rope, d): the queries that meet it
-    turns: Tensor  # (rope / 2,)
-    still: Tensor  # (Hkv, nope, d)
-    alive: Tensor  # (nope,): the channels of a head in which something remains
+    queries: Tensor  # (Hq, rope, d): the queries of the rotary key
+    frequencies: Tensor  # (rope / 2,)
+    unrotated: Tensor  # (Hkv, nope, d)
+    channels: Tensor  # (nope,): the channels of a head that `unrotated` keeps
 
 
 class LatentFactors(NamedTuple):
-    """The matrices of a latent module before it is cut to a rank. Float64; d is d_model + 1."""
+    """The matrices of a latent module before truncation to a rank. Float64; d = d_model + 1."""
 
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
-    turns: Tensor  # (rope / 2,)
-    down: Tensor  # (all, d): the latent's channels, the most important first
+    frequencies: Tensor  # (rope / 2,)
+    down: Tensor  # (all, d): the latent's channels by decreasing energy
     up: Tensor  # (Hkv, nope + Dv, all)
-    energy: Tensor  # (Hkv, all): of each head's keys and values in each channel
+    energy: Tensor  # (Hkv, all): energy of each head's keys and values in each channel
     nope: int
 
 
@@ -64,37 +65,47 @@ def to_latent(
     module: nn.Module, rank: int | None = None, rope_dims: int | None = None, *, calibration: Tensor,
     held_out: Tensor | None = None, tolerance: float = 0.05,
 ) -> tuple[LatentAttention, Report]:  # fmt: skip
-    """Multi-head latent attention whose cache holds `rank + rope_dims` numbers for each token, and a report.
+    """Converts self-attention to multi-head latent attention (MLA).
+
+    Returns the new module and a report of its errors and savings. The cache of the new module holds
+    `rank + rope_dims` numbers per token. The input module is not modified.
 
     Args:
-        module: `regard.nn.Attention` with rotary embeddings or without, or a `MultiheadAttention` of
-            self-attention. It stays as it is.
-        rank: channels of the compressed vector. Default: as many as leave nothing out.
-        rope_dims: channels of the shared rotary key, even. Default: as many as leave nothing out, which is
-            kv_heads times those that turn in a head.
-        calibration: (B, L, d_model): tokens as the module meets them.
-        held_out: other tokens for the report. Default: the last quarter of the calibration samples.
-        tolerance: the relative error of the result, on held-out tokens, that needs no training.
+        module: a `regard.nn.Attention` with or without rotary embeddings, or a `MultiheadAttention`
+            (Regard's or PyTorch's) for self-attention.
+        rank: number of channels of the latent's content. Default: full rank, which loses nothing.
+        rope_dims: number of channels of the shared rotary key, even. Default: kv_heads times the
+            rotary channels of a head, which loses nothing.
+        calibration: typical input of the module (B, L, d_model).
+        held_out: other input (B, L, d_model), for the report. Default: the last quarter of the
+            calibration samples.
+        tolerance: the largest relative error of the output on `held_out` that the report accepts
+            without training.
+
+    Example:
+        >>> latent, report = regard.convert.to_latent(module, 64, 16, calibration=x)
+        >>> print(report.verdict)
     """
     before = source(module)
     names = ("position other than Rotary", "qk_norm", "gate", "sink", "softcap")
-    refuse(before, names, ", which a latent of all heads cannot keep")
+    refuse(before, names, " in a conversion to a latent")
     seen, unseen = split(before, calibration, held_out)
     root, L = root_moment(seen), seen.shape[1]
     rope_dims = _checked_rope(before, rope_dims)
-    full = _full(before, rope_dims)
+    full = _full_rank(before, rope_dims)
     rank = _checked_rank(full if rank is None else rank, full)
-    found = _latent(before, rope_dims, root, L)
-    after, cut = _made(before, found, rank), _made(before, found, full)
-    whole, wide = _checked_rope(before, None), widened(before)
-    same = _made(wide, _latent(wide, whole, root, L), _full(before, whole))
-    steps = {f"rotary keys of {rope_dims} of {whole} channels": cut, f"rank {rank} of {full}": after}
+    factors = _factors(before, rope_dims, root, L)
+    after, untruncated = _truncated(before, factors, rank), _truncated(before, factors, full)
+    full_rope, wide = _checked_rope(before, None), widened(before)
+    lossless = _truncated(wide, _factors(wide, full_rope, root, L), _full_rank(before, full_rope))
+    rope_step, rank_step = f"rotary keys of {rope_dims} of {full_rope} channels", f"rank {rank} of {full}"
     return after, report(
         module, before, after, list(range(before.heads)), seen, unseen, unseen,
         title=f"{before.kv_heads} key heads -> a latent of {rank} + {rope_dims} (all: {full} + {rope_dims})",
-        proof=(wide, same), steps=steps, made=lambda n: _made(before, found, n), tolerance=tolerance,
+        proof=(wide, lossless), steps={rope_step: untruncated, rank_step: after}, tolerance=tolerance,
         sizes=sorted({max(1, full * i // POINTS) for i in range(1, POINTS + 1)} | {rank}),
-        spectrum=_spectrum(found.energy, rank), absorbed_from=_absorbed_from(after),
+        convert=lambda n: _truncated(before, factors, n), spectrum=_spectrum(factors.energy, rank),
+        absorbed_from=_absorbed_from(after),
     )  # fmt: skip
 
 
@@ -102,121 +113,127 @@ def to_latent(
 
 
 def _checked_rope(module: Attention, rope_dims: int | None) -> int:
-    turning = module.position.dims if isinstance(module.position, Rotary) else 0
-    most = module.kv_heads * turning
-    dims = most if rope_dims is None else count("rope_dims", rope_dims)
-    if dims > most or dims % 2:
+    rotary = module.position.dims if isinstance(module.position, Rotary) else 0
+    limit = module.kv_heads * rotary
+    dims = limit if rope_dims is None else count("rope_dims", rope_dims)
+    if dims > limit or dims % 2:
         raise ValueError(
-            f"rope_dims: expected an even number up to {most} = kv_heads x {turning} turning channels, "
+            f"rope_dims: expected an even number up to {limit} = kv_heads x {rotary} rotary channels, "
             f"got {dims}"
         )
     return dims
 
 
-def _full(module: Attention, rope_dims: int) -> int:
-    """The rank that leaves nothing out: of all keys without rotation and values, but no more than x has."""
-    left = module.kv_heads * (module.head_dim + module.value_dim) - rope_dims
-    return min(left, module.d_model + (module.qkv.bias is not None))
+def _full_rank(module: Attention, rope_dims: int) -> int:
+    """Returns the rank at which the latent loses nothing of unrotated keys and values."""
+    rows = module.kv_heads * (module.head_dim + module.value_dim) - rope_dims
+    return min(rows, module.d_model + (module.qkv.bias is not None))
 
 
 def _checked_rank(rank: int, full: int) -> int:
     if count("rank", rank, 1) > full:
-        raise ValueError(f"rank: expected at most {full}, which leaves nothing out, got {rank}")
+        raise ValueError(f"rank: expected at most {full}, the full rank, got {rank}")
     return rank
 
 
-# The latent
+# The factors
 
 
-def _latent(module: Attention, rope_dims: int, root: Tensor, L: int) -> LatentFactors:
-    parts, turning = parts_of(module), channels(module)
-    found = _turning(module, parts, turning, rope_dims, root, L)
-    q = parts.q[:, found.alive]
-    down, up, energy = _components(q, found.still, parts, root)
-    q = torch.cat((q, found.asked), 1)
-    return LatentFactors(q, found.key, found.turns, down, up, energy, len(found.alive))
+def _factors(module: Attention, rope_dims: int, root: Tensor, L: int) -> LatentFactors:
+    parts = parts_of(module)
+    rope = _rotary_split(module, parts, channels(module), rope_dims, root, L)
+    q = parts.q[:, rope.channels]
+    down, up, energy = _components(q, rope.unrotated, parts, root)
+    q = torch.cat((q, rope.queries), 1)
+    return LatentFactors(q, rope.key, rope.frequencies, down, up, energy, len(rope.channels))
 
 
-def _turning(
-    module: Attention, parts: Parts, turning: Channels, rope_dims: int, root: Tensor, L: int
-) -> Turning:
-    found, gain = _components_of_pairs(parts, turning, root), _mean_rotation(module, turning, L)
-    pair, component = _most(found.energy * (1 - gain.abs().square())[:, None], rope_dims // 2)
-    dropped = torch.ones_like(found.energy, dtype=torch.bool)
+def _rotary_split(
+    module: Attention, parts: Parts, rotary: Channels, rope_dims: int, root: Tensor, L: int
+) -> RotarySplit:
+    """Selects `rope_dims / 2` components as the rotary key and fixes the rotation of the others."""
+    components, gain = _components_of_pairs(parts, rotary, root), _mean_rotation(module, rotary, L)
+    pair, component = _largest(components.energy * (1 - gain.abs().square())[:, None], rope_dims // 2)
+    dropped = torch.ones_like(components.energy, dtype=torch.bool)
     dropped[pair, component] = False
-    left = torch.einsum("pgc,pcd->gpd", found.seen * dropped[:, None], found.keys)
-    left = left * gain[:, None] * _factor(module) ** 2
-    still = parts.k.clone()
-    still[:, turning.first], still[:, turning.second] = left.real, left.imag
+    fixed = torch.einsum("pgc,pcd->gpd", components.mixing * dropped[:, None], components.keys)
+    fixed = fixed * gain[:, None] * _attention_factor(module) ** 2
+    unrotated = parts.k.clone()
+    unrotated[:, rotary.first], unrotated[:, rotary.second] = fixed.real, fixed.imag
     remain = dropped.any(1)
-    alive = torch.cat((turning.first[remain], turning.second[remain], turning.still))
-    by_head = found.seen[pair, :, component].conj().T.repeat_interleave(len(parts.q) // len(parts.k), 0)
-    asked = by_head[..., None] * turning.complex(parts.q)[:, pair]  # (Hq, rope / 2, d)
-    keys = found.keys[pair, component]
-    return Turning(_real(keys), _real(asked), turning.turns[pair], still[:, alive], alive)
+    nope = torch.cat((rotary.first[remain], rotary.second[remain], rotary.unrotated))
+    share = len(parts.q) // len(parts.k)  # query heads per key head
+    by_head = components.mixing[pair, :, component].conj().T.repeat_interleave(share, 0)
+    queries = by_head[..., None] * rotary.complex(parts.q)[:, pair]  # (Hq, rope / 2, d)
+    key = _real(components.keys[pair, component])
+    return RotarySplit(key, _real(queries), rotary.frequencies[pair], unrotated[:, nope], nope)
 
 
-def _components_of_pairs(parts: Parts, turning: Channels, root: Tensor) -> Components:
-    z, zq = turning.complex(parts.k), turning.complex(parts.q)  # (Hkv, pairs, d), (Hq, pairs, d)
+def _components_of_pairs(parts: Parts, rotary: Channels, root: Tensor) -> Components:
+    z, zq = rotary.complex(parts.k), rotary.complex(parts.q)  # (Hkv, pairs, d), (Hq, pairs, d)
     R = root.to(z.dtype)
-    met = (zq @ R).abs().square().sum(-1).unflatten(0, (len(z), -1)).sum(1)  # (Hkv, pairs)
-    size = met.clamp_min(max(1e-12 * float(met.sum()), 1e-300)).sqrt()
-    weighed = (z * size[..., None]).transpose(0, 1)  # (pairs, Hkv, d)
-    felt = weighed @ R
-    energy, U = torch.linalg.eigh(felt @ felt.mH)
-    return Components(energy.clamp_min(0), U.mH @ weighed, U / size.T[..., None])
+    energy_q = (zq @ R).abs().square().sum(-1).unflatten(0, (len(z), -1)).sum(1)  # (Hkv, pairs)
+    size = energy_q.clamp_min(max(1e-12 * float(energy_q.sum()), 1e-300)).sqrt()
+    weighted = (z * size[..., None]).transpose(0, 1)  # (pairs, Hkv, d)
+    on_tokens = weighted @ R
+    energy, U = torch.linalg.eigh(on_tokens @ on_tokens.mH)
+    return Components(energy.clamp_min(0), U.mH @ weighted, U / size.T[..., None])
 
 
-def _mean_rotation(module: Attention, turning: Channels, L: int) -> Tensor:
-    """(pairs,): the mean of exp(-i turns (p - j)) over queries p and keys j that the mask lets meet."""
-    L = min(L, LONGEST)
+def _mean_rotation(module: Attention, rotary: Channels, L: int) -> Tensor:
+    """Returns the mean of exp(-i frequency (p - j)) over allowed queries p and keys j: (pairs,)."""
+    L = min(L, MAX_LENGTH)
     at = torch.arange(L)
-    meet = torch.ones(1, L, L) if module.mask is None else module.mask.to_dense(L, L).reshape(-1, L, L)
-    steps = (at[:, None] - at + L - 1).flatten()  # 0 to 2 L - 2
-    pairs = torch.bincount(steps, weights=meet.double().sum(0).flatten(), minlength=2 * L - 1)
-    phases = torch.exp(-1j * turning.turns[:, None] * torch.arange(1 - L, L))
+    allowed = torch.ones(1, L, L) if module.mask is None else module.mask.to_dense(L, L).reshape(-1, L, L)
+    distances = (at[:, None] - at + L - 1).flatten()  # shifted to 0 ... 2 L - 2
+    pairs = torch.bincount(distances, weights=allowed.double().sum(0).flatten(), minlength=2 * L - 1)
+    phases = torch.exp(-1j * rotary.frequencies[:, None] * torch.arange(1 - L, L))
     return phases @ (pairs / pairs.sum()).to(phases.dtype)
 
 
-def _most(cost: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The row and the column of the n largest numbers."""
-    flat = cost.flatten().argsort(descending=True, stable=True)[:n]
-    return flat // cost.shape[1], flat % cost.shape[1]
+def _largest(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Returns the row and column indices of the n largest entries of a matrix."""
+    flat = x.flatten().argsort(descending=True, stable=True)[:n]
+    return flat // x.shape[1], flat % x.shape[1]
 
 
 def _real(z: Tensor) -> Tensor:
-    """(..., n, d) complex -> (..., 2 n, d): real and imaginary rows in turn, the interleaved layout."""
+    """Interleaves real and imaginary rows: complex (..., n, d) -> (..., 2 n, d)."""
     return torch.stack((z.real, z.imag), -2).flatten(-3, -2)
 
 
-def _components(q: Tensor, still: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps from tokens to principal components (all, d), and on to keys and values (Hkv, nope + Dv, all).
+def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `down`, `up` and `energy` of `LatentFactors`.
 
-    And the energy of each head in each component, (Hkv, all).
+    The rows of `down` are the principal components of the unrotated keys and values of all heads.
     """
-    G, nope, _ = still.shape
-    asked = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, heads of a group x d)
-    read = parts.out.mT.unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, Dv, ...)
-    felt_k, back_k = _balanced(still, asked @ asked.mT, root)
-    felt_v, back_v = _balanced(parts.v, read @ read.mT, root)
-    y = torch.cat((felt_k.flatten(0, 1), felt_v.flatten(0, 1)))
+    G, nope, _ = unrotated.shape
+    queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)
+    outputs = parts.out.mT.unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, Dv, Hq / Hkv * d_model)
+    keys, back_k = _weighted(unrotated, queries @ queries.mT, root)
+    values, back_v = _weighted(parts.v, outputs @ outputs.mT, root)
+    y = torch.cat((keys.flatten(0, 1), values.flatten(0, 1)))
     P, sizes, _ = torch.linalg.svd(y @ root, full_matrices=False)
     by_head_k, by_head_v = P[: G * nope].unflatten(0, (G, nope)), P[G * nope :].unflatten(0, (G, -1))
     energy = torch.cat((by_head_k, by_head_v), 1).square().sum(1) * sizes.square()
     return P.T @ y, torch.cat((back_k @ by_head_k, back_v @ by_head_v), 1), energy
 
 
-def _balanced(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """x (Hkv, n, d) scaled so that all errors are felt alike, of size 1; and the way back (Hkv, n, n)."""
+def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n), and scales it.
+
+    Squared errors e of x are thereby weighted as e^T metric e. The result has norm 1 over the
+    tokens. Also returns the inverse transform (Hkv, n, n).
+    """
     n = x.shape[1]
     if not n:
         return x, metric
     level = metric.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
     values, Q = torch.linalg.eigh(metric / level + RIDGE * torch.eye(n, dtype=x.dtype))
-    stretch = values.clamp_min(RIDGE).sqrt()
-    felt = (Q * stretch[:, None]) @ Q.mT @ x
-    size = (felt @ root).norm().clamp_min(1e-300)
-    return felt / size, (Q / stretch[:, None]) @ Q.mT * size
+    scales = values.clamp_min(RIDGE).sqrt()
+    weighted = (Q * scales[:, None]) @ Q.mT @ x
+    size = (weighted @ root).norm().clamp_min(1e-300)
+    return weighted / size, (Q / scales[:, None]) @ Q.mT * size
 
 
 def _spectrum(energy: Tensor, rank: int) -> Spectrum:
@@ -225,36 +242,39 @@ def _spectrum(energy: Tensor, rank: int) -> Spectrum:
 
 
 def _absorbed_from(module: LatentAttention) -> int | None:
-    """Both ways cost a constant and so much for each cached token."""
+    """Returns the number of cached tokens from which the absorbed form is cheaper in a decode step.
+
+    The cost of both forms is a constant plus a cost per cached token.
+    """
     start, one = module.operations(1, 0), module.operations(1, 1)
-    ahead = start.absorbed - start.expanded
+    extra = start.absorbed - start.expanded
     gain = (one.expanded - start.expanded) - (one.absorbed - start.absorbed)
-    return ahead // gain + 1 if gain > 0 else None
+    return extra // gain + 1 if gain > 0 else None
 
 
 # The module
 
 
-def _made(module: Attention, found: LatentFactors, rank: int) -> LatentAttention:
-    """The module that keeps the first `rank` channels of the latent."""
-    Hkv, rows, _ = found.up.shape
-    weight, rope = module.out.weight, len(found.key)
-    frequencies = Frequencies(tuple(found.turns.tolist()), _factor(module))
-    made = LatentAttention(
-        module.d_model, module.heads, rank=rank, nope_dim=found.nope, rope_dim=rope,
+def _truncated(module: Attention, factors: LatentFactors, rank: int) -> LatentAttention:
+    """Returns a latent module with the first `rank` channels of the latent."""
+    Hkv, rows, _ = factors.up.shape
+    weight, rope = module.out.weight, len(factors.key)
+    frequencies = Frequencies(tuple(factors.frequencies.tolist()), _attention_factor(module))
+    latent = LatentAttention(
+        module.d_model, module.heads, rank=rank, nope_dim=factors.nope, rope_dim=rope,
         value_dim=module.value_dim, bias=module.qkv.bias is not None, out_bias=module.out.bias is not None,
         norm=None, position=Rotary(rope, layout="interleaved", scaling=frequencies) if rope else None,
         mask=module.mask, scale=module.head_dim**-0.5 if module.scale is None else module.scale,
         dropout=module.dropout, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
-    made.q = linear(found.q.flatten(0, 1), module.qkv)
-    made.kv_down = linear(torch.cat((found.down[:rank], found.key)), module.qkv)
-    up = found.up[..., :rank].repeat_interleave(module.heads // Hkv, 0)
+    latent.q = linear(factors.q.flatten(0, 1), module.qkv)
+    latent.kv_down = linear(torch.cat((factors.down[:rank], factors.key)), module.qkv)
+    up = factors.up[..., :rank].repeat_interleave(module.heads // Hkv, 0)
     with torch.no_grad():
-        made.kv_up.weight.copy_(up.reshape(module.heads * rows, rank))
-    made.out.load_state_dict(module.out.state_dict())
-    return made.train(module.training)
+        latent.kv_up.weight.copy_(up.reshape(module.heads * rows, rank))
+    latent.out.load_state_dict(module.out.state_dict())
+    return latent.train(module.training)
 
 
-def _factor(module: Attention) -> float:
+def _attention_factor(module: Attention) -> float:
     return module.position.attention_factor if isinstance(module.position, Rotary) else 1.0

@@ -1,4 +1,4 @@
-"""All self-attention of a model converted, each layer on the tokens that it meets."""
+"""`convert_layers`: converts all self-attention layers of a model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The report of each layer, by name, and the error of the whole model's result on held-out input."""
+    """The reports of all layers and the error of the whole model.
+
+    Attributes:
+        layers: the report of each converted layer, by name.
+        output: relative error of the model's output on held-out input.
+        skipped: names of attention layers that were not converted: cross-attention and PyTorch's.
+    """
 
     layers: dict[str, Report]
     output: float
-    skipped: tuple[str, ...]  # attention of other kinds: to a context, or PyTorch's
+    skipped: tuple[str, ...]
 
     @property
     def verdict(self) -> str:
-        """Of the whole model: by its worst proof, its own error and the narrowest tolerance of a layer."""
+        """The verdict on the model, from `output` and the layers' `exact` and `tolerance`."""
         reports = self.layers.values()
         exact, tolerance = max(r.exact for r in reports), min(r.tolerance for r in reports)
         return verdict(exact, self.output, tolerance)
@@ -44,41 +50,47 @@ class ModelReport:
 def convert_layers(
     model: nn.Module, convert: Convert, calibration: Tensor, held_out: Tensor
 ) -> tuple[nn.Module, ModelReport]:
-    """Returns a copy of the model with every self-attention `regard.nn.Attention` converted, and a report.
+    """Returns a copy of the model with converted self-attention, and a report.
+
+    Only `regard.nn.Attention` layers are converted.
 
     Args:
-        model: takes `calibration` and returns a tensor. It stays as it is.
-        convert: what is done with a layer, its calibration and its held-out tokens, for example
-            `lambda layer, seen, unseen: to_latent(layer, 64, 16, calibration=seen, held_out=unseen)`.
-        calibration, held_out: input of the model; each layer gets the tokens that reach it.
+        model: a model that takes `calibration` and returns a tensor. It is not modified.
+        convert: converts a layer, given the layer, its calibration tokens and its held-out tokens.
+        calibration, held_out: inputs of the model. Each layer receives the tokens that reach it.
+
+    Example:
+        >>> def convert(layer, seen, unseen):
+        ...     return regard.convert.to_latent(layer, 64, 16, calibration=seen, held_out=unseen)
+        >>> converted, report = regard.convert.convert_layers(model, convert, x, other_x)
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Attention | nn.MultiheadAttention)}
-    own = {n: m for n, m in layers.items() if isinstance(m, Attention) and m.kv_model is None}
-    if not own:
-        raise ValueError("model: expected at least one regard.nn.Attention of self-attention, got none")
-    seen, unseen = _met(model, own, calibration), _met(model, own, held_out)
-    made = {name: convert(m, seen[name], unseen[name]) for name, m in own.items()}
-    # What is in the memo of a deep copy counts as copied: wherever a layer stands, the converted one follows.
-    memo: dict[int, Any] = {id(m): made[name][0] for name, m in own.items()}
+    convertible = {n: m for n, m in layers.items() if isinstance(m, Attention) and m.kv_model is None}
+    if not convertible:
+        raise ValueError("model: expected at least one regard.nn.Attention for self-attention, got none")
+    seen, unseen = (_layer_inputs(model, convertible, batch) for batch in (calibration, held_out))
+    converted = {name: convert(m, seen[name], unseen[name]) for name, m in convertible.items()}
+    # deepcopy replaces every reference to a layer by its entry in the memo, the converted layer.
+    memo: dict[int, Any] = {id(m): converted[name][0] for name, m in convertible.items()}
     after = copy.deepcopy(model, memo)
     with evaluating(model, after):
         expected = model(held_out).double()
         error = float((after(held_out) - expected).norm() / expected.norm())
-    reports = {name: report for name, (_, report) in made.items()}
-    return after, ModelReport(reports, error, tuple(name for name in layers if name not in own))
+    reports = {name: report for name, (_, report) in converted.items()}
+    return after, ModelReport(reports, error, tuple(name for name in layers if name not in convertible))
 
 
-def _met(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[str, Tensor]:
-    """Returns the tokens (B, L, d_model) that reach each layer."""
-    found: dict[str, Tensor] = {}
+def _layer_inputs(model: nn.Module, layers: dict[str, Attention], batch: Tensor) -> dict[str, Tensor]:
+    """Returns the first input (B, L, d_model) of each layer when the model runs on `batch`."""
+    inputs: dict[str, Tensor] = {}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        found.setdefault(name, args[0])
+        inputs.setdefault(name, args[0])
 
     with evaluating(model), ExitStack() as hooks:
         for name, m in layers.items():
             hooks.enter_context(m.register_forward_pre_hook(partial(keep, name)))
         model(batch)
-    if missing := layers.keys() - found.keys():
-        raise ValueError(f"model: expected all layers to be called, got none of {', '.join(sorted(missing))}")
-    return found
+    if missing := layers.keys() - inputs.keys():
+        raise ValueError(f"model: expected calls of all layers, got none of {', '.join(sorted(missing))}")
+    return inputs

@@ -1,4 +1,4 @@
-"""Where a converted module comes from, so that it can be made again and told from others."""
+"""`Origin`: hashes of a conversion's inputs, so that a result can be reproduced and identified."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-MADE_OF = {"q": "qkv", "kv_down": "qkv", "kv_up": "qkv"}  # layers that the source has not
+SOURCES = {"q": "qkv", "kv_down": "qkv", "kv_up": "qkv"}  # source layers of layers with other names
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A conversion draws no random numbers: the same source and tokens give the same module.
+    """The inputs of a conversion. Conversions are deterministic: equal inputs give equal modules.
 
     Attributes:
-        source: SHA-256 of the module that was converted: names, dtypes, shapes and numbers of its state_dict.
-        calibration, held_out: SHA-256 of the tokens, if there were any.
-        tensors: for each tensor of the result, those of the source, as `regard.nn.Attention`, it is made of.
+        source: SHA-256 of the source module's state_dict: names, dtypes, shapes and data.
+        calibration, held_out: SHA-256 of the tokens, or None if there were none.
+        tensors: maps each tensor of the result to the tensors of the source, as
+            `regard.nn.Attention`, from which it was computed.
     """
 
     source: str
@@ -31,24 +32,27 @@ class Origin:
 def origin(
     module: nn.Module, before: nn.Module, after: nn.Module, seen: Tensor | None, unseen: Tensor | None
 ) -> Origin:
-    """`before` is the module as `regard.nn.Attention`."""
-    known = before.state_dict()
-    tensors = {name: _sources(name, known) for name in after.state_dict()}
+    """Returns the `Origin` of `after`. `before` is `module` as a `regard.nn.Attention`."""
+    state = before.state_dict()
+    tensors = {name: _sources(name, state) for name in after.state_dict()}
     calibration, held_out = (None if x is None else digest({"tokens": x}) for x in (seen, unseen))
     return Origin(digest(module.state_dict()), calibration, held_out, tensors)
 
 
-def _sources(name: str, known: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _sources(name: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     layer, _, _ = name.rpartition(".")
-    made_of = MADE_OF.get(layer, layer)
-    return tuple(other for other in known if other.rpartition(".")[0] == made_of)
+    source = SOURCES.get(layer, layer)
+    return tuple(other for other in state if other.rpartition(".")[0] == source)
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 in hexadecimal, whatever the order of names and the layout in memory."""
-    found = hashlib.sha256()
+    """Returns the SHA-256 of a state_dict in hexadecimal.
+
+    It depends on names, dtypes, shapes and data, not on the order of names or on strides.
+    """
+    sha = hashlib.sha256()
     for name in sorted(state):
         x = state[name].detach().cpu().contiguous()
-        found.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        found.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        sha.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

@@ -1,4 +1,7 @@
-"""An attention module as matrices by head, and back. A bias is one more column; tokens have a 1 for it."""
+"""Per-head matrices of an attention module.
+
+A bias is an extra column, and tokens have an extra 1.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..positions import Rotary
 
 
 class Parts(NamedTuple):
-    """Float64. d is d_model, and one more for the bias."""
+    """The matrices of each head, in float64. d = d_model + 1; the last column is the bias."""
 
     q: Tensor  # (Hq, D, d)
     k: Tensor  # (Hkv, D, d)
@@ -22,9 +25,9 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: Attention) -> Parts:
-    """Splits the module's matrices by head."""
-    asked, held = module.heads * module.head_dim, module.kv_heads * module.head_dim
-    rows = affine(module.qkv).split((asked, held, module.kv_heads * module.value_dim))
+    """Returns the module's matrices, split by head."""
+    queries, keys = module.heads * module.head_dim, module.kv_heads * module.head_dim
+    rows = affine(module.qkv).split((queries, keys, module.kv_heads * module.value_dim))
     heads = (module.heads, module.kv_heads, module.kv_heads)
     out = module.out.weight.detach().double().cpu().unflatten(1, (module.heads, -1)).transpose(0, 1)
     q, k, v = (x.unflatten(0, (n, -1)) for x, n in zip(rows, heads, strict=True))
@@ -32,39 +35,45 @@ def parts_of(module: Attention) -> Parts:
 
 
 def regrouped(module: Attention, parts: Parts) -> Attention:
-    """Returns a copy of the module with these matrices and all else as it is."""
-    made = copy.deepcopy(module)
-    made.kv_heads = len(parts.k)
-    made.qkv = linear(torch.cat([x.flatten(0, 1) for x in parts[:3]]), module.qkv)
+    """Returns a copy of the module with the matrices `parts`, which may have fewer key heads."""
+    converted = copy.deepcopy(module)
+    converted.kv_heads = len(parts.k)
+    converted.qkv = linear(torch.cat([x.flatten(0, 1) for x in parts[:3]]), module.qkv)
     with torch.no_grad():
-        made.out.weight.copy_(parts.out.transpose(0, 1).flatten(1))
-    return made
+        converted.out.weight.copy_(parts.out.transpose(0, 1).flatten(1))
+    return converted
 
 
 def affine(layer: nn.Linear) -> Tensor:
-    """Joins matrix and bias (0 if there is none) into (out, in + 1), in float64 on the CPU."""
+    """Returns weight and bias as one matrix (out, in + 1), in float64 on the CPU.
+
+    A missing bias is 0.
+    """
     weight = layer.weight.detach().double().cpu()
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().cpu()
     return torch.cat((weight, bias[:, None]), 1)
 
 
 def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
-    """Makes a layer of such a matrix, with a bias, dtype and device as another layer has."""
+    """Returns a layer with weight and bias from `matrix` (out, in + 1).
+
+    The dtype, device, requires_grad and presence of a bias are those of `like`.
+    """
     rows, columns = matrix.shape
     has_bias = like.bias is not None
-    made = nn.Linear(columns - 1, rows, has_bias, device=like.weight.device, dtype=like.weight.dtype)
+    layer = nn.Linear(columns - 1, rows, has_bias, device=like.weight.device, dtype=like.weight.dtype)
     with torch.no_grad():
-        made.weight.copy_(matrix[:, :-1])
+        layer.weight.copy_(matrix[:, :-1])
         if has_bias:
-            made.bias.copy_(matrix[:, -1])
-    return made.requires_grad_(like.weight.requires_grad)
+            layer.bias.copy_(matrix[:, -1])
+    return layer.requires_grad_(like.weight.requires_grad)
 
 
 def root_moment(x: Tensor) -> Tensor:
-    """Returns R (d, d) in float64 with R R^T = E[t t^T] over tokens (B, L, d_model) with a channel of ones.
+    """Returns R (d, d) in float64 with R R^T = E[t t^T] over the tokens t, extended by a 1.
 
-    So E[(a t)(b t)^T] = (a R)(b R)^T for matrices a and b. A trace of the identity in R decides between
-    directions that these tokens never take.
+    x is (B, L, d_model). For matrices a and b, E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps
+    R invertible if the tokens do not span all directions.
     """
     rows = x.detach().double().cpu().flatten(0, 1)
     rows = torch.cat((rows, rows.new_ones(len(rows), 1)), 1)
@@ -73,33 +82,33 @@ def root_moment(x: Tensor) -> Tensor:
     return root
 
 
-# The channels that rotary embeddings turn, in pairs, as complex numbers
+# Rotary pairs of channels as complex numbers
 
 
 class Channels(NamedTuple):
-    """The channels of a head: the first and second of each turning pair, and those that stay."""
+    """The indices of a head's channels: rotary pairs (first, second) and unrotated channels."""
 
     first: Tensor  # (pairs,)
     second: Tensor  # (pairs,)
-    still: Tensor
-    turns: Tensor  # (pairs,): radians for each step of position
+    unrotated: Tensor  # (D - 2 * pairs,)
+    frequencies: Tensor  # (pairs,): radians per position
 
     def complex(self, x: Tensor) -> Tensor:
-        """(..., D, d) -> (..., pairs, d)"""
+        """Returns the rotary pairs as complex rows: (..., D, d) -> (..., pairs, d)."""
         return torch.complex(x[..., self.first, :], x[..., self.second, :])
 
 
 def channels(module: Attention) -> Channels:
-    """Returns the channels of a head's queries and keys."""
+    """Returns the channels of a query and key head."""
     rule = module.position
     if not isinstance(rule, Rotary):
-        return unturned(module.head_dim)
+        return unrotated_channels(module.head_dim)
     pairs = torch.arange(rule.dims)
     first, second = pairs.view(2, -1) if rule.layout == "half" else pairs.view(-1, 2).T
     return Channels(first, second, torch.arange(rule.dims, module.head_dim), rule.inv_freq.double().cpu())
 
 
-def unturned(n: int) -> Channels:
-    """Returns n channels that no position turns, as those of values."""
-    none = torch.arange(0)
-    return Channels(none, none, torch.arange(n), none.double())
+def unrotated_channels(n: int) -> Channels:
+    """Returns n channels without rotary pairs, as values have."""
+    empty = torch.arange(0)
+    return Channels(empty, empty, torch.arange(n), empty.double())

@@ -1,7 +1,7 @@
-"""PyTorch's multi-head attention becomes Regard's, and back: the same objects, of another class.
+"""Replaces PyTorch's multi-head attention in a model by Regard's, and restores it.
 
-Models of Hugging Face Transformers have a switch for that. They are known by it, so that nothing here needs
-that library; who uses it has called `regard.hf.register()`.
+A module keeps its identity: only its class changes. Hugging Face models are recognised by their
+method `set_attn_implementation`, so that this module does not import Transformers.
 """
 
 from __future__ import annotations
@@ -15,88 +15,98 @@ from torch import nn
 from ..nn import MultiheadAttention
 from ..nn.multihead import no_fast_path
 
-PLAIN = nn.MultiheadAttention
-OURS = "regard"  # the name under which `regard.hf` registers
+TORCH = nn.MultiheadAttention
+REGARD = "regard"  # the name under which `regard.hf` registers
 
 
 def replace_attention(model: nn.Module) -> tuple[str, ...]:
-    """Make every `nn.MultiheadAttention` in the model a `regard.nn.MultiheadAttention`; their names.
+    """Replaces `nn.MultiheadAttention` in a model by `regard.nn.MultiheadAttention`, in place.
 
-    The modules stay the same objects: parameters, their optimizer, hooks, ties and state_dict are kept, and
-    nothing is copied. A subclass, which may compute something else, raises before anything has changed.
-    A model of Hugging Face Transformers gets `attn_implementation="regard"`, with `regard.hf.register()`
-    called before; the names are those of the models in it. One that has no such switch raises.
+    Returns the names of the replaced modules. They stay the same objects, so parameters, optimizer
+    state, hooks, weight tying and the state_dict are unaffected. Hugging Face models get
+    `attn_implementation="regard"`; call `regard.hf.register()` first. Raises TypeError, without
+    changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging Face models that
+    do not support `attn_implementation`.
+
+    Example:
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8), 6)
+        >>> names = regard.convert.replace_attention(model)
     """
-    found = _found(model)
-    switched = _switch(model, lambda part: OURS)
-    for module in found.values():
+    modules = _torch_modules(model)
+    switched = _switch(model, lambda hf_model: REGARD)
+    for module in modules.values():
         module.__class__ = MultiheadAttention
         module.register_forward_pre_hook(no_fast_path)
-    return *found, *switched
+    return *modules, *switched
 
 
 def restore_attention(model: nn.Module) -> tuple[str, ...]:
-    """The way back: every `regard.nn.MultiheadAttention` becomes PyTorch's; their names.
+    """Replaces `regard.nn.MultiheadAttention` in a model by `nn.MultiheadAttention`, in place.
 
-    A model of Transformers gets `attn_implementation="sdpa"`, or "eager" where it has nothing else.
+    Returns the names of the replaced modules. Hugging Face models get `attn_implementation="sdpa"`,
+    or "eager" if they do not support SDPA.
     """
-    switched = _switch(model, lambda part: "sdpa" if part._supports_sdpa else "eager")
-    found = {name: m for name, m in model.named_modules() if type(m) is MultiheadAttention}
-    for module in found.values():
-        _make_plain(module)
-    return *found, *switched
+    switched = _switch(model, lambda hf_model: "sdpa" if hf_model._supports_sdpa else "eager")
+    modules = {name: m for name, m in model.named_modules() if type(m) is MultiheadAttention}
+    for module in modules.values():
+        _restore(module)
+    return *modules, *switched
 
 
 @contextmanager
 def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """`replace_attention` for a `with` block. After it, also if it raises, the model is as it was before."""
-    plain = _found(model).values()
-    before = {part: part.config._attn_implementation for part in _with_switch(model).values()}
+    """Context manager that calls `replace_attention` on entry and restores the model on exit."""
+    modules = _torch_modules(model).values()
+    before = {hf_model: hf_model.config._attn_implementation for hf_model in _hf_models(model).values()}
     try:
         yield replace_attention(model)
     finally:
-        for module in plain:
-            _make_plain(module)
-        for part, name in before.items():
-            part.set_attn_implementation(name)
+        for module in modules:
+            _restore(module)
+        for hf_model, name in before.items():
+            hf_model.set_attn_implementation(name)
 
 
-def _make_plain(module: nn.Module) -> None:
-    module.__class__ = PLAIN
+def _restore(module: nn.Module) -> None:
+    module.__class__ = TORCH
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is no_fast_path]:
         del module._forward_pre_hooks[key]
 
 
-def _with_switch(model: nn.Module) -> dict[str, Any]:
-    """The models of Transformers in this one, by name."""
+def _hf_models(model: nn.Module) -> dict[str, Any]:
+    """Returns the Hugging Face models among the modules, by name."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
 
 
 def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
-    """The names of the models of Transformers in this one, all of them switched, or none if one cannot be."""
-    every = _with_switch(model)
-    before = {name: m.config._attn_implementation for name, m in every.items()}
-    for part in every.values():
-        part.set_attn_implementation(choice(part))
-    refused = [name for name, m in every.items() if m.config._attn_implementation != choice(m)]
+    """Sets `attn_implementation` of all Hugging Face models and returns the names that changed.
+
+    If one of them does not support its choice, restores all and raises TypeError.
+    """
+    hf_models = _hf_models(model)
+    before = {name: m.config._attn_implementation for name, m in hf_models.items()}
+    for m in hf_models.values():
+        m.set_attn_implementation(choice(m))
+    refused = [name for name, m in hf_models.items() if m.config._attn_implementation != choice(m)]
     if refused:
-        for name, part in every.items():
-            part.set_attn_implementation(before[name])
+        for name, m in hf_models.items():
+            m.set_attn_implementation(before[name])
         name = refused[0]
         raise TypeError(
-            f"model: expected models that take attn_implementation={choice(every[name])!r}, but "
-            f"{type(every[name]).__name__} at {name or 'the top'!r} stays with {before[name]!r}; nothing was "
-            "replaced"
+            f"model: expected models that support attn_implementation={choice(hf_models[name])!r}, but "
+            f"{type(hf_models[name]).__name__} at {name or 'the top'!r} stays with {before[name]!r}; nothing "
+            "was replaced"
         )
-    return tuple(name for name, m in every.items() if before[name] != m.config._attn_implementation)
+    return tuple(name for name, m in hf_models.items() if before[name] != m.config._attn_implementation)
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
-    every = {name: m for name, m in model.named_modules() if isinstance(m, PLAIN)}
-    for name, module in every.items():
-        if type(module) not in (PLAIN, MultiheadAttention):
+def _torch_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns PyTorch's attention modules by name. Raises TypeError if one is of a subclass."""
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, TORCH)}
+    for name, module in modules.items():
+        if type(module) not in (TORCH, MultiheadAttention):
             raise TypeError(
                 f"model: expected nn.MultiheadAttention itself, got its subclass {type(module).__name__} "
                 f"at {name or 'the top'!r}, which may compute something else; nothing was replaced"
             )
-    return {name: module for name, module in every.items() if type(module) is PLAIN}
+    return {name: module for name, module in modules.items() if type(module) is TORCH}

@@ -1,4 +1,4 @@
-"""Reports of conversions: errors on tokens seen and unseen, bytes of real caches, a verdict in words."""
+"""Reports of conversions: errors on calibration and held-out tokens, cache sizes, and a verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._needle import Needle, needles
 from ._origin import Origin, origin
 
 EQUIVALENT = 1e-5
-# Fields of `Errors` with a number for each head: their names in the text, and above columns.
+# Fields of `Errors` with one number per head: their labels in `str(report)`, and as table columns.
 BY_HEAD = {
     "heads": ("by head", "error"),
     "scores": ("scores", "of scores"),
@@ -30,29 +30,45 @@ Module = Attention | LatentAttention
 
 @dataclass(frozen=True)
 class Errors:
-    """Of a converted module against its source on the same tokens. Relative errors are in L2.
+    """Errors of a converted module relative to its source, on the same tokens.
 
-    Keys are compared by the scores they get and values by what the last projection makes of them: a head may
-    be turned, and then its channels are others, though it does the same.
+    Relative errors use the L2 norm. Keys are compared by their scores, and values after the output
+    projection, because a conversion may rotate a head's channels without changing its output.
+
+    Attributes:
+        output: relative error of the output.
+        heads: by head, relative error of the head's contribution to the output.
+        weights: by head, total variation of the attention weights, from 0 to 1, mean over queries.
+        token: the sample and position with the largest error of the output.
+        scores: by head, relative error of the scores. Each row is shifted to mean 0, because
+            softmax ignores a constant.
+        values: by head, relative error of the values after the output projection.
+        kl: by head, KL(source || converted) of the attention weights in nats, mean over queries.
     """
 
-    output: float  # of the result
-    heads: tuple[float, ...]  # of each head's share of the result
-    weights: tuple[float, ...]  # by head: total variation, from 0 to 1, mean over queries
-    token: tuple[int, int]  # the sample and the place where the result is worst
-    scores: tuple[float, ...]  # by head; a constant added to a row changes nothing, so rows have mean 0
-    values: tuple[float, ...]  # by head, after the last projection
-    kl: tuple[float, ...]  # by head: KL(source || converted) of the weights in nats, mean over queries
+    output: float
+    heads: tuple[float, ...]
+    weights: tuple[float, ...]
+    token: tuple[int, int]
+    scores: tuple[float, ...]
+    values: tuple[float, ...]
+    kl: tuple[float, ...]
 
     @property
     def worst_head(self) -> int:
-        """The head whose share of the result is off most."""
+        """The head with the largest error in `heads`."""
         return max(range(len(self.heads)), key=self.heads.__getitem__)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A size that could be chosen, key heads or rank: bytes of the cache, error on held-out tokens."""
+    """Cache size and error of the conversion to one size.
+
+    Attributes:
+        size: the number of key heads or the rank.
+        nbytes: bytes of the cache.
+        error: relative error of the output on held-out tokens.
+    """
 
     size: int
     nbytes: int
@@ -63,12 +79,13 @@ class Point:
 class Spectrum:
     """Explained variance of each head's un-rotated keys and of its values under the latent.
 
-    Keys are weighted by the queries that meet them, values by the last projection.
+    Keys are weighted by the queries, values by the output projection.
 
     Attributes:
-        rank: channels that are kept.
-        heads: by key head, the share of its energy in each principal component, the largest of all first.
-        shares: the same of all heads together: the squares of the singular values, of sum 1.
+        rank: number of principal components that the latent keeps.
+        heads: by key head, the fraction of its energy in each principal component.
+        shares: the fraction of all heads' energy in each principal component. Components are
+            sorted by decreasing share.
     """
 
     rank: int
@@ -76,46 +93,57 @@ class Spectrum:
     shares: tuple[float, ...]
 
     def kept(self, rank: int | None = None) -> float:
-        """The share of the energy in so many components. Default: those that are kept."""
+        """Returns the fraction of the energy in the first `rank` components.
+
+        `rank` defaults to the number of kept components.
+        """
         return sum(self.shares[: self.rank if rank is None else rank])
 
     @property
     def kept_by_head(self) -> tuple[float, ...]:
+        """By key head, the fraction of its energy in the kept components."""
         return tuple(sum(shares[: self.rank]) for shares in self.heads)
 
     def needed(self, share: float) -> int:
-        """The smallest rank that keeps this share."""
+        """Returns the smallest rank that keeps this fraction of the energy."""
         return next((n for n in range(len(self.shares)) if self.kept(n) >= share), len(self.shares))
 
 
 @dataclass(frozen=True)
 class Step:
-    """Decoding one token after those of the report."""
+    """The estimated cost of one decode step, after the report's number of cached tokens.
+
+    Attributes:
+        flops: floating-point operations.
+        read_bytes: bytes of weights and cache that are read.
+    """
 
     flops: int
-    read_bytes: int  # weights and cache
+    read_bytes: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to a module, how far it is from its source, and what it saves.
+    """The errors and savings of a conversion.
 
     Attributes:
-        title: what became what.
-        exact: the largest difference, by the largest result, when the same steps leave nothing out: the proof
-            that head order, rotations, biases and caches are right.
-        calibration, held_out: errors on tokens that the conversion saw and did not see, if there were any.
-        steps: the error of the result after each step of the conversion, on held-out tokens.
-        tokens: how many tokens the caches held.
-        bytes_before, bytes_after: `nbytes` of the caches that both modules filled with them.
+        title: sizes before and after.
+        exact: largest difference of the outputs, relative to the largest output, after the same
+            conversion at full size, which should lose nothing. It verifies head order, rotations
+            and biases.
+        calibration, held_out: errors on calibration and on held-out tokens, or None without tokens.
+        steps: relative error of the output on held-out tokens after each step of the conversion.
+        tokens: number of tokens in the measured caches.
+        bytes_before, bytes_after: `nbytes` of both modules' caches of these tokens.
         curve: the same conversion to other sizes.
-        tolerance: the largest error of the result that needs no training.
-        needles: whether heads find what they look for, at the samples' length and at four times that.
-        decode: what a step costs, before and after. What quantised caches would save comes on top.
-        origin: hashes of source and tokens, and what each tensor was made of.
-        spectrum: of a latent.
-        absorbed_from: of a latent: cached tokens from which on a step over the latents themselves multiplies
-            less than one over keys and values that are made of them.
+        tolerance: the largest relative error of the output that is accepted without training.
+        needles: a needle-in-a-haystack test of the heads, at the samples' length and at four times
+            that length.
+        decode: cost of a decode step before and after. Quantised caches would save more.
+        origin: hashes of source and tokens, and the source tensors of each tensor.
+        spectrum: for a latent, its explained variance.
+        absorbed_from: for a latent, the number of cached tokens from which the absorbed form of a
+            decode step needs fewer operations than the expanded form.
     """
 
     title: str
@@ -136,52 +164,55 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Whether it can be used as it is, in words."""
+        """A sentence that says whether the module can be used without training."""
         return verdict(self.exact, None if self.held_out is None else self.held_out.output, self.tolerance)
 
     def smallest(self, tolerance: float | None = None) -> Point | None:
-        """The point of the curve with the fewest bytes whose error is within the tolerance."""
-        most = self.tolerance if tolerance is None else tolerance
-        fit = [point for point in self.curve if point.error <= most]
-        return min(fit, key=lambda point: point.nbytes, default=None)
+        """Returns the point of `curve` with the smallest cache among those within the tolerance.
+
+        Returns None if there is none. `tolerance` defaults to that of the report.
+        """
+        limit = self.tolerance if tolerance is None else tolerance
+        fitting = [point for point in self.curve if point.error <= limit]
+        return min(fitting, key=lambda point: point.nbytes, default=None)
 
     def __str__(self) -> str:
         lines = [
             self.title,
-            f"  nothing left out: differs by {self.exact:.1e}",
+            f"  at full size: differs by {self.exact:.1e}",
             f"  cache of {self.tokens} tokens: {self.bytes_before:,} -> {self.bytes_after:,} bytes "
             f"({self.bytes_before / self.bytes_after:.1f} x smaller)",
             *(f"  after {name}: error {error:.2e}" for name, error in self.steps),
             *_errors("calibration", self.calibration),
             *_errors("held-out", self.held_out),
-            *(f"  {line}" for line in self._more()),
+            *(f"  {line}" for line in self._summary()),
             *(f"  size {p.size:>5}: {p.nbytes:>12,} bytes, error {p.error:.2e}" for p in self.curve),
             f"  verdict: {self.verdict}",
         ]
         return "\n".join(lines)
 
-    def _more(self) -> list[str]:
-        """Spectrum, needles, decoding and origin, a line for each."""
+    def _summary(self) -> list[str]:
+        """Returns one line each for the spectrum, the needles, decoding and the origin."""
         lines = [] if self.spectrum is None else [_energy(self.spectrum)]
         lines += [
-            f"needle in {n.length} tokens: found by {n.before:.0%} of heads and places, now {n.after:.0%}"
+            f"needle in {n.length} tokens: found by {n.before:.0%} -> {n.after:.0%} of heads and positions"
             for n in self.needles
         ]
         before, after = self.decode
         lines.append(
-            f"a step of decoding: {before.flops:,} -> {after.flops:,} FLOP, "
+            f"decode step: {before.flops:,} -> {after.flops:,} FLOP, "
             f"{before.read_bytes:,} -> {after.read_bytes:,} bytes read"
         )
         if self.absorbed_from is not None:
-            lines.append(f"absorbed decoding multiplies less from {self.absorbed_from} cached tokens on")
+            lines.append(f"absorbed decoding needs fewer operations from {self.absorbed_from} cached tokens")
         return [*lines, f"source: sha256 {self.origin.source}"]
 
     def __rich__(self) -> Any:
         from rich.console import Group
 
         saved = f"cache of {self.tokens} tokens: {self.bytes_before:,} -> {self.bytes_after:,} bytes"
-        proof = f"nothing left out: differs by {self.exact:.1e}"
-        return Group(self.title, proof, saved, *self._tables(), *self._more(), f"verdict: {self.verdict}")
+        proof = f"at full size: differs by {self.exact:.1e}"
+        return Group(self.title, proof, saved, *self._tables(), *self._summary(), f"verdict: {self.verdict}")
 
     def _tables(self) -> list[Any]:
         from rich.table import Table
@@ -189,7 +220,7 @@ class Report:
         if self.calibration is None or self.held_out is None:
             return []
         titles = ["error, calibration", *(title for _, title in BY_HEAD.values())]
-        by_head = Table("head", *titles, title="held-out, but for the first column")
+        by_head = Table("head", *titles, title="held-out tokens (first column: calibration)")
         columns = (self.calibration.heads, *(getattr(self.held_out, name) for name in BY_HEAD))
         for head, row in enumerate(zip(*columns, strict=True)):
             by_head.add_row(str(head), *(f"{x:.2e}" for x in row))
@@ -201,18 +232,18 @@ class Report:
 
 
 def verdict(exact: float, error: float | None, tolerance: float) -> str:
-    """Returns what the proof and the held-out error mean, in words."""
+    """Returns a verdict in words on the errors at full size and on held-out tokens."""
     if not exact < EQUIVALENT:
-        return f"broken: nothing was left out, and yet results differ by {exact:.1e}; do not deploy"
+        return f"broken: even at full size, results differ by {exact:.1e}; do not deploy"
     if error is None:
-        return "not measured: give calibration tokens; do not deploy"
+        return "not measured: pass calibration tokens; do not deploy"
     if error < EQUIVALENT:
         return "equivalent"
     if error <= tolerance:
         return f"usable without training at tolerance {tolerance:g}"
     return (
         f"needs training; do not deploy: held-out error {error:.2g} is above the tolerance {tolerance:g}. "
-        "Train from here, with a loss between the results and those of the source"
+        "Train the converted module with the output of the source as target"
     )
 
 
@@ -221,8 +252,8 @@ def _errors(name: str, errors: Errors | None) -> list[str]:
         return []
     worst = f"worst at head {errors.worst_head} and token {errors.token}"
     lines = [f"  {name}: error {errors.output:.2e}, {worst}"]
-    for field, (what, _) in BY_HEAD.items():
-        lines.append(f"    {what}: {' '.join(f'{x:.1e}' for x in getattr(errors, field))}")
+    for field, (label, _) in BY_HEAD.items():
+        lines.append(f"    {label}: {' '.join(f'{x:.1e}' for x in getattr(errors, field))}")
     return lines
 
 
@@ -233,81 +264,85 @@ def _energy(spectrum: Spectrum) -> str:
     return f"{kept}; {needed} channels"
 
 
-# Measuring
+# Measurement
 
 
-class Look(NamedTuple):
-    """What the heads of a module do with a sample, (H, L, ...) in float64, and its result (L, d_model)."""
+class HeadOutputs(NamedTuple):
+    """Weights and outputs of a module's heads on one sample, in float64."""
 
-    heads: Tensor  # (H, L, d_model): what each adds to the result
-    values: Tensor  # (H, L, d_model): what the last projection makes of its values
+    heads: Tensor  # (H, L, d_model): each head's contribution to the output
+    values: Tensor  # (H, L, d_model): each head's values after the output projection
     weights: Tensor  # (H, L, L)
-    out: Tensor
+    out: Tensor  # (L, d_model)
 
-    def scores(self, seen: Tensor) -> Tensor:
-        """(H, L, L) up to a constant of each row, which the mean over seen keys removes; 0 for the others."""
-        logs = _log(self.weights).where(seen, 0)
-        return (logs - logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)).where(seen, 0)
+    def scores(self, allowed: Tensor) -> Tensor:
+        """Returns scores (H, L, L), with mean 0 over the allowed keys of a row and 0 elsewhere."""
+        logs = _log(self.weights).where(allowed, 0)
+        count = allowed.sum(-1, keepdim=True).clamp_min(1)
+        return (logs - logs.sum(-1, keepdim=True) / count).where(allowed, 0)
 
 
 @torch.no_grad()
 def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Errors:
-    """Measures errors on x (B, L, d_model). Head i of `after` stands for head order[i] of `before`."""
+    """Measures errors on x (B, L, d_model).
+
+    Head i of `after` replaces head order[i] of `before`.
+    """
     back = torch.tensor(order).argsort()
-    ratios = {name: torch.zeros(2, before.heads).double() for name in ("heads", "values", "scores")}
-    moved, kl = torch.zeros(2, before.heads).double()
+    squares = {name: torch.zeros(2, before.heads).double() for name in ("heads", "values", "scores")}
+    variation, kl = torch.zeros(2, before.heads).double()
     by_token = []
     for sample in x.split(1):
-        old, new = _look(before, sample, slice(None)), _look(after, sample, back)
-        seen = (old.weights > 0) | (new.weights > 0)
+        old, new = _head_outputs(before, sample, slice(None)), _head_outputs(after, sample, back)
+        allowed = (old.weights > 0) | (new.weights > 0)
         pairs = {"heads": (old.heads, new.heads), "values": (old.values, new.values),
-                 "scores": (old.scores(seen), new.scores(seen))}  # fmt: skip
+                 "scores": (old.scores(allowed), new.scores(allowed))}  # fmt: skip
         for name, (a, b) in pairs.items():
-            ratios[name] += torch.stack([y.square().sum((1, 2)) for y in (b - a, a)])
-        moved += (new.weights - old.weights).abs().sum(-1).mean(-1) / (2 * len(x))
+            squares[name] += torch.stack([y.square().sum((1, 2)) for y in (b - a, a)])
+        variation += (new.weights - old.weights).abs().sum(-1).mean(-1) / (2 * len(x))
         kl += (old.weights * (_log(old.weights) - _log(new.weights))).sum(-1).mean(-1) / len(x)
         by_token.append(((new.out - old.out).square().sum(-1), old.out.square().sum(-1)))
-    error, size = (torch.stack(found) for found in zip(*by_token, strict=True))  # (B, L)
-    by_head = {name: tuple(map(_relative, *found)) for name, found in ratios.items()}
+    error, size = (torch.stack(samples) for samples in zip(*by_token, strict=True))  # (B, L)
+    by_head = {name: tuple(map(_relative, *sums)) for name, sums in squares.items()}
     return Errors(
-        output=_relative(error.sum(), size.sum()), weights=tuple(moved.tolist()),
+        output=_relative(error.sum(), size.sum()), weights=tuple(variation.tolist()),
         kl=tuple(kl.clamp_min(0).tolist()), token=divmod(int(error.argmax()), x.shape[1]), **by_head,
     )  # fmt: skip
 
 
 def _output_error(before: Module, after: Module, x: Tensor) -> float:
-    out, converted = _results(before, after, x)
-    # By token first, as `compare` sums: the same error is the same number.
+    out, converted = _outputs(before, after, x)
+    # Sums per token first, in the order of `compare`, so that both round alike.
     error, size = (y.square().sum(-1).sum() for y in (converted - out, out))
     return _relative(error, size)
 
 
 def _largest_difference(before: Module, after: Module, x: Tensor) -> float:
-    out, converted = _results(before, after, x.to(before.out.weight))
+    out, converted = _outputs(before, after, x.to(before.out.weight))
     return float((converted - out).abs().max() / out.abs().max())
 
 
 @torch.no_grad()
-def _results(before: Module, after: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64."""
+def _outputs(before: Module, after: Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of both modules for x in evaluation mode, converted to float64."""
     with evaluating(before, after):
         return before(x).double(), after(x).double()
 
 
 @torch.no_grad()
 def _cache_bytes(module: Module, x: Tensor) -> int:
-    """Returns `nbytes` of a cache with room for just these tokens, after the module has filled it."""
+    """Returns `nbytes` of a cache of capacity L that the module fills with x (B, L, d_model)."""
     B, L = x.shape[:2]
     cache = module.new_cache(B, capacity=L)
     with evaluating(module):
         module(x, cache=cache)
     if len(cache) != L:
-        raise RuntimeError(f"cache: expected {L} tokens after {L} were attended, got {len(cache)}")
+        raise RuntimeError(f"cache: expected {L} tokens after a call with {L} tokens, got {len(cache)}")
     return int(cache.nbytes)
 
 
-def _look(module: Module, x: Tensor, order: Tensor | slice) -> Look:
-    """Runs the module on x (1, L, d_model) and returns its heads in this order."""
+def _head_outputs(module: Module, x: Tensor, order: Tensor | slice) -> HeadOutputs:
+    """Runs the module on x (1, L, d_model) and returns its heads, reordered by `order`."""
     joined: list[Tensor] = []
     with evaluating(module), module.out.register_forward_pre_hook(lambda _, args: joined.append(args[0])):
         out = module(x)[0].double()
@@ -315,44 +350,47 @@ def _look(module: Module, x: Tensor, order: Tensor | slice) -> Look:
     matrices = matrices.permute(1, 2, 0)
     by_head = joined[0][0].double().unflatten(-1, (module.heads, -1)).transpose(0, 1)
     qkv, options = module.arguments(x)
-    q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)  # 16 bits stay with their sinks and tables
+    q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)  # 16 bits must match sinks and biases
     values = v[0].double().repeat_interleave(module.heads // v.shape[1], 0)
-    found = weights(q, k, v, **options)[0].double()
-    return Look((by_head @ matrices)[order], (values @ matrices)[order], found[order], out)
+    w = weights(q, k, v, **options)[0].double()
+    return HeadOutputs((by_head @ matrices)[order], (values @ matrices)[order], w[order], out)
 
 
 def _log(x: Tensor) -> Tensor:
-    """Finite for 0."""
+    """Returns the logarithm, with 0 replaced by the smallest normal number."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
 
 def _relative(error: Tensor, size: Tensor) -> float:
-    """The square root of their ratio; of the error alone if there is nothing to compare it with."""
+    """Returns sqrt(error / size), or sqrt(error) if size is 0."""
     return float((error / size if size > 0 else error).sqrt())
 
 
 def _step(module: Module, tokens: int) -> Step:
-    """Estimates the cost of one token of one sample after `tokens` cached ones."""
-    found = cost.estimate(cost.from_module(module), 1, past=tokens, dtype=module.out.weight.dtype)
-    return Step(found.forward_flops.visible, found.read_bytes)
+    """Estimates the cost of a decode step of one sample with `tokens` cached tokens."""
+    estimate = cost.estimate(cost.from_module(module), 1, past=tokens, dtype=module.out.weight.dtype)
+    return Step(estimate.forward_flops.visible, estimate.read_bytes)
 
 
 def report(
     module: nn.Module, before: Attention, after: Module, order: list[int], seen: Tensor | None,
     unseen: Tensor | None, trial: Tensor, *, proof: tuple[Module, Module], steps: Mapping[str, Module],
-    sizes: Iterable[int], made: Callable[[int], Module], **more: Any,
+    sizes: Iterable[int], convert: Callable[[int], Module], **fields: Any,
 ) -> Report:  # fmt: skip
-    """Measures a conversion.
+    """Measures a conversion from `before` to `after`.
 
     Args:
-        module, before: as it was given, and as `regard.nn.Attention`.
-        order: head i of `after` stands for head order[i] of `before`.
-        seen, unseen: calibration and held-out tokens (B, L, d_model), if there are any.
-        trial: the held-out tokens, or others for what needs no real ones: the proof, caches.
-        proof: a module, and the same after a conversion that leaves nothing out.
-        steps: the module after each step.
-        sizes, made: of the curve, and the conversion to a size.
-        more: other attributes of the report.
+        module: the source module, as the caller passed it.
+        before: the source module as a `regard.nn.Attention`.
+        after: the converted module.
+        order: head i of `after` replaces head order[i] of `before`.
+        seen, unseen: calibration and held-out tokens (B, L, d_model), or None.
+        trial: the held-out tokens, or random tokens, for `exact` and for the caches.
+        proof: a module, and its conversion at full size.
+        steps: the module after each step of the conversion.
+        sizes: the sizes of the curve.
+        convert: converts `before` to a size.
+        fields: other fields of the report.
     """
     steps, sizes = ({}, ()) if unseen is None else (steps, sizes)
     tokens = trial if unseen is None else unseen
@@ -360,15 +398,15 @@ def report(
         exact=_largest_difference(*proof, trial),
         calibration=None if seen is None else compare(before, after, order, seen),
         held_out=None if unseen is None else compare(before, after, order, unseen),
-        steps=tuple((name, _output_error(before, made, tokens)) for name, made in steps.items()),
+        steps=tuple((name, _output_error(before, step, tokens)) for name, step in steps.items()),
         tokens=trial.shape[0] * trial.shape[1],
         bytes_before=_cache_bytes(before, trial),
         bytes_after=_cache_bytes(after, trial),
-        curve=tuple(_point(size, before, made(size), tokens) for size in sizes),
+        curve=tuple(_point(size, before, convert(size), tokens) for size in sizes),
         needles=() if unseen is None else needles(before, after, order, unseen),
         decode=(_step(before, trial.shape[1]), _step(after, trial.shape[1])),
         origin=origin(module, before, after, seen, unseen),
-        **more,
+        **fields,
     )
 
 

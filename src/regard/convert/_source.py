@@ -1,4 +1,4 @@
-"""What is converted: a module of self-attention, and tokens as it meets them."""
+"""Checks of the inputs of a conversion: the source module and its calibration tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..positions import Rotary
 
 
 def source(module: nn.Module) -> Attention:
-    """Returns the module that is converted: self-attention, as `regard.nn.Attention`."""
+    """Returns the source module as a `regard.nn.Attention`. Raises if it is not self-attention."""
     if isinstance(module, nn.MultiheadAttention):
         return from_multihead(module)
     if not isinstance(module, Attention):
@@ -28,7 +28,7 @@ def source(module: nn.Module) -> Attention:
 
 
 def from_multihead(module: nn.MultiheadAttention) -> Attention:
-    """Returns `regard.nn.Attention` with copies of the weights: (B, L, d_model) -> (B, L, d_model)."""
+    """Returns a `regard.nn.Attention` with copies of the weights. Its input is (B, L, d_model)."""
     if module.in_proj_weight is None:
         raise ValueError(
             f"module: expected keys and values of width embed_dim = {module.embed_dim}, "
@@ -37,23 +37,26 @@ def from_multihead(module: nn.MultiheadAttention) -> Attention:
     if module.bias_k is not None or module.add_zero_attn:
         raise ValueError("module: expected no extra keys, got add_bias_kv or add_zero_attn")
     weight, bias = module.in_proj_weight, module.in_proj_bias
-    own = Attention(
+    converted = Attention(
         module.embed_dim, module.num_heads, bias=bias is not None, dropout=module.dropout,
         device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
     state = {"qkv.weight": weight, "qkv.bias": bias}
     state |= {f"out.{name}": value for name, value in module.out_proj.named_parameters()}
-    own.load_state_dict({name: value for name, value in state.items() if value is not None})
-    return own.train(module.training)
+    converted.load_state_dict({name: value for name, value in state.items() if value is not None})
+    return converted.train(module.training)
 
 
 def widened(module: Attention) -> Attention:
-    """Returns the module, or a float32 copy if it has 16 bits: rounding should not blur a proof."""
+    """Returns the module, or a float32 copy if it has 16 bits.
+
+    Rounding to 16 bits would hide errors of the conversion.
+    """
     return module if module.out.weight.itemsize >= 4 else copy.deepcopy(module).float()
 
 
 def refuse(module: Attention, names: Iterable[str], why: str) -> None:
-    """Raises ValueError if the module has one of these, which a conversion cannot keep."""
+    """Raises ValueError if the module has one of the named features. `why` ends the message."""
     has = {name: getattr(module, name) is not None for name in ("gate", "sink", "softcap")}
     has["qk_norm"] = module.q_norm is not None
     has["position other than Rotary"] = not isinstance(module.position, Rotary | None)
@@ -63,20 +66,24 @@ def refuse(module: Attention, names: Iterable[str], why: str) -> None:
 
 
 def tokens(name: str, x: Tensor, module: Attention) -> Tensor:
-    """Checks calibration data (B, L, d_model) and returns it in the dtype of the module."""
+    """Returns tokens x (B, L, d_model) in the dtype and on the device of the module.
+
+    Raises ValueError for any other shape.
+    """
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != module.d_model or not x.numel():
         raise ValueError(f"{name}: expected tokens (B, L, d_model = {module.d_model}), got {describe(x)}")
     return x.detach().to(module.out.weight)
 
 
 def split(module: Attention, calibration: Tensor, held_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns calibration and held-out samples: by default the last quarter of the first is held out."""
+    """Returns calibration and held-out tokens.
+
+    If `held_out` is None, the last quarter of the calibration samples is held out.
+    """
     x = tokens("calibration", calibration, module)
     if held_out is not None:
         return x, tokens("held_out", held_out, module)
     if len(x) < 2:
-        raise ValueError(
-            "calibration: expected 2 samples or more, of which the last quarter is held out, or held_out"
-        )
-    kept = len(x) - max(1, len(x) // 4)
-    return x[:kept], x[kept:]
+        raise ValueError(f"calibration: expected 2 samples or more without held_out, got {len(x)}")
+    n = len(x) - max(1, len(x) // 4)
+    return x[:n], x[n:]

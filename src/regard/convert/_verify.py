@@ -1,4 +1,4 @@
-"""How far a model's results and gradients are from float64."""
+"""`verify`: errors of a model's outputs and gradients relative to float64."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from ._replace import restore_attention
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest differences from the same model in float64 with PyTorch's attention.
+    """The largest differences from the same model in float64 with PyTorch's attention.
 
     Attributes:
-        output: of the results, by the largest result.
-        gradients: of each parameter's gradient, by the largest gradient of all.
-        plain_output, plain_gradients: the same for the model with PyTorch's attention in its own dtype.
+        output: largest difference of the outputs, relative to the largest output.
+        gradients: largest difference of each parameter's gradient, relative to the largest entry of
+            all gradients.
+        plain_output, plain_gradients: the same for the model with PyTorch's attention in the
+            model's dtype.
     """
 
     output: float
@@ -48,22 +50,27 @@ class Verification:
         )
 
 
-class _Run(NamedTuple):
+class _Outcome(NamedTuple):
     results: list[Tensor]
     gradients: dict[str, Tensor]
 
 
 def verify(model: nn.Module, batch: Any) -> Verification:
-    """Runs the model on a batch, and copies of it with PyTorch's attention, in float64 and in its own dtype.
+    """Compares a model's outputs and gradients with a float64 copy that uses PyTorch's attention.
 
-    Dropout is off, and no `.grad` is touched. A fixed random combination of all results is differentiated.
+    Also compares a copy with PyTorch's attention in the model's dtype. Dropout is off, and `.grad`
+    is not modified. The gradients are those of a fixed random linear combination of all outputs.
 
-    Models of Transformers round to float32 in places, also in float64. Their padding should be on the right:
-    what a query computes that sees no key is not defined, and they differ in it.
+    Some Hugging Face models round to float32 internally even in float64. Pad their inputs on the
+    right: implementations differ in the output of fully masked queries.
 
     Args:
-        model: any module; the attention of `replace_attention` is put back in the copies.
-        batch: a tensor, a tuple of positional arguments or a mapping of named ones.
+        model: any module. `restore_attention` is applied to the copies.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+
+    Example:
+        >>> regard.convert.replace_attention(model)
+        >>> print(regard.convert.verify(model, batch))
     """
     batch = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     plain = copy.deepcopy(model)
@@ -72,16 +79,16 @@ def verify(model: nn.Module, batch: Any) -> Verification:
     return Verification(*_differences(_run(model, batch), exact), *_differences(_run(plain, batch), exact))
 
 
-def _run(model: nn.Module, batch: dict[str, Any] | tuple[Any, ...]) -> _Run:
+def _run(model: nn.Module, batch: dict[str, Any] | tuple[Any, ...]) -> _Outcome:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with evaluating(model), torch.enable_grad():
         leaves = tree.tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
         results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if not results:
-            raise TypeError("model: expected results that are tensors of floating point, got none")
+            raise TypeError("model: expected floating-point tensors as output, got none")
         loss = torch.stack([(x.double() * _factors(x)).sum() for x in results]).sum()
         grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True, materialize_grads=True)
-    return _Run([x.detach() for x in results], dict(zip(parameters, grads, strict=True)))
+    return _Outcome([x.detach() for x in results], dict(zip(parameters, grads, strict=True)))
 
 
 def _doubled(x: Any) -> Any:
@@ -93,11 +100,11 @@ def _factors(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
 
 
-def _differences(found: _Run, exact: _Run) -> tuple[float, dict[str, float]]:
+def _differences(rounded: _Outcome, exact: _Outcome) -> tuple[float, dict[str, float]]:
     size = max((float(g.abs().max()) for g in exact.gradients.values()), default=0.0) or 1.0
     gradients = {
-        name: float((found.gradients[name] - g).abs().max()) / size for name, g in exact.gradients.items()
+        name: float((rounded.gradients[name] - g).abs().max()) / size for name, g in exact.gradients.items()
     }
-    pairs = list(zip(found.results, exact.results, strict=True))
+    pairs = list(zip(rounded.results, exact.results, strict=True))
     largest = max(float(b.abs().max()) for _, b in pairs) or 1.0
     return max(float((a - b).abs().max()) for a, b in pairs) / largest, gradients

@@ -1,4 +1,7 @@
-"""Masks are values that say which keys each query may attend to. True means "may attend", everywhere."""
+"""Masks: immutable objects that define which keys each query may attend to. True = may attend.
+
+Query i has position `offset + i`, key j has position j. Combine masks with `&`, `|` and `~`.
+"""
 
 from ._atoms import (
     Blocks as Blocks,

@@ -1,4 +1,4 @@
-"""The atoms: each says one thing about which keys a query may attend to."""
+"""Mask atoms: the masks that are no combination of other masks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ from torch import Tensor
 from .._tools.arguments import bool_tensor, broadcasts, count, describe, int_tensor, is_integer, readable
 from .._tools.values import value
 from ._mask import CallSizes, Mask, MaskKind, declare
-from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, column, cut, pick, row
+from ._pairs import FlexCall, Grid, Mod, Pair, Pairs, Rectangle, column, cut, pick, row
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
 
 
 @declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
-    """Keys up to `left` before and `right` after the query's position; None means unlimited."""
+    """A mask that allows keys from `left` before to `right` after the query's position.
+
+    Args:
+        left: largest distance to an earlier key; None is unlimited.
+        right: largest distance to a later key; None is unlimited. Default 0: no later key.
+
+    Example:
+        >>> masks.Window(2).to_dense(4, 4).int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [0, 1, 1, 1]], dtype=torch.int32)
+    """
 
     left: int | None
     right: int | None
@@ -30,16 +42,16 @@ class Window(Mask):
     def __repr__(self) -> str:
         return f"Window({self.left}, {self.right})"
 
-    def _sees(self, at: At) -> Tensor:
+    def _allows(self, pairs: Pairs) -> Tensor:
         if self.left is None:
-            return at.j == at.j if self.right is None else at.j <= at.p + self.right
-        seen = at.p - self.left <= at.j
-        return seen if self.right is None else seen & (at.j <= at.p + self.right)
+            return pairs.j == pairs.j if self.right is None else pairs.j <= pairs.p + self.right
+        allowed = pairs.p - self.left <= pairs.j
+        return allowed if self.right is None else allowed & (pairs.j <= pairs.p + self.right)
 
-    def _joined(self, other: Mask) -> Mask | None:
+    def _intersection(self, other: Mask) -> Mask | None:
         if not isinstance(other, Window):
             return None
-        reaches = _nearer(self.left, other.left), _nearer(self.right, other.right)
+        reaches = _smaller(self.left, other.left), _smaller(self.right, other.right)
         for window in (self, other):
             if (window.left, window.right) == reaches:
                 return window
@@ -55,7 +67,7 @@ class Window(Mask):
 
 @value
 class Causal(Window):
-    """Keys at or before the query's position."""
+    """A mask that allows keys at or before the query's position: `Window(None, 0)`."""
 
     left, right = None, 0
 
@@ -69,41 +81,48 @@ def _reach(name: str, reach: int | None) -> int | None:
     return None if reach is None else count(f"Window({name})", reach)
 
 
-def _nearer(a: int | None, b: int | None) -> int | None:
+def _smaller(a: int | None, b: int | None) -> int | None:
+    """Returns the smaller of two reaches; None is unlimited."""
     return b if a is None else a if b is None else min(a, b)
 
 
 @declare(Op.LENGTHS, cost=0, n=0)
 class Lengths(Mask):
-    """The first n keys of each sample are real. `n` is an int, or integers of the batch's shape, (B,)."""
+    """A mask that allows the first n keys of each sample, for padded batches.
+
+    Args:
+        n: an int for all samples, or integers of the batch shape (*batch,).
+    """
 
     n: Tensor
 
     def __init__(self, n: int | Sequence[int] | Tensor) -> None:
         n = int_tensor("Lengths(n)", n, 0)
         if readable(n) and n.numel() and int(n.min()) < 0:
-            raise ValueError(f"Lengths(n) must not be negative, got {int(n.min())}")
+            raise ValueError(f"Lengths(n): expected lengths >= 0, got {int(n.min())}")
         self._set(n=n)
 
     @functools.cached_property
-    def _longest(self) -> int:
+    def _max_length(self) -> int:
         return int(self.n.max()) if readable(self.n) and self.n.numel() else 0
 
     def _check(self, sizes: CallSizes) -> None:
         if not sizes.batch_fits(tuple(self.n.shape)):
             shape = tuple(self.n.shape)
-            raise ValueError(f"Lengths(n): shape {shape} does not broadcast to the batch {sizes.batch}")
+            raise ValueError(f"Lengths(n): expected shape broadcastable to batch {sizes.batch}, got {shape}")
 
-    def _sees(self, at: At) -> Tensor:
-        return at.j < at.of_sample(self.n)
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return pairs.j < pairs.of_sample(self.n)
 
 
 @declare(Op.DOCUMENTS, Op.TOKENS, q_ids=1, k_ids=1)
 class Documents(Mask):
-    """Tokens see the tokens that have the same id.
+    """A mask that allows keys whose document id equals the query's.
 
-    With two tensors, (..., Lq) and (..., Lk), they are the ids of the queries and of the keys. With one,
-    (..., Lk), it gives the ids by position: query i is token offset + i; outside the tokens it sees nothing.
+    Args:
+        q_ids: ids of the queries (..., Lq). Without `k_ids`: ids by position (..., Lk), shared by
+            queries and keys. Then a query whose position is outside [0, Lk) may attend to no key.
+        k_ids: ids of the keys (..., Lk).
     """
 
     q_ids: Tensor
@@ -114,8 +133,8 @@ class Documents(Mask):
         self._set(q_ids=int_tensor("Documents(q_ids)", q_ids, 1), k_ids=keys)
 
     def _sizes(self) -> tuple[int, int]:
-        own = self.q_ids.shape[-1]
-        return (0, own) if self.k_ids is None else (own, self.k_ids.shape[-1])
+        L = self.q_ids.shape[-1]
+        return (0, L) if self.k_ids is None else (L, self.k_ids.shape[-1])
 
     def _check(self, sizes: CallSizes) -> None:
         if self.k_ids is None:
@@ -124,50 +143,52 @@ class Documents(Mask):
             _check_ids("q_ids", self.q_ids, "Lq", sizes.Lq, sizes)
             _check_ids("k_ids", self.k_ids, "Lk", sizes.Lk, sizes)
 
-    def _sees(self, at: At) -> Tensor:
+    def _allows(self, pairs: Pairs) -> Tensor:
         if self.k_ids is not None:
-            return at.at_query(self.q_ids) == at.at_key(self.k_ids)
-        own, inside = at.at_position(self.q_ids)
-        return inside & (own == at.at_key(self.q_ids))
+            return pairs.at_query(self.q_ids) == pairs.at_key(self.k_ids)
+        query_ids, inside = pairs.at_position(self.q_ids)
+        return inside & (query_ids == pairs.at_key(self.q_ids))
 
     def _encode(self, pool: Pool) -> list[int]:
         if self.k_ids is None:
             return node(Op.TOKENS, pool.add(self.q_ids, self._dims["q_ids"]))
         return super()._encode(pool)
 
-    def _cut(self, part: Rectangle) -> Mask:
+    def _cut(self, tile: Rectangle) -> Mask:
         if self.k_ids is None:
-            return super()._cut(part)
-        return self._of(cut(self.q_ids, part.samples, part.rows), cut(self.k_ids, part.samples))
+            return super()._cut(tile)
+        return self._of(cut(self.q_ids, tile.samples, tile.rows), cut(self.k_ids, tile.samples))
 
 
 def _check_ids(name: str, ids: Tensor, letter: str, length: int, sizes: CallSizes) -> None:
     if ids.shape[-1] != length or not sizes.batch_fits(tuple(ids.shape[:-1])):
         raise ValueError(
-            f"Documents({name}): shape {tuple(ids.shape)} is not (..., {letter}) for batch {sizes.batch}, "
-            f"Lq = {sizes.Lq}, Lk = {sizes.Lk}"
+            f"Documents({name}): expected shape (..., {letter} = {length}) broadcastable to batch "
+            f"{sizes.batch}, got {tuple(ids.shape)}"
         )
 
 
 @declare(Op.PREFIX, kind=MaskKind.POSITION, cost=0)
 class Prefix(Mask):
-    """Every query sees the keys j < n. For one number per sample use Lengths."""
+    """A mask that allows the first n keys. For a different n per sample use `Lengths`."""
 
     n: int
 
     def __init__(self, n: int) -> None:
         self._set(n=count("Prefix(n)", n))
 
-    def _sees(self, at: At) -> Tensor:
-        return at.j < self.n
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return pairs.j < self.n
 
 
 @declare(Op.GLOBAL, kind=MaskKind.POSITION, tokens=1)
 class Global(Mask):
-    """The tokens at these positions see all keys and are seen by all queries.
+    """A mask of global tokens: they attend to all keys, and all queries attend to them.
 
-    `tokens` are positions (n,), or for each sample (..., n) padded with -1; or a bool tensor (..., L) that
-    marks them. They are kept in ascending order, without repeats, padding in front.
+    Args:
+        tokens: positions (n,), or (..., n) per sample, padded with -1; or a bool tensor (..., L)
+            that is True at global tokens. The attribute `tokens` holds positions in ascending
+            order without duplicates, padding first.
     """
 
     tokens: Tensor
@@ -178,22 +199,23 @@ class Global(Mask):
     def _check(self, sizes: CallSizes) -> None:
         if not sizes.batch_fits(tuple(self.tokens.shape[:-1])):
             raise ValueError(
-                f"Global(tokens): shape {tuple(self.tokens.shape)} is not (..., n) for batch {sizes.batch}"
+                f"Global(tokens): expected shape (..., n) broadcastable to batch {sizes.batch}, "
+                f"got {tuple(self.tokens.shape)}"
             )
 
     def _dense(self, grid: Grid) -> Tensor:
         queries = _among(grid.pos, self.tokens)
         return column(queries) | row(_among(grid.j, self.tokens))
 
-    def _mod(self, scene: Scene) -> Mod:
-        tokens, size = self.tokens, max(scene.Lk, scene.highest + 1, 1)
-        # Tokens that are padding or beyond every position fall into one more column, which is cut off.
-        at = torch.where((tokens >= 0) & (tokens < size), tokens, size)
-        marks = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=scene.device)
-        marks = marks.scatter(1, at, True)[:, :size].contiguous()
+    def _mod(self, call: FlexCall) -> Mod:
+        tokens, size = self.tokens, max(call.Lk, call.highest + 1, 1)
+        # Padding and tokens beyond all positions go to an extra column, which is dropped.
+        columns = torch.where((tokens >= 0) & (tokens < size), tokens, size)
+        marks = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=call.device)
+        marks = marks.scatter(1, columns, True)[:, :size].contiguous()
 
         def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            pair = Pair(scene, b, h, q, k)
+            pair = Pair(call, b, h, q, k)
             marked, inside = pair.at_position(marks)
             return (marked & inside) | pair.at_key(marks)
 
@@ -207,12 +229,13 @@ def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
     positions = int_tensor("Global(tokens)", tokens, 1)
     if readable(positions) and positions.numel() and int(positions.min()) < -1:
         raise ValueError(
-            f"Global(tokens) must be positions >= 0, or -1 for padding, got {int(positions.min())}"
+            f"Global(tokens): expected positions >= 0, or -1 for padding, got {int(positions.min())}"
         )
     return positions
 
 
 def _ascending(tokens: Tensor) -> Tensor:
+    """Sorts positions (..., n), removes duplicates, and trims the padding."""
     tokens = tokens.sort(-1).values
     repeats = torch.nn.functional.pad(tokens[..., 1:] == tokens[..., :-1], (1, 0))[..., : tokens.shape[-1]]
     tokens = tokens.masked_fill(repeats, -1).sort(-1).values
@@ -223,15 +246,21 @@ def _ascending(tokens: Tensor) -> Tensor:
 
 
 def _among(positions: Tensor, tokens: Tensor) -> Tensor:
-    """(..., L) and (..., n) -> bool (..., L); padding is nowhere."""
+    """Returns whether each position (..., L) occurs in tokens (..., n), ignoring padding."""
     return ((positions[..., :, None] == tokens[..., None, :]) & (tokens >= 0)[..., None, :]).any(-1)
 
 
 @declare(Op.RANDOM, kind=MaskKind.POSITION, cost=2)
 class RandomBlocks(Mask):
-    """Each block of `block` query positions sees `per_row` key blocks drawn at random.
+    """A mask that allows `per_row` random key blocks for each block of query positions.
 
-    The draw depends on the seed, the row and the number of key blocks only: the same on every machine.
+    The choice depends only on the seed, the query block and the number of key blocks. It is the
+    same on every machine.
+
+    Args:
+        per_row: number of key blocks for each query block.
+        block: tokens per block.
+        seed: an int of 64 bits.
     """
 
     per_row: int
@@ -246,21 +275,21 @@ class RandomBlocks(Mask):
         )
 
     def _dense(self, grid: Grid) -> Tensor:
-        rows, which = torch.unique(grid.pos.div(self.block, rounding_mode="floor"), return_inverse=True)
-        seen = self._table(rows, len(grid.j))[which][..., grid.j // self.block]
-        return seen.unsqueeze(-3) if seen.ndim > 2 else seen
+        rows, inverse = torch.unique(grid.pos.div(self.block, rounding_mode="floor"), return_inverse=True)
+        allowed = self._table(rows, len(grid.j))[inverse][..., grid.j // self.block]
+        return allowed.unsqueeze(-3) if allowed.ndim > 2 else allowed
 
-    def _mod(self, scene: Scene) -> Mod:
-        first, last = scene.lowest // self.block, scene.highest // self.block
-        table = self._table(torch.arange(first, last + 1, device=scene.device), scene.Lk)
+    def _mod(self, call: FlexCall) -> Mod:
+        first, last = call.lowest // self.block, call.highest // self.block
+        table = self._table(torch.arange(first, last + 1, device=call.device), call.Lk)
 
         def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return pick(table, Pair(scene, b, h, q, k).p // self.block - first, k // self.block)
+            return pick(table, Pair(call, b, h, q, k).p // self.block - first, k // self.block)
 
         return mod
 
     def _table(self, rows: Tensor, Lk: int) -> Tensor:
-        """Bool (R, key blocks): those drawn for each of the block rows (R,)."""
+        """Returns the key blocks chosen for query blocks `rows` (R,), as bool (R, key blocks)."""
         return chosen_blocks(rows, -(-Lk // self.block), self.per_row, self.seed)
 
     def _arguments(self, pool: Pool) -> list[int]:
@@ -269,31 +298,34 @@ class RandomBlocks(Mask):
 
 def _seed(seed: int) -> int:
     if not is_integer(seed):
-        raise TypeError(f"RandomBlocks(seed) must be an int, got {describe(seed)}")
+        raise TypeError(f"RandomBlocks(seed): expected an int, got {describe(seed)}")
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"RandomBlocks(seed) must fit in 64 bits, got {seed}")
+        raise ValueError(f"RandomBlocks(seed): expected an int of 64 bits, got {seed}")
     return int(seed)
 
 
 @declare(Op.DILATED, kind=MaskKind.DISTANCE, cost=2)
 class Dilated(Mask):
-    """Keys whose distance from the query's position is a multiple of `step`."""
+    """A mask that allows keys whose distance from the query's position is a multiple of `step`."""
 
     step: int
 
     def __init__(self, step: int) -> None:
         self._set(step=count("Dilated(step)", step, 1))
 
-    def _sees(self, at: At) -> Tensor:
-        return (at.p - at.j) % self.step == 0
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return (pairs.p - pairs.j) % self.step == 0
 
 
 @declare(Op.DENSE, cost=2, keep=3)
 class Dense(Mask):
-    """A bool tensor, broadcastable to (..., Hq, Lq, Lk); True means "may attend".
+    """A mask given as a bool tensor; True = may attend.
 
-    It is indexed by query and key number, not by position. Three dimensions are (Hq, Lq, Lk);
-    a mask for each sample is (B, 1, Lq, Lk).
+    Rows and columns are query and key indices, not positions, so `offset` has no effect.
+
+    Args:
+        keep: bool, broadcastable to (*batch, Hq, Lq, Lk). Three dims are (Hq, Lq, Lk); a mask per
+            sample is (B, 1, Lq, Lk).
     """
 
     keep: Tensor
@@ -303,7 +335,7 @@ class Dense(Mask):
 
     @classmethod
     def borrow(cls, keep: Tensor) -> Dense:
-        """A Dense that does not own its tensor: for a single call, which does not outlive it."""
+        """Returns a Dense that refers to `keep` without copying it. For use within one call."""
         return cls._of(keep)
 
     def _sizes(self) -> tuple[int, int]:
@@ -313,18 +345,23 @@ class Dense(Mask):
     def _check(self, sizes: CallSizes) -> None:
         _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
-    def _sees(self, at: At) -> Tensor:
-        return at.at_block(self.keep, 1)
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return pairs.at_block(self.keep, 1)
 
-    def _cut(self, part: Rectangle) -> Mask:
-        return self.borrow(cut(self.keep, part.samples, part.heads, part.rows))
+    def _cut(self, tile: Rectangle) -> Mask:
+        return self.borrow(cut(self.keep, tile.samples, tile.heads, tile.rows))
 
 
 @declare(Op.BLOCKS, table=3)
 class Blocks(Mask):
-    """A bool table (..., Hq, ceil(Lq / block), ceil(Lk / block)) over squares of `block` queries and keys.
+    """A block-sparse mask: a bool table with one entry for each `block` queries x `block` keys.
 
-    It is laid over the queries and keys by number, not by position.
+    Rows and columns are query and key indices, not positions, so `offset` has no effect.
+
+    Args:
+        table: bool (*batch, Hq, ceil(Lq / block), ceil(Lk / block)), True = may attend. Batch and
+            head dims broadcast.
+        block: tokens per block.
     """
 
     table: Tensor
@@ -341,14 +378,14 @@ class Blocks(Mask):
         nq, nk = -(-sizes.Lq // self.block), -(-sizes.Lk // self.block)
         _check_matrix(f"Blocks(table, block={self.block})", self.table, sizes, nq, nk, broadcast=False)
 
-    def _sees(self, at: At) -> Tensor:
-        return at.at_block(self.table, self.block)
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return pairs.at_block(self.table, self.block)
 
-    def _cut(self, part: Rectangle) -> Mask:
-        """Written out, for blocks need not begin where the part does."""
-        rows = torch.arange(part.rows.start, part.rows.stop, device=self.device) // self.block
-        keys = torch.arange(part.Lk, device=self.device) // self.block
-        return Dense.borrow(cut(self.table, part.samples, part.heads)[..., rows[:, None], keys])
+    def _cut(self, tile: Rectangle) -> Mask:
+        """Expands the table to a Dense mask, because the rows of a tile need not start a block."""
+        rows = torch.arange(tile.rows.start, tile.rows.stop, device=self.device) // self.block
+        keys = torch.arange(tile.Lk, device=self.device) // self.block
+        return Dense.borrow(cut(self.table, tile.samples, tile.heads)[..., rows[:, None], keys])
 
 
 def _check_matrix(
@@ -358,8 +395,8 @@ def _check_matrix(
     exact = broadcast or shape[-2:] == (rows, columns)
     heads = (*shape[-3:-2], 1)[0] if sizes.heads is None else sizes.heads
     if not exact or not broadcasts(shape[-3:], (heads, rows, columns)) or not sizes.batch_fits(shape[:-3]):
-        wanted = f"(batch {sizes.batch}, Hq = {sizes.heads}, {rows}, {columns})"
+        target = f"(batch {sizes.batch}, Hq = {sizes.heads}, {rows}, {columns})"
         raise ValueError(
-            f"{name}: shape {shape} does not broadcast to {wanted} for Lq = {sizes.Lq}, Lk = {sizes.Lk}; "
-            "the third dimension from the right is the heads, batch dimensions come before it"
+            f"{name}: expected a shape broadcastable to {target} for Lq = {sizes.Lq}, Lk = {sizes.Lk}, got "
+            f"{shape}; the third dim from the right is the heads, batch dims come before it"
         )

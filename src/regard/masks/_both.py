@@ -1,4 +1,4 @@
-"""Two optional masks at once: the mask of a layer and the one of a call."""
+"""Combines two optional masks, such as the mask of a layer and the mask of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._mask import Mask
 
 
 def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
-    """Returns the mask of what a and b allow together; None, on either side, allows everything."""
+    """Returns `a & b`. None allows everything; a bool tensor b becomes a `Dense` mask."""
     if not (b is None or isinstance(b, Mask | Tensor)):
         raise TypeError(f"mask: expected a Mask or a bool tensor (True = may attend), got {describe(b)}")
     other = Dense(b) if isinstance(b, Tensor) else b

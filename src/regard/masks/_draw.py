@@ -1,4 +1,4 @@
-"""Pictures of masks: text for the terminal, HTML for notebooks, matplotlib figures."""
+"""Drawings of masks: text for the terminal, HTML for notebooks, matplotlib figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_SIZE = 32
-# Blue on warm white: told apart by lightness alone, so safe for every kind of colour vision.
+# Blue on warm white differ in lightness, so they stay distinct under every kind of colour blindness.
 NOTHING, SEEN, SELF, INK = "#f3efe6", "#14508c", "#e69f00", "#33312c"
 SHADES = ("· ", "░░", "▒▒", "▓▓", "██")
 
 
 class Colours(NamedTuple):
     paper: str
-    nothing: str
-    seen: str
-    own: str  # a query's own position
+    excluded: str
+    allowed: str
+    diagonal: str  # key position = query position
     ink: str
 
 
@@ -36,43 +36,43 @@ DARK = Colours("#14161a", "#23262d", "#8cc7e0", "#f0a03c", "#e9e6df")
 
 class Picture(NamedTuple):
     title: str
-    seen: Tensor  # bool (Lq, Lk)
+    allowed: Tensor  # bool (Lq, Lk)
     start: int  # position of query 0
 
     @property
     def caption(self) -> str:
-        Lq, Lk = self.seen.shape
-        density = 100 * self.seen.double().mean().item()
+        Lq, Lk = self.allowed.shape
+        density = 100 * self.allowed.double().mean().item()
         return f"{Lq} queries x {Lk} keys, offset {self.start}, {density:.1f} % may attend"
 
 
 def picture(mask: Mask, Lq: int | None, Lk: int | None, offset: Offset, head: int, sample: int) -> Picture:
-    """One head of one sample of a mask, at the sizes given or guessed."""
-    Lq, Lk = _guess(mask, Lq, Lk)
+    """Evaluates one head of one sample of a mask, with default sizes if Lq or Lk is None."""
+    Lq, Lk = _default_sizes(mask, Lq, Lk)
     if Lq < 1 or Lk < 1:
-        raise ValueError(f"there is nothing to draw for Lq = {Lq}, Lk = {Lk}")
+        raise ValueError(f"Lq and Lk: expected at least 1 to draw, got {Lq} and {Lk}")
     dense = mask.to_dense(Lq, Lk, offset).cpu()
-    many = f" (head {head})" if dense.ndim > 2 and dense.shape[-3] > 1 else ""
+    suffix = f" (head {head})" if dense.ndim > 2 and dense.shape[-3] > 1 else ""
     if dense.ndim > 2:
         dense = _pick(dense.movedim(-3, 0), "head", head)
     if dense.ndim > 2:
         dense = _pick(dense.flatten(0, -3), "sample", sample)
-        many += f" (sample {sample})"
-    return Picture(f"{mask!r}{many}", dense, _start(Lq, Lk, offset, sample))
+        suffix += f" (sample {sample})"
+    return Picture(f"{mask!r}{suffix}", dense, _start(Lq, Lk, offset, sample))
 
 
-def _guess(mask: Mask, Lq: int | None, Lk: int | None) -> tuple[int, int]:
-    own_Lq, own_Lk = mask._sizes()
-    guess = own_Lk or Lq or own_Lq or max(DEFAULT_SIZE, mask._longest)
-    Lk = guess if Lk is None else Lk
-    return (own_Lq or Lk) if Lq is None else Lq, Lk
+def _default_sizes(mask: Mask, Lq: int | None, Lk: int | None) -> tuple[int, int]:
+    mask_Lq, mask_Lk = mask._sizes()
+    default_Lk = mask_Lk or Lq or mask_Lq or max(DEFAULT_SIZE, mask._max_length)
+    Lk = default_Lk if Lk is None else Lk
+    return (mask_Lq or Lk) if Lq is None else Lq, Lk
 
 
 def _pick(dense: Tensor, name: str, index: int) -> Tensor:
     if len(dense) == 1:
         return dense[0]
     if not 0 <= index < len(dense):
-        raise ValueError(f"{name} must be from 0 to {len(dense) - 1}, got {index}")
+        raise ValueError(f"{name}: expected 0 to {len(dense) - 1}, got {index}")
     return dense[index]
 
 
@@ -83,18 +83,18 @@ def _start(Lq: int, Lk: int, offset: Offset, sample: int) -> int:
     return Lk - Lq if offset is None else offset
 
 
-def _cells(seen: Tensor, most: int) -> tuple[Tensor, int]:
-    """The share of pairs seen in square cells, at most `most` cells each way, and the size of a cell."""
-    step = -(-max(seen.shape) // most)
-    shares = torch.nn.functional.avg_pool2d(seen[None, None].double(), step, step, ceil_mode=True)
+def _cells(allowed: Tensor, max_cells: int) -> tuple[Tensor, int]:
+    """Downsamples to at most max_cells per side. Returns the allowed share and size of a cell."""
+    step = -(-max(allowed.shape) // max_cells)
+    shares = torch.nn.functional.avg_pool2d(allowed[None, None].double(), step, step, ceil_mode=True)
     return shares[0, 0], step
 
 
 def text(image: Picture, width: int | None) -> str:
     width = width or min(shutil.get_terminal_size().columns, 100)
-    Lq = len(image.seen)
+    Lq = len(image.allowed)
     margin = max(len(str(image.start)), len(str(image.start + Lq - 1))) + 1
-    cells, step = _cells(image.seen, max(1, (width - margin) // 2))
+    cells, step = _cells(image.allowed, max(1, (width - margin) // 2))
     lines = [image.title, image.caption, " " * margin + _ticks(cells.shape[1], step)]
     for number, shares in enumerate(cells.tolist()):
         label = str(image.start + number * step).rjust(margin - 1)
@@ -105,22 +105,22 @@ def text(image: Picture, width: int | None) -> str:
 
 
 def _ticks(cells: int, step: int) -> str:
-    """Key positions over the columns, as often as they fit."""
-    widest = len(str(cells * step)) + 1
-    every = max(5, -(-widest // 2))
-    return "".join(str(n * step).ljust(2 * every) for n in range(0, cells, every)).rstrip()
+    """Returns the line of key positions above the columns."""
+    label_width = len(str(cells * step)) + 1
+    spacing = max(5, -(-label_width // 2))
+    return "".join(str(n * step).ljust(2 * spacing) for n in range(0, cells, spacing)).rstrip()
 
 
 def _shade(share: float) -> str:
-    """Only a cell with no pair looks empty, only a cell with all of them looks full."""
+    """Returns the character for a cell: empty only for a share of 0, full only for a share of 1."""
     if share in (0.0, 1.0):
         return SHADES[-1] if share else SHADES[0]
     return SHADES[1 + min(int(share * 3), 2)]
 
 
 def html(image: Picture) -> str:
-    """An inline SVG, so that notebooks need nothing installed."""
-    cells, _ = _cells(image.seen, 96)
+    """Returns an inline SVG, which needs no plotting package."""
+    cells, _ = _cells(image.allowed, 96)
     rows, columns = cells.shape
     unit = max(3, min(14, 420 // max(rows, columns)))
     marks = "".join(
@@ -142,11 +142,11 @@ def image(image: Picture, path: str | os.PathLike[str] | None, dark: bool = Fals
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing an image of a mask needs matplotlib: pip install regard[plot]") from error
-    cells, _ = _cells(image.seen, 1024)
-    tall = 5.2 * max(0.25, min(2.5, cells.shape[0] / cells.shape[1]))
+        raise ImportError("an image of a mask needs matplotlib: pip install regard[plot]") from error
+    cells, _ = _cells(image.allowed, 1024)
+    height = 5.2 * max(0.25, min(2.5, cells.shape[0] / cells.shape[1]))
     colours = DARK if dark else LIGHT
-    figure = Figure(figsize=(5.8, tall + 1.0), layout="constrained", facecolor=colours.paper)
+    figure = Figure(figsize=(5.8, height + 1.0), layout="constrained", facecolor=colours.paper)
     _paint(figure.subplots(), image, cells, colours)
     if path is not None:
         figure.savefig(path, dpi=160)
@@ -156,29 +156,29 @@ def image(image: Picture, path: str | os.PathLike[str] | None, dark: bool = Fals
 def _paint(axes: Any, image: Picture, cells: Tensor, colours: Colours) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    Lq, Lk = image.seen.shape
+    Lq, Lk = image.allowed.shape
     edges = (-0.5, Lk - 0.5, image.start + Lq - 0.5, image.start - 0.5)
-    ramp = LinearSegmentedColormap.from_list("regard", [colours.nothing, colours.seen])
+    ramp = LinearSegmentedColormap.from_list("regard", [colours.excluded, colours.allowed])
     axes.imshow(cells.numpy(), cmap=ramp, vmin=0, vmax=1, extent=edges, interpolation="nearest")
     if max(Lq, Lk) <= 64:
         _paint_details(axes, image, colours)
     axes.set_xlabel("key position", color=colours.ink)
     axes.set_ylabel("query position", color=colours.ink)
-    axes.set_title(_wrapped(image.title) + "\n" + image.caption, fontsize=9, color=colours.ink, loc="left")
+    axes.set_title(_shortened(image.title) + "\n" + image.caption, fontsize=9, color=colours.ink, loc="left")
     axes.tick_params(colors=colours.ink, labelsize=8, length=2)
     axes.spines[:].set_visible(False)
 
 
 def _paint_details(axes: Any, image: Picture, colours: Colours) -> None:
-    """Thin lines between the pairs, and a dot where a query meets its own position."""
-    Lq, Lk = image.seen.shape
-    own = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
+    """Draws thin lines between the pairs, and a dot where key and query position are equal."""
+    Lq, Lk = image.allowed.shape
+    diagonal = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
     axes.set_xticks([j - 0.5 for j in range(1, Lk)], minor=True)
     axes.set_yticks([image.start + i - 0.5 for i in range(1, Lq)], minor=True)
     axes.grid(which="minor", color=colours.paper, linewidth=0.6)
     axes.tick_params(which="minor", length=0)
-    axes.scatter(own, own, s=max(2.0, 220 / max(Lq, Lk)), color=colours.own, linewidths=0, zorder=3)
+    axes.scatter(diagonal, diagonal, s=max(2.0, 220 / max(Lq, Lk)), color=colours.diagonal, lw=0, zorder=3)
 
 
-def _wrapped(title: str, most: int = 76) -> str:
-    return title if len(title) <= most else title[: most - 1] + "…"
+def _shortened(title: str, max_length: int = 76) -> str:
+    return title if len(title) <= max_length else title[: max_length - 1] + "…"

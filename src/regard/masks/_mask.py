@@ -1,4 +1,4 @@
-"""What every mask can do, and the operators that combine masks."""
+"""The base class of masks, and the combinations And, Or, Not and PerHead."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch.compiler import is_dynamo_compiling
 
 from .._tools.arguments import Offset, broadcasts, common_shape, count, first_position
 from .._tools.values import Value, value
-from ._pairs import At, Grid, Mod, Pair, Rectangle, Scene, cut
+from ._pairs import FlexCall, Grid, Mod, Pair, Pairs, Rectangle, cut
 from ._program import Op, Pool, Program, node, nodes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 M = TypeVar("M", bound="Mask")
-_classes: dict[int, type[Mask]] = {}  # Op -> the class that reads it
+_classes: dict[int, type[Mask]] = {}  # Op -> the class that decodes it
 
 
 class MaskKind(Enum):
-    """What a mask speaks of. It decides where else than in its own call the mask can be applied."""
+    """What a mask depends on, and so whether it also applies to sequences of other lengths."""
 
-    DISTANCE = "distance"  # the query's position less the key's
-    POSITION = "position"  # in a sequence of any length
-    INDEX = "index"  # the queries and keys of one call
+    DISTANCE = "distance"  # query position - key position
+    POSITION = "position"  # positions in a sequence of any length
+    INDEX = "index"  # query and key indices, or the samples, of one call
 
 
 class CallSizes(NamedTuple):
-    """The sizes of a call that a mask is to be applied to; None means unknown."""
+    """The sizes of the call that a mask is applied to; None is unknown."""
 
     batch: tuple[int, ...] | None
     heads: int | None
@@ -49,42 +49,48 @@ class CallSizes(NamedTuple):
 def declare(
     *ops: Op, kind: MaskKind = MaskKind.INDEX, cost: int = 1, **dims: int
 ) -> Callable[[type[M]], type[M]]:
-    """Declares what other code asks of a class of masks.
+    """Returns a class decorator that registers a mask class.
 
     Args:
-        ops: its codes in a program; instances have the first, unless they say otherwise.
-        kind: what it speaks of.
-        cost: where AND puts this operand: 0 narrows cheaply, 2 comes last.
-        dims: its tensors, and how many trailing dims are their own. The dims before them are batch dims.
+        ops: the class's opcodes in a mask program. `_encode` uses the first unless overridden.
+        kind: what the mask depends on.
+        cost: sorts the operands of AND: 0 (cheap) comes first, 2 (expensive) last.
+        dims: for each tensor field, the number of trailing dims that are not batch dims.
     """
 
-    def declared(cls: type[M]) -> type[M]:
+    def decorate(cls: type[M]) -> type[M]:
         cls._op, cls._kind, cls._cost, cls._dims = ops[0], kind, cost, dims
         _classes.update(dict.fromkeys(ops, cls))
         return value(cls)
 
-    return declared
+    return decorate
 
 
 def decode(code: tuple[int, ...], tensors: Sequence[Tensor]) -> Mask:
-    """The mask that lowers to this program. Its tensors are not copied."""
+    """Returns the mask that lowers to this program. Tensors are not copied."""
     return _classes[code[0]]._decode(code[2:], tensors)
 
 
-def part_of(code: tuple[int, ...], tensors: Sequence[Tensor], part: Rectangle) -> Mask:
-    """The mask over a part of a call; `tensors` have their batch dims flattened to 1 or B.
+def part_of(code: tuple[int, ...], tensors: Sequence[Tensor], tile: Rectangle) -> Mask:
+    """Returns the mask restricted to a tile of a call.
 
-    Row 0 of the part stands `part.rows.start` further than row 0 of the call.
+    The batch dims of `tensors` are flattened to a dim of size 1 or B. The offset of the tile is
+    `tile.rows.start` more than the offset of the call.
     """
-    return decode(code, tensors)._cut(part)
+    return decode(code, tensors)._cut(tile)
 
 
 class Mask(Value):
-    """Which keys each query may attend to. True means "may attend".
+    """The base class of masks. A mask defines which keys each query may attend to.
 
-    Query i stands at position `offset + i`, key j at position j. Masks are values: frozen, comparable,
-    hashable, picklable, printable; they keep private copies of the tensors they are given.
-    Combine them with `&`, `|`, `~`. `to_dense` defines what a mask means.
+    Query i has position `offset + i`, key j has position j. Masks are immutable and can be
+    compared, hashed, pickled and printed. They copy the tensors passed to them. Combine masks with
+    `&`, `|` and `~`.
+
+    Example:
+        >>> mask = masks.Causal() & masks.Lengths([3, 5])
+        >>> mask.to_dense(5, 5).shape
+        torch.Size([2, 1, 5, 5])
     """
 
     _op: ClassVar[Op]
@@ -96,57 +102,65 @@ class Mask(Value):
         self, Lq: int, Lk: int, offset: Offset = None, heads: int | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:  # fmt: skip
-        """The mask as a bool tensor.
+        """Returns the mask as a bool tensor; True = may attend. It defines the mask's meaning.
 
-        Shape (Lq, Lk) if it is the same for all heads and samples, (H, Lq, Lk) if only heads differ,
-        (*batch, 1 or H, Lq, Lk) if samples differ. `offset` is an int or one int for each sample, (B,)
-        (any batch shape); the default is Lk - Lq. `heads` only checks PerHead and per-head tensors.
+        Args:
+            Lq, Lk: numbers of queries and keys.
+            offset: the position of query 0: an int, or integers (*batch,). Default Lk - Lq.
+            heads: the number of query heads. It only checks PerHead and tensors with a head dim.
+            device: where to compute. Default: the device of the mask's tensors.
+
+        Returns:
+            (Lq, Lk) if heads and samples share the mask, (H, Lq, Lk) if only heads differ,
+            (*batch, 1 or H, Lq, Lk) if samples differ.
         """
         mask = self if device is None else self.to(device)
         mask._check(CallSizes(None, heads, count("Lq", Lq), count("Lk", Lk)))
-        where = mask.device if device is None else torch.device(device)  # of a mask without tensors
-        dense = mask._dense(_grid(Lq, Lk, offset, where))
+        grid_device = mask.device if device is None else torch.device(device)
+        dense = mask._dense(_grid(Lq, Lk, offset, grid_device))
         shape = common_shape(dense.shape, (Lq, Lk))
         return dense.expand(shape).clone(memory_format=torch.contiguous_format)
 
     def lower(self) -> Program:
-        """The mask as a short program. It does not depend on any length and is made once."""
-        # A compiler follows the code below, but not the lock of a cached property.
+        """Returns the mask program. It does not depend on lengths and is cached."""
+        # torch.compile cannot trace the lock of a cached property.
         return self._lowered() if is_dynamo_compiling() else self._program
 
     def check(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
-        """Raise ValueError if the mask cannot be applied to attention of these sizes."""
+        """Raises ValueError if the mask does not apply to a call with these sizes."""
         self.check_shapes(batch, heads, Lq, Lk, offset)
         self.check_values(batch, heads, Lq, Lk, offset)
 
     def check_shapes(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
-        """The part of `check` that looks at shapes only."""
+        """Raises ValueError if a tensor of the mask has a shape that does not fit these sizes."""
         self._check(CallSizes(tuple(batch), heads, Lq, Lk))
 
     def check_values(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
-        """The part of `check` that looks at data: no length may exceed Lk.
+        """Raises ValueError if a length of a `Lengths` mask exceeds Lk.
 
-        The largest length is read once and remembered. Global tokens and prefixes may lie beyond the keys:
-        they speak of positions in a sequence that may still be growing. Tensors that cannot be read
-        (fake, meta) are not checked.
+        The largest length is read once and cached. `Global` and `Prefix` may exceed Lk, because the
+        sequence may still grow. Fake and meta tensors are not checked.
         """
-        if self._longest > Lk:
-            raise ValueError(f"{self!r}: a length of {self._longest} is beyond the keys, Lk = {Lk}")
+        if self._max_length > Lk:
+            raise ValueError(f"{self!r}: expected lengths up to Lk = {Lk}, got {self._max_length}")
 
     def to(self: M, device: torch.device | str) -> M:
-        """The same mask with its tensors on `device`."""
-        return self._map(lambda part: part.to(device))
+        """Returns the mask with its tensors on `device`."""
+        return self._map(lambda content: content.to(device))
 
     @property
     def device(self) -> torch.device:
-        """Where the mask's tensors are; the CPU if it has none."""
+        """The device of the mask's tensors; the CPU if it has none."""
         return next((tensor.device for tensor in self._tensors()), torch.device("cpu"))
 
     def draw(
         self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
         sample: int = 0, width: int | None = None,
     ) -> str:  # fmt: skip
-        """The mask as text, at most `width` characters wide. Sizes default to those of its tensors, or 32."""
+        """Returns a drawing of the mask as text, at most `width` characters wide.
+
+        Lq and Lk default to the sizes of the mask's tensors, or to 32.
+        """
         from . import _draw
 
         return _draw.text(_draw.picture(self, Lq, Lk, offset, head, sample), width)
@@ -155,7 +169,7 @@ class Mask(Value):
         self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
         sample: int = 0, file: str | os.PathLike[str] | IO[str] | None = None, width: int | None = None,
     ) -> None:  # fmt: skip
-        """Print the drawing, to the terminal or the open `file`; a path is saved as an image."""
+        """Prints the drawing to the terminal or an open `file`. With a path, saves an image."""
         if isinstance(file, (str, os.PathLike)):
             self.image(file, Lq, Lk, offset, head=head, sample=sample)
         else:
@@ -165,7 +179,7 @@ class Mask(Value):
         self, path: str | os.PathLike[str] | None = None, Lq: int | None = None, Lk: int | None = None,
         offset: Offset = None, *, head: int = 0, sample: int = 0, dark: bool = False,
     ) -> Figure:  # fmt: skip
-        """The mask as a matplotlib Figure, saved to `path` if one is given (needs the extra `plot`)."""
+        """Returns a matplotlib Figure of the mask, saved to `path` if given (extra: `plot`)."""
         from . import _draw
 
         return _draw.image(_draw.picture(self, Lq, Lk, offset, head, sample), path, dark)
@@ -184,18 +198,18 @@ class Mask(Value):
     def __or__(self, other: object) -> Mask:
         return Or(self, other) if _combinable(other, "|") else NotImplemented
 
-    # Reached when the left operand is no mask: a tensor gets the message of `_combinable`.
+    # With a tensor as left operand, `_combinable` raises an error that names `masks.Dense`.
     __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise TypeError("a mask is neither true nor false; combine masks with &, |, ~, not with and, or, not")
+        raise TypeError("a mask has no truth value; combine masks with &, |, ~, not with and, or, not")
 
     @property
     def kinds(self) -> frozenset[MaskKind]:
-        """What the mask speaks of: distances, positions, or the indices of one call."""
+        """What the mask depends on: distances, positions, or indices of one call."""
         return frozenset([self._kind])
 
     def _children(self) -> tuple[Mask, ...]:
@@ -216,68 +230,68 @@ class Mask(Value):
         return Program(tuple(code), tuple(pool.tensors), tuple(pool.cores))
 
     @functools.cached_property
-    def _longest(self) -> int:
-        """The largest length any Lengths in this mask gives, 0 if there is none."""
-        return max((child._longest for child in self._children()), default=0)
+    def _max_length(self) -> int:
+        """The largest length in the `Lengths` of this mask, 0 if there is none."""
+        return max((child._max_length for child in self._children()), default=0)
 
     def _check(self, sizes: CallSizes) -> None:
         for child in self._children():
             child._check(sizes)
 
     def _sizes(self) -> tuple[int, int]:
-        """The (Lq, Lk) that the mask's tensors are made for, 0 where it has no opinion."""
+        """Returns the (Lq, Lk) that the mask's tensors imply; 0 is unknown."""
         known = [child._sizes() for child in self._children()]
         return max((Lq for Lq, _ in known), default=0), max((Lk for _, Lk in known), default=0)
 
-    # What an atom states of itself, beside `declare`
+    # Methods that atoms override
 
-    def _sees(self, at: At) -> Tensor:
-        """The formula: whether each query may attend to each key."""
+    def _allows(self, pairs: Pairs) -> Tensor:
+        """Returns whether the query of each pair may attend to its key."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:
-        return self._sees(grid)
+        return self._allows(grid)
 
-    def _mod(self, scene: Scene) -> Mod:
-        """The formula for FlexAttention. Tensors have one batch dim, of 1 or B."""
-        return lambda b, h, q, k: self._sees(Pair(scene, b, h, q, k))
+    def _mod(self, call: FlexCall) -> Mod:
+        """Returns a mask_mod for FlexAttention. Tensors have one batch dim, of size 1 or B."""
+        return lambda b, h, q, k: self._allows(Pair(call, b, h, q, k))
 
-    def _joined(self, other: Mask) -> Mask | None:
-        """One mask that means `self & other`, if there is one."""
+    def _intersection(self, other: Mask) -> Mask | None:
+        """Returns `self & other` as a single atom, or None if no atom expresses it."""
         return None
 
     def _encode(self, pool: Pool) -> list[int]:
         return node(self._op, *self._arguments(pool))
 
     def _arguments(self, pool: Pool) -> list[int]:
-        """The fields as integers, tensors by their number in the pool."""
-        dims, given = self._dims, self.__dict__
-        return [pool.add(given[name], dims[name]) if name in dims else given[name] for name in self._names]
+        """Returns the fields as integers; a tensor becomes its index in the pool."""
+        dims, fields = self._dims, self.__dict__
+        return [pool.add(fields[name], dims[name]) if name in dims else fields[name] for name in self._names]
 
     @classmethod
     def _decode(cls: type[M], words: tuple[int, ...], tensors: Sequence[Tensor]) -> M:
         fields = itertools.zip_longest(cls._names, words)
         return cls._of(*(tensors[x] if name in cls._dims and x is not None else x for name, x in fields))
 
-    def _cut(self, part: Rectangle) -> Mask:
-        """The mask over a part of a call. Tensors have one batch dim, of 1 or B."""
-        return self._map(lambda x: x._cut(part) if isinstance(x, Mask) else cut(x, part.samples))
+    def _cut(self, tile: Rectangle) -> Mask:
+        """Returns the mask restricted to a tile. Tensors have one batch dim, of size 1 or B."""
+        return self._map(lambda x: x._cut(tile) if isinstance(x, Mask) else cut(x, tile.samples))
 
     @classmethod
     def _of(cls: type[M], *contents: object) -> M:
-        """A mask with these contents, neither checked nor copied."""
+        """Creates a mask from its fields without checking or copying them."""
         mask = cls.__new__(cls)
         mask.__dict__.update(zip(cls._names, contents, strict=True))
         return mask
 
     def _map(self: M, change: Callable[[Any], Any]) -> M:
-        """The same mask with other tensors and masks in it."""
-        return self._of(*(_changed(content, change) for _, content in self._items()))
+        """Returns a copy with `change` applied to every tensor and child mask."""
+        return self._of(*(_mapped(content, change) for _, content in self._items()))
 
 
 @value
 class _Combination(Mask):
-    """A mask made of others."""
+    """A mask that combines other masks."""
 
     masks: tuple[Mask, ...]
 
@@ -288,16 +302,16 @@ class _Combination(Mask):
     def _children(self) -> tuple[Mask, ...]:
         return self.masks
 
-    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
-        """The formula, from those of the masks."""
+    def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
+        """Combines the results of the masks, one tensor each."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:
         return self._combined([mask._dense(grid) for mask in self.masks], grid)
 
-    def _mod(self, scene: Scene) -> Mod:
-        mods = [mask._mod(scene) for mask in self.masks]
-        return lambda b, h, q, k: self._combined([mod(b, h, q, k) for mod in mods], Pair(scene, b, h, q, k))
+    def _mod(self, call: FlexCall) -> Mod:
+        mods = [mask._mod(call) for mask in self.masks]
+        return lambda b, h, q, k: self._combined([mod(b, h, q, k) for mod in mods], Pair(call, b, h, q, k))
 
     def _encode(self, pool: Pool) -> list[int]:
         return node(self._op, children=[mask._encode(pool) for mask in self.masks])
@@ -308,42 +322,42 @@ class _Combination(Mask):
 
 
 @value
-class _Several(_Combination):
+class _NaryOperator(_Combination):
     def __init__(self, *masks: Any) -> None:
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise TypeError(f"{type(self).__name__} combines masks, got {type(mask).__name__}")
+                raise TypeError(f"{type(self).__name__}(*masks): expected masks, got {type(mask).__name__}")
         if len(masks) < 2:
-            raise ValueError(f"{type(self).__name__} combines at least two masks, got {len(masks)}")
-        # Nested combinations of the same kind become one flat list.
-        flat = [m.masks if isinstance(m, type(self)) else (m,) for m in masks]
-        self._set(masks=self._simplified([part for parts in flat for part in parts]))
+            raise ValueError(f"{type(self).__name__}(*masks): expected at least two masks, got {len(masks)}")
+        # Flatten nested combinations of the same class.
+        groups = [m.masks if isinstance(m, type(self)) else (m,) for m in masks]
+        self._set(masks=self._simplified([mask for group in groups for mask in group]))
 
     def _simplified(self, masks: list[Mask]) -> tuple[Mask, ...]:
         return tuple(masks)
 
 
 @declare(Op.AND)
-class And(_Several):
-    """Keys that every one of the masks allows: `a & b`. Windows among them are joined to one."""
+class And(_NaryOperator):
+    """A mask that allows keys that all of its masks allow: `a & b`. Merges windows into one."""
 
     def _simplified(self, masks: list[Mask]) -> tuple[Mask, ...]:
-        joined: list[Mask] = []
+        merged: list[Mask] = []
         for mask in masks:
-            for n, known in enumerate(joined):
-                both = known._joined(mask)
+            for n, earlier in enumerate(merged):
+                both = earlier._intersection(mask)
                 if both is not None:
-                    joined[n] = both
+                    merged[n] = both
                     break
             else:
-                joined.append(mask)
-        return tuple(joined)
+                merged.append(mask)
+        return tuple(merged)
 
     def __repr__(self) -> str:
         return " & ".join(f"({m!r})" if isinstance(m, Or) else repr(m) for m in self.masks)
 
-    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
-        return functools.reduce(operator.and_, seen)
+    def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
+        return functools.reduce(operator.and_, allowed)
 
     def _encode(self, pool: Pool) -> list[int]:
         ordered = sorted(self.masks, key=lambda mask: mask._cost)
@@ -351,23 +365,23 @@ class And(_Several):
 
 
 @declare(Op.OR)
-class Or(_Several):
-    """Keys that any one of the masks allows: `a | b`."""
+class Or(_NaryOperator):
+    """A mask that allows keys that at least one of its masks allows: `a | b`."""
 
     def __repr__(self) -> str:
         return " | ".join(repr(m) for m in self.masks)
 
-    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
-        return functools.reduce(operator.or_, seen)
+    def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
+        return functools.reduce(operator.or_, allowed)
 
 
 @declare(Op.NOT)
 class Not(_Combination):
-    """Keys that the mask does not allow: `~a`."""
+    """A mask that allows exactly the keys that its mask does not allow: `~a`."""
 
     def __init__(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):
-            raise TypeError(f"Not inverts a mask, got {type(mask).__name__}")
+            raise TypeError(f"Not(mask): expected a mask, got {type(mask).__name__}")
         self._set(masks=(mask,))
 
     @property
@@ -378,26 +392,26 @@ class Not(_Combination):
         return self.mask
 
     def __repr__(self) -> str:
-        return f"~({self.mask!r})" if isinstance(self.mask, _Several) else f"~{self.mask!r}"
+        return f"~({self.mask!r})" if isinstance(self.mask, _NaryOperator) else f"~{self.mask!r}"
 
-    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
-        return ~seen[0]
+    def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
+        return ~allowed[0]
 
 
 @declare(Op.PERHEAD)
 class PerHead(_Combination):
-    """Query head h follows `masks[h]`. There is one mask for each query head."""
+    """A mask that applies `masks[h]` to query head h. There are Hq masks."""
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         if isinstance(masks, (Mask, Tensor)) or not hasattr(masks, "__iter__"):
-            came = type(masks).__name__
-            raise TypeError(f"PerHead(masks) must be a list with one mask for each head, got {came}")
+            got = type(masks).__name__
+            raise TypeError(f"PerHead(masks): expected a list with one mask for each head, got {got}")
         masks = tuple(masks)
         for index, mask in enumerate(masks):
             if not isinstance(mask, Mask):
-                raise TypeError(f"PerHead(masks): masks[{index}] must be a mask, got {type(mask).__name__}")
+                raise TypeError(f"PerHead(masks[{index}]): expected a mask, got {type(mask).__name__}")
         if not masks:
-            raise ValueError("PerHead(masks) must have one mask for each head, got an empty list")
+            raise ValueError("PerHead(masks): expected one mask for each head, got an empty list")
         self._set(masks=masks)
 
     def __repr__(self) -> str:
@@ -405,16 +419,14 @@ class PerHead(_Combination):
 
     def _check(self, sizes: CallSizes) -> None:
         if sizes.heads not in (None, len(self.masks)):
-            raise ValueError(
-                f"PerHead has {len(self.masks)} masks, but there are Hq = {sizes.heads} query heads"
-            )
+            raise ValueError(f"PerHead(masks): expected Hq = {sizes.heads} masks, got {len(self.masks)}")
         super()._check(sizes._replace(heads=len(self.masks)))
 
-    def _combined(self, seen: Sequence[Tensor], at: At) -> Tensor:
-        return at.by_head(seen)
+    def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
+        return pairs.by_head(allowed)
 
-    def _cut(self, part: Rectangle) -> Mask:
-        return PerHead([mask._cut(part) for mask in self.masks[part.heads]])
+    def _cut(self, tile: Rectangle) -> Mask:
+        return PerHead([mask._cut(tile) for mask in self.masks[tile.heads]])
 
 
 def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
@@ -424,13 +436,11 @@ def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
 
 def _combinable(other: object, symbol: str) -> bool:
     if isinstance(other, Tensor):
-        raise TypeError(
-            f"cannot combine a mask and a tensor with {symbol}; wrap the bool tensor: masks.Dense(tensor)"
-        )
+        raise TypeError(f"{symbol}: expected a mask, got a tensor; wrap the bool tensor: masks.Dense(tensor)")
     return isinstance(other, Mask)
 
 
-def _changed(content: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(content: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(content, tuple):
-        return tuple(_changed(part, change) for part in content)
+        return tuple(_mapped(item, change) for item in content)
     return change(content) if isinstance(content, (Tensor, Mask)) else content

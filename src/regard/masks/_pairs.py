@@ -1,7 +1,7 @@
-"""Pairs of queries and keys: where the formula of a mask is evaluated.
+"""Pairs of a query and a key, on which masks are evaluated.
 
-`to_dense` evaluates it on a `Grid`, all pairs of a call at once. FlexAttention evaluates it at a `Pair`. Both
-answer the same questions, so that an atom has one formula for both.
+`to_dense` evaluates a mask on a `Grid`, all pairs of a call at once. FlexAttention evaluates it on
+one `Pair`. Both classes have the same methods, so that an atom needs one formula.
 """
 
 from __future__ import annotations
@@ -21,65 +21,67 @@ Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # FlexAttention's mask
 class Grid(NamedTuple):
     """All pairs of a call. Results broadcast to (*batch, H, Lq, Lk)."""
 
-    query: Tensor  # (Lq,)
-    pos: Tensor  # (Lq,), or (*batch, Lq) when the samples differ
-    j: Tensor  # (Lk,), the index and position of each key
+    query: Tensor  # (Lq,), query indices
+    pos: Tensor  # (Lq,), or (*batch, Lq) if samples differ: query positions
+    j: Tensor  # (Lk,), key indices, which are also the key positions
 
     @property
     def i(self) -> Tensor:
-        """The index of the query."""
+        """The query index."""
         return column(self.query)
 
     @property
     def p(self) -> Tensor:
-        """The position of the query."""
+        """The query position."""
         return column(self.pos)
 
     def of_sample(self, x: Tensor) -> Tensor:
-        """Of one number for each sample, x (*batch,)."""
+        """Returns x (*batch,) at the sample of each pair."""
         return x[..., None, None, None] if x.ndim else x
 
     def at_query(self, x: Tensor) -> Tensor:
+        """Returns x (*batch, Lq) at the query index."""
         return column(x)
 
     def at_key(self, x: Tensor) -> Tensor:
+        """Returns x (*batch, Lk) at the key index."""
         return row(x)
 
     def at_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x (*batch, L) at the position of the query, and whether that lies inside x."""
+        """Returns x (*batch, L) at the query position, and whether the position is in [0, L)."""
         L = x.shape[-1]
         inside = (self.pos >= 0) & (self.pos < L)
         lead = common_shape(x.shape[:-1], self.pos.shape[:-1])
-        # One more column for the positions outside, so that there is something to gather.
+        # Positions outside gather from an extra column.
         padded = torch.nn.functional.pad(x, (0, 1)).expand(*lead, L + 1)
-        at = torch.where(inside, self.pos, L).expand(*lead, -1)
-        return column(padded.gather(-1, at)), column(inside)
+        index = torch.where(inside, self.pos, L).expand(*lead, -1)
+        return column(padded.gather(-1, index)), column(inside)
 
     def at_block(self, x: Tensor, size: int) -> Tensor:
-        """Of a table x (*batch, H, nq, nk) over blocks of `size` queries and keys."""
+        """Returns x (*batch, H, nq, nk) at the pair's block, with `size` tokens per block."""
         return x if size == 1 else x[..., self.i // size, self.j // size]
 
-    def by_head(self, seen: Sequence[Tensor]) -> Tensor:
-        """Stacks the results for each head, (..., 1 or H, Lq, Lk), of which head h takes its own."""
-        heads = [x if x.ndim < 3 else x.select(-3, h if x.shape[-3] > 1 else 0) for h, x in enumerate(seen)]
+    def by_head(self, masks: Sequence[Tensor]) -> Tensor:
+        """Returns masks[h] (..., 1 or H, Lq, Lk) at each head h."""
+        heads = [x if x.ndim < 3 else x.select(-3, h if x.shape[-3] > 1 else 0) for h, x in enumerate(masks)]
         shape = common_shape((len(self.query), len(self.j)), *(x.shape for x in heads))
         return torch.stack([x.expand(shape) for x in heads], dim=-3)
 
 
-class Scene(NamedTuple):
-    """The sizes of a call, and where its queries can stand."""
+class FlexCall(NamedTuple):
+    """The sizes and query positions of a FlexAttention call."""
 
     Lk: int
-    offset: int | Tensor
-    lowest: int
-    highest: int
+    offset: int | Tensor  # an int, or (B,)
+    lowest: int  # the smallest query position of all samples
+    highest: int  # the largest
     device: torch.device
 
 
 class Pair(NamedTuple):
-    """One pair of a scene, by index. Tensors of masks have one batch dim of 1 or B."""
+    """One pair of a FlexAttention call. Mask tensors have one batch dim, of size 1 or B."""
 
-    scene: Scene
+    call: FlexCall
     b: Tensor
     h: Tensor
     i: Tensor
@@ -87,7 +89,7 @@ class Pair(NamedTuple):
 
     @property
     def p(self) -> Tensor:
-        offset = self.scene.offset
+        offset = self.call.offset
         return self.i + (pick(offset, self.b) if isinstance(offset, Tensor) else offset)
 
     def of_sample(self, x: Tensor) -> Tensor:
@@ -106,30 +108,30 @@ class Pair(NamedTuple):
     def at_block(self, x: Tensor, size: int) -> Tensor:
         return pick(x, self.b, self.h, self.i // size, self.j // size)
 
-    def by_head(self, seen: Sequence[Tensor]) -> Tensor:
-        return reduce(torch.logical_or, ((self.h == h) & x for h, x in enumerate(seen)))
+    def by_head(self, masks: Sequence[Tensor]) -> Tensor:
+        return reduce(torch.logical_or, ((self.h == h) & x for h, x in enumerate(masks)))
 
 
-At = Grid | Pair
+Pairs = Grid | Pair
 
 
 def column(x: Tensor) -> Tensor:
-    """(*batch, Lq) -> (*batch, 1, Lq, 1); without batch dims (Lq, 1)."""
+    """Reshapes (*batch, Lq) to (*batch, 1, Lq, 1), and (Lq,) to (Lq, 1)."""
     return x[..., None, :, None] if x.ndim > 1 else x[:, None]
 
 
 def row(x: Tensor) -> Tensor:
-    """(*batch, Lk) -> (*batch, 1, 1, Lk); without batch dims (Lk,)."""
+    """Reshapes (*batch, Lk) to (*batch, 1, 1, Lk). (Lk,) stays as it is."""
     return x[..., None, None, :] if x.ndim > 1 else x
 
 
 def pick(tensor: Tensor, *index: Tensor) -> Tensor:
-    """Indexes with broadcasting: a dimension of size 1 is read at 0."""
+    """Indexes every dim of `tensor`, with broadcasting: dims of size 1 are read at index 0."""
     return tensor[tuple(x if n > 1 else x * 0 for x, n in zip(index, tensor.shape, strict=True))]
 
 
 class Rectangle(NamedTuple):
-    """Some samples, query heads and query rows of a call, and all its keys."""
+    """A tile of a call: a range of samples, query heads and query rows, and all Lk keys."""
 
     samples: slice
     heads: slice
@@ -138,5 +140,5 @@ class Rectangle(NamedTuple):
 
 
 def cut(x: Tensor, *slices: slice) -> Tensor:
-    """A view of x: a slice of each dim from the left, except that a dim of size 1 serves every index."""
+    """Returns the view x[slices] with broadcasting: dims of size 1 are not sliced."""
     return x[tuple(s if n > 1 else slice(None) for n, s in zip(x.shape, slices, strict=False))]

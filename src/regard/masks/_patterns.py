@@ -1,4 +1,4 @@
-"""Named patterns: each is a line over the atoms, nothing more."""
+"""Well-known attention patterns, composed of atoms."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from ._mask import Mask
 
 
 def sliding(window: int) -> Mask:
-    """The last `window` keys up to and including the query itself (`sliding_window` of Mistral and HF)."""
+    """Returns a mask of the last `window` keys, the query's position included (Mistral, HF)."""
     return Window(count("sliding(window)", window, 1) - 1, 0)
 
 
 def streaming(window: int, sinks: int = 4) -> Mask:
-    """The last `window` keys and the first `sinks` ones (StreamingLLM)."""
+    """Returns a causal mask of the last `window` keys and the first `sinks` keys (StreamingLLM)."""
     return (sliding(window) | Prefix(sinks)) & Causal()
 
 
 def prefix_lm(n: int) -> Mask:
-    """The first n tokens see each other both ways, the rest is causal."""
+    """Returns a prefix-LM mask: every query may attend to the first n keys, the rest is causal."""
     return Causal() | Prefix(n)
 
 
 def chunked(chunk: int, Lk: int) -> Mask:
-    """Causal inside chunks of `chunk` tokens, nothing across them (Llama 4), for a sequence of Lk tokens."""
+    """Returns a mask that is causal within chunks of `chunk` tokens (Llama 4).
+
+    Lk is the length of the sequence.
+    """
     size = count("chunked(chunk)", chunk, 1)
     return Causal() & Documents(torch.arange(count("chunked(Lk)", Lk)) // size)
 
@@ -36,27 +39,37 @@ def chunked(chunk: int, Lk: int) -> Mask:
 def longformer(
     window: int, global_tokens: Sequence[int] | Tensor | None = None, dilation: int = 1, causal: bool = False,
 ) -> Mask:  # fmt: skip
-    """`window` keys on each side at distances that are multiples of `dilation`, and global tokens.
+    """Returns the Longformer mask: a sliding window and global tokens.
 
-    `window` counts one side, like Window; HF's `attention_window` counts both.
+    Args:
+        window: keys on each side of the query. HF's `attention_window` counts both sides.
+        global_tokens: positions, as in `Global`.
+        dilation: the distance between neighbouring keys of the window.
+        causal: exclude later keys.
     """
     reach = count("longformer(window)", window) * count("longformer(dilation)", dilation, 1)
     local: Mask = Window(reach, reach) if dilation == 1 else Window(reach, reach) & Dilated(dilation)
-    both = local if global_tokens is None else local | Global(global_tokens)
-    return both & Causal() if causal else both
+    mask = local if global_tokens is None else local | Global(global_tokens)
+    return mask & Causal() if causal else mask
 
 
 def bigbird(
     block: int, window: int = 3, random: int = 3, global_blocks: int = 2, seed: int = 0, causal: bool = False,
 ) -> Mask:  # fmt: skip
-    """A window, random blocks and global blocks, all counted in blocks of `block` tokens.
+    """Returns the BigBird mask: a window, random blocks and global blocks.
 
-    The window is `window` blocks wide around each token; the global blocks are the first ones.
+    Args:
+        block: tokens per block.
+        window: width of the window around each query, in blocks.
+        random: random key blocks for each query block.
+        global_blocks: blocks at the start of the sequence whose tokens are global.
+        seed: selects the random blocks.
+        causal: exclude later keys.
     """
     half = count("bigbird(window)", window, 1) * count("bigbird(block)", block, 1) // 2
-    parts: Mask = Window(half, half)
+    mask: Mask = Window(half, half)
     if count("bigbird(random)", random):
-        parts = parts | RandomBlocks(random, block, seed)
+        mask = mask | RandomBlocks(random, block, seed)
     if count("bigbird(global_blocks)", global_blocks):
-        parts = parts | Global(range(global_blocks * block))
-    return parts & Causal() if causal else parts
+        mask = mask | Global(range(global_blocks * block))
+    return mask & Causal() if causal else mask

@@ -1,4 +1,4 @@
-"""The program a mask lowers to: a prefix-order list of integers and a few tensors."""
+"""Mask programs: a mask as integers in prefix order, and the tensors that they refer to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._tools.arguments import broadcasts, same
 
-UNLIMITED = 2**62
+UNLIMITED = 2**62  # the reach of a Window that is None
 
 
 class Op(IntEnum):
@@ -33,9 +33,11 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """`code` holds nodes `[op, length, arguments..., children...]`; `length` counts the whole node.
+    """A mask program.
 
-    `cores[t]` is how many trailing dims of `tensors[t]` are its own; the dims before them are batch dims.
+    `code` is a tree of nodes `[op, length, arguments..., children...]`, where `length` counts the
+    integers of the whole node. `cores[t]` is the number of trailing dims of `tensors[t]` that are
+    not batch dims.
     """
 
     code: tuple[int, ...]
@@ -43,35 +45,36 @@ class Program:
     cores: tuple[int, ...]
 
     def bind(self, batch: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """The tensors with their batch dims flattened to 1 (same for every sample) or to B = prod(batch)."""
+        """Returns the tensors with their batch dims flattened to a dim of size 1 or B."""
         return tuple(_flatten(t, core, batch) for t, core in zip(self.tensors, self.cores, strict=True))
 
 
 def _flatten(tensor: Tensor, core: int, batch: tuple[int, ...]) -> Tensor:
     split = tensor.ndim - core
-    lead, own = tuple(tensor.shape[:split]), tuple(tensor.shape[split:])
+    lead, inner = tuple(tensor.shape[:split]), tuple(tensor.shape[split:])
     if math.prod(lead) == 1:
-        return tensor.reshape(1, *own)
+        return tensor.reshape(1, *inner)
     if not broadcasts(lead, batch):
         raise ValueError(
-            f"a mask tensor of shape {tuple(tensor.shape)} has batch dims {lead}, "
-            f"which do not broadcast to {batch}"
+            f"mask: expected tensors with batch dims broadcastable to {batch}, got {lead} in shape "
+            f"{tuple(tensor.shape)}"
         )
-    return tensor.expand(*batch, *own).reshape(math.prod(batch), *own)
+    return tensor.expand(*batch, *inner).reshape(math.prod(batch), *inner)
 
 
 class Pool:
-    """Collects the tensors of a program; equal ones are stored once. Own dims that are missing become 1."""
+    """Collects the tensors of a program and stores equal tensors once."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.cores: list[int] = []
 
     def add(self, tensor: Tensor, core: int) -> int:
+        """Adds a tensor with `core` non-batch dims and returns its index. Missing dims become 1."""
         if tensor.ndim < core:
             tensor = tensor[(None,) * (core - tensor.ndim)]
-        for index, known in enumerate(self.tensors):
-            if core == self.cores[index] and same(known, tensor):
+        for index, earlier in enumerate(self.tensors):
+            if core == self.cores[index] and same(earlier, tensor):
                 return index
         self.tensors.append(tensor)
         self.cores.append(core)
@@ -79,12 +82,13 @@ class Pool:
 
 
 def node(op: Op, *arguments: int, children: Iterable[list[int]] = ()) -> list[int]:
+    """Returns the code of one node."""
     body = [*arguments, *(word for child in children for word in child)]
     return [int(op), len(body) + 2, *body]
 
 
 def nodes(code: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The nodes that follow each other in a part of a program."""
+    """Splits consecutive nodes of a program."""
     while code:
         yield code[: code[1]]
         code = code[code[1] :]

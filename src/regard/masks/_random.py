@@ -1,4 +1,4 @@
-"""The counter-based draw behind RandomBlocks, in int64 arithmetic that wraps like uint64."""
+"""The counter-based random generator of `RandomBlocks`, in int64 that wraps like uint64."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits as a uint64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def chosen_blocks(rows: Tensor, blocks: int, per_row: int, seed: int) -> Tensor:
-    """Bool (R, blocks): the key blocks drawn for each of the block rows (R,)."""
+    """Chooses `per_row` key blocks for each query block in `rows` (R,), as bool (R, blocks)."""
     if per_row >= blocks:
         return torch.ones(len(rows), blocks, dtype=torch.bool, device=rows.device)
     table = torch.zeros(len(rows), blocks, dtype=torch.bool, device=rows.device)
@@ -28,17 +28,17 @@ def chosen_blocks(rows: Tensor, blocks: int, per_row: int, seed: int) -> Tensor:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of splitmix64."""
+    """Applies the finaliser of splitmix64."""
     z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * signed(0x94D049BB133111EB)
     return z.bitwise_xor(_shift(z, 31))
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shift right with zeros coming in, which int64 `>>` does not do."""
+    """Shifts right logically; `>>` of int64 is arithmetic."""
     return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)
 
 
 def _unsigned_remainder(z: Tensor, n: int) -> Tensor:
-    """`z % n` with z read as uint64: halve it into the positive range first."""
+    """Returns z % n with z as uint64. Halving z first makes it non-negative in int64."""
     return torch.remainder(torch.remainder(_shift(z, 1), n) * 2 + (z & 1), n)

@@ -1,4 +1,4 @@
-"""Modules: attention with its projections, and the blocks that models are made of."""
+"""Modules: attention layers with projections, feed-forward layers, and transformer blocks."""
 
 from ._options import CacheLike as CacheLike, Memory as Memory
 from .attention import (

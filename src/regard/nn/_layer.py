@@ -1,4 +1,4 @@
-"""What `Attention` and `LatentAttention` share: masks, dropout, packed and nested tokens."""
+"""`AttentionLayer`: base class of `Attention` and `LatentAttention`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAUSAL = Causal()
 
 
 class AttentionLayer(CheckedModule):
-    """A layer with a mask of its own and dropout, over batches, packed tokens or nested tensors."""
+    """A layer with a mask and dropout that takes batched, packed or nested tokens."""
 
     d_model: int
     mask: Mask | None
@@ -28,19 +28,20 @@ class AttentionLayer(CheckedModule):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
     ) -> Tensor:
-        """Attends without projections: q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
+        """Computes attention without projections, with the layer's scale, softcap, sink and bias.
 
-        Scale, softcap, sink and bias are those of the layer. A subclass may compute it in another way.
+        q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv) -> (..., Hq, L, Dv).
+        Subclasses may override it.
         """
         out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
         return out
 
     def _options(self) -> dict[str, Any]:
-        """Returns the options of `regard.attention` besides mask and dropout."""
+        """Returns the layer's options for `regard.attention`, without mask and dropout."""
         raise NotImplementedError
 
     def _mask_and_dropout(self, options: LayerOptions) -> tuple[Mask | None, float]:
-        """Returns the mask and the dropout of a call. A cache is causal by itself."""
+        """Returns the mask and the dropout of a call. With a cache, the causal mask is implied."""
         mask, dropout = both(self.mask, options.mask), self.dropout if self.training else 0.0
         if options.cache is None:
             return mask if options.lengths is None else both(mask, Lengths(options.lengths)), dropout
@@ -49,17 +50,17 @@ class AttentionLayer(CheckedModule):
         return None if mask == CAUSAL else mask, dropout
 
     def _attend(self, qkv: QKV, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
-        """Attends over a batch (..., H, L, D), or within the sequences of packed tokens (H, total, D)."""
+        """Computes attention over batched (..., H, L, D) or packed (H, total, D) heads."""
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)
         q, k, v = (t.transpose(0, 1) for t in qkv)
-        cu_q, cu_k, more = options.cu_seqlens, options.context_cu_seqlens, self._options()
-        packed: Tensor = packing.varlen_attention(q, k, v, cu_q, cu_k, mask=mask, dropout=dropout, **more)
+        cu_q, cu_k, layer = options.cu_seqlens, options.context_cu_seqlens, self._options()
+        packed: Tensor = packing.varlen_attention(q, k, v, cu_q, cu_k, mask=mask, dropout=dropout, **layer)
         return packed.transpose(0, 1)
 
-    def _forward_nested(self, x: Tensor, options: LayerOptions, **more: Any) -> Tensor:
-        """Runs `forward` over nested x (N, j, d_model) as packed tokens."""
+    def _forward_nested(self, x: Tensor, options: LayerOptions, **keywords: Any) -> Tensor:
+        """Packs nested x (N, j, d_model), calls `forward`, and returns a nested tensor."""
         options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
         packed = packed_tokens("x", x, self.d_model)
-        same = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
-        return packed.nested(self(packed.tokens, **same, **more))
+        shared = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
+        return packed.nested(self(packed.tokens, **shared, **keywords))

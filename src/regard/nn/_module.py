@@ -1,4 +1,4 @@
-"""The base of the modules: a checkpoint is loaded whole or not at all, and `repr` shows sizes."""
+"""`CheckedModule`: base class of the modules, with atomic `load_state_dict` and sizes in `repr`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 
 class CheckedModule(nn.Module):
-    """A module that compares names and shapes of a checkpoint before it copies anything.
+    """A module that checks the names and shapes of a whole state_dict before it copies a tensor.
 
-    PyTorch copies what fits and raises afterwards, which leaves a model that is half new.
+    PyTorch raises after it has copied the tensors that fit, which leaves a partly loaded model.
     """
 
-    _shown: tuple[str, ...] = ()  # the attributes in `repr`, those aside that are None
+    _shown: tuple[str, ...] = ()  # the attributes in `repr`; None values are left out
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         faults = [*_wrong_shapes(self, state_dict), *(_wrong_names(self, state_dict) if strict else ())]
         if faults:
-            name, found = type(self).__name__, "; ".join(faults)
-            raise RuntimeError(f"state_dict of {name}: nothing was loaded; {found}")
+            name, details = type(self).__name__, "; ".join(faults)
+            raise RuntimeError(f"state_dict of {name}: nothing was loaded; {details}")
         return super().load_state_dict(state_dict, strict, assign)
 
     def extra_repr(self) -> str:
@@ -35,15 +35,15 @@ class CheckedModule(nn.Module):
 
 
 def _wrong_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    own = module.state_dict().keys()
-    missing, extra = sorted(own - state.keys()), sorted(state.keys() - own)
-    named = (("expected also", missing), ("got also", extra))
-    return [f"{what} {', '.join(names)}" for what, names in named if names]
+    expected = module.state_dict().keys()
+    missing, extra = sorted(expected - state.keys()), sorted(state.keys() - expected)
+    faults = (("expected also", missing), ("got also", extra))
+    return [f"{fault} {', '.join(names)}" for fault, names in faults if names]
 
 
 def _wrong_shapes(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name}: expected shape {tuple(own.shape)}, got {tuple(state[name].shape)}"
-        for name, own in module.state_dict().items()
-        if isinstance(own, Tensor) and isinstance(state.get(name), Tensor) and own.shape != state[name].shape
+        f"{name}: expected shape {tuple(x.shape)}, got {tuple(state[name].shape)}"
+        for name, x in module.state_dict().items()
+        if isinstance(x, Tensor) and isinstance(state.get(name), Tensor) and x.shape != state[name].shape
     ]

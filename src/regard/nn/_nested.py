@@ -1,4 +1,4 @@
-"""Nested tensors (N, j, E), of both of PyTorch's layouts, as packed tokens and their cu_seqlens."""
+"""Conversion of nested tensors (N, j, E), jagged or strided, to packed tokens with cu_seqlens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PackedTokens(NamedTuple):
     layout: torch.layout
 
     def nested(self, tokens: Tensor) -> Tensor:
-        """Returns other tokens (total, ...) as a nested tensor with these lengths and this layout."""
+        """Returns `tokens` (total, ...) as a nested tensor with this layout and these lengths."""
         if self.layout is torch.jagged:
             return torch.nested.nested_tensor_from_jagged(tokens, self.cu_seqlens)
         sizes = self.cu_seqlens.diff().tolist()
@@ -24,19 +24,19 @@ class PackedTokens(NamedTuple):
 
 
 def packed_tokens(name: str, x: Any, width: int) -> PackedTokens:
-    """Packs a nested tensor (N, j, width)."""
+    """Packs a nested tensor (N, j, width). Raises TypeError or ValueError for any other input."""
     if not x.is_nested:
-        raise TypeError(f"{name}: expected a nested tensor as the others are, got shape {tuple(x.shape)}")
+        raise TypeError(f"{name}: expected a nested tensor, like the others, got shape {tuple(x.shape)}")
     if x.dim() != 3:
         raise ValueError(f"{name}: expected a nested tensor (N, j, {width}), got {x.dim()} dims")
     if x.layout is torch.jagged:
         whole = x if x.lengths() is None else x.contiguous()
         packed = PackedTokens(whole.values(), whole.offsets(), x.layout)
     else:
-        parts = x.unbind()
-        lengths = cu_seqlens([len(part) for part in parts]).to(x.device)
-        packed = PackedTokens(torch.cat(parts), lengths, x.layout)
-    if packed.tokens.shape[-1] != width:
-        found = packed.tokens.shape[-1]
-        raise ValueError(f"{name}: expected a nested tensor (N, j, {width}), got width {found}")
+        sequences = x.unbind()
+        cumulative = cu_seqlens([len(sequence) for sequence in sequences]).to(x.device)
+        packed = PackedTokens(torch.cat(sequences), cumulative, x.layout)
+    got = packed.tokens.shape[-1]
+    if got != width:
+        raise ValueError(f"{name}: expected a nested tensor (N, j, {width}), got width {got}")
     return packed

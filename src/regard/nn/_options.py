@@ -1,4 +1,4 @@
-"""The options of the attention layers' `forward`, and which of them go together."""
+"""The options of the attention layers' `forward`, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..positions import Positions
 
 
 class Memory(NamedTuple):
-    """The keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context, projected once."""
+    """Projected keys (..., Hkv, Lk, D) and values (..., Hkv, Lk, Dv) of a context."""
 
     k: Tensor
     v: Tensor
@@ -25,9 +25,10 @@ Context = Tensor | Memory | None
 
 
 class CacheLike(Protocol):
-    """What a module needs of a cache: the lengths of its samples, and to append and attend.
+    """The interface of a cache that the modules use: `len`, `lengths` and `attend`.
 
-    `Attention` calls `attend(q, k, v, **options)`, `LatentAttention` `attend(q, latent, **options)`.
+    `Attention` calls `attend(q, k, v, **options)`. `LatentAttention` calls
+    `attend(q, latent, **options)`. Both append the new tokens and then attend.
     """
 
     def __len__(self) -> int: ...
@@ -40,7 +41,7 @@ class CacheLike(Protocol):
 
 
 class LayerOptions(NamedTuple):
-    """The options of `forward` of `Attention` and `LatentAttention`."""
+    """The optional arguments of `forward` in `Attention` and `LatentAttention`."""
 
     mask: Mask | Tensor | None = None
     lengths: Tensor | None = None
@@ -50,50 +51,53 @@ class LayerOptions(NamedTuple):
     cache: CacheLike | None = None
 
     def refuse(self, why: str, *names: str) -> None:
-        """Raises if one of these options is given."""
+        """Raises ValueError if one of the named options is not None."""
         for name in names:
-            given = getattr(self, name)
-            if given is not None:
-                raise ValueError(f"{name}: expected None {why}, got {type(given).__name__}")
+            value = getattr(self, name)
+            if value is not None:
+                raise ValueError(f"{name}: expected None {why}, got {type(value).__name__}")
 
     def check(self, x: Tensor, context: Context, d_model: int) -> None:
-        """Raises if the tokens have a wrong shape or the options do not go together."""
+        """Raises ValueError if x has a wrong shape or if options exclude each other."""
         if x.dim() not in (2, 3) or x.shape[-1] != d_model:
             raise ValueError(f"x: expected (..., L, d_model = {d_model}), got {describe(x)}")
         if context is None:
             self.refuse("without a context", "context_cu_seqlens")
         else:
-            self.refuse("with a context: it speaks of self-attention", "lengths", "positions", "cache")
+            self.refuse("with a context (it is for self-attention)", "lengths", "positions", "cache")
         if self.cu_seqlens is None:
             self.refuse("without cu_seqlens", "context_cu_seqlens")
             if self.cache is not None and x.dim() != 3:
                 raise ValueError(f"x: expected (B, L, d_model) with a cache, got {describe(x)}")
             return
-        self.refuse("with cu_seqlens, which say how long the sequences are", "lengths", "cache")
+        self.refuse("with cu_seqlens", "lengths", "cache")
         if x.dim() != 2:
             raise ValueError(f"x: expected packed tokens (total, d_model) with cu_seqlens, got {describe(x)}")
         if context is not None and self.context_cu_seqlens is None:
-            raise ValueError("context_cu_seqlens: expected the borders of the context as well, got None")
+            raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
 
-    def places(self, L: int) -> Positions:
-        """Returns the places of L tokens: as given, from 0 in each sequence, or after those of the cache."""
+    def token_positions(self, L: int) -> Positions:
+        """Returns the positions of L tokens: `positions`, or the default if it is None."""
         if self.positions is not None:
             return self.positions
         if self.cu_seqlens is not None:
-            return _places_in_row(self.cu_seqlens, L)
-        return 0 if self.cache is None else _places_after(self.cache, L)
+            return _packed_positions(self.cu_seqlens, L)
+        return 0 if self.cache is None else _positions_after(self.cache, L)
 
 
-def _places_in_row(cu_seqlens: Tensor, L: int) -> Tensor:
-    """Returns the places of packed tokens (L,), which begin at 0 in every sequence."""
-    found = packing.positions(cu_seqlens)
-    if len(found) != L:
-        raise ValueError(f"cu_seqlens: expected borders that end at the {L} tokens of x, got {len(found)}")
-    return found
+def _packed_positions(cu_seqlens: Tensor, L: int) -> Tensor:
+    """Returns the positions (L,) of packed tokens, which start at 0 in every sequence."""
+    positions = packing.positions(cu_seqlens)
+    if len(positions) != L:
+        raise ValueError(f"cu_seqlens: expected the last entry {L}, the tokens of x, got {len(positions)}")
+    return positions
 
 
-def _places_after(cache: CacheLike, L: int) -> Positions:
-    """Returns the places that follow those of a cache: an int if all samples have the same length."""
+def _positions_after(cache: CacheLike, L: int) -> Positions:
+    """Returns the positions of L tokens that follow the cached ones.
+
+    An int, the first position, if all samples have the same length; else (B, L).
+    """
     start: int | None = getattr(cache, "start", None)  # known without reading a tensor
     if start is not None:
         return start
@@ -104,13 +108,17 @@ def _places_after(cache: CacheLike, L: int) -> Positions:
 
 
 def is_nested(name: str, x: Tensor) -> bool:
+    """Returns whether x is a nested tensor. Raises TypeError if x is not a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(x)}")
     return x.is_nested
 
 
-def own_mask(mask: Mask | None) -> Mask | None:
-    """Checks the mask that a module is made with."""
+def checked_mask(mask: Mask | None) -> Mask | None:
+    """Returns the `mask` argument of a module's constructor.
+
+    Raises TypeError if it is not a Mask.
+    """
     if not (mask is None or isinstance(mask, Mask)):
         raise TypeError(f"mask: expected a Mask, such as masks.Causal(), or None, got {describe(mask)}")
     return mask

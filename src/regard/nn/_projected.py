@@ -1,4 +1,4 @@
-"""Projections around an attention of its own kind: what the sparse and the approximate modules share."""
+"""`Projected`: base class of the sparse and the approximate attention modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ._sizes import join_heads, sizes, split_heads
 
 
 class Projected(CheckedModule):
-    """`query`, `key` and `value` make heads of tokens, `out` makes tokens of heads: Hugging Face's names.
+    """A module with the projections `query`, `key`, `value` and `out` (Hugging Face's names).
 
-    A module adds `attend(q, k, v, ...)`: its attention apart from the projections.
+    Subclasses add `attend(q, k, v, ...)`, the attention without projections.
     """
 
     def __init__(
@@ -34,27 +34,30 @@ class Projected(CheckedModule):
 
     @staticmethod
     def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True) -> None:
-        """Checks q (B, H, L, D), k (B, H, Lk, D) and v (B, H, Lk, Dv); with the same tokens Lk = L."""
+        """Checks the shapes q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv).
+
+        If `same_tokens`, Lk must be L.
+        """
         named = {"q": q, "k": k, "v": v}
         for name, x in named.items():
             if not isinstance(x, Tensor) or x.dim() != 4:
                 raise ValueError(f"{name}: expected (B, H, L, D), got {describe(x)}")
         if k.shape[:3] != v.shape[:3] or (same_tokens and q.shape[2] != k.shape[2]):
-            alike = "q, k and v of one length" if same_tokens else "k and v of one length"
+            expected = "q, k and v of one length" if same_tokens else "k and v of one length"
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
-            raise ValueError(f"q, k, v: expected {alike}, got {shapes}")
+            raise ValueError(f"q, k, v: expected {expected}, got {shapes}")
 
     def _projected(self, x: Tensor, context: Tensor | None = None) -> QKV:
-        """Returns q (B, H, L, D) of x, and k and v (B, H, Lk, D) of the context, by default x."""
+        """Returns q (B, H, L, D) from x, and k and v (B, H, Lk, D) from `context` (default: x)."""
         source = x if context is None else context
         q, k, v = self.query(x), self.key(source), self.value(source)
         return split_heads(q, self.heads), split_heads(k, self.heads), split_heads(v, self.heads)
 
-    def _finished(self, found: Tensor) -> Tensor:
-        """Projects the heads' results: (B, H, L, D) -> (B, L, d_model)."""
-        out: Tensor = self.out(join_heads(found))
+    def _output(self, attended: Tensor) -> Tensor:
+        """Applies the output projection: (B, H, L, D) -> (B, L, d_model)."""
+        out: Tensor = self.out(join_heads(attended))
         return out
 
-    def _dropped(self) -> float:
-        """Returns the dropout of this call."""
+    def _call_dropout(self) -> float:
+        """Returns the dropout probability of this call, 0 in evaluation."""
         return self.dropout if self.training else 0.0

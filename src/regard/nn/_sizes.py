@@ -1,4 +1,4 @@
-"""How a module's width is shared by its heads."""
+"""Head counts and widths of a module, and the layout of heads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def sizes(
     d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None,
 ) -> HeadSizes:  # fmt: skip
-    """Checks the sizes and fills in defaults: Hkv = H, D = d_model / H, Dv = D."""
+    """Checks the sizes and fills in the defaults Hkv = H, D = d_model / H, Dv = D."""
     d_model, heads = count("d_model", d_model, 1), count("heads", heads, 1)
     kv_heads = count("kv_heads", heads if kv_heads is None else kv_heads, 1)
     if heads % kv_heads:
         raise ValueError(f"kv_heads: expected a divisor of heads = {heads}, got {kv_heads}")
     if head_dim is None and d_model % heads:
-        expected = f"a multiple of heads = {heads}, or head_dim to be given"
+        expected = f"a multiple of heads = {heads}, or head_dim"
         raise ValueError(f"d_model: expected {expected}, got {d_model}")
     head_dim = count("head_dim", d_model // heads if head_dim is None else head_dim, 1)
     value_dim = count("value_dim", head_dim if value_dim is None else value_dim, 1)
@@ -42,12 +42,12 @@ class GroupedHeads(CheckedModule):
         self, d_model: int, heads: int, kv_heads: int | None, head_dim: int | None, value_dim: int | None
     ) -> None:
         super().__init__()
-        given = sizes(d_model, heads, kv_heads, head_dim, value_dim)
-        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = given
+        checked = sizes(d_model, heads, kv_heads, head_dim, value_dim)
+        self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim = checked
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The channels of all queries, of all keys and of all values."""
+        """The total widths of all query heads, all key heads and all value heads."""
         keys = self.kv_heads * self.head_dim
         return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
 
@@ -59,5 +59,5 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """Joins the heads' channels: (..., H, L, D) -> (..., L, H * D)."""
+    """Concatenates the heads' channels: (..., H, L, D) -> (..., L, H * D)."""
     return x.transpose(-3, -2).flatten(-2)

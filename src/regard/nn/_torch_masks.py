@@ -1,4 +1,4 @@
-"""The masks of `torch.nn.MultiheadAttention`, checked and turned into the arguments of `regard.attention`."""
+"""Conversion of `torch.nn.MultiheadAttention`'s masks to arguments of `regard.attention`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .._tools.arguments import describe, readable
 from ..masks import Arguments, Causal, Mask, Not, Prefix, from_mha
 from ..masks._both import both
 
-EVERYTHING = Arguments()
+UNMASKED = Arguments()
 
 
 def arguments(
     attn_mask: Tensor | None, padding_mask: Tensor | None, is_causal: bool, q: Tensor, Lk: int, extra: int
 ) -> Arguments:
-    """Converts masks of PyTorch's polarity: bool True = may not attend, float = added.
+    """Converts masks with PyTorch's polarity (bool: True = may not attend; float: added to scores).
 
-    All queries q (B, H, Lq, D) may attend to the `extra` keys that follow the Lk others.
+    q is (B, H, Lq, D). All queries may attend to the `extra` keys that follow the first Lk.
     """
     if attn_mask is None and padding_mask is None:
-        return Arguments(_causal(Lk, extra), None, 0) if is_causal else EVERYTHING
+        return Arguments(_causal(Lk, extra), None, 0) if is_causal else UNMASKED
     if attn_mask is not None:
         attn_mask = _four_dims(_checked_dtype("attn_mask", attn_mask, q), q, Lk)
-        # Beside the causal mask the other half is not read, and reading all of it would cost more.
+        # With is_causal, attention reads only half of the mask; `_as_bool` would read all of it.
         attn_mask = _extended(attn_mask if is_causal or attn_mask.ndim > 2 else _as_bool(attn_mask), extra)
     if padding_mask is not None:
         _checked_dtype("key_padding_mask", padding_mask, q)
@@ -32,17 +32,17 @@ def arguments(
             expected = f"one row of keys for each sample, (B, Lk) = {(len(q), Lk)}"
             raise ValueError(f"key_padding_mask: expected {expected}, got {describe(padding_mask)}")
         padding_mask = _extended(_as_bool(padding_mask), extra)
-    found = from_mha(attn_mask, padding_mask, heads=q.shape[1])
-    return Arguments(both(_causal(Lk, extra), found.mask), found.bias, 0) if is_causal else found
+    converted = from_mha(attn_mask, padding_mask, heads=q.shape[1])
+    return Arguments(both(_causal(Lk, extra), converted.mask), converted.bias, 0) if is_causal else converted
 
 
 def _causal(Lk: int, extra: int) -> Mask:
-    # In words that compilers follow: they know | and & of masks, but not ~.
+    # Not(...) instead of ~: torch.compile traces | and & of masks, but not ~.
     return Causal() | Not(Prefix(Lk)) if extra else Causal()
 
 
 def _extended(mask: Tensor, extra: int) -> Tensor:
-    """Adds columns for the extra keys, which all may attend to."""
+    """Appends zero (False) columns for the extra keys: (..., Lk) -> (..., Lk + extra)."""
     return F.pad(mask, (0, extra)) if extra else mask
 
 
@@ -50,7 +50,7 @@ def _checked_dtype(name: str, mask: Tensor, q: Tensor) -> Tensor:
     known = (torch.bool, torch.float32, q.dtype)
     if not isinstance(mask, Tensor) or (mask.dtype not in known and not _is_cast(mask)):
         raise TypeError(
-            f"{name}: expected a bool tensor (True = may not attend), or floats to be added, of the tokens' "
+            f"{name}: expected a bool tensor (True = may not attend), or a tensor to add to the scores, of "
             f"dtype {q.dtype} or float32, got {describe(mask)}"
         )
     return mask
@@ -61,7 +61,7 @@ def _is_cast(mask: Tensor) -> bool:
 
 
 def _four_dims(attn_mask: Tensor, q: Tensor, Lk: int) -> Tensor:
-    """Returns the mask as (Lq, Lk), or (B or 1, heads or 1, Lq, Lk)."""
+    """Returns the mask with shape (Lq, Lk) or (B or 1, H or 1, Lq, Lk)."""
     (B, H, Lq), shape = q.shape[:3], tuple(attn_mask.shape)
     if shape == (Lq, Lk):
         return attn_mask
@@ -78,15 +78,15 @@ def _four_dims(attn_mask: Tensor, q: Tensor, Lk: int) -> Tensor:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """Converts a mask of 0 and -inf to bools, so that the kernel skips hidden keys.
+    """Converts a float mask of only 0 and -inf to bool, so that the kernel skips masked keys.
 
-    PyTorch's layers convert every mask that they are given to floats.
+    PyTorch's transformer layers convert every bool mask to float.
     """
     if not mask.is_floating_point() or mask.requires_grad or not readable(mask):
         return mask
     ignored = mask
-    for part in (mask[:1], mask):  # the first row tells most others apart
-        ignored = part == -torch.inf
-        if not torch.equal(ignored, part != 0):
+    for rows in (mask[:1], mask):  # early exit: the first row rules out most other masks
+        ignored = rows == -torch.inf
+        if not torch.equal(ignored, rows != 0):
             return mask
     return ignored

@@ -1,4 +1,4 @@
-"""Attention that also gives the n x n weights, for `MultiheadAttention` when it is asked for them."""
+"""Attention that also returns the L x L weights, for `MultiheadAttention` with `need_weights`."""
 
 from __future__ import annotations
 
@@ -15,51 +15,54 @@ from .._tools.listeners import listeners
 from .._tools.watching import is_watched
 from ..masks import Arguments
 
-PIECE = 2**18  # scores in a tile: they fit into a core's cache
-EXACT = (torch.float32, torch.float64)
+TILE_SCORES = 2**18  # a tile of scores fits into a core's cache
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
-class Given(NamedTuple):
-    """A bias and a mask of hidden keys, broadcastable to (B, H, Lq, Lk)."""
+class DenseOptions(NamedTuple):
+    """Bias and masks as tensors, broadcastable to (B, H, Lq, Lk)."""
 
     bias: Tensor | None
-    hidden: Tensor | None
-    blind: Tensor | None  # (..., Lq, 1): rows that see nothing
+    masked: Tensor | None  # True = may not attend
+    fully_masked: Tensor | None  # (..., Lq, 1): rows without an allowed key
 
 
 def attend_with_weights(
     qkv: QKV, arguments: Arguments, dropout: float, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result (B, H, Lq, D) and the weights before dropout: (B, Lq, Lk), or (B, H, Lq, Lk).
+    """Returns the output (B, H, Lq, D) and the weights before dropout.
 
-    A row that sees nothing is zeros. Without gradients and dropout the result is made of the weights, so that
-    scores are computed once; if a hidden value is not finite it would show, and the kernel is asked instead.
+    The weights are (B, Lq, Lk) if `average`, else (B, H, Lq, Lk). Fully masked rows are zero.
+
+    Without gradients and dropout, the output is the product of weights and values, so that scores
+    are computed once. If that product is non-finite, a masked value may be the cause: 0 * NaN is
+    NaN. Then the kernel, which skips masked keys, computes the output.
     """
     q, k, v = qkv
-    given = _given(q, k, arguments)
-    if dropout or listeners or not _is_plain(qkv, given):
-        w = _formula(q, k, given)
+    options = _dense_options(q, k, arguments)
+    if dropout or listeners or not _may_work_in_place(qkv, options):
+        w = _softmax_weights(q, k, options)
         out = attention(q, k, v, dropout=dropout, **arguments._asdict())
         return out, w.mean(1) if average else w
-    out, w = _at_once(qkv, given, average)
-    if given.hidden is not None and not bool(out.isfinite().all()):
+    out, w = _tiled(qkv, options, average)
+    if options.masked is not None and not bool(out.isfinite().all()):
         out = attention(q, k, v, **arguments._asdict())
     return out, w
 
 
 def dense_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
     """Returns the weights (B, H, Lq, Lk) of q (B, H, Lq, D) and k (B, H, Lk, D)."""
-    return _formula(q, k, _given(q, k, arguments))
+    return _softmax_weights(q, k, _dense_options(q, k, arguments))
 
 
-def _given(q: Tensor, k: Tensor, arguments: Arguments) -> Given:
-    hidden, bias = None, arguments.bias
+def _dense_options(q: Tensor, k: Tensor, arguments: Arguments) -> DenseOptions:
+    masked, bias = None, arguments.bias
     if arguments.mask is not None:
-        hidden = ~arguments.mask.to_dense(q.shape[2], k.shape[2], arguments.offset, q.shape[1], q.device)
+        masked = ~arguments.mask.to_dense(q.shape[2], k.shape[2], arguments.offset, q.shape[1], q.device)
     if bias is not None:
-        excluded = _if_any(bias == -torch.inf)  # selected, not added: the score may be NaN
-        hidden = hidden if excluded is None else excluded if hidden is None else hidden | excluded
-    return Given(bias, hidden, None if hidden is None else _if_any(hidden.all(-1, keepdim=True)))
+        excluded = _if_any(bias == -torch.inf)  # masked, not added: NaN + -inf is NaN
+        masked = masked if excluded is None else excluded if masked is None else masked | excluded
+    return DenseOptions(bias, masked, None if masked is None else _if_any(masked.all(-1, keepdim=True)))
 
 
 def _if_any(x: Tensor) -> Tensor | None:
@@ -67,65 +70,65 @@ def _if_any(x: Tensor) -> Tensor | None:
     return x if not readable(x) or bool(x.any()) else None
 
 
-def _is_plain(qkv: QKV, given: Given) -> bool:
-    """Returns whether no gradient and no transform needs the steps, so that they may work in place."""
-    leaves = qkv if given.bias is None else (*qkv, given.bias)
-    followed = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    return not followed and not is_watched(*qkv) and qkv[0].dtype in EXACT
+def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
+    """Returns whether no gradient is recorded, the call is not watched, and q has 32 or 64 bits."""
+    leaves = qkv if options.bias is None else (*qkv, options.bias)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    return not has_gradient and not is_watched(*qkv) and qkv[0].dtype in FULL_PRECISION
 
 
-def _formula(q: Tensor, k: Tensor, given: Given) -> Tensor:
-    """Computes the weights out of place, in float32 for 16-bit inputs, and returns them in q's dtype."""
+def _softmax_weights(q: Tensor, k: Tensor, options: DenseOptions) -> Tensor:
+    """Computes the weights out of place: in float32 for 16-bit inputs, returned in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s: Tensor = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).mT
-    if given.bias is not None:
-        s = s + given.bias
-    if given.hidden is not None:
-        s = s.masked_fill(given.hidden, -torch.inf)
+    if options.bias is not None:
+        s = s + options.bias
+    if options.masked is not None:
+        s = s.masked_fill(options.masked, -torch.inf)
     w = s.softmax(-1)
-    return (w if given.blind is None else w.masked_fill(given.blind, 0)).to(q.dtype)
+    return (w if options.fully_masked is None else w.masked_fill(options.fully_masked, 0)).to(q.dtype)
 
 
-def _at_once(qkv: QKV, given: Given, average: bool) -> tuple[Tensor, Tensor]:
-    """Computes result and weights tile by tile in one buffer.
+def _tiled(qkv: QKV, options: DenseOptions, average: bool) -> tuple[Tensor, Tensor]:
+    """Computes output and weights tile by tile in one buffer.
 
     Allocating memory for all scores would take as long as computing them.
     """
     q, k, v = qkv
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    if B * H * Lq * Lk <= PIECE:
-        w = _formula(q, k, given)
+    if B * H * Lq * Lk <= TILE_SCORES:
+        w = _softmax_weights(q, k, options)
         return w @ v, w.mean(1) if average else w
     out, scaled = torch.empty_like(q), q * q.shape[-1] ** -0.5
-    found = q.new_zeros(B, Lq, Lk) if average else q.new_empty(B, H, Lq, Lk)
-    given = Given(*(None if x is None else x.expand(B, H, Lq, x.shape[-1]) for x in given))
-    samples, heads = _piece(H, Lq * Lk)
-    room = q.new_empty(2, min(samples, B), heads, Lq, Lk)
+    weights = q.new_zeros(B, Lq, Lk) if average else q.new_empty(B, H, Lq, Lk)
+    options = DenseOptions(*(None if x is None else x.expand(B, H, Lq, x.shape[-1]) for x in options))
+    samples, heads = _tile_size(H, Lq * Lk)
+    buffer = q.new_empty(2, min(samples, B), heads, Lq, Lk)
     for b, h in itertools.product(range(0, B, samples), range(0, H, heads)):
         at = slice(b, b + samples), slice(h, h + heads)
         n, m = q[at].shape[:2]
-        s, w = room[:, :n, :m]
-        w = w if average else found[at]
+        s, w = buffer[:, :n, :m]
+        w = w if average else weights[at]
         torch.bmm(scaled[at].flatten(0, 1), k[at].flatten(0, 1).mT, out=s.flatten(0, 1))
-        _softmax(s, Given(*(None if x is None else x[at] for x in given)), w)
+        _softmax(s, DenseOptions(*(None if x is None else x[at] for x in options)), w)
         out[at] = torch.bmm(w.flatten(0, 1), v[at].flatten(0, 1)).unflatten(0, (n, m))
         if average:
-            found[at[0]] += w.sum(1) if m > 1 else w[:, 0]
-    return out, found.div_(H) if average else found
+            weights[at[0]] += w.sum(1) if m > 1 else w[:, 0]
+    return out, weights.div_(H) if average else weights
 
 
-def _softmax(s: Tensor, given: Given, w: Tensor) -> None:
-    """Writes the softmax of scores (n, m, Lq, Lk) into w. Overwrites the scores."""
-    if given.bias is not None:
-        s += given.bias
-    if given.hidden is not None:
-        s.masked_fill_(given.hidden, -torch.inf)
+def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
+    """Writes the softmax of scores s (n, m, Lq, Lk) into w. Overwrites s."""
+    if options.bias is not None:
+        s += options.bias
+    if options.masked is not None:
+        s.masked_fill_(options.masked, -torch.inf)
     torch.softmax(s, -1, out=w)
-    if given.blind is not None:
-        w.masked_fill_(given.blind, 0)
+    if options.fully_masked is not None:
+        w.masked_fill_(options.fully_masked, 0)
 
 
-def _piece(H: int, pairs: int) -> tuple[int, int]:
-    """Returns the samples and heads of a tile: several samples with all heads, or some heads of one."""
-    fitting = PIECE // max(1, pairs)
+def _tile_size(H: int, pairs: int) -> tuple[int, int]:
+    """Returns how many samples and heads a tile has: (n, H), or (1, m) if H heads do not fit."""
+    fitting = TILE_SCORES // max(1, pairs)
     return max(1, fitting // H), max(1, min(H, fitting))

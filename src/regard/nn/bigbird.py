@@ -1,4 +1,4 @@
-"""BigBird: blocks of tokens attend their neighbours, some random blocks, and global ones."""
+"""BigBird: block-sparse attention to neighbouring, random and global blocks."""
 
 from __future__ import annotations
 
@@ -21,48 +21,58 @@ from ._projected import Projected
 def block_table(
     blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
 ) -> Tensor:
-    """Returns which blocks attend to which, bool (heads, blocks, blocks).
+    """Returns BigBird's block mask, bool (heads, blocks, blocks): block i may attend to block j.
 
-    A block sees the `window` blocks around it (an odd number), the global blocks, and `random` others, drawn
-    for each head and block from those that it would not see anyway. Global blocks see all; those beyond the
-    last one are left out, so that one choice serves all lengths. The draw depends on the arguments alone.
+    A block attends to the `window` blocks around it, to the global blocks, and to `random` further
+    blocks that are drawn for each head and block. Global blocks attend to all blocks. The result is
+    a function of the arguments.
+
+    Args:
+        blocks: number of blocks of the sequence.
+        heads: number of heads.
+        window: odd number of neighbouring blocks, the block itself included.
+        random: number of random blocks.
+        global_blocks: indices of the global blocks, -1 for the last. Indices out of range are
+            ignored.
+        seed: seed of the random blocks.
     """
     blocks, heads, random = count("blocks", blocks), count("heads", heads, 1), count("random", random)
     window, global_blocks, seed = _odd(window), _integers(global_blocks), count("seed", seed)
-    places = torch.arange(blocks)
-    chosen = torch.zeros(blocks, dtype=torch.bool)
-    chosen[[block for block in global_blocks if -blocks <= block < blocks]] = True
-    near = (places[:, None] - places).abs() <= window // 2
-    seen = (near | chosen | chosen[:, None]).expand(heads, -1, -1).clone()
+    index = torch.arange(blocks)
+    is_global = torch.zeros(blocks, dtype=torch.bool)
+    is_global[[block for block in global_blocks if -blocks <= block < blocks]] = True
+    near = (index[:, None] - index).abs() <= window // 2
+    table = (near | is_global | is_global[:, None]).expand(heads, -1, -1).clone()
     if not min(random, blocks):
-        return seen
-    lots = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed))
-    drawn = lots.masked_fill(seen, -1).topk(min(random, blocks), -1)
-    # Where fewer are left than wanted, topk gives some that are seen anyway.
-    return seen.scatter(-1, drawn.indices, True)
+        return table
+    priority = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed))
+    drawn = priority.masked_fill(table, -1).topk(min(random, blocks), -1)
+    # If fewer than `random` blocks are left, topk also returns blocks that are already in the table.
+    return table.scatter(-1, drawn.indices, True)
 
 
 class BigBirdAttention(Projected):
-    """Blocks of tokens attend the blocks around them, random ones, and global ones.
+    """BigBird block-sparse self-attention: (B, L, d_model) -> (B, L, d_model).
 
-    Exact over that pattern, in time O(L * block * (window + random + globals)). Global tokens are blocks of
-    the sequence (BigBird-ITC: `global_blocks`), or tokens beside it (BigBird-ETC: `global_x` of a call,
-    usually with `global_blocks=()`), or both.
+    Each block of tokens attends to the blocks around it, to random blocks and to global blocks.
+    Time is O(L * block * (window + random + globals)). Global tokens are blocks of the sequence
+    (BigBird-ITC: `global_blocks`), separate tokens (BigBird-ETC: `global_x` in `forward`, usually
+    with `global_blocks=()`), or both.
 
     Args:
-        d_model: the width of the tokens.
-        heads: the number of heads H.
-        block: tokens in a block.
-        window: blocks that a block sees around itself, itself included: an odd number.
-        random: further blocks that it sees, different for each head.
-        global_blocks: blocks that see all and are seen by all; -1 is the last one. Those that a short
-            sequence does not have are left out.
-        seed: of the random blocks.
-        head_dim: D. Default d_model / heads.
-        bias: whether the projections of queries, keys and values have biases.
-        out: whether there is a last projection. Hugging Face's `BigBirdBlockSparseAttention` has none, and
-            with `out=False` its state_dict fits.
-        dropout: of the weights, in training.
+        d_model: width of the input and of the output.
+        heads: number of heads H.
+        block: number of tokens in a block.
+        window: odd number of neighbouring blocks that a block attends to, itself included.
+        random: number of random blocks that a block attends to, drawn for each head.
+        global_blocks: indices of blocks that attend to all blocks and that all blocks attend to, -1
+            for the last. Indices beyond the end of a short sequence are ignored.
+        seed: seed of the random blocks.
+        head_dim: D, the width of a head. Default: d_model / heads.
+        bias: if True, the projections of queries, keys and values have biases.
+        out: if True, the module has an output projection. With `out=False` the module loads the
+            state_dict of Hugging Face's `BigBirdBlockSparseAttention`.
+        dropout: dropout probability of the attention weights in training.
 
     Example:
         >>> attend = regard.nn.BigBirdAttention(512, 8, block=64)
@@ -87,52 +97,53 @@ class BigBirdAttention(Projected):
         self, x: Tensor, global_x: Tensor | None = None, *, lengths: Tensor | None = None,
         table: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attends from x (B, L, d_model) to itself and to global tokens beside it.
+        """Computes self-attention over x and, if given, over the separate global tokens.
 
         Args:
-            x: (B, L, d_model); L need not be a multiple of the block.
-            global_x: (B, G, d_model): tokens that see all and are seen by all (ETC).
-            lengths: (B,): the first n tokens of x are real, the rest is padding.
-            table: the pattern itself, bool (H or 1, ceil(L / block), ceil(L / block)), for x alone. Default:
-                `block_table` of the module's arguments.
+            x: (B, L, d_model). L need not be a multiple of the block size.
+            global_x: (B, G, d_model), tokens that attend to all tokens and that all tokens attend
+                to (BigBird-ETC).
+            lengths: (B,), the number of real tokens of each sample of x. The rest is padding.
+            table: block mask, bool (H or 1, ceil(L / block), ceil(L / block)). Must be None with
+                `global_x`. Default: `block_table` of the module's arguments.
 
         Returns:
-            (B, L, d_model), and with `global_x` also (B, G, d_model).
+            (B, L, d_model). With `global_x`, a pair: (B, L, d_model) and (B, G, d_model).
         """
         self._check(x)
         if global_x is None:
-            return self._finished(self.attend(*self._projected(x), lengths=lengths, table=table))
+            return self._output(self.attend(*self._projected(x), lengths=lengths, table=table))
         lengths = checked_lengths(lengths, x, 1)
-        self._check_beside(x, global_x, table)
+        self._check_global_x(x, global_x, table)
         G, pad = global_x.shape[1], -global_x.shape[1] % self.block
-        empty = x.new_zeros(x.shape[0], pad, self.d_model)
-        qkv = self._projected(torch.cat((empty, global_x, x), 1))
-        # Global tokens fill blocks in front of x; what is left of the first block is hidden.
+        padding = x.new_zeros(x.shape[0], pad, self.d_model)
+        qkv = self._projected(torch.cat((padding, global_x, x), 1))
+        # Padding and global tokens fill whole blocks before x. Prefix(pad) masks the padding.
         mask = self._pattern(x.shape[1], (pad + G) // self.block)
-        found = self._attended(qkv, mask & ~Prefix(pad), None if lengths is None else lengths + pad + G)
-        _, beside, own = self._finished(found).split((pad, G, x.shape[1]), 1)
-        return own, beside
+        attended = self._attended(qkv, mask & ~Prefix(pad), None if lengths is None else lengths + pad + G)
+        _, global_out, out = self._output(attended).split((pad, G, x.shape[1]), 1)
+        return out, global_out
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, table: Tensor | None = None
     ) -> Tensor:
-        """Attends without projections: q, k, v and the result are (B, H, L, D)."""
+        """Computes attention without projections: q, k, v (B, H, L, D) -> (B, H, L, D)."""
         self._check_heads(q, k, v)
         mask = self._pattern(q.shape[2]) if table is None else Blocks(table, self.block)
         return self._attended((q, k, v), mask, checked_lengths(lengths, q))
 
     def _attended(self, qkv: QKV, mask: Mask, lengths: Tensor | None) -> Tensor:
         padding = None if lengths is None else Lengths(lengths)
-        return attention(*qkv, mask=both(mask, padding), dropout=self._dropped())
+        return attention(*qkv, mask=both(mask, padding), dropout=self._call_dropout())
 
-    def _pattern(self, L: int, beside: int = 0) -> Blocks:
-        """Returns the mask of L tokens behind `beside` blocks of global tokens."""
-        own = -(-L // self.block)
-        inside = (beside + number % own for number in self.global_blocks if -own <= number < own)
-        everywhere = (*range(beside), *inside)
-        return _mask(own + beside, self.heads, self.block, self.window, self.random, everywhere, self.seed)
+    def _pattern(self, L: int, before: int = 0) -> Blocks:
+        """Returns the mask of `before` blocks of separate global tokens, followed by L tokens."""
+        n = -(-L // self.block)
+        inside = (before + index % n for index in self.global_blocks if -n <= index < n)
+        global_blocks = (*range(before), *inside)
+        return _mask(n + before, self.heads, self.block, self.window, self.random, global_blocks, self.seed)
 
-    def _check_beside(self, x: Tensor, global_x: Tensor, table: Tensor | None) -> None:
+    def _check_global_x(self, x: Tensor, global_x: Tensor, table: Tensor | None) -> None:
         if table is not None:
             raise ValueError(f"table: expected None with global_x, got {describe(table)}")
         if not isinstance(global_x, Tensor) or global_x.dim() != 3 or global_x.shape[::2] != x.shape[::2]:
@@ -142,9 +153,9 @@ class BigBirdAttention(Projected):
 
 @functools.lru_cache(maxsize=32)
 def _mask(
-    blocks: int, heads: int, block: int, window: int, random: int, everywhere: tuple[int, ...], seed: int
+    blocks: int, heads: int, block: int, window: int, random: int, global_blocks: tuple[int, ...], seed: int
 ) -> Blocks:
-    table = block_table(blocks, heads, window=window, random=random, global_blocks=everywhere, seed=seed)
+    table = block_table(blocks, heads, window=window, random=random, global_blocks=global_blocks, seed=seed)
     return Blocks(table, block)
 
 
@@ -159,5 +170,5 @@ def _odd(window: int) -> int:
 
 def _integers(blocks: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(blocks, Sequence) or not all(map(is_integer, blocks)):
-        raise TypeError(f"global_blocks: expected numbers of blocks, got {describe(blocks)}")
+        raise TypeError(f"global_blocks: expected a sequence of block indices, got {describe(blocks)}")
     return tuple(blocks)

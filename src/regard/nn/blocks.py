@@ -1,4 +1,4 @@
-"""Blocks and stacks of them: encoder, decoder, and both with cross-attention."""
+"""Transformer blocks, stacks of blocks, and the encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ Residual = Callable[[int, nn.Module], nn.Module]
 
 
 class Block(CheckedModule):
-    """Attention, cross-attention if there is one, and a feed-forward layer, each in its own residual.
+    """A transformer block: self-attention, optional cross-attention, and a feed-forward layer.
+
+    Each sublayer has its own residual connection.
 
     Args:
-        attention: of the tokens to each other.
-        feed_forward: token by token.
-        cross: attention to a context.
-        residual: what stands around each part, made by `residual(d_model, part)`: `PreNorm`, `PostNorm`, or
-            one of them with options, `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. Its attribute
-            `sublayer` is the part.
+        attention: self-attention.
+        feed_forward: a module that maps (..., d_model) to the same shape.
+        cross: cross-attention to a context.
+        residual: factory of the residual connections, called as `residual(d_model, sublayer)`:
+            `PreNorm`, `PostNorm`, or one of them with options, for example
+            `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. The result must have the attribute
+            `sublayer`.
     """
 
     def __init__(
@@ -45,32 +48,45 @@ class Block(CheckedModule):
         self, x: Tensor, context: Context = None, *, context_mask: Mask | Tensor | None = None,
         context_cu_seqlens: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """x (..., L, d_model) -> the same shape. `options` go to the attention: mask, lengths, cache, ..."""
+        """Returns a tensor of x's shape (..., L, d_model).
+
+        Args:
+            x: the tokens, in any form that the attention takes.
+            context: for cross-attention, (..., Lk, kv_model), or the result of `remember`.
+            context_mask: mask of the cross-attention.
+            context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
+            options: options of the self-attention: mask, lengths, cache, ...
+        """
         if (context is None) != (self.cross is None):
             expected = "None" if self.cross is None else "a tensor or a Memory"
             raise ValueError(f"context: expected {expected} for this block, got {type(context).__name__}")
         x = self.attention(x, **options)
         if self.cross is not None:
-            own = options.get("cu_seqlens")
+            cu_seqlens = options.get("cu_seqlens")
             x = self.cross(
-                x, context, mask=context_mask, cu_seqlens=own, context_cu_seqlens=context_cu_seqlens
+                x, context, mask=context_mask, cu_seqlens=cu_seqlens, context_cu_seqlens=context_cu_seqlens
             )
         out: Tensor = self.feed_forward(x)
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
-        """Returns an empty cache for B samples that fits the attention."""
+        """Returns an empty cache for B samples of the kind that the self-attention needs."""
         return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
-        """Returns the context's keys and values, to be passed in its place."""
+        """Projects a context once. Pass the result as `context` in later calls."""
         if self.cross is None:
-            raise ValueError("context: this block has no cross-attention to remember it for")
+            raise ValueError("remember: expected a block with cross-attention, got none")
         return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
 
 
 class Stack(CheckedModule):
-    """Blocks one after the other, and a norm at the end if one is given."""
+    """A sequence of blocks, followed by an optional norm.
+
+    Args:
+        blocks: modules such as `Block`, applied in order.
+        norm: a norm of the output, for pre-norm blocks.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
         super().__init__()
@@ -80,42 +96,44 @@ class Stack(CheckedModule):
         self, x: Tensor, context: Tensor | Sequence[Memory] | None = None, *,
         caches: Sequence[CacheLike] | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """x (..., L, d_model) -> the same shape.
+        """Returns a tensor of x's shape (..., L, d_model).
 
         Args:
             x: the tokens, in any form that `Attention` takes.
-            context: for blocks with cross-attention: a tensor, or what `remember` made of it.
-            caches: one for each block.
-            options: mask, lengths, positions, cu_seqlens, context_mask, context_cu_seqlens: for each block.
+            context: for cross-attention: a tensor for all blocks, or the result of `remember`.
+            caches: one cache per block, as from `new_caches`.
+            options: options for all blocks: mask, lengths, positions, cu_seqlens, context_mask,
+                context_cu_seqlens.
         """
-        contexts = self._each("context", context, Tensor)
-        for block, own, cache in zip(self.blocks, contexts, self._each("caches", caches), strict=True):
-            more = options if cache is None else options | {"cache": cache}
-            x = block(x, own, **more)
+        contexts = self._by_block("context", context, Tensor)
+        for block, memory, cache in zip(self.blocks, contexts, self._by_block("caches", caches), strict=True):
+            x = block(x, memory, **(options if cache is None else options | {"cache": cache}))
         return x if self.norm is None else self.norm(x)
 
     def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
-        """Returns an empty cache for each block, for B samples."""
+        """Returns a list with an empty cache for B samples per block."""
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
-        """Returns the context's keys and values for each block, so that decoding projects it once."""
+        """Projects a context once for each block. Pass the result as `context` in later calls."""
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
 
-    def _each(self, name: str, given: Any, one: type | tuple[()] = ()) -> Sequence[Any]:
-        """Returns a list with one entry for each block; a single value is repeated."""
-        if given is None or isinstance(given, one):
-            return [given] * len(self.blocks)
-        if len(given) != len(self.blocks):
-            raise ValueError(f"{name}: expected one for each of {len(self.blocks)} blocks, got {len(given)}")
-        return given  # type: ignore[no-any-return]
+    def _by_block(self, name: str, value: Any, shared: type | tuple[()] = ()) -> Sequence[Any]:
+        """Returns one entry per block. None and values of type `shared` are repeated."""
+        if value is None or isinstance(value, shared):
+            return [value] * len(self.blocks)
+        if len(value) != len(self.blocks):
+            raise ValueError(f"{name}: expected one for each of {len(self.blocks)} blocks, got {len(value)}")
+        return value  # type: ignore[no-any-return]
 
 
 class EncoderDecoder(CheckedModule):
-    """An encoder reads the source, a decoder with cross-attention writes the target.
+    """An encoder for the source and a decoder with cross-attention for the target.
 
-    Decoding step by step: `memory = model.decoder.remember(model.encoder(source))` once, then
-    `model.decoder(token, memory, caches=caches)` for each token.
+    Example of incremental decoding:
+        >>> memory = model.decoder.remember(model.encoder(source))
+        >>> caches = model.decoder.new_caches(len(source))
+        >>> out = model.decoder(token, memory, caches=caches)  # once per token
     """
 
     def __init__(self, encoder: Stack, decoder: Stack) -> None:
@@ -126,19 +144,26 @@ class EncoderDecoder(CheckedModule):
         self, source: Tensor, target: Tensor, *, source_mask: Mask | Tensor | None = None,
         target_mask: Mask | Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """source (B, Ls, d), target (B, Lt, d) -> (B, Lt, d). `source_mask`: which keys are real."""
+        """Encodes `source` and decodes `target`.
+
+        source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` also
+        masks the cross-attention to the source.
+        """
         memory = self.encoder(source, mask=source_mask)
         out: Tensor = self.decoder(target, memory, mask=target_mask, context_mask=source_mask)
         return out
 
 
-# The usual blocks
+# Constructors of common blocks
 
 
 def EncoderBlock(
     d_model: int, heads: int, *, hidden: int | None = None, residual: Residual = PreNorm, **options: Any
 ) -> Block:
-    """Attention to all tokens, and GELU. `options` go to `Attention`."""
+    """Returns an encoder block: full self-attention and a GELU `FeedForward`.
+
+    `options` go to `Attention`.
+    """
     return Block(Attention(d_model, heads, **options), FeedForward(d_model, hidden), residual=residual)
 
 
@@ -146,10 +171,11 @@ def DecoderBlock(
     d_model: int, heads: int, *, kv_model: int | None = None, hidden: int | None = None,
     residual: Residual = PreNorm, **options: Any,
 ) -> Block:  # fmt: skip
-    """Causal attention, and GELU; with `kv_model` also cross-attention to a context of that width.
+    """Returns a decoder block: causal self-attention and a GELU `FeedForward`.
 
-    `options` go to the causal `Attention` alone.
+    With `kv_model`, the block also has cross-attention to a context of that width. `options` go to
+    the causal `Attention`, not to the cross-attention.
     """
     cross = None if kv_model is None else CrossAttention(d_model, heads, kv_model)
-    own = Attention(d_model, heads, **{"mask": Causal()} | options)
-    return Block(own, FeedForward(d_model, hidden), cross=cross, residual=residual)
+    attention = Attention(d_model, heads, **{"mask": Causal()} | options)
+    return Block(attention, FeedForward(d_model, hidden), cross=cross, residual=residual)

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a block: plain, or gated."""
+"""Feed-forward layers of a transformer block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class FeedForward(nn.Module):
-    """down(dropout(activation(up(x)))), by default four times as wide inside."""
+    """A feed-forward layer, down(dropout(activation(up(x)))).
+
+    Maps (..., d_model) to the same shape.
+
+    Args:
+        d_model: width of the input and of the output.
+        hidden: width of the hidden layer. Default: 4 * d_model.
+        activation: a function of a tensor.
+        dropout: dropout probability of the hidden layer in training.
+        bias: if True, both layers have biases.
+    """
 
     def __init__(
         self, d_model: int, hidden: int | None = None, *, activation: Activation = F.gelu,
@@ -26,16 +36,24 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d_model) -> the same shape."""
+        """Returns a tensor of the shape of x (..., d_model)."""
         out: Tensor = self.down(self.dropout(self.activation(self.up(x))))
         return out
 
 
 class GatedFeedForward(nn.Module):
-    """down(dropout(activation(gate(x)) * up(x))): SwiGLU with SiLU, GEGLU with GELU.
+    """A gated feed-forward layer, down(dropout(activation(gate(x)) * up(x))).
 
-    `gate_up` holds both matrices, the gate first. By default 8/3 as wide inside, rounded up to a multiple of
-    8, so that there are about as many parameters as in `FeedForward`.
+    Maps (..., d_model) to the same shape. It is SwiGLU with SiLU and GEGLU with GELU. `gate_up`
+    holds both matrices, the gate first.
+
+    Args:
+        d_model: width of the input and of the output.
+        hidden: width of the hidden layer. Default: 8/3 * d_model, rounded up to a multiple of 8,
+            which gives about as many parameters as `FeedForward` has.
+        activation: a function of a tensor.
+        dropout: dropout probability of the hidden layer in training.
+        bias: if True, both layers have biases.
     """
 
     def __init__(
@@ -49,7 +67,7 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d_model) -> the same shape."""
+        """Returns a tensor of the shape of x (..., d_model)."""
         gate, up = self.gate_up(x).chunk(2, -1)
         out: Tensor = self.down(self.dropout(self.activation(gate) * up))
         return out
@@ -58,5 +76,5 @@ class GatedFeedForward(nn.Module):
 def SwiGLU(
     d_model: int, hidden: int | None = None, *, dropout: float = 0.0, bias: bool = False
 ) -> GatedFeedForward:
-    """The gated feed-forward layer of Llama."""
+    """Returns the gated feed-forward layer of Llama: a `GatedFeedForward` with SiLU."""
     return GatedFeedForward(d_model, hidden, dropout=dropout, bias=bias)

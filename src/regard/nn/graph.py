@@ -1,4 +1,4 @@
-"""Attention along the edges of a graph (GAT), at the cost of the edges: never nodes x nodes."""
+"""Graph attention (GAT) in time and memory linear in the number of edges."""
 
 from __future__ import annotations
 
@@ -15,35 +15,43 @@ from ._sizes import join_heads, split_heads
 
 
 class SortedEdges(NamedTuple):
-    """The edges of all heads in one row, (H * E,): head h owns the nodes from h * n on."""
+    """The edges of H copies of a graph, one per head, sorted by target.
 
-    source: Tensor  # (H * E,), sorted by target
-    starts: Tensor  # (H * n + 1,): where the edges of each target begin
+    Node i of head h is h * n + i.
+    """
+
+    source: Tensor  # (H * E,)
+    starts: Tensor  # (H * n + 1,): index of the first edge into each target
     target: Tensor  # (H * E,)
-    by_source: Tensor  # (H * E,): the order that sorts the edges by source
-    source_starts: Tensor  # (H * n + 1,)
+    by_source: Tensor  # (H * E,): the permutation that sorts the edges by source
+    source_starts: Tensor  # (H * n + 1,): index of the first edge from each source, in that order
 
 
 class Graph:
-    """Edges (2, E), from row 0 to row 1, sorted once for all layers and steps.
+    """The edges of a graph, sorted once for all layers and training steps.
 
     Args:
-        edges: a tensor of integers or lists, below `nodes`. An edge that is there twice counts twice.
-        nodes: how many there are.
-        self_loops: let every node attend to itself too, once; loops among `edges` are dropped.
+        edges: integers (2, E) from 0 to nodes - 1, a tensor or lists: sources in row 0, targets in
+            row 1. A repeated edge counts repeatedly.
+        nodes: number of nodes.
+        self_loops: if True, every node gets one edge to itself, in place of self-loops in `edges`.
+
+    Example:
+        >>> regard.nn.Graph([[0, 1, 2], [1, 2, 0]], nodes=5)
+        Graph(nodes=5, edges=8)
     """
 
     def __init__(self, edges: Any, nodes: int, *, self_loops: bool = True) -> None:
         self.nodes = count("nodes", nodes, 1)
         edges = _checked(edges, self.nodes)
         if self_loops:
-            own = torch.arange(nodes, device=edges.device).expand(2, -1)
-            edges = torch.cat([edges[:, edges[0] != edges[1]], own], 1)
+            loops = torch.arange(nodes, device=edges.device).expand(2, -1)
+            edges = torch.cat([edges[:, edges[0] != edges[1]], loops], 1)
         self.edges = edges[:, edges[1].argsort(stable=True)]
         self._rows: dict[int, SortedEdges] = {}
 
     def rows(self, heads: int) -> SortedEdges:
-        """Returns the sorted edges of so many heads. They are computed once and kept."""
+        """Returns the sorted edges for this number of heads. They are computed once and cached."""
         if heads not in self._rows:
             self._rows[heads] = self._make_rows(heads)
         return self._rows[heads]
@@ -61,17 +69,17 @@ class Graph:
         return f"Graph(nodes={self.nodes}, edges={self.edges.shape[1]})"
 
 
-def _checked(given: Any, nodes: int) -> Tensor:
-    edges = tensor_of("edges", given)
-    if edges.dim() != 2 or len(edges) != 2 or not holds_integers(edges):
-        raise ValueError(f"edges: expected integers (2, E), got {describe(edges)}")
-    if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
-        raise ValueError(f"edges: expected nodes from 0 to {nodes - 1}, got {edges.min()} to {edges.max()}")
-    return edges.long()
+def _checked(edges: Any, nodes: int) -> Tensor:
+    x = tensor_of("edges", edges)
+    if x.dim() != 2 or len(x) != 2 or not holds_integers(x):
+        raise ValueError(f"edges: expected integers (2, E), got {describe(x)}")
+    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < nodes:
+        raise ValueError(f"edges: expected nodes from 0 to {nodes - 1}, got {x.min()} to {x.max()}")
+    return x.long()
 
 
 class EdgeSoftmax(torch.autograd.Function):
-    """The softmax of scores (H * E,) among the edges of each target."""
+    """Softmax of scores (H * E,) over the edges into each target."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, starts: Tensor, target: Tensor) -> Tensor:
@@ -93,55 +101,57 @@ def _sums(values: Tensor, starts: Tensor) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Weights (H * E,) and values (H * n, C) -> each target's weighted sum (H * n, C).
+    """Weighted sum of values (H * n, C) over the edges into each target, with weights (H * E,).
 
-    No tensor of edges x channels: forward and the values' gradient sum in place, the weights' gradient takes
-    the edges piece by piece.
+    No tensor (H * E, C) exists: forward and the gradient of the values use a fused sum, and the
+    gradient of the weights is computed in chunks of edges.
     """
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, h: Tensor, rows: SortedEdges) -> Tensor:
         ctx.save_for_backward(w, h)
         ctx.rows = rows
-        return _weighted(w, h, rows.source, rows.starts)
+        return _weighted_sum(w, h, rows.source, rows.starts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (w, h), rows, d = ctx.saved_tensors, ctx.rows, grads[0].contiguous()
         dw = torch.empty_like(w)
-        piece = max(1, PIECE // h.shape[1])
-        for at in (slice(i, i + piece) for i in range(0, len(w), piece)):
-            pairs = d.index_select(0, rows.target[at]) * h.index_select(0, rows.source[at])
-            torch.sum(pairs, -1, out=dw[at])
-        back = rows.by_source
-        return dw, _weighted(w[back], d, rows.target[back], rows.source_starts), None
+        size = max(1, CHUNK_ELEMENTS // h.shape[1])
+        for chunk in (slice(i, i + size) for i in range(0, len(w), size)):
+            products = d.index_select(0, rows.target[chunk]) * h.index_select(0, rows.source[chunk])
+            torch.sum(products, -1, out=dw[chunk])
+        order = rows.by_source
+        return dw, _weighted_sum(w[order], d, rows.target[order], rows.source_starts), None
 
 
-PIECE = 2**18  # numbers in a chunk: they fit into a core's cache
+CHUNK_ELEMENTS = 2**18  # a chunk fits into a core's cache
 
 
-def _weighted(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:
+def _weighted_sum(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:
     return F.embedding_bag(source, h, starts, mode="sum", per_sample_weights=w, include_last_offset=True)
 
 
 class GraphAttention(CheckedModule):
-    """A graph attention layer (Velickovic et al., 2018): each node attends to those with an edge to it.
+    """Graph attention (GAT, Velickovic et al., 2018): (n, d_in) -> (n, heads * d_head).
 
-    h = W x;  score of the edge j -> i = leaky_relu(a_source . h_j + a_target . h_i), softmax over the edges
-    into i;  out_i = sum_j weight_ij h_j + bias. A node without edges gets the bias.
+    Each node attends to the sources of its incoming edges. With h = W x, edge j -> i has the score
+    leaky_relu(a_source . h_j + a_target . h_i). Softmax over the edges into i yields the weights,
+    and out_i = sum_j weight_ij h_j + bias. The output of a node without incoming edges is the bias.
 
     Args:
-        d_in: the width of the nodes.
-        d_head: the width of a head's result.
-        heads: how many; their results stand side by side, (n, heads * d_head), or
-        mean: are averaged, (n, d_head).
-        slope: of the leaky ReLU below 0.
-        dropout: of the weights, in training.
-        bias: whether one is added.
+        d_in: width of the input.
+        d_head: width of a head.
+        heads: number of heads H.
+        mean: if True, the heads are averaged, (n, d_head), instead of concatenated.
+        slope: negative slope of the leaky ReLU.
+        dropout: dropout probability of the attention weights in training.
+        bias: if True, a bias is added to the output.
 
     Example:
         >>> attend = regard.nn.GraphAttention(16, 8, heads=4)
-        >>> attend(torch.randn(5, 16), regard.nn.Graph(torch.tensor([[0, 1, 2], [1, 2, 0]]), 5)).shape
+        >>> graph = regard.nn.Graph([[0, 1, 2], [1, 2, 0]], nodes=5)
+        >>> attend(torch.randn(5, 16), graph).shape
         torch.Size([5, 32])
     """
 
@@ -164,15 +174,24 @@ class GraphAttention(CheckedModule):
             nn.init.xavier_uniform_(weight)
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """x (n, d_in), dense or sparse -> (n, heads * d_head), or (n, d_head) with `mean`."""
-        h = self._projected(x, graph)
-        w = F.dropout(self._weights(h, graph), self.dropout, self.training)
-        found = Gather.apply(w.flatten(), h.flatten(0, 1), graph.rows(self.heads)).view_as(h)  # type: ignore[no-untyped-call]
-        out: Tensor = found.mean(0) if self.mean else join_heads(found)
+        """Computes attention along the edges of `graph`.
+
+        x (n, d_in), dense or sparse -> (n, heads * d_head), or (n, d_head) with `mean`.
+        """
+        heads = self.attend(self._projected(x, graph), graph)
+        out: Tensor = heads.mean(0) if self.mean else join_heads(heads)
         return out if self.bias is None else out + self.bias
 
+    def attend(self, h: Tensor, graph: Graph) -> Tensor:
+        """Computes attention without projection and bias: h (H, n, d_head) -> (H, n, d_head).
+
+        Subclasses may override it.
+        """
+        w = F.dropout(self._weights(h, graph), self.dropout, self.training)
+        return Gather.apply(w.flatten(), h.flatten(0, 1), graph.rows(self.heads)).view_as(h)  # type: ignore[no-untyped-call, no-any-return]
+
     def weights(self, x: Tensor, graph: Graph) -> Tensor:
-        """Returns the weight of each edge of `graph.edges` in each head, (H, E)."""
+        """Returns the attention weights (H, E), in the order of `graph.edges`."""
         return self._weights(self._projected(x, graph), graph)
 
     def _projected(self, x: Tensor, graph: Graph) -> Tensor:
@@ -185,7 +204,7 @@ class GraphAttention(CheckedModule):
     def _weights(self, h: Tensor, graph: Graph) -> Tensor:
         """Returns the softmax weights (H, E)."""
         rows = graph.rows(self.heads)
-        a, b = ((h @ part[:, :, None]).flatten() for part in (self.source, self.target))  # (H * n,)
+        a, b = ((h @ vector[:, :, None]).flatten() for vector in (self.source, self.target))  # (H * n,)
         scores = F.leaky_relu(a.index_select(0, rows.source) + b.index_select(0, rows.target), self.slope)
         w: Tensor = EdgeSoftmax.apply(scores, rows.starts, rows.target)  # type: ignore[no-untyped-call]
         return w.view(self.heads, -1)

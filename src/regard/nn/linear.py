@@ -1,4 +1,4 @@
-"""Projections around `regard.linear_attention`: a layer whose cache does not grow."""
+"""`LinearAttention`: `regard.linear_attention` with projections, and a cache of constant size."""
 
 from __future__ import annotations
 
@@ -20,27 +20,35 @@ Decay = Literal["head", "token"]
 
 
 class LinearAttention(GroupedHeads):
-    """Linear attention with its projections: classic, with decay (RetNet, Mamba-2), or delta rule (DeltaNet).
+    """Linear attention with input and output projections: (B, L, d_model) -> (B, L, d_model).
+
+    Options add decay (RetNet, Mamba-2) and the delta rule (DeltaNet).
 
     Args:
-        d_model: the width of the tokens and of the result.
-        heads: query heads Hq.
-        kv_heads: key heads Hkv, a divisor of `heads`, each with a state of its own. Default: as many.
-        head_dim: D of queries and keys. Default d_model / heads.
-        value_dim: Dv. Default `head_dim`.
-        feature_map: as in `regard.linear_attention`. Default "elu+1"; "unit" with `delta`, which needs keys
-            of length 1.
-        normalize: divide by the sum of the weights. Default: without `delta`.
-        causal: whether tokens see only those before them.
-        decay: what is left of the state at each token: None, all; "head", a learned share for each key head,
-            at first 1 - 2^(-5 - h) as in RetNet; "token", the sigmoid of a projection of the token.
-        delta: the delta rule, with beta the sigmoid of a projection of the token.
-        out_norm: a norm of each head's result, made by `out_norm(value_dim)`, such as `nn.RMSNorm`.
-        gate: multiply the heads' results by the sigmoid of a projection of x, before the last projection.
-        bias: whether the projections of queries, keys and values, and the last one, have biases.
+        d_model: width of the input and of the output.
+        heads: number of query heads Hq.
+        kv_heads: number of key heads Hkv, a divisor of `heads`. Each has one state. Default:
+            `heads`.
+        head_dim: D, the width of a query and key head. Default: d_model / heads.
+        value_dim: Dv, the width of a value head. Default: `head_dim`.
+        feature_map: as in `regard.linear_attention`. Default: "elu+1", or "unit" with `delta`,
+            which needs keys of norm 1.
+        normalize: if True, divides by the sum of the weights. Default: True without `delta`.
+        causal: if True, a token attends to itself and to earlier tokens.
+        decay: the factor by which the state shrinks at each token. None: no decay. "head": a
+            learned factor per key head, initially 1 - 2^(-5 - h) as in RetNet. "token": the sigmoid
+            of a projection of the token.
+        delta: if True, applies the delta rule. Beta is the sigmoid of a projection of the token.
+        out_norm: factory of a norm of each head's output, called as `out_norm(value_dim)`. Example:
+            `nn.RMSNorm`.
+        gate: if True, the attention output is multiplied by the sigmoid of a projection of x before
+            the output projection.
+        bias: if True, the projections of queries, keys and values and the output projection have
+            biases.
 
     Example:
-        >>> layer = regard.nn.LinearAttention(512, 8, decay="token", delta=True, out_norm=nn.RMSNorm)
+        >>> gated_delta = {"decay": "token", "delta": True, "out_norm": nn.RMSNorm}
+        >>> layer = regard.nn.LinearAttention(512, 8, **gated_delta)
         >>> layer(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
     """
@@ -59,33 +67,33 @@ class LinearAttention(GroupedHeads):
         feature_map_of(self.feature_map)
         self.normalize, self.causal = not delta if normalize is None else normalize, causal
         self._check_options(decay, delta)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        out = heads * self.value_dim
-        self.qkv = nn.Linear(d_model, sum(self._widths), bias, **made)
-        self.head_decay = nn.Parameter(_retention(self.kv_heads, made)) if decay == "head" else None
-        self.token_decay = _forgetting(d_model, self.kv_heads, made) if decay == "token" else None
-        self.beta = nn.Linear(d_model, self.kv_heads, True, **made) if delta else None
-        self.out_norm = None if out_norm is None else out_norm(self.value_dim).to(**made)
-        self.gate = nn.Linear(d_model, out, False, **made) if gate else None
-        self.out = nn.Linear(out, d_model, bias, **made)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        joined = heads * self.value_dim
+        self.qkv = nn.Linear(d_model, sum(self._widths), bias, **factory)
+        self.head_decay = nn.Parameter(_retnet_logits(self.kv_heads, factory)) if decay == "head" else None
+        self.token_decay = _decay_projection(d_model, self.kv_heads, factory) if decay == "token" else None
+        self.beta = nn.Linear(d_model, self.kv_heads, True, **factory) if delta else None
+        self.out_norm = None if out_norm is None else out_norm(self.value_dim).to(**factory)
+        self.gate = nn.Linear(d_model, joined, False, **factory) if gate else None
+        self.out = nn.Linear(joined, d_model, bias, **factory)
 
     def _check_options(self, decay: object, delta: bool) -> None:
         if decay not in (None, "head", "token"):
             raise ValueError(f"decay: expected None, 'head' or 'token', got {describe(decay)}")
         if delta and self.normalize:
-            raise ValueError("normalize: expected False with delta, whose weights are not positive, got True")
+            raise ValueError("normalize: expected False with delta, whose weights may be negative, got True")
         if not self.causal and (decay is not None or delta):
-            raise ValueError("causal: expected True with decay or delta, which follow the order of tokens")
+            raise ValueError("causal: expected True with decay or delta, got False")
 
     def forward(
         self, x: Tensor, *, lengths: Tensor | None = None, cache: LinearCache | None = None
     ) -> Tensor:
-        """Applies linear attention among the tokens of x.
+        """Computes linear self-attention over x. The output has x's shape.
 
         Args:
             x: (B, L, d_model) or (L, d_model).
-            lengths: (B,): the first n tokens of each sample are real, the rest is padding.
-            cache: what `new_cache` made: x follows the tokens that it has seen. Only with causal=True.
+            lengths: (B,), the number of real tokens of each sample. The rest is padding.
+            cache: a cache from `new_cache`. x continues the cached sequences. Needs causal=True.
         """
         self._check(x, cache)
         q, k, v = self.qkv(x).split(self._widths, -1)
@@ -95,22 +103,21 @@ class LinearAttention(GroupedHeads):
             "lengths": lengths,
         }  # fmt: skip
         if cache is not None:
-            found = cache.attend(q, k, v, **options)
+            attended = cache.attend(q, k, v, **options)
         else:
-            found = linear_attention(q, k, v, causal=self.causal, normalize=self.normalize, **options)
-        found = found if self.out_norm is None else self.out_norm(found)
-        joined = join_heads(found)
+            attended = linear_attention(q, k, v, causal=self.causal, normalize=self.normalize, **options)
+        joined = join_heads(attended if self.out_norm is None else self.out_norm(attended))
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
-        """Returns an empty cache for B samples. `capacity` changes nothing: a state holds any length."""
+        """Returns an empty `LinearCache` for B samples. `capacity` is checked and has no effect."""
         if capacity is not None:
             count("capacity", capacity, 1)
-        made = self.qkv.weight
-        features = feature_map_of(self.feature_map)(made.detach().new_ones(1, self.head_dim)).shape[-1]
+        weight = self.qkv.weight
+        features = feature_map_of(self.feature_map)(weight.detach().new_ones(1, self.head_dim)).shape[-1]
         sizes, normalize = (self.kv_heads, features, self.value_dim), self.normalize
-        return LinearCache(B, *sizes, normalize=normalize, dtype=made.dtype, device=made.device)
+        return LinearCache(B, *sizes, normalize=normalize, dtype=weight.dtype, device=weight.device)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
         """Returns the log decay, (Hkv,) or (..., Hkv, L)."""
@@ -133,18 +140,18 @@ class LinearAttention(GroupedHeads):
         if not self.causal:
             raise ValueError("cache: expected None with causal=False, which needs all tokens at once")
         if not isinstance(cache, LinearCache) or cache.normalize != self.normalize:
-            expected = f"a LinearCache with normalize={self.normalize}, as new_cache makes it"
+            expected = f"a LinearCache with normalize={self.normalize}, as from new_cache"
             raise ValueError(f"cache: expected {expected}, got {describe(cache)}")
 
 
-def _retention(heads: int, made: dict[str, Any]) -> Tensor:
-    """Returns logits (Hkv,) whose sigmoids are 1 - 2^(-5 - h)."""
-    kept = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
-    return torch.empty(heads, **made).copy_(kept.logit())
+def _retnet_logits(heads: int, factory: dict[str, Any]) -> Tensor:
+    """Returns logits (Hkv,) whose sigmoids are RetNet's decay factors 1 - 2^(-5 - h)."""
+    decay = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
+    return torch.empty(heads, **factory).copy_(decay.logit())
 
 
-def _forgetting(d_model: int, heads: int, made: dict[str, Any]) -> nn.Linear:
-    """Returns a projection that initially keeps about 98 % of the state."""
-    projection = nn.Linear(d_model, heads, True, **made)
+def _decay_projection(d_model: int, heads: int, factory: dict[str, Any]) -> nn.Linear:
+    """Returns a projection to decay logits. The initial decay factor is about 0.98."""
+    projection = nn.Linear(d_model, heads, True, **factory)
     nn.init.constant_(projection.bias, 4.0)
     return projection

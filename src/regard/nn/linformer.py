@@ -1,4 +1,4 @@
-"""Linformer: attention to a fixed number of mixtures of keys, made along the sequence."""
+"""Linformer: attention to a fixed number of learned linear combinations of the keys."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Sharing = Literal["none", "heads", "key-value"]
 
 
 class LinformerProjection(CheckedModule):
-    """E and F: matrices that mix up to `max_length` keys, and values, into `rank` of them.
+    """The matrices E and F (heads, max_length, rank), which project L keys and values to `rank`.
 
     Args:
-        max_length: the longest sequence; a shorter one of L tokens uses the first L rows.
-        rank: mixtures that a query attends.
-        sharing: "none": every head has its own E and F; "heads": all heads have the same E and the same F;
-            "key-value": E is also F. To share between layers, give all of them this one object.
-        heads: the number of heads, for "none".
+        max_length: the maximum sequence length. A sequence of L tokens uses the first L rows.
+        rank: the number of projected keys.
+        sharing: "none": one E and one F per head. "heads": one E and one F for all heads.
+            "key-value": one matrix for all heads, keys and values. Layers share the matrices if
+            they are constructed with the same object.
+        heads: the number of heads for sharing="none". Otherwise 1.
     """
 
     _shown = ("max_length", "rank", "sharing", "heads")
@@ -48,12 +49,12 @@ class LinformerProjection(CheckedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws E and F uniformly within 1 / sqrt(rank)."""
+        """Draws E and F from the uniform distribution on [-1 / sqrt(rank), 1 / sqrt(rank)]."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.rank**-0.5), self.rank**-0.5)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixes k (B, H, L, D) and v (B, H, L, Dv) into (B, H, rank, D) and (B, H, rank, Dv)."""
+        """Projects k (B, H, L, D) and v (B, H, L, Dv) to (B, H, rank, D) and (B, H, rank, Dv)."""
         L = k.shape[2]
         if self.max_length < L:
             raise ValueError(f"x: expected at most max_length = {self.max_length} tokens, got {L}")
@@ -62,19 +63,20 @@ class LinformerProjection(CheckedModule):
 
 
 class LinformerAttention(Projected):
-    """softmax(q (E^T k)^T / sqrt(D)) (F^T v): every query attends `rank` mixtures of the keys.
+    """Linformer attention: (B, L, d_model) -> (B, L, d_model).
 
-    Time and memory are O(L * rank). It is an approximation, learned with E and F. Every mixture has a part of
-    every token, so there is no causal form, and no cache: a new token would change all mixtures.
+    Computes softmax(q (E^T k)^T / sqrt(D)) (F^T v) with learned matrices E and F (L, rank). Time
+    and memory are O(L * rank). The result approximates softmax attention. Every projected key mixes
+    all tokens, so there is neither a causal form nor a cache.
 
     Args:
-        d_model: the width of the tokens.
-        heads: the number of heads H.
-        projection: E and F. One object given to several layers is shared by them.
-        head_dim: D. Default d_model / heads.
-        bias: whether the projections of queries, keys and values have biases.
-        out: whether there is a last projection.
-        dropout: of the weights, in training.
+        d_model: width of the input and of the output.
+        heads: number of heads H.
+        projection: the matrices E and F. Layers that receive the same object share them.
+        head_dim: D, the width of a head. Default: d_model / heads.
+        bias: if True, the projections of queries, keys and values have biases.
+        out: if True, the module has an output projection.
+        dropout: dropout probability of the attention weights in training.
 
     Example:
         >>> projection = regard.nn.LinformerProjection(max_length=4096, rank=256)
@@ -101,34 +103,37 @@ class LinformerAttention(Projected):
         self, x: Tensor, context: Tensor | None = None, *, lengths: Tensor | None = None,
         mask: Mask | Tensor | None = None, cache: CacheLike | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attends from x (B, L, d_model) to the mixtures of the context (B, Lk, d_model), by default x.
+        """Computes attention from x to the projected keys of `context`. The output has x's shape.
 
-        `lengths` (B,): the first n tokens of the context are real, the rest is padding and adds nothing.
-        A mask, such as `masks.Causal()`, or a cache raises: no key stands for one token.
+        Args:
+            x: (B, L, d_model).
+            context: (B, Lk, d_model). Default: x.
+            lengths: (B,), the number of real tokens of each context. The rest is padding and is
+                ignored.
+            mask, cache: must be None, because a projected key stands for no single token.
         """
         _refuse("mask", mask)
         _refuse("cache", cache)
         self._check(x)
         self._check(x if context is None else context, "context")
-        return self._finished(self.attend(*self._projected(x, context), lengths=lengths))
+        return self._output(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Attends without the projections of tokens.
+        """Computes attention without the projections of the tokens.
 
-        q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv)
+        q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv).
         """
         self._check_heads(q, k, v, same_tokens=False)
         lengths = checked_lengths(lengths, k)
         if lengths is not None:
             padding = ~real_tokens(lengths, k)
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-        return attention(q, *self.projection(k, v), dropout=self._dropped())
+        return attention(q, *self.projection(k, v), dropout=self._call_dropout())
 
 
-def _refuse(name: str, given: object) -> None:
-    if given is not None:
+def _refuse(name: str, value: object) -> None:
+    if value is not None:
         raise ValueError(
-            f"{name}: expected None, got {describe(given)}; in a Linformer every key is a mixture of all "
-            "tokens, so that no mask can hide the later ones and no cache can add one; LinearAttention, "
-            "PerformerAttention and Attention with a window have causal forms"
+            f"{name}: expected None, got {describe(value)}; in a Linformer every key is a mixture of all "
+            "tokens; LinearAttention, PerformerAttention and Attention with a window have causal forms"
         )

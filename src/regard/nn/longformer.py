@@ -1,4 +1,4 @@
-"""Longformer: a window for every token, and global tokens that see all and are seen by all."""
+"""Longformer: attention within a sliding window, and global tokens."""
 
 from __future__ import annotations
 
@@ -22,48 +22,50 @@ from ._sizes import split_heads
 Tokens = Tensor | Sequence[int]
 
 
-class Chosen(NamedTuple):
-    """The global tokens of a call."""
+class GlobalTokens(NamedTuple):
+    """The global tokens of a call, up to n per sample."""
 
-    at: Tensor  # (B, n) positions, -1 where a sample has fewer
-    marks: Tensor  # (B, L) bool
+    positions: Tensor  # (B, n), padded with -1
+    marks: Tensor  # (B, L) bool, True = global
 
     @property
     def real(self) -> Tensor:
-        """Marks the slots that hold a token, (B, n)."""
-        return self.at >= 0
+        """A bool mask (B, n), False for the padding of `positions`."""
+        return self.positions >= 0
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Gathers the global tokens: (B, H, L, D) -> (B, H, n, D)."""
-        index = self.at.clamp(min=0)[:, None, :, None]
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the rows of the global tokens: (B, H, L, D) -> (B, H, n, D)."""
+        index = self.positions.clamp(min=0)[:, None, :, None]
         return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
-    def put(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Writes the rows (B, H, n, D) into x (B, H, L, D)."""
-        sample, slot = self.real.nonzero(as_tuple=True)
-        places = sample, self.at[sample, slot]
-        tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, slot]
-        # Backward keeps x; without it nobody else has seen it.
+    def scatter(self, rows: Tensor, x: Tensor) -> Tensor:
+        """Returns x (B, H, L, D) with the global tokens' rows replaced by `rows` (B, H, n, D)."""
+        sample, column = self.real.nonzero(as_tuple=True)
+        index = sample, self.positions[sample, column]
+        tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, column]
+        # In place without autograd: backward needs x, and no caller has a reference to it.
         put = tokens.index_put if torch.is_grad_enabled() else tokens.index_put_
-        return put(places, rows.to(x.dtype)).transpose(1, 2)  # with autocast they may differ
+        return put(index, rows.to(x.dtype)).transpose(1, 2)  # autocast may change the dtype of rows
 
 
 class LongformerAttention(Projected):
-    """Each token attends its neighbours and the global tokens; these attend all, by their own projections.
+    """Longformer self-attention: (B, L, d_model) -> (B, L, d_model).
 
-    Exact over that pattern, in time and memory O(L * (window + globals)).
+    Each token attends to a window of neighbours and to the global tokens. Global tokens attend to
+    all tokens, with separate projections. Time and memory are O(L * (window + globals)).
 
     Args:
-        d_model: the width of the tokens.
-        heads: the number of heads H.
-        window: neighbours on each side, or (left, right). Hugging Face's `attention_window` is twice that.
-        dilation: distances are multiples of it: an int, or one for each head. A head with dilation d reaches
-            `window * d` tokens far and sees as many.
-        head_dim: D. Default d_model / heads.
-        bias: whether the projections of queries, keys and values have biases.
-        out: whether there is a last projection. Hugging Face's `LongformerSelfAttention` has none, and with
-            `out=False` its state_dict fits.
-        dropout: of the weights, in training.
+        d_model: width of the input and of the output.
+        heads: number of heads H.
+        window: number of neighbours on each side, or (left, right). Hugging Face's
+            `attention_window` is twice that.
+        dilation: step between the neighbours: an int, or one int per head. With dilation d, a head
+            attends to the same number of tokens, up to `window * d` tokens away.
+        head_dim: D, the width of a head. Default: d_model / heads.
+        bias: if True, the projections of queries, keys and values have biases.
+        out: if True, the module has an output projection. With `out=False` the module loads the
+            state_dict of Hugging Face's `LongformerSelfAttention`.
+        dropout: dropout probability of the attention weights in training.
 
     Example:
         >>> attend = regard.nn.LongformerAttention(512, 8, window=256)
@@ -88,82 +90,89 @@ class LongformerAttention(Projected):
     def forward(
         self, x: Tensor, *, global_tokens: Tokens | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        """Attends from x (B, L, d_model) to itself.
+        """Computes self-attention over x. The output has x's shape.
 
         Args:
             x: (B, L, d_model).
-            global_tokens: bool (B, L) or (L,) that marks them, or their positions (n,) or (B, n), padded with
-                -1. They may differ from sample to sample and from call to call.
-            lengths: (B,): the first n tokens of each sample are real, the rest is padding.
+            global_tokens: bool marks (B, L) or (L,), or positions (B, n) or (n,) padded with -1.
+            lengths: (B,), the number of real tokens of each sample. The rest is padding.
         """
         self._check(x)
         qkv = self._projected(x)
-        chosen, padding = _chosen_and_padding(qkv[0], global_tokens, lengths)
-        local = self._local(qkv, chosen, padding)
-        return self._finished(local if chosen is None else chosen.put(self._rows(x, chosen, padding), local))
+        chosen, padding = _globals_and_padding(qkv[0], global_tokens, lengths)
+        out = self._local(qkv, chosen, padding)
+        return self._output(out if chosen is None else chosen.scatter(self._global(x, chosen, padding), out))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, global_tokens: Tokens | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attends without projections; global tokens have the same queries, keys and values as others.
+        """Computes attention without projections: q, k, v (B, H, L, D) -> (B, H, L, D).
 
-        q, k, v and the result are (B, H, L, D).
+        Global tokens use the same q, k and v as the other tokens.
         """
         self._check_heads(q, k, v)
-        chosen, padding = _chosen_and_padding(q, global_tokens, lengths)
-        local = self._local((q, k, v), chosen, padding)
+        chosen, padding = _globals_and_padding(q, global_tokens, lengths)
+        out = self._local((q, k, v), chosen, padding)
         if chosen is None:
-            return local
-        return chosen.put(attention(chosen.rows(q), k, v, mask=padding, dropout=self._dropped()), local)
+            return out
+        rows = attention(chosen.gather(q), k, v, mask=padding, dropout=self._call_dropout())
+        return chosen.scatter(rows, out)
 
-    def _local(self, qkv: QKV, chosen: Chosen | None, padding: Mask | None) -> Tensor:
-        """Attends to windows and global keys: (B, H, L, D).
+    def _local(self, qkv: QKV, chosen: GlobalTokens | None, padding: Mask | None) -> Tensor:
+        """Computes attention of all tokens to their windows and to the global keys: (B, H, L, D).
 
-        Dilated windows are dense in their residue classes, but with global keys they are not: two calls.
+        Dilated windows are dense per residue class of positions, but not together with global keys.
+        Two calls and `merge` keep both parts dense.
         """
-        dropout = self._dropped()
+        dropout = self._call_dropout()
         if chosen is None:
             return attention(*qkv, mask=both(self.mask, padding), dropout=dropout)
         marks = chosen.marks.long()
-        seen_by_all = Documents(torch.ones_like(marks[:1]), marks)
+        global_keys = Documents(torch.ones_like(marks[:1]), marks)
         if max(self.dilation) == 1:
-            return attention(*qkv, mask=both(self.mask | seen_by_all, padding), dropout=dropout)
+            return attention(*qkv, mask=both(self.mask | global_keys, padding), dropout=dropout)
         q, k, v = qkv
-        windows = both(self.mask & Not(seen_by_all), padding)  # compilers do not follow ~
+        windows = both(self.mask & Not(global_keys), padding)  # torch.compile does not trace ~
         near = attention(q, k, v, mask=windows, dropout=dropout, return_lse=True)
         real = Dense(chosen.real[:, None, None])
-        far = attention(q, chosen.rows(k), chosen.rows(v), mask=real, dropout=dropout, return_lse=True)
+        far = attention(q, chosen.gather(k), chosen.gather(v), mask=real, dropout=dropout, return_lse=True)
         return merge(*zip(near, far, strict=True))[0]
 
-    def _rows(self, x: Tensor, chosen: Chosen, padding: Mask | None) -> Tensor:
-        """Attends from the global tokens to all tokens by their own projections: (B, H, n, D)."""
-        q = split_heads(self.query_global(chosen.rows(x[:, None])[:, 0]), self.heads)
+    def _global(self, x: Tensor, chosen: GlobalTokens, padding: Mask | None) -> Tensor:
+        """Computes attention of the global tokens to all tokens, with the global projections.
+
+        Returns (B, H, n, D).
+        """
+        q = split_heads(self.query_global(chosen.gather(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
             return self._absorbed(q, x[:, None], padding)
         k, v = split_heads(self.key_global(x), self.heads), split_heads(self.value_global(x), self.heads)
-        return attention(q, k, v, mask=padding, dropout=self._dropped())
+        return attention(q, k, v, mask=padding, dropout=self._call_dropout())
 
     def _absorbs(self, n: int) -> bool:
-        """Returns whether n global tokens are too few to be worth keys and values of all tokens.
+        """Returns whether the absorbed form is cheaper for n global tokens.
 
-        Multiplications for each token and head: 2 n d_model, or 2 d_model D to make them and 2 n D to use
-        them. In training they are made, because dropout and hooks of the projections speak of them.
+        Multiplications per token and head: 2 n d_model absorbed; otherwise 2 d_model D for keys and
+        values and 2 n D for attention. Training always computes keys and values, for dropout and
+        for hooks of the projections.
         """
-        plain = type(self.key_global) is type(self.value_global) is nn.Linear
-        fewer = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
-        return plain and fewer and not self.training
+        is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
+        is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
+        return is_linear and is_cheaper and not self.training
 
     def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
-        """Attends from q (B, H, n, D) to x (B, 1, L, d_model): (q W_k).x is q.(W_k x), W_v follows the sum.
+        """Computes attention from q (B, H, n, D) to x (B, 1, L, d_model) without keys and values.
 
-        The bias of keys adds the same to all scores of a row, that of values, by weights that sum to 1, once.
+        Uses q . (W_k x) = (q W_k) . x, and multiplies the output by W_v. The key bias adds a
+        constant to all scores of a row, which softmax ignores. The weights sum to 1, so the value
+        bias is added once.
         """
         W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
-        found: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
+        out: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT
         if self.value_global.bias is not None:
-            found = found + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
-        return found
+            out = out + self.value_global.bias.unflatten(0, (self.heads, 1, -1))
+        return out
 
 
 def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
@@ -174,8 +183,8 @@ def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
 
 def _band(window: tuple[int, int], step: int) -> Mask:
     left, right = window
-    reach = Window(left * step, right * step)
-    return reach if step == 1 else reach & Dilated(step)
+    undilated = Window(left * step, right * step)
+    return undilated if step == 1 else undilated & Dilated(step)
 
 
 # Arguments
@@ -197,50 +206,59 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
     return tuple(count(f"dilation[{head}]", step, 1) for head, step in enumerate(dilation))
 
 
-def _chosen_and_padding(
+def _globals_and_padding(
     x: Tensor, tokens: Tokens | None, lengths: Tensor | None
-) -> tuple[Chosen | None, Mask | None]:
-    """Checks the options of a call with x (B, H, L, D)."""
+) -> tuple[GlobalTokens | None, Mask | None]:
+    """Checks the options of a call with x (B, H, L, D).
+
+    Returns the global tokens and a padding mask.
+    """
     lengths = checked_lengths(lengths, x)
-    return _chosen(tokens, x, lengths), None if lengths is None else Lengths(lengths)
+    return _global_tokens(tokens, x, lengths), None if lengths is None else Lengths(lengths)
 
 
-def _chosen(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> Chosen | None:
-    """Finds the global tokens of x (B, H, L, D). Returns None if there are none."""
+def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> GlobalTokens | None:
+    """Converts the `global_tokens` argument for x (B, H, L, D).
+
+    Returns None if no token is global.
+    """
     if tokens is None:
         return None
     B, L = len(x), x.shape[2]
-    at = Global(tokens).tokens.to(x.device)
+    positions = Global(tokens).tokens.to(x.device)
     _check_tokens(tokens, L)
-    if at.dim() > 2 or (at.dim() == 2 and at.shape[0] not in (1, B)):
+    if positions.dim() > 2 or (positions.dim() == 2 and positions.shape[0] not in (1, B)):
         shape = f"(L = {L},), (B = {B}, L), or positions (n,) or (B, n)"
-        raise ValueError(f"global_tokens: expected {shape}, got {describe(at)}")
-    at = at.expand(B, -1)
-    if not at.shape[1]:
+        raise ValueError(f"global_tokens: expected {shape}, got {describe(positions)}")
+    positions = positions.expand(B, -1)
+    if not positions.shape[1]:
         return None
-    _check_inside(at, L, lengths)
-    places = torch.where(at < 0, L, at)
-    marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, places, True)
-    return Chosen(at, marks[:, :L])
+    _check_inside(positions, L, lengths)
+    columns = torch.where(positions < 0, L, positions)  # padding marks the extra column L
+    marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, columns, True)
+    return GlobalTokens(positions, marks[:, :L])
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises for marks of the wrong length, and for marks of 0 and 1, which read as the positions 0 and 1."""
-    given = tensor_of("global_tokens", tokens)
-    if given.dtype == torch.bool:
-        if given.shape[-1] != L:
-            raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(given)}")
-    elif L > 2 and given.shape[-1] == L and readable(given) and bool(((given == 0) | (given == 1)).all()):
-        found = f"{describe(given)} of 0 and 1; give `mask.bool()` if 1 means global"
-        raise ValueError(f"global_tokens: expected bool marks or positions, got {found}")
+    """Raises ValueError for bool marks of the wrong length and for integer marks of 0 and 1.
+
+    Integer marks would be read as the positions 0 and 1.
+    """
+    x = tensor_of("global_tokens", tokens)
+    if x.dtype == torch.bool:
+        if x.shape[-1] != L:
+            raise ValueError(f"global_tokens: expected marks of all L = {L} tokens, got {describe(x)}")
+    elif L > 2 and x.shape[-1] == L and readable(x) and bool(((x == 0) | (x == 1)).all()):
+        got = f"{describe(x)} of 0 and 1; pass `mask.bool()` if 1 means global"
+        raise ValueError(f"global_tokens: expected bool marks or positions, got {got}")
 
 
-def _check_inside(at: Tensor, L: int, lengths: Tensor | None) -> None:
-    ends = torch.full((at.shape[0],), L) if lengths is None else lengths
-    if not readable(at) or not readable(ends):
+def _check_inside(positions: Tensor, L: int, lengths: Tensor | None) -> None:
+    ends = torch.full((positions.shape[0],), L) if lengths is None else lengths
+    if not readable(positions) or not readable(ends):
         return
-    beyond = (at >= ends.to(at.device)[:, None]).nonzero()
+    beyond = (positions >= ends.to(positions.device)[:, None]).nonzero()
     if len(beyond):
-        sample, slot = beyond[0].tolist()
-        below, place = f"the length {int(ends[sample])} of sample {sample}", int(at[sample, slot])
-        raise ValueError(f"global_tokens: expected positions below {below}, got {place}")
+        sample, column = beyond[0].tolist()
+        below, position = f"the length {int(ends[sample])} of sample {sample}", int(positions[sample, column])
+        raise ValueError(f"global_tokens: expected positions below {below}, got {position}")

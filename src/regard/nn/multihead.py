@@ -1,4 +1,4 @@
-"""A drop-in for `torch.nn.MultiheadAttention`: the same constructor, call, results and state_dict."""
+"""A drop-in replacement for `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from ._weights import attend_with_weights, dense_weights
 
 
 class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` on Regard's kernels.
+    """A drop-in replacement for `torch.nn.MultiheadAttention` that uses Regard's kernels.
 
-    Arguments, results, parameter names and initialisation are PyTorch's. What differs:
-    - a query that may attend to nothing gives `out_proj` of zeros, never NaN, and weights of zero;
-    - `is_causal=True` needs no mask, and with a mask both hold;
-    - `attn_mask` may also be (B, Lq, Lk) and (B, heads or 1, Lq, Lk);
-    - the weights are returned as they were before dropout, and only they cost n x n memory, once for all
-      heads if they are averaged and no gradient is wanted;
-    - nested tensors of both layouts train, also with other keys than queries;
-    - a checkpoint that does not fit raises before anything is copied.
+    Arguments, results, parameter names and initialisation are PyTorch's. Differences:
+    - A fully masked query yields `out_proj` of zeros and zero weights, never NaN.
+    - `is_causal=True` needs no mask. With a mask, both apply.
+    - `attn_mask` may also be (B, Lq, Lk) or (B, heads or 1, Lq, Lk).
+    - Weights are returned before dropout. Only returned weights take L x L memory: one matrix per
+      sample instead of one per head if they are averaged and no gradient is recorded.
+    - Nested tensors of both layouts are supported in training, also with keys other than the
+      queries.
+    - `load_state_dict` checks all names and shapes before it copies a tensor.
 
     Example:
         >>> attend = regard.nn.MultiheadAttention(512, 8, batch_first=True)
@@ -59,18 +60,19 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Attends from `query` to `key` and `value`.
+        """Returns the attention output and the weights, or None for the weights.
 
         Args:
             query: (Lq, B, E), (B, Lq, E) with `batch_first`, (Lq, E), or nested (B, j, E).
-            key: the same with Lk and `kdim`.
-            value: the same with Lk and `vdim`.
-            key_padding_mask: (B, Lk), or (Lk,): bool, True = **ignore** this key, or float, added to scores.
-            need_weights: also return the weights, averaged over heads, (B, Lq, Lk).
-            attn_mask: (Lq, Lk), (B * heads, Lq, Lk), (B, Lq, Lk) or (B, heads or 1, Lq, Lk): bool, True = may
-                **not** attend, or float, added to the scores.
-            average_attn_weights: if not, the weights of each head, (B, heads, Lq, Lk).
-            is_causal: query i sees keys up to i, besides what the masks say.
+            key: as `query`, with Lk tokens of width `kdim`.
+            value: as `query`, with Lk tokens of width `vdim`.
+            key_padding_mask: (B, Lk) or (Lk,). Bool: True = **ignore** this key. Float: added to
+                the scores.
+            need_weights: if True, returns the weights (B, Lq, Lk), averaged over heads.
+            attn_mask: (Lq, Lk), (B * heads, Lq, Lk), (B, Lq, Lk) or (B, heads or 1, Lq, Lk). Bool:
+                True = may **not** attend. Float: added to the scores.
+            average_attn_weights: if False, the weights are (B, heads, Lq, Lk), one matrix per head.
+            is_causal: if True, query i attends only to keys 0 to i. Masks apply as well.
         """
         if is_nested("query", query):
             if attn_mask is not None or key_padding_mask is not None:
@@ -82,13 +84,13 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             query, key, value = _unsqueezed(query, key, value, self._batch)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
-        k, v, extra = self._extended(k, v)
-        given = arguments(attn_mask, key_padding_mask, is_causal, q, k.shape[2] - extra, extra)
+        k, v, extra = self._with_extra_keys(k, v)
+        options = arguments(attn_mask, key_padding_mask, is_causal, q, k.shape[2] - extra, extra)
         dropout, w = self.dropout if self.training else 0.0, None
         if need_weights:
-            out, w = attend_with_weights((q, k, v), given, dropout, average_attn_weights)
+            out, w = attend_with_weights((q, k, v), options, dropout, average_attn_weights)
         else:
-            out = attention(q, k, v, dropout=dropout, **given._asdict())
+            out = attention(q, k, v, dropout=dropout, **options._asdict())
         out = self.out_proj(self._joined(out))
         if is_batched:
             return out, w
@@ -96,11 +98,11 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
 
     @property
     def _batch(self) -> int:
-        """The batch dimension."""
+        """The index of the batch dimension."""
         return 0 if self.batch_first else 1
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
-        """Returns q, k, v (..., H, D). Inputs that are one tensor share one matrix product."""
+        """Returns q, k, v (..., H, D). Inputs that are the same tensor share one matrix product."""
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:
             q, k, v = self._split(F.linear(query, W, b), 3)
@@ -111,104 +113,114 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             k, v = self._split(F.linear(key, Wkv, bkv), 2)
             return self._split(F.linear(query, Wq, bq))[0], k, v
         matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else W.chunk(3)
-        each = zip((query, key, value), matrices, (None,) * 3 if b is None else b.chunk(3), strict=True)
-        q, k, v = (self._split(F.linear(*x))[0] for x in each)
+        linears = zip((query, key, value), matrices, (None,) * 3 if b is None else b.chunk(3), strict=True)
+        q, k, v = (self._split(F.linear(*linear))[0] for linear in linears)
         return q, k, v
 
-    def _split(self, x: Tensor, parts: int = 1) -> tuple[Tensor, ...]:
-        """Splits (..., parts * E) into parts (..., H, D), views."""
-        return x.unflatten(-1, (parts, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
+    def _split(self, x: Tensor, n: int = 1) -> tuple[Tensor, ...]:
+        """Splits (..., n * E) into n views (..., H, D)."""
+        return x.unflatten(-1, (n, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Moves heads to the front: (B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
+        """Moves heads before tokens: (B, L, H, D) or (L, B, H, D) -> (B, H, L, D), a view."""
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """Joins heads: (B, H, L, D) -> (B, L, E) or (L, B, E)."""
+        """Concatenates the heads' channels: (B, H, L, D) -> (B, L, E) or (L, B, E)."""
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
-    def _extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends the learned and the zero key that all queries may attend to. Also returns their number."""
-        more: list[tuple[Tensor, Tensor]] = []
+    def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Appends the keys and values of `add_bias_kv` and `add_zero_attn`.
+
+        Also returns their number.
+        """
+        extra: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             shape = (1, self.num_heads, 1, self.head_dim)
-            more.append((self.bias_k.view(shape), self.bias_v.view(shape)))
+            extra.append((self.bias_k.view(shape), self.bias_v.view(shape)))
         if self.add_zero_attn:
-            more.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
-        if not more:
+            extra.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
+        if not extra:
             return k, v, 0
-        one = (*k.shape[:2], 1, k.shape[3])
-        k = torch.cat([k, *(a.to(k.dtype).expand(one) for a, _ in more)], 2)
-        return k, torch.cat([v, *(b.to(v.dtype).expand(one) for _, b in more)], 2), len(more)
+        shape = (*k.shape[:2], 1, k.shape[3])
+        k = torch.cat([k, *(key.to(k.dtype).expand(shape) for key, _ in extra)], 2)
+        return k, torch.cat([v, *(value.to(v.dtype).expand(shape) for _, value in extra)], 2), len(extra)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Checks the shapes. Returns whether there is a batch dimension."""
-        given = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
-        for name, x, width in given:
+        """Checks the shapes. Returns whether the inputs have a batch dimension."""
+        inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
+        for name, x, width in inputs:
             if is_nested(name, x) or x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != width:
                 expected = f"(L, {width}) or a batch of it, like the others"
-                raise ValueError(f"{name}: expected {expected}, got {_shapes(*given)}")
+                raise ValueError(f"{name}: expected {expected}, got {_shapes(*inputs)}")
         batch = self._batch
         if query.dim() == 3 and not query.shape[batch] == key.shape[batch] == value.shape[batch]:
             expected = f"one batch in dim {batch} (batch_first={self.batch_first})"
-            raise ValueError(f"query, key, value: expected {expected}, got {_shapes(*given)}")
+            raise ValueError(f"query, key, value: expected {expected}, got {_shapes(*inputs)}")
         if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(f"value: expected as many tokens as key, got {_shapes(*given)}")
+            raise ValueError(f"value: expected as many tokens as key, got {_shapes(*inputs)}")
         return query.dim() == 3
 
     def _nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends over nested (N, jq, E), (N, jk, Ek), (N, jk, Ev). Weights are padded, (N, H, Lq, Lk)."""
+        """Computes attention over nested query (N, jq, E), key (N, jk, Ek) and value (N, jk, Ev).
+
+        The output is nested (N, jq, E). The weights are padded: (N, Lq, Lk), or (N, H, Lq, Lk) per
+        head.
+        """
         if self.bias_k is not None or self.add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn: expected neither with nested tensors")
-        asking = packed_tokens("query", query, self.embed_dim)
-        asked = asking if key is query else packed_tokens("key", key, self.kdim)
-        values = asked if value is key else packed_tokens("value", value, self.vdim)
-        _check_lengths(asking, asked, values)
-        q, k, v = self._projected(asking.tokens, asked.tokens, values.tokens)
-        dropout, other = self.dropout if self.training else 0.0, asked is not asking
+            raise ValueError("add_bias_kv, add_zero_attn: expected False with nested tensors, got True")
+        queries = packed_tokens("query", query, self.embed_dim)
+        keys = queries if key is query else packed_tokens("key", key, self.kdim)
+        values = keys if value is key else packed_tokens("value", value, self.vdim)
+        _check_lengths(queries, keys, values)
+        q, k, v = self._projected(queries.tokens, keys.tokens, values.tokens)
+        dropout, is_cross = self.dropout if self.training else 0.0, keys is not queries
         out = packing.varlen_attention(
-            q, k, v, asking.cu_seqlens, asked.cu_seqlens if other else None,
-            mask=Causal() if is_causal else None, offset=0 if is_causal and other else None, dropout=dropout,
+            q, k, v, queries.cu_seqlens, keys.cu_seqlens if is_cross else None, dropout=dropout,
+            mask=Causal() if is_causal else None, offset=0 if is_causal and is_cross else None,
         )  # fmt: skip
         w = None
         if need_weights:
-            w = _padded_weights((q, asking.cu_seqlens), (k, asked.cu_seqlens), is_causal)
+            w = _padded_weights((q, queries.cu_seqlens), (k, keys.cu_seqlens), is_causal)
             w = w.mean(1) if average else w
-        return asking.nested(self.out_proj(out.flatten(1))), w
+        return queries.nested(self.out_proj(out.flatten(1))), w
 
 
 def _check_lengths(query: PackedTokens, key: PackedTokens, value: PackedTokens) -> None:
-    asking, asked = len(query.cu_seqlens) - 1, len(key.cu_seqlens) - 1
-    if asking != asked:
-        raise ValueError(f"key: expected as many sequences as query, {asking}, got {asked}")
+    n_query, n_key = len(query.cu_seqlens) - 1, len(key.cu_seqlens) - 1
+    if n_query != n_key:
+        raise ValueError(f"key: expected as many sequences as query, {n_query}, got {n_key}")
     if value is not key and not torch.equal(key.cu_seqlens, value.cu_seqlens):
-        raise ValueError("value: expected sequences as long as those of key")
+        raise ValueError("value: expected sequences of the same lengths as key, got other lengths")
 
 
-def _padded_weights(asking: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
-    """Unpacks q and k (total, H, D) and returns padded weights (N, H, Lq, Lk), zeros in the padding."""
-    q, k = (packing.unpack(x.transpose(0, 1), cu_seqlens) for x, cu_seqlens in (asking, asked))
-    seen = Lengths(packing.lengths(asked[1]))
-    given = Arguments(seen & Causal(), offset=0) if is_causal else Arguments(seen)
-    return dense_weights(q, k, given) * real_tokens(packing.lengths(asking[1]), q)
+def _padded_weights(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
+    """Returns padded weights (N, H, Lq, Lk). `queries` and `keys` are (total, H, D) and cu_seqlens.
+
+    Padded rows and columns are zero.
+    """
+    q, k = (packing.unpack(x.transpose(0, 1), cu_seqlens) for x, cu_seqlens in (queries, keys))
+    real = Lengths(packing.lengths(keys[1]))
+    options = Arguments(real & Causal(), offset=0) if is_causal else Arguments(real)
+    return dense_weights(q, k, options) * real_tokens(packing.lengths(queries[1]), q)
 
 
 def no_fast_path(module: torch.nn.Module, args: Any) -> None:
     """A forward pre-hook that does nothing.
 
-    In evaluation `nn.TransformerEncoderLayer` runs a kernel of its own instead of calling its attention,
-    unless the attention has hooks.
+    In evaluation, `nn.TransformerEncoderLayer` bypasses its attention module with a fused kernel,
+    unless the module has hooks.
     """
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> QKV:
-    """Adds a batch dim. Inputs that were one tensor stay one."""
+    """Adds a batch dim. Inputs that are the same tensor stay the same tensor."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)
     return q, k, k if value is key else value.unsqueeze(dim)
 
 
-def _shapes(*given: tuple[str, Tensor, int]) -> str:
-    return ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x, _ in given)
+def _shapes(*inputs: tuple[str, Tensor, int]) -> str:
+    return ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x, _ in inputs)

@@ -1,4 +1,4 @@
-"""A sublayer with its residual connection and its norm, which stands before or after."""
+"""Residual connections with a norm before (pre-norm) or after (post-norm) the sublayer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ Norm = Callable[[int], nn.Module]
 
 
 class Residual(nn.Module):
-    """A sublayer, its norm and the dropout of what it adds; `forward` says in which order."""
+    """A sublayer with a norm, dropout and a residual connection: base of `PreNorm` and `PostNorm`.
+
+    Args:
+        d_model: width of the tokens.
+        sublayer: a module that keeps the shape (..., d_model).
+        norm: factory of the norm, called as `norm(d_model)`.
+        dropout: dropout probability of the sublayer's output in training.
+    """
 
     def __init__(
         self, d_model: int, sublayer: nn.Module, *, norm: Norm = nn.LayerNorm, dropout: float = 0.0
@@ -21,18 +28,26 @@ class Residual(nn.Module):
 
 
 class PreNorm(Residual):
-    """x + dropout(sublayer(norm(x), ...)): trains without warm-up; a stack needs a norm at its end."""
+    """A pre-norm residual connection, x + dropout(sublayer(norm(x), ...)).
+
+    Pre-norm models train without warm-up. A stack of them needs a final norm. The arguments are
+    `d_model`, `sublayer`, `norm` (default: `nn.LayerNorm`) and `dropout`.
+    """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """x (..., d_model) -> the same shape; all else goes to the sublayer."""
+        """Returns a tensor of x's shape (..., d_model). Other arguments go to the sublayer."""
         added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
         return x + added
 
 
 class PostNorm(Residual):
-    """norm(x + dropout(sublayer(x, ...))), as in "Attention is all you need"."""
+    """A post-norm residual connection, norm(x + dropout(sublayer(x, ...))).
+
+    The connection of "Attention is all you need". The arguments are `d_model`, `sublayer`, `norm`
+    (default: `nn.LayerNorm`) and `dropout`.
+    """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """x (..., d_model) -> the same shape; all else goes to the sublayer."""
+        """Returns a tensor of x's shape (..., d_model). Other arguments go to the sublayer."""
         normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
         return normed

@@ -1,6 +1,7 @@
-"""Where a token stands: added embeddings, rotations of queries and keys, biases of scores.
+"""Position encodings: added embeddings, rotary embeddings, and score biases.
 
-Positions are an int, the place of the first token, or an integer tensor with the place of every token.
+The argument `positions` is an int, the position of the first token, or an integer tensor with the
+position of every token.
 """
 
 from ._biases import AlibiBias as AlibiBias, Relative as Relative, alibi_slopes as alibi_slopes
@@ -14,5 +15,5 @@ from ._frequencies import (
     YaRN as YaRN,
     frequencies as frequencies,
 )
-from ._places import Positions as Positions
+from ._positions import Positions as Positions
 from ._rotary import Rotary as Rotary, rotary_table as rotary_table, rotate as rotate

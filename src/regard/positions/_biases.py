@@ -1,4 +1,4 @@
-"""Positions as a bias of the scores. The modules hold what is learned and give a value of `regard.scores`."""
+"""Modules for position biases. They hold the parameters and return biases of `regard.scores`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from .._tools.arguments import count
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Returns the slopes (H,) of the ALiBi paper."""
+    """Returns the slopes (H,) of the ALiBi paper, float32."""
     return scores.Alibi.standard(heads).slopes
 
 
 class AlibiBias(nn.Module):
-    """`-slope[h] * |pos - j|` for each head, slopes as in the paper; `learned` makes them a parameter."""
+    """A module that returns an ALiBi bias, `-slopes[h] * |pos - j|`, with the slopes of the paper.
+
+    Args:
+        heads: Hq.
+        learned: whether the slopes (Hq,) are a parameter.
+        device: the device of the slopes.
+
+    Example:
+        >>> bias = positions.AlibiBias(8)
+        >>> out = regard.attention(q, k, v, mask=masks.Causal(), bias=bias())
+    """
 
     slopes: Tensor
 
@@ -29,7 +39,7 @@ class AlibiBias(nn.Module):
             self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self) -> scores.Alibi:
-        """The `bias` of `regard.attention`."""
+        """Returns the `bias` of `regard.attention`."""
         return scores.Alibi(self.slopes)
 
     def extra_repr(self) -> str:
@@ -37,9 +47,14 @@ class AlibiBias(nn.Module):
 
 
 class Relative(nn.Module):
-    """T5's relative bias: a learned `table` (num_buckets, H), its rows chosen by the distance.
+    """A module that returns the relative position bias of T5. All layers of a T5 stack share one.
 
-    `bidirectional` in an encoder, not in a decoder. T5 shares one such module among all layers of a stack.
+    Args:
+        heads: Hq.
+        num_buckets: rows of the learned `table` (num_buckets, Hq).
+        max_distance: distances from here on share the last bucket.
+        bidirectional: True for an encoder, False for a decoder.
+        device, dtype: of the table.
     """
 
     def __init__(
@@ -50,14 +65,14 @@ class Relative(nn.Module):
         size = (count("num_buckets", num_buckets, 2), count("heads", heads, 1))
         self.table = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self()  # refuses what cannot be
+        self()  # raises if the sizes are invalid
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self) -> scores.RelativeBias:
-        """The `bias` of `regard.attention`."""
+        """Returns the `bias` of `regard.attention`."""
         both, far = self.bidirectional, self.max_distance
         return scores.RelativeBias(self.table, bidirectional=both, max_distance=far)
 

@@ -1,6 +1,6 @@
-"""How fast each pair of channels turns, and how that is stretched for texts longer than those of training.
+"""Rotary frequencies, and their scaling for contexts longer than in training.
 
-The numbers are those of Hugging Face's `inv_freq`, in the same single-precision steps.
+The frequencies equal `inv_freq` of Hugging Face, computed in the same single-precision steps.
 """
 
 from __future__ import annotations
@@ -15,49 +15,57 @@ from .._tools.arguments import count, number
 
 
 class Scaling:
-    """A rule that changes the frequencies of `frequencies`."""
+    """The base class of frequency scalings. Subclasses define `turns` and, if not 1, `gain`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
-        """Returns radians for each step of position, (dims / 2,) float32."""
+        """Returns the frequencies (dims / 2,) float32, in radians per position."""
         raise NotImplementedError
 
     def gain(self) -> float:
-        """Returns the attention factor. It multiplies cos and sin, and so the scores by its square."""
+        """Returns the attention factor, which multiplies cos and sin (and scores by its square)."""
         return 1.0
 
 
 def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None) -> tuple[Tensor, float]:
-    """Returns the frequencies `base ** (-2i / dims)` (dims / 2,), scaled, and the attention factor."""
+    """Returns the rotary frequencies (dims / 2,) float32 and the attention factor.
+
+    Frequency i is `base ** (-2i / dims)` radians per position, before scaling.
+
+    Args:
+        dims: number of rotated channels, even.
+        base: above 1.
+        scaling: `LinearScaling`, `NTK`, `YaRN`, `Llama3` or `Frequencies`.
+    """
     if count("dims", dims, 2) % 2:
-        raise ValueError(f"dims: expected an even number of channels to turn in pairs, got {dims}")
+        raise ValueError(f"dims: expected an even number of channels, got {dims}")
     if not number("base", base) > 1:
         raise ValueError(f"base: expected a number above 1, got {base}")
     if scaling is None:
-        return _plain(dims, base), 1.0
+        return _unscaled(dims, base), 1.0
     if not isinstance(scaling, Scaling):
         raise TypeError(f"scaling: expected LinearScaling, NTK, YaRN, Llama3 or Frequencies, got {scaling!r}")
     return scaling.turns(dims, base), scaling.gain()
 
 
-def _plain(dims: int, base: float) -> Tensor:
+def _unscaled(dims: int, base: float) -> Tensor:
     return 1.0 / _periods(dims, base)
 
 
 def _periods(dims: int, base: float) -> Tensor:
-    """Returns steps of position for one radian, (dims / 2,), on the CPU whatever the default device is."""
-    even: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
-    return torch.pow(base, even)
+    """Returns 1 / frequency (dims / 2,), always on the CPU."""
+    exponents: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
+    return torch.pow(base, exponents)
 
 
 @dataclass(frozen=True)
 class Stretching(Scaling):
-    """A rule for texts `factor` times as long as those of training."""
+    """A scaling for contexts `factor` times as long as in training."""
 
     factor: float
 
     def __post_init__(self) -> None:
         if not number("factor", self.factor) >= 1:
-            raise ValueError(f"factor: expected a number from 1 on, got {self.factor!r}")
+            raise ValueError(f"factor: expected a number >= 1, got {self.factor!r}")
 
 
 @dataclass(frozen=True)
@@ -65,28 +73,35 @@ class LinearScaling(Stretching):
     """Position interpolation: divides every position by `factor`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
-        return _plain(dims, base) / self.factor
+        return _unscaled(dims, base) / self.factor
 
 
 @dataclass(frozen=True)
 class NTK(Stretching):
-    """A larger base: keeps the fast pairs and stretches the slowest one by `factor`.
+    """NTK-aware scaling: a larger base, which divides the lowest frequency by `factor`.
 
-    "Dynamic" NTK at a length n, trained for m, is `NTK(factor * n / m - (factor - 1))`.
+    High frequencies hardly change. "Dynamic" NTK at length n, for a model trained with length m, is
+    `NTK(factor * n / m - (factor - 1))`.
     """
 
     def turns(self, dims: int, base: float) -> Tensor:
         if dims < 4:
             raise ValueError(f"dims: expected at least 4 with NTK, got {dims}")
-        return _plain(dims, base * self.factor ** (dims / (dims - 2)))
+        return _unscaled(dims, base * self.factor ** (dims / (dims - 2)))
 
 
 @dataclass(frozen=True)
 class YaRN(Stretching):
-    """Keeps fast pairs, interpolates slow pairs, blends those between; scores grow with `factor`.
+    """YaRN scaling: keeps high frequencies, divides low frequencies by `factor`, blends between.
 
-    A pair that turns more than `beta_fast` times in `original_length` is fast, less than `beta_slow` slow.
-    `mscale` and `mscale_all_dim` are those of DeepSeek; `attention_factor` overrules them.
+    Args:
+        factor: ratio of the context lengths.
+        original_length: context length in training.
+        beta_fast: pairs with more rotations than this in `original_length` keep their frequency.
+        beta_slow: pairs with fewer rotations are divided by `factor`.
+        attention_factor: multiplies cos and sin. Default: from `mscale`, or it grows with `factor`.
+        mscale, mscale_all_dim: as in the configurations of DeepSeek.
+        truncate: round the bounds of the blend to whole pairs.
     """
 
     original_length: int
@@ -117,16 +132,16 @@ class YaRN(Stretching):
         return self.growth()
 
     def growth(self, mscale: float = 1.0) -> float:
-        """Returns the paper's growth of cos and sin with `factor`, DeepSeek's `yarn_get_mscale`."""
+        """Returns the attention factor of the paper (DeepSeek's `yarn_get_mscale`)."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
-        """Returns 0 for fast pairs and 1 for slow ones, (dims / 2,)."""
+        """Returns weights (dims / 2,): 0 for high frequencies, 1 for low ones, linear between."""
 
-        def pair(rotations: float) -> float:
+        def pair_index(rotations: float) -> float:
             return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        low, high = pair_index(self.beta_fast), pair_index(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dims - 1)
@@ -136,7 +151,14 @@ class YaRN(Stretching):
 
 @dataclass(frozen=True)
 class Llama3(Stretching):
-    """Llama 3.1: interpolates slow pairs, blends those between by their wavelength."""
+    """The scaling of Llama 3.1: divides low frequencies by `factor`, blends by wavelength.
+
+    Args:
+        factor: ratio of the context lengths.
+        low_freq_factor: wavelengths above original_length / low_freq_factor are scaled.
+        high_freq_factor: wavelengths below original_length / high_freq_factor are kept.
+        original_length: context length in training.
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -152,7 +174,7 @@ class Llama3(Stretching):
             raise ValueError(f"{names}: expected 0 < low < high, got {low} and {high}")
 
     def turns(self, dims: int, base: float) -> Tensor:
-        turns = _plain(dims, base)
+        turns = _unscaled(dims, base)
         wavelength = 2 * math.pi / turns
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = (self.original_length / wavelength - low) / (high - low)
@@ -163,9 +185,10 @@ class Llama3(Stretching):
 
 @dataclass(frozen=True)
 class Frequencies(Scaling):
-    """The frequencies themselves, radians for each step of position, one for each pair; `base` is not used.
+    """Explicit frequencies, in radians per position, one for each pair. `base` is not used.
 
-    For rules that are not here: `Rotary(64, scaling=Frequencies(inv_freq.tolist(), attention_factor))`.
+    Example:
+        >>> rotary = Rotary(64, scaling=Frequencies(inv_freq.tolist(), attention_factor))
     """
 
     values: tuple[float, ...]
@@ -178,7 +201,9 @@ class Frequencies(Scaling):
 
     def turns(self, dims: int, base: float) -> Tensor:
         if dims != 2 * len(self.values):
-            raise ValueError(f"dims: expected 2 for each of {len(self.values)} frequencies, got {dims}")
+            raise ValueError(
+                f"dims: expected {2 * len(self.values)} for {len(self.values)} frequencies, got {dims}"
+            )
         return torch.tensor(self.values, dtype=torch.float32, device="cpu")
 
     def gain(self) -> float:

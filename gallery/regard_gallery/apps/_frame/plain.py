@@ -37,22 +37,18 @@ class PlainAttention(Attention):
 
 
 class PlainGraphAttention(GraphAttention):
-    """Each edge's value is fetched, weighted and added to its target: a tensor (E, H, d_head)."""
+    """`GraphAttention` with PyTorch's scatter operators and a tensor (E, H, d_head) of edge values."""
 
-    def _weights(self, h: Tensor, graph: Graph) -> Tensor:
+    def attend(self, h: Tensor, graph: Graph) -> Tensor:
         source, target = graph.edges
-        a, b = ((h * part[:, None]).sum(-1).T for part in (self.source, self.target))  # (n, H)
+        a, b = ((h * vector[:, None]).sum(-1).T for vector in (self.source, self.target))  # (n, H)
         scores = F.leaky_relu(a[source] + b[target], self.slope)
         at = target[:, None].expand_as(scores)
         largest = a.new_full(a.shape, -torch.inf).scatter_reduce(0, at, scores.detach(), "amax")
         w = (scores - largest[target]).exp()
-        return (w / torch.zeros_like(a).index_add(0, target, w)[target]).T
-
-    def _gathered(self, w: Tensor, h: Tensor, graph: Graph) -> Tensor:
-        source, target = graph.edges
+        w = F.dropout(w / torch.zeros_like(a).index_add(0, target, w)[target], self.dropout, self.training)
         values = h.transpose(0, 1)
-        found = torch.zeros_like(values).index_add(0, target, w.T[:, :, None] * values[source])
-        return found.transpose(0, 1)
+        return torch.zeros_like(values).index_add(0, target, w[:, :, None] * values[source]).transpose(0, 1)
 
 
 KINDS = {Attention: PlainAttention, GraphAttention: PlainGraphAttention}

@@ -1,4 +1,4 @@
-"""The argument `positions`: an int, the place of the first token, or a tensor, the place of every token."""
+"""The argument `positions`: the position of the first token, or a tensor with every position."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .._tools.arguments import as_int, describe, holds_integers, is_integer
 Positions = int | Tensor
 
 
-def places(positions: Positions, L: int, device: torch.device) -> Tensor:
-    """Returns the place of each token, integers (L,), (1, L) or (B, L)."""
+def position_tensor(positions: Positions, L: int, device: torch.device) -> Tensor:
+    """Returns the position of each token, integers (L,), (1, L) or (B, L)."""
     if isinstance(positions, Tensor):
         if not holds_integers(positions) or positions.ndim < 1 or positions.shape[-1] != L:
             expected = f"an int or integers of shape (..., L) with L = {L}"
