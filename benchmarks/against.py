@@ -1,9 +1,10 @@
-"""`make bench-against REF=<commit>`: compares the speed of this tree and another commit, row by row.
+"""`make bench-against REF=<commit>`: compares the speed of this tree and another commit.
 
-The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and take turns
-of 50 ms, in the order ABBA; one waits while the other runs. Each pass starts new processes, because the
-placement of memory changes times by 1 or 2 %. Rows that seem slower than their limit get more passes. The
-exit code is 1 if a row stays slower, or if a result of this tree is wrong.
+The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and
+take turns of 50 ms, in the order ABBA; one waits while the other runs. Each pass starts new
+processes, because the placement of memory changes times by 1 or 2 %. Rows that seem slower than
+their limit get more passes. The exit code is 1 if a row stays slower, or if a result of this tree
+is wrong.
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ class Worker:
 
 @contextmanager
 def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
-    """Starts a worker with this interpreter's `regard`, and one with the `regard` in the folder `site`.
+    """Starts a worker with the installed `regard`, and one with the `regard` in the folder `site`.
 
-    An editable install adds an import finder that precedes all folders. Python's option -S disables it,
-    and PYTHONPATH then provides the other packages. The finder does not slow down calls.
+    An editable install adds an import finder that precedes all folders. Python's option -S disables
+    it, and PYTHONPATH then provides the other packages. The finder does not slow down calls.
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     environments = dict(os.environ), os.environ | {"PYTHONPATH": path}

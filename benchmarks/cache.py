@@ -1,12 +1,14 @@
 """Times decode steps of caches, and the overhead of the cache over its attention call.
 
-`python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds per step:
+`python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds
+per step:
 - first: `cache.attend` in the first round of steps;
 - attend: `cache.attend` in later rounds;
 - stored: `attend_stored`, which `cache.attend` calls, on the same storage at the same lengths;
 - overhead: attend - stored.
 
-A second table times one step with long caches: 32 heads of 128 channels, 8192 tokens, in 16, 8 and 4 bits.
+A second table times one step with long caches: 32 heads of 128 channels, 8192 tokens, in 16, 8 and
+4 bits.
 """
 
 from __future__ import annotations

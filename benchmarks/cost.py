@@ -1,7 +1,7 @@
 """Compares the times that `regard.cost.predict` predicts with measured times.
 
-`python benchmarks/cost.py` measures the machine's FLOP/s, read bandwidth and smallest call, predicts and runs
-all cases of `cases.py`, and fails if a prediction is off by more than 25 %.
+`python benchmarks/cost.py` measures the machine's FLOP/s, read bandwidth and smallest call,
+predicts and runs all cases of `cases.py`, and fails if a prediction is off by more than 25 %.
 """
 
 from __future__ import annotations

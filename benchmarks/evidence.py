@@ -1,8 +1,8 @@
-"""Compares the time of `evidence` with that of attention, and its peak memory with the size of q and k.
+"""Compares time and peak memory of `evidence` with the time of attention and the size of q and k.
 
-`python benchmarks/evidence.py` computes both block pyramids, the top 8 keys, and the row and column facts of
-one causal head, with 8,192 and 100,000 tokens; `--tokens` sets other lengths. It fails if a row needs more
-than 2.2 x the time of attention or 2 x the memory of q and k.
+`python benchmarks/evidence.py` computes both block pyramids, the top 8 keys, and the row and column
+facts of one causal head, with 8,192 and 100,000 tokens; `--tokens` sets other lengths. It fails if
+a row needs more than 2.2 x the time of attention or 2 x the memory of q and k.
 """
 
 from __future__ import annotations

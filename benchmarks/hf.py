@@ -3,7 +3,8 @@
 `python benchmarks/hf.py` prints three tables:
 - prefill of 2,048 tokens, and of a left-padded batch, with peak memory;
 - a decode step after 4,096 tokens, with the caches of Transformers and with `regard.hf.Cache`;
-- continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them decode.
+- continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them
+  decode.
 "Speedup" is the time of sdpa with its default cache divided by Regard's. "Ceiling" is the speedup
 of the same model with attention that does nothing, an upper bound. The decode table has two
 ceilings: with a cache that copies, and with a cache that stores nothing. Logits and generated

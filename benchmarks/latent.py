@@ -1,4 +1,4 @@
-"""Decode steps of latent attention: Regard compared with Hugging Face's DeepSeek-V3 on the same weights.
+"""Compares decode steps of latent attention with Hugging Face's DeepSeek-V3 on the same weights.
 
 `python benchmarks/latent.py` prints one row for each number of cached tokens: the time of one
 decode step with `LatentAttention`, absorbed and expanded, and with `DeepseekV3Attention`, which

@@ -2,7 +2,8 @@
 
 `python benchmarks/modules.py` prints one row for each case, with the times of
 - Regard: `regard.nn.MultiheadAttention`;
-- PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it can use its fast path;
+- PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it can use its fast
+  path;
 - composed: one packed linear layer, `scaled_dot_product_attention`, one linear layer.
 "Speedup" is PyTorch's time divided by Regard's, and "target" its target. Every result is compared
 with float64 first.

@@ -1,8 +1,9 @@
 """One side of `make bench-against`: times rows with the `regard` that this process imports.
 
-This file runs with the `regard` of both commits, so this file and the modules of benchmarks/ that it
-imports use only public names. `against.py` writes a line of JSON to stdin, which names a method of
-`Side`, and reads a line with the result. Between commands the process waits without using the CPU.
+This file runs with the `regard` of both commits, so this file and the modules of benchmarks/ that
+it imports use only public names. `against.py` writes a line of JSON to stdin, which names a method
+of `Side`, and reads a line with the result. Between commands the process waits without using the
+CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `python benchmarks/sparse.py` prints three tables, for 8 heads of 64 channels in float32:
 - attention without projections: Longformer with 256 neighbours on each side and 8 global tokens,
-  BigBird with blocks of 64 (3 in the window, 3 random, 2 global), and exact attention over all keys;
+  BigBird with blocks of 64 (3 in the window, 3 random, 2 global), and exact attention over all
+  keys;
 - whole layers on the same weights, Regard's and Hugging Face's (whose BigBird also fills an n x n
   matrix of weights);
 - the peak memory of Longformer attention by length, and the exponent of its growth.

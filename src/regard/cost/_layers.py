@@ -1,6 +1,7 @@
-"""Specs of attention layers: sizes that determine parameters, products, attention calls and cache rows.
+"""Specs of attention layers, which determine parameters, products, attention calls and cache rows.
 
-Names and defaults are the same as in `regard.nn`. The batch is described by `Work`, not by the spec.
+Names and defaults are the same as in `regard.nn`. The batch is described by `Work`, not by the
+spec.
 """
 
 from __future__ import annotations

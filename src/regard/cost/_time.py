@@ -34,8 +34,8 @@ ALONE = 500_000  # with fewer multiplications, decode uses one thread
 def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Predicts the seconds of one call of `regard.attention` on a machine.
 
-    The time is the sum of the times for products and for memory traffic. In decode, which prefetches,
-    the two overlap partly.
+    The time is the sum of the times for products and for memory traffic. In decode, which
+    prefetches, the two overlap partly.
 
     Args:
         passes: "forward", "backward", or "training" for both.

@@ -34,8 +34,8 @@ def _bound(host: str, port: int) -> socket.socket:
 class Connection(H11Protocol):
     """An HTTP connection with a deadline for the headers of a request.
 
-    If there are too many connections, the longest idle one is closed, so that slow clients cannot keep
-    others out.
+    If there are too many connections, the longest idle one is closed, so that slow clients cannot
+    keep others out.
     """
 
     _deadline: asyncio.TimerHandle | None = None

@@ -24,8 +24,8 @@ def text(*texts: str, model: Model = None) -> Explorer:
 
     Args:
         texts: texts to show and compare. Without texts, the page of `serve` asks for one.
-        model: a pair of a Transformers model and its tokenizer. If the gallery is installed, also the
-            path of a Transformers directory with safetensors or of a GGUF file; the default is
+        model: a pair of a Transformers model and its tokenizer. If the gallery is installed, also
+            the path of a Transformers directory with safetensors or of a GGUF file; the default is
             MiniLM. Only data is read from files: no model code is run, no pickle is opened, nothing
             is downloaded.
 

@@ -53,8 +53,8 @@ class Explorer:
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
         """Serves the page on this machine until Ctrl-C and prints a link, which works once.
 
-        A `host` other than the loopback makes the page reachable from the network for anyone who has
-        the link.
+        A `host` other than the loopback makes the page reachable from the network for anyone who
+        has the link.
         """
         from ._server import Server
 

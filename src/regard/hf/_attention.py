@@ -38,9 +38,10 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes attention for a model of Transformers.
 
-    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and weights
-    (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. Only continuous batching passes a
-    `cache`, with packed sequences (B = 1), `cu_seq_lens_q`, `cu_seq_lens_k` and no mask.
+    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and
+    weights (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. Only continuous
+    batching passes a `cache`, with packed sequences (B = 1), `cu_seq_lens_q`, `cu_seq_lens_k` and
+    no mask.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
@@ -99,7 +100,8 @@ def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
 def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
     """Returns the masking of a call without an attention_mask.
 
-    With several queries, query 0 has position 0, so that the unused end of a static cache is masked.
+    With several queries, query 0 has position 0, so that the unused end of a static cache is
+    masked.
     """
     _check_registered()
     if not is_causal:

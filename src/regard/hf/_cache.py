@@ -19,7 +19,8 @@ Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
 class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer, in a cache of `regard.cache`.
 
-    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in place.
+    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in
+    place.
     """
 
     is_croppable = True
@@ -111,13 +112,13 @@ class Cache(hf.Cache):
     """A cache for `generate(past_key_values=...)` that appends tokens without copying older ones.
 
     Layers with full attention use a `KVCache` or, with `bits`, a `QuantizedCache`. Layers with a
-    window or chunks use an unquantized `SlidingCache`. `regard` attention reads the storage in place;
-    other implementations receive dense tensors.
+    window or chunks use an unquantized `SlidingCache`. `regard` attention reads the storage in
+    place; other implementations receive dense tensors.
 
     Args:
         config: the model's config.
-        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the model's
-            dtype, queries are rounded to it for attention.
+        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the
+            model's dtype, queries are rounded to it for attention.
         bits: 8 or 4 to quantize keys and values, with a scale for each group of 32 channels.
         capacity: the largest number of tokens, allocated at once; further tokens raise. None: the
             storage grows by doubling.

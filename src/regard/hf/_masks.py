@@ -1,8 +1,8 @@
 """Translates masks of Transformers to values of `regard.masks`.
 
-A model describes its mask by a function of four indices, composed of functions of `masking_utils`. Each
-of these is recognised by its name and becomes a mask atom, so that no Lq x Lk tensor is computed. Any
-other function, such as a user's, is evaluated and becomes `Dense`.
+A model describes its mask by a function of four indices, composed of functions of `masking_utils`.
+Each of these is recognised by its name and becomes a mask atom, so that no Lq x Lk tensor is
+computed. Any other function, such as a user's, is evaluated and becomes `Dense`.
 """
 
 from __future__ import annotations

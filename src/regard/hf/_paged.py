@@ -66,8 +66,8 @@ _plans: Any = WeakIdKeyDictionary()  # keyed by `Batch.read`, which is a new ten
 def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
     """Writes the new keys and values to the cache and computes attention.
 
-    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
-    Continuous batching passes `cache` and `batch` to every layer. `options` are those of `attention`.
+    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) -> out (1, Hq, total_q, D). Continuous
+    batching passes `cache` and `batch` to every layer. `options` are those of `attention`.
     """
     allocator = cache.layer_to_allocator[layer]
     window = getattr(allocator, "sliding_window", None)

@@ -13,7 +13,7 @@ from ._masks import mask_tensor
 
 
 def register() -> None:
-    """Registers `attn_implementation="regard"` with Transformers. Models that are loaded can switch to it.
+    """Registers `attn_implementation="regard"` with Transformers, also for models loaded before.
 
     Example:
         >>> regard.hf.register()

@@ -1,9 +1,9 @@
 """Tensor subclasses that carry a mask or a cache through the code of models.
 
-Masks, keys and values reach the attention function of Transformers through the code of several hundred
-models. Some models read shape and dtype, a few compute. A stand-in has the shape and dtype of the dense
-tensor and no memory. An operation on a stand-in first builds the dense tensor, so code that does not know
-stand-ins is correct but slower.
+Masks, keys and values reach the attention function of Transformers through the code of several
+hundred models. Some models read shape and dtype, a few compute. A stand-in has the shape and dtype
+of the dense tensor and no memory. An operation on a stand-in first builds the dense tensor, so code
+that does not know stand-ins is correct but slower.
 """
 
 from __future__ import annotations

@@ -32,17 +32,17 @@ def capture(
     """Returns a context manager that records facts about every attention call of a model.
 
     It records calls of `regard.attention` (also inside `regard.nn`), `torch.nn.MultiheadAttention`
-    and models of Hugging Face Transformers. The last two use Regard's kernels inside the `with` block
-    and are restored after it, also after an exception. Each call takes O(n) memory; the n x n weights
-    are never stored.
+    and models of Hugging Face Transformers. The last two use Regard's kernels inside the `with`
+    block and are restored after it, also after an exception. Each call takes O(n) memory; the n x n
+    weights are never stored.
 
     Args:
         model: the module to record. Each attention call in it becomes a `Layer`, in order.
         tokens: a list of strings, or one list per sample of the batch. Positions after the end of a
             shorter list are padding, which facts do not count.
         tokenizer: a tokenizer of Transformers, which decodes the model's `input_ids` to tokens.
-        want: more facts to record, such as `regard.BlockMass(64)`. The facts that head roles need are
-            always recorded.
+        want: more facts to record, such as `regard.BlockMass(64)`. The facts that head roles need
+            are always recorded.
         keep: "qk" also stores queries and keys, in O(n) memory, so that rows, heat maps and other
             facts can be computed later.
 

@@ -1,8 +1,8 @@
 """Roles of heads: scores from 0 to 1, each with its definition and source.
 
-All scores are computed from facts of O(n) size. `duplicate` and `induction` need the mass on pairs of
-equal tokens. A row's mass on the keys that a mask allows is exp(LSE with that mask - LSE), so one more
-attention call per role suffices.
+All scores are computed from facts of O(n) size. `duplicate` and `induction` need the mass on pairs
+of equal tokens. A row's mass on the keys that a mask allows is exp(LSE with that mask - LSE), so
+attention calls that return the LSE suffice.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def of_tokens(
 
 
 def _mean_mass(q: Tensor, k: Tensor, options: dict[str, Any], total: Tensor, mask: Mask) -> Pair:
-    """Returns the mean mass (B, Hq) on the keys that a mask allows, and the number (B, Hq) of queries.
+    """Returns the mean mass (B, Hq) on the keys that a mask allows, and the query counts (B, Hq).
 
     Only queries with at least one allowed key count. `total` is the LSE over all keys.
     """
