@@ -146,9 +146,9 @@ def backward(L: int, D: int, mask: Callable[[Case], M.Mask] | None = None) -> Ca
     return square(f"backward-{kind}-{L}-{D}", f"backward alone, {kind}", L, D, mask=mask, work="backward")
 
 
-def decoding(B: int, Hkv: int, Lk: int, *asked: float) -> tuple[Case, ...]:
+def decoding(B: int, Hkv: int, Lk: int, *targets: float) -> tuple[Case, ...]:
     """Returns decode cases with 32 query heads in three dtypes, with their target speedups."""
-    kinds = zip(("fp32", "bf16", "fp16"), (torch.float32, BF16, FP16), asked, strict=True)
+    kinds = zip(("fp32", "bf16", "fp16"), (torch.float32, BF16, FP16), targets, strict=True)
     return tuple(
         Case(
             f"decode-{name}-{B}-{Hkv}-{Lk}", f"one query, {name}", B=B, Hq=32, Hkv=Hkv, Lq=1, Lk=Lk, D=128,

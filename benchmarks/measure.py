@@ -70,8 +70,8 @@ class Load:
         """Returns the share of other processes since construction, or None if it is unknown."""
         if self.begin is None or (end := self._read()) is None:
             return None
-        total, idle, own = (b - a for a, b in zip(self.begin, end, strict=True))
-        return max(0.0, (total - idle - own) / total) if total else 0.0
+        total, idle, ours = (b - a for a, b in zip(self.begin, end, strict=True))
+        return max(0.0, (total - idle - ours) / total) if total else 0.0
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:

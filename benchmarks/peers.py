@@ -48,7 +48,7 @@ def gradients(case: Case, inputs: Inputs, forward: Call) -> Call:
 
 
 def repeated(call: Call, times: int) -> Call:
-    """Returns a function that calls `call` several times."""
+    """Returns a function that runs `call` `times` times."""
     if times == 1:
         return call
 

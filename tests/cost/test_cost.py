@@ -833,8 +833,8 @@ def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kind", "linear", "--window", "3"], "--kind heads alone"),
-        (["--sinks", "3"], "--window alone"),
+        (["--kind", "linear", "--window", "3"], "only with --kind heads"),
+        (["--sinks", "3"], "only with --window"),
         (["--dtype", "int3"], "dtype: expected one of float64"),
         (["/nowhere/config.json"], "No such file"),
     ],

@@ -16,7 +16,7 @@ GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare"
 
 
 def regard() -> None:
-    """Attention: every mechanism behind one call, exact, with no cliffs."""
+    """Tools for exact attention: explore models, estimate costs, measure crossovers."""
 
 
 def make_app() -> typer.Typer:

@@ -141,7 +141,7 @@ def _sequences(frame: Frame, packed_sequence_mask: Tensor) -> Mask | None:
 
 
 def _blocks(frame: Frame, block_sequence_ids: Tensor) -> Mask | None:
-    """Returns a mask of equal block ids. Queries of block -1 are fully masked, so no key keeps that id."""
+    """Returns a mask of equal block ids. Block -1 attends to nothing, so its keys get another id."""
     q_ids, k_ids = (block_sequence_ids[:, x] for x in frame.positions())
     return Documents(q_ids, torch.where(k_ids < 0, torch.iinfo(torch.int64).min, k_ids.long()))
 

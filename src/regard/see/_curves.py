@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
     row: Tensor  # (n,)
     texts: Sequence[str]
-    own: int  # the position of the token itself
+    position: int  # of the token itself
     unit: str
 
 
@@ -59,13 +59,13 @@ def _bars(share: Share, title: str, below: str, dark: bool) -> Drawing:
         below += f"; the largest {MOST_BARS} of {n}"
     drawing = Drawing(5.4, 0.23 * len(chosen) + 1.2, dark)
     axes, colours = drawing.axes, drawing.colours
-    tones = [colours.accent if i == share.own else colours.ramp[2] for i in chosen]
+    tones = [colours.accent if i == share.position else colours.ramp[2] for i in chosen]
     bars = axes.barh(range(len(chosen)), values, color=tones, height=0.72)
     captions = [f"{value:.3f}" if value >= 0.0005 else "0" for value in values]
     axes.bar_label(bars, captions, padding=3, fontsize=7, color=colours.ink)
     axes.set_yticks(range(len(chosen)), names, fontsize=9, parse_math=False)
-    if share.own in chosen:
-        axes.get_yticklabels()[chosen.index(share.own)].set_color(colours.accent)
+    if share.position in chosen:
+        axes.get_yticklabels()[chosen.index(share.position)].set_color(colours.accent)
     axes.set(xlim=(0, 1.14 * max(1e-6, *values)), ylim=(len(chosen) - 0.4, -0.6), xticks=[])
     drawing.name_axes(share.unit)
     drawing.title(title, below)
