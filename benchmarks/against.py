@@ -1,9 +1,10 @@
-"""`make bench-against REF=<commit>`: this tree beside another commit, row by row, on this machine.
+"""`make bench-against REF=<commit>`: compares the speed of this tree and another commit.
 
-The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and take turns
-of 50 ms, in the order ABBA; one waits while the other runs. Several passes do so with new processes, because
-where a process happens to find its memory is worth 1 or 2 %. Rows that look slower than their limit get more
-passes. The exit code is 1 if a row stays slower, or if a result of this tree is wrong.
+The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and
+take turns of 50 ms, in the order ABBA; one waits while the other runs. Each pass starts new
+processes, because the placement of memory changes times by 1 or 2 %. Rows that seem slower than
+their limit get more passes. The exit code is 1 if a row stays slower, or if a result of this tree
+is wrong.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TURN = 0.05  # seconds
 LEAST = 2  # turns of each side in a pass
-MORE_PASSES, MORE = 6, 3  # for rows that look slower, and how much longer such a pass is
-BUSY = 0.1  # share of the CPUs that others may take before the times need care
+MORE_PASSES, MORE = 6, 3  # extra passes for rows that seem slower, and the factor of their time
+BUSY = 0.1  # share of the CPUs used by other processes above which a warning is printed
 Options = argparse.Namespace
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
-Pair = tuple[float, float]  # seconds of this tree and of the other commit, in turns side by side
+Pair = tuple[float, float]  # seconds of this tree and of the other commit, in adjacent turns
 
 
 # Comparing
@@ -49,45 +50,46 @@ Pair = tuple[float, float]  # seconds of this tree and of the other commit, in t
 
 @dataclass(frozen=True)
 class Row:
-    """The times of both sides. With a fault there are none to show."""
+    """The times of both sides. A row with a fault has no times."""
 
     name: str
     pairs: Sequence[Pair] = ()
-    faults: tuple[str, str] = ("", "")  # of this tree and of the other commit
+    faults: tuple[str, str] = ("", "")  # errors of this tree and of the other commit
 
-    def __add__(self, more: Row) -> Row:
-        """The row with the pairs of one more pass."""
-        this, other = (a or b for a, b in zip(self.faults, more.faults, strict=True))
-        return Row(self.name, [*self.pairs, *more.pairs], (this, other))
+    def __add__(self, new: Row) -> Row:
+        """Returns the row with the pairs of one more pass."""
+        this, other = (a or b for a, b in zip(self.faults, new.faults, strict=True))
+        return Row(self.name, [*self.pairs, *new.pairs], (this, other))
 
     @property
     def best(self) -> Pair:
+        """The best times of this tree and of the other commit."""
         this, other = zip(*self.pairs, strict=True)
         return min(this), min(other)
 
     @property
     def ratio(self) -> float:
-        """This tree's best time by the other's: above 1, this tree is slower."""
+        """This tree's best time divided by the other's. Above 1, this tree is slower."""
         this, other = self.best
         return this / other
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the pairs' ratios. Their median is a second opinion, their distance shows the noise."""
+        """The quartiles of the ratios of all pairs, which show the noise."""
         first, median, third = statistics.quantiles([this / other for this, other in self.pairs])
         return first, median, third
 
     def slower(self, limit: float) -> bool:
-        """Whether both the best times and the median are beyond the limit: noise seldom moves both."""
+        """Returns whether the ratio of best times and the median ratio both exceed the limit."""
         return not any(self.faults) and min(self.ratio, self.quartiles[1]) > limit
 
     def verdict(self, limit: float) -> str:
-        """Returns "slower", "unclear" if a quarter of the turns says that it is faster, or ""."""
+        """Returns "slower", "unclear" if this tree is faster in a quarter of the turns, or ""."""
         return "" if not self.slower(limit) else "slower" if self.quartiles[0] > 1 else "unclear"
 
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
-    """Times both in the order ABBA, so that slow changes of clock and load meet both alike."""
+    """Times both sides in the order ABBA, so that slow changes of clock rate and load affect both."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:
@@ -131,10 +133,10 @@ class Worker:
 
 @contextmanager
 def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
-    """This interpreter with its own `regard`, and with the one in the folder `site`.
+    """Starts a worker with the installed `regard`, and one with the `regard` in the folder `site`.
 
-    An editable install puts a finder before all folders. Python's option -S leaves it out, and PYTHONPATH
-    then gives the other packages. The finder acts on imports alone: it makes no call slower.
+    An editable install adds an import finder that precedes all folders. Python's option -S disables
+    it, and PYTHONPATH then provides the other packages. The finder does not slow down calls.
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     environments = dict(os.environ), os.environ | {"PYTHONPATH": path}
@@ -143,16 +145,16 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
         Worker([sys.executable, "-S"], environments[1], threads) as other,
     ):
         for worker, folder in ((this, ROOT), (other, site)):
-            if folder not in Path(found := worker.ask("file")).parents:
-                raise RuntimeError(f"regard: expected the one in {folder}, got {found}")
+            if folder not in Path(file := worker.ask("file")).parents:
+                raise RuntimeError(f"regard: expected the package in {folder}, got {file}")
         yield this, other
 
 
 def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None, checked: bool) -> Row:
-    """Prepares a row on both sides, and times it if both results are right."""
+    """Prepares a row on both sides, and times it if both results are correct."""
     this, other = both
-    asked = "prepare", name, shrink, checked
-    faults = this.ask(*asked), other.ask(*asked)
+    command = "prepare", name, shrink, checked
+    faults = this.ask(*command), other.ask(*command)
     pairs = [] if any(faults) else take_turns(this.time, other.time, seconds)
     return Row(name, pairs, faults)
 
@@ -165,7 +167,7 @@ def progress_bar() -> Progress:
 def add_pass(
     rows: dict[str, Row], names: Sequence[str], site: Path, options: Options, seconds: float
 ) -> list[str]:
-    """Adds the times of two new processes to the rows. Returns the kernels that they use."""
+    """Adds the times of two new processes to the rows, and returns the instruction sets of their kernels."""
     with workers(site, options.threads) as both, progress_bar() as progress:
         for name in progress.track(names, description="timing"):
             row = timed(name, both, seconds, options.shrink, checked=name not in rows)
@@ -189,7 +191,7 @@ def commit(ref: str) -> str:
 
 
 def built(sha: str, console: Console) -> Path:
-    """Returns the folder with the `regard` of a commit, which is made if that was not done before."""
+    """Returns the folder with the `regard` of a commit, which is built on first use."""
     home = ROOT / "build" / "against" / sha
     if not home.exists():
         tree, site = home.with_suffix(".tree"), home.with_suffix(".site")
@@ -202,7 +204,7 @@ def built(sha: str, console: Console) -> Path:
             console.print(f"Building the core of {sha[:12]}")
             install(tree, site)
         shutil.rmtree(tree)
-        site.rename(home)  # so it is whole
+        site.rename(home)  # atomic: the folder is complete if it exists
     return home
 
 
@@ -213,7 +215,7 @@ def unpack(sha: str, tree: Path) -> None:
 
 
 def has_our_core(sha: str) -> bool:
-    """Whether this tree compiles the same core as the commit."""
+    """Returns whether this tree compiles the same core as the commit."""
     sources = "--", "native", "CMakeLists.txt", "pyproject.toml"
     return not git("diff", "--name-only", sha, *sources) + git(
         "ls-files", "-o", "--exclude-standard", *sources
@@ -221,15 +223,15 @@ def has_our_core(sha: str) -> bool:
 
 
 def copy_core(tree: Path, site: Path) -> None:
-    """Puts the Python files of `tree` and this tree's core into `site`."""
+    """Copies the Python files of `tree` and this tree's core to `site`."""
     shutil.copytree(tree / "src" / "regard", site / "regard")
-    for folder in map(Path, regard.__path__):  # an editable install has two: sources, and the core
+    for folder in map(Path, regard.__path__):  # an editable install has two folders: sources and core
         for core in folder.rglob("_core*.so"):
             shutil.copy2(core, site / "regard" / core.relative_to(folder))
 
 
 def install(tree: Path, site: Path) -> None:
-    """Compiles `tree` as for a user, into `site`."""
+    """Installs `tree` into `site` with pip."""
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     options = ["--no-build-isolation", "--no-deps", "--target", str(site)]
@@ -246,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = chosen(options.only)
     sha = commit(options.ref)
     site = built(sha, console)
-    if options.realtime:  # also for the workers
+    if options.realtime:  # workers inherit it
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     load, rows = Load(), dict[str, Row]()
     for _ in range(options.passes):
@@ -256,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             add_pass(rows, slow, site, options, MORE * options.seconds)
     console.print(header(sha, isas, options, load), highlight=False)
     console.print(table(rows.values(), options))
-    said, code = verdict(rows.values(), options)
-    console.print(said, highlight=False)
+    message, code = verdict(rows.values(), options)
+    console.print(message, highlight=False)
     return code
 
 
@@ -265,15 +267,15 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ref", metavar="REF", help="the other commit; HEAD to see what is not committed yet")
+    parser.add_argument("ref", metavar="REF", help="the other commit; HEAD to compare uncommitted changes")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="part of a row's name")
     parser.add_argument("--quick", action="store_true", help="two short passes")
-    parser.add_argument("--limit", type=float, default=1.03, help="of this tree's time by the other's")
-    parser.add_argument("--small-limit", type=float, default=1.02, help="for tiny calls and steps of caches")
+    parser.add_argument("--limit", type=float, default=1.03, help="allowed ratio of the times")
+    parser.add_argument("--small-limit", type=float, default=1.02, help="for tiny calls and cache steps")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--realtime", action="store_true", help="before all other processes; mostly for root")
+    parser.add_argument("--realtime", action="store_true", help="use real-time scheduling; may need root")
     parser.add_argument("--passes", type=int, help="default 4; 2 with --quick")
-    parser.add_argument("--seconds", type=float, help="for a row in a pass (default 1; 0.2 with --quick)")
+    parser.add_argument("--seconds", type=float, help="per row and pass (default 1; 0.2 with --quick)")
     parser.add_argument("--shrink", type=int, metavar="L", help="cut rows to L tokens")
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
@@ -285,7 +287,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def chosen(only: Sequence[str]) -> list[str]:
     names = [name for name in ROWS if not only or any(part in name for part in only)]
     if not names:
-        raise ValueError(f"--only: expected a part of {', '.join(ROWS)}, got {list(only)}")
+        raise ValueError(f"--only: expected a substring of {', '.join(ROWS)}, got {list(only)}")
     return names
 
 
@@ -294,7 +296,7 @@ def limit(row: Row, options: Options) -> float:
 
 
 def header(sha: str, isas: Sequence[str], options: Options, load: Load) -> str:
-    """Where the times come from: the machine, the two commits, and the command."""
+    """Returns the machine, the two commits, and the command."""
     this = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     lines = [
         f"{cpu_name()}, threads: {options.threads}",
@@ -303,21 +305,22 @@ def header(sha: str, isas: Sequence[str], options: Options, load: Load) -> str:
     ]
     others = load.others()
     if others is not None and others > BUSY and not options.realtime:
-        lines.append(f"Other processes took {others:.0%} of the CPUs: times need care. Or --realtime.")
+        lines.append(f"Other processes used {others:.0%} of the CPUs: times are unreliable. Try --realtime.")
     return "\n".join(lines)
 
 
 def table(rows: Iterable[Row], options: Options) -> Table:
-    """Best times and their ratio; then of the ratios in turns the median and the quartiles."""
+    """Returns a table with the best times, their ratio, and the quartiles of all ratios."""
     shown = Table("row", "this", "other", "ratio", "median", "quartiles", "", box=SIMPLE_HEAD)
     for row in rows:
         if any(row.faults):
             faults = zip(("this tree", "the other"), row.faults, strict=True)
-            shown.add_row(row.name, *[""] * 5, "; ".join(f"{who}: {fault}" for who, fault in faults if fault))
+            text = "; ".join(f"{side}: {fault}" for side, fault in faults if fault)
+            shown.add_row(row.name, *[""] * 5, text)
             continue
         first, median, third = (f"{x:.3f}" for x in row.quartiles)
-        said = f"{row.ratio:.3f}", median, f"{first} to {third}", row.verdict(limit(row, options))
-        shown.add_row(row.name, *map(duration, row.best), *said)
+        ratios = f"{row.ratio:.3f}", median, f"{first} to {third}", row.verdict(limit(row, options))
+        shown.add_row(row.name, *map(duration, row.best), *ratios)
     return shown
 
 
@@ -326,19 +329,19 @@ def duration(seconds: float) -> str:
 
 
 def verdict(rows: Iterable[Row], options: Options) -> tuple[str, int]:
-    """Returns what to say, and the exit code."""
+    """Returns the summary and the exit code."""
     verdicts = {row.name: "wrong" if row.faults[0] else row.verdict(limit(row, options)) for row in rows}
     kinds = {
         "wrong": "Wrong",
         "slower": "Slower",
-        "unclear": "Slower or noise, to be repeated on a quiet machine",
+        "unclear": "Slower or noise; repeat on an idle machine",
     }
-    said = [
-        f"{text}: {', '.join(name for name, found in verdicts.items() if found == kind)}."
+    sentences = [
+        f"{text}: {', '.join(name for name, verdict in verdicts.items() if verdict == kind)}."
         for kind, text in kinds.items()
         if kind in verdicts.values()
     ]
-    return " ".join(said) or "No row is slower.", 1 if said else 0
+    return " ".join(sentences) or "No row is slower.", 1 if sentences else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What a step of a cache costs beyond the attention in it.
+"""Times decode steps of caches, and the overhead of the cache over its attention call.
 
-`python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds a step:
-- first: `cache.attend` at lengths that were never seen before;
-- attend: `cache.attend` once they were;
-- stored: the function that it calls, over the same storage at the same lengths;
-- more: attend - stored, what the cache itself takes.
+`python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds
+per step:
+- first: `cache.attend` in the first round of steps;
+- attend: `cache.attend` in later rounds;
+- stored: `attend_stored`, which `cache.attend` calls, on the same storage at the same lengths;
+- overhead: attend - stored.
 
-Then what reading long caches costs: one query, 32 heads of 128 channels, 8192 tokens, in 16, 8 and 4 bits.
+A second table times one step with long caches: 32 heads of 128 channels, 8192 tokens, in 16, 8 and
+4 bits.
 """
 
 from __future__ import annotations
@@ -25,30 +27,30 @@ from steps import CACHES, HELD, LONG_CACHES, LONG_HEADS, LONG_HELD, STEPS, Gener
 from regard._api.stored import attend_stored
 from regard._call.spec import Options
 
-COLUMNS = ("first", "attend", "stored", "more")
+COLUMNS = ("first", "attend", "stored", "overhead")
 
 
 def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
-    """Microseconds of a step."""
+    """Returns the microseconds per step, by column."""
     generation = Generation(make())
     cache, q, scale = generation.cache, generation.q, generation.scale
-    rows = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
+    views = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
     mask = cache._keeps.visible
 
     def stored() -> None:
-        for store in rows:
-            attend_stored(q, store, Options(mask=mask, scale=scale))
+        for view in views:
+            attend_stored(q, view, Options(mask=mask, scale=scale))
 
     begin = perf_counter()
     generation.run()
     times = {"first": perf_counter() - begin}
     times |= best_times({"attend": generation.run, "stored": stored}, seconds)
-    times["more"] = times["attend"] - times["stored"]
+    times["overhead"] = times["attend"] - times["stored"]
     return {name: 1e6 * time / STEPS for name, time in times.items()}
 
 
 def reading(seconds: float) -> dict[str, tuple[float, int]]:
-    """Seconds of a step of a long cache, and its bytes."""
+    """Returns for each long cache the seconds of a step and its bytes."""
     long = {name: Generation(make(), LONG_HEADS, LONG_HELD, 1) for name, make in LONG_CACHES.items()}
     times = best_times({name: generation.run for name, generation in long.items()}, seconds)
     return {name: (times[name], generation.cache.nbytes) for name, generation in long.items()}
@@ -56,11 +58,11 @@ def reading(seconds: float) -> dict[str, tuple[float, int]]:
 
 def reading_table(seconds: float, threads: int) -> Table:
     torch.set_num_threads(threads)
-    table = Table("32 heads, 8192 tokens", "ms", "GB/s", "faster", title=f"threads: {threads}")
-    found = reading(seconds)
-    first, _ = found["bfloat16"]
-    for name, (time, size) in found.items():
-        table.add_row(name, f"{1e3 * time:.2f}", f"{size / time / 1e9:.1f}", f"{first / time:.2f} x")
+    table = Table("32 heads, 8192 tokens", "ms", "GB/s", "speedup", title=f"threads: {threads}")
+    steps = reading(seconds)
+    baseline, _ = steps["bfloat16"]
+    for name, (time, size) in steps.items():
+        table.add_row(name, f"{1e3 * time:.2f}", f"{size / time / 1e9:.1f}", f"{baseline / time:.2f} x")
     return table
 
 
@@ -69,15 +71,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each cache")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per cache")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     table = Table("us", *COLUMNS, title=f"{cpu_name()}, threads: {options.threads}")
     with torch.no_grad():
         for name, make in CACHES.items():
-            if make is not paged:  # storage in pages has no rows to look at
-                found = measure(make, options.seconds)
-                table.add_row(name, *(f"{found[column]:.1f}" for column in COLUMNS))
+            if make is not paged:  # paged storage has no views of earlier lengths
+                times = measure(make, options.seconds)
+                table.add_row(name, *(f"{times[column]:.1f}" for column in COLUMNS))
         Console().print(table, reading_table(options.seconds, 2))
 
 

@@ -1,4 +1,4 @@
-"""What is measured: shapes, options, and the peers that can express them."""
+"""The benchmark cases: shapes, options, and the PyTorch paths that can compute them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Options = dict[str, Any]
 
 
 class Inputs(NamedTuple):
-    """What exists before the clock starts: q (B, Hq, Lq, D), k, v, and the options."""
+    """The inputs of a timed call: q (B, Hq, Lq, D), k, v, and the options."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     options: Options
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient in training."""
+        """Returns the tensors that receive a gradient in training."""
         bias = self.options.get("bias")
         return (self.q, self.k, self.v, *([bias] if isinstance(bias, Tensor) else []))
 
@@ -43,10 +43,10 @@ class Case:
     mask: Callable[[Case], M.Mask] | None = None
     options: Callable[[Case], Options] | None = None
     peers: tuple[str, ...] = ("sdpa",)
-    asked: Mapping[str, float] = field(default_factory=dict, hash=False)  # peer -> ratio that is required
-    calls: int = 1
-    work: str = "forward"  # or "training": forward and backward; or "backward" alone
-    strided: bool = False  # tensors stored as (B, L, H, D), seen as (B, H, L, D)
+    asked: Mapping[str, float] = field(default_factory=dict, hash=False)  # peer -> target speedup
+    calls: int = 1  # calls in one measurement
+    work: str = "forward"  # or "backward", or "training" for both
+    strided: bool = False  # tensors are (B, H, L, D) views of (B, L, H, D)
 
     @property
     def shape(self) -> str:
@@ -56,7 +56,7 @@ class Case:
         return f"{self.B}, {self.Hq}/{self.Hkv}, {L}, {D}{times}"
 
     def shrunk(self, L: int) -> Case:
-        """The same case with at most L queries and keys, for tests and first looks."""
+        """Returns the case with at most L queries and keys, for tests and quick trials."""
         return replace(self, Lq=min(self.Lq, L), Lk=min(self.Lk, L), calls=min(self.calls, 3))
 
     def inputs(self) -> Inputs:
@@ -84,12 +84,12 @@ def causal(case: Case) -> M.Mask:
 
 
 def window(case: Case) -> M.Mask:
-    """The last 256 keys, the query's own included."""
+    """Returns a causal window of 256 keys."""
     return M.sliding(256)
 
 
 def document_ids(L: int) -> Tensor:
-    """(L,): three documents that fill 1/4, 1/3 and the rest."""
+    """Returns the ids (L,) of three documents, which fill 1/4, 1/3 and the rest."""
     position = torch.arange(L)
     return (position >= L // 4).long() + (position >= L // 4 + L // 3).long()
 
@@ -99,7 +99,7 @@ def documents(case: Case) -> M.Mask:
 
 
 def lengths(case: Case) -> M.Mask:
-    """From a quarter of the keys in the first sample to all of them in the last."""
+    """Returns lengths that grow from a quarter of the keys in the first sample to all in the last."""
     return M.Lengths(torch.linspace(max(1, case.Lk // 4), case.Lk, case.B).long())
 
 
@@ -127,16 +127,18 @@ def sink(case: Case) -> Options:
     return {"sink": torch.linspace(-1, 1, case.Hq)}
 
 
-def square(name: str, title: str, L: int, D: int = 64, **more: Any) -> Case:
-    return Case(name, title, **{"Lq": L, "Lk": L, "D": D, "Dv": D} | more)
+def square(name: str, title: str, L: int, D: int = 64, **fields: Any) -> Case:
+    """Returns a case with Lq = Lk = L and D = Dv. Further fields override these."""
+    return Case(name, title, **{"Lq": L, "Lk": L, "D": D, "Dv": D} | fields)
 
 
 def needs(ratio: float) -> dict[str, float]:
+    """Returns a target speedup over SDPA."""
     return {"sdpa": ratio}
 
 
-def training(name: str, title: str, L: int, D: int = 64, **more: Any) -> Case:
-    return square(f"train-{name}", f"training, {title}", L, D, work="training", **more)
+def training(name: str, title: str, L: int, D: int = 64, **fields: Any) -> Case:
+    return square(f"train-{name}", f"training, {title}", L, D, work="training", **fields)
 
 
 def backward(L: int, D: int, mask: Callable[[Case], M.Mask] | None = None) -> Case:
@@ -144,9 +146,9 @@ def backward(L: int, D: int, mask: Callable[[Case], M.Mask] | None = None) -> Ca
     return square(f"backward-{kind}-{L}-{D}", f"backward alone, {kind}", L, D, mask=mask, work="backward")
 
 
-def decoding(B: int, Hkv: int, Lk: int, *asked: float) -> tuple[Case, ...]:
-    """One query of 32 heads in each of the three dtypes, with the ratios asked for."""
-    kinds = zip(("fp32", "bf16", "fp16"), (torch.float32, BF16, FP16), asked, strict=True)
+def decoding(B: int, Hkv: int, Lk: int, *targets: float) -> tuple[Case, ...]:
+    """Returns decode cases with 32 query heads in three dtypes, with their target speedups."""
+    kinds = zip(("fp32", "bf16", "fp16"), (torch.float32, BF16, FP16), targets, strict=True)
     return tuple(
         Case(
             f"decode-{name}-{B}-{Hkv}-{Lk}", f"one query, {name}", B=B, Hq=32, Hkv=Hkv, Lq=1, Lk=Lk, D=128,
@@ -211,8 +213,8 @@ CASES = (
 
 
 def chosen(names: list[str], cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
-    """The cases whose name contains one of the names; all of them for no names."""
-    found = tuple(c for c in cases if not names or any(n in c.name for n in names))
-    if not found:
-        raise ValueError(f"--only: expected a part of {', '.join(c.name for c in cases)}, got {names}")
-    return found
+    """Returns the cases whose name contains one of `names`. Without names, returns all."""
+    matches = tuple(c for c in cases if not names or any(n in c.name for n in names))
+    if not matches:
+        raise ValueError(f"--only: expected a substring of {', '.join(c.name for c in cases)}, got {names}")
+    return matches

@@ -1,4 +1,4 @@
-"""The checks without which no number is shown. They use only public names of `regard`."""
+"""Checks of results against float64: only correct results are timed. Uses only public names of `regard`."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 
 import regard
 
-# Largest error of a row by the mean norm of a row, against float64: far above rounding, far below a fault.
+# Largest error norm of a row divided by the mean norm of a row. Well above rounding errors, well below bugs.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-ROWS = 6  # query rows in each of the three samples that are compared
+ROWS = 6  # query rows in each of the three compared slices
 
 
 class WrongResult(Exception):
-    """A side computed something else: its time means nothing."""
+    """A result differs from the expected one, so its time must not be shown."""
 
 
-def verify(case: Case, inputs: Inputs, found: Any, who: str) -> None:
-    """Checks what a call of the case returned: the output, or the gradients."""
-    (check if case.work == "forward" else check_gradients)(case, inputs, found, who)
+def verify(case: Case, inputs: Inputs, result: Any, who: str) -> None:
+    """Checks the result of a call of the case: the output, or the gradients."""
+    (check if case.work == "forward" else check_gradients)(case, inputs, result, who)
 
 
 def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
-    """The worst error of the sampled rows against the float64 reference; WrongResult when it is too large."""
+    """Returns the largest error of some rows against float64. Raises WrongResult if it is too large."""
     errors = [row_error(out[..., rows, :], expected) for rows, expected in exact_rows(case)]
-    error = float(torch.tensor(errors).max())  # NaN if one is NaN, unlike Python's max
+    error = float(torch.tensor(errors).max())  # propagates NaN, unlike Python's max
     if not error < TOLERANCE[case.dtype]:
         raise WrongResult(f"{who}, {case.name}: error {error:.1e} against float64")
     if not out.isfinite().all():
-        raise WrongResult(f"{who}, {case.name}: {int((~out.isfinite()).sum())} numbers are not finite")
+        raise WrongResult(f"{who}, {case.name}: {int((~out.isfinite()).sum())} non-finite values")
     return error
 
 
-def check_gradients(case: Case, inputs: Inputs, found: tuple[Tensor, ...], who: str) -> None:
-    """Against those of the float64 kernels, which the tests hold to the reference."""
-    for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), found, exact_gradients(case), strict=False):
+def check_gradients(case: Case, inputs: Inputs, grads: tuple[Tensor, ...], who: str) -> None:
+    """Compares gradients with those of the float64 kernels, which the tests compare with the reference."""
+    for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), grads, exact_gradients(case), strict=False):
         error = float((grad.double() - exact).norm() / exact.norm())
         if not error < TOLERANCE[case.dtype]:
             raise WrongResult(f"{who}, {case.name}: error {error:.1e} of {name} against float64")
@@ -59,13 +59,17 @@ def exact_gradients(case: Case) -> tuple[Tensor, ...]:
 
 
 def outgoing(case: Case) -> Tensor:
-    """The gradient that comes in, (B, Hq, Lq, Dv)."""
+    """Returns the gradient (B, Hq, Lq, Dv) of the output."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(case.B, case.Hq, case.Lq, case.Dv, generator=generator).to(case.dtype)
 
 
 def sample_rows(case: Case) -> list[slice]:
-    """First, middle and last queries; all of them with dropout, whose pattern depends on the row's number."""
+    """Returns slices of the first, middle and last queries.
+
+    With dropout, returns one slice of all queries, because the dropout pattern depends on the row
+    index.
+    """
     if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
         return [slice(0, case.Lq)]
     return [slice(first, first + ROWS) for first in (0, case.Lq // 2, case.Lq - ROWS)]
@@ -79,7 +83,7 @@ def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
 
 
 def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
-    """The result of some rows in float64: a query keeps its position through `offset`."""
+    """Returns the float64 result of some rows, whose positions are set by `offset`."""
     q, k, v, options = inputs
     bias = options.get("bias")
     if isinstance(bias, Tensor):
@@ -91,13 +95,13 @@ def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """NaN when `out` has one."""
+    """Returns the largest error of a row divided by the mean norm of a row; NaN if `out` has a NaN."""
     error = (out.double() - exact).norm(dim=-1)
     return float(error.max() / exact.norm(dim=-1).mean())
 
 
 def useful_flops(case: Case, inputs: Inputs) -> int:
-    """Two products forward, five backward."""
+    """Returns the FLOPs that the mask requires: two products forward, five backward."""
     q, k, v, options = inputs
     forward = regard.plan(q, k, v, mask=case.make_mask(), **options).flops
     backward = forward * (3 * case.D + 2 * case.Dv) // (case.D + case.Dv)

@@ -1,4 +1,4 @@
-"""What the benchmarks have in common as commands: threads, time, and the line about the machine."""
+"""Command-line options that benchmarks share, and the closing line about the machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from measure import Load, cpu_name
 
 
 def parser(about: str | None, seconds: float | None = None, each: str = "row") -> argparse.ArgumentParser:
-    """With `--threads` and, if there is a default, `--seconds` for `each` of what is timed."""
-    found = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--threads", type=int, default=2)
+    """Returns a parser with `--threads` and, if `seconds` has a value, `--seconds` per `each`."""
+    new = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    new.add_argument("--threads", type=int, default=2)
     if seconds is not None:
-        found.add_argument("--seconds", type=float, default=seconds, help=f"for each {each}")
-    return found
+        new.add_argument("--seconds", type=float, default=seconds, help=f"per {each}")
+    return new
 
 
 class Session:
-    """From the arguments to the last line: the threads are set, and how busy the machine was is told."""
+    """A run of a benchmark: sets the number of threads and measures the load of other processes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.threads = options.threads
@@ -26,6 +26,7 @@ class Session:
         self.load = Load()
 
     def closing(self, what: str) -> str:
+        """Returns the last line: `what`, threads, CPU, and the load of other processes."""
         share = self.load.others()
-        busy = "" if share is None else f"; others took {share:.0%} of the CPUs"
+        busy = "" if share is None else f"; other processes used {share:.0%} of the CPUs"
         return f"\n{what}, {self.threads} threads, {cpu_name()}{busy}"

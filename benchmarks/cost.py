@@ -1,7 +1,7 @@
-"""Predicted against measured: the time of every benchmark case, from the machine's measured limits.
+"""Compares the times that `regard.cost.predict` predicts with measured times.
 
-`python benchmarks/cost.py` measures multiply-adds, reading and the least time of a call, predicts all cases
-of `cases.py` by `regard.cost.predict`, runs them, and fails if one is off by more than 25 %.
+`python benchmarks/cost.py` measures the machine's FLOP/s, read bandwidth and smallest call,
+predicts and runs all cases of `cases.py`, and fails if a prediction is off by more than 25 %.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ALLOWED = 0.25
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__, 2.0, "case")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="part of a case's name")
-    parser.add_argument("--shrink", type=int, metavar="L", help="cut cases to L tokens; then nothing fails")
+    parser.add_argument("--shrink", type=int, metavar="L", help="cut cases to L tokens and never fail")
     options = parser.parse_args(arguments)
     session = command.Session(options)
-    here = cost.measure_machine(options.threads)
+    machine = cost.measure_machine(options.threads)
     print("| case | predicted | measured | predicted / measured |\n|---|---:|---:|---:|")
-    ratios = {case.name: row(case, here, options) for case in chosen(options.only)}
-    read = ", ".join(f"{rate / 1e9:.0f} GB/s of {size >> 20} MiB" for size, rate in here.read)
-    limits = f"{here.fma / 1e9:.0f} GFLOP/s, {read}, {here.call * 1e6:.1f} us a call"
+    ratios = {case.name: row(case, machine, options) for case in chosen(options.only)}
+    read = ", ".join(f"{rate / 1e9:.0f} GB/s of {size >> 20} MiB" for size, rate in machine.read)
+    limits = f"{machine.fma / 1e9:.0f} GFLOP/s, {read}, {machine.call * 1e6:.1f} us per call"
     print(session.closing(limits))
     off = [name for name, ratio in ratios.items() if abs(ratio - 1) > ALLOWED]
     print(
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if off and not options.shrink else 0
 
 
-def row(case: Case, here: cost.Machine, options: argparse.Namespace) -> float:
+def row(case: Case, machine: cost.Machine, options: argparse.Namespace) -> float:
     case = case.shrunk(options.shrink) if options.shrink else case
     passes: Any = case.work
-    predicted = case.calls * cost.predict(call_of(case), here, passes)
+    predicted = case.calls * cost.predict(call_of(case), machine, passes)
     with torch.no_grad():
         run = prepare("regard", case, case.inputs())
         measured = best_times({"regard": run}, options.seconds)["regard"]

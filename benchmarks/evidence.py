@@ -1,8 +1,8 @@
-"""What facts about the weights cost beside attention itself: time, and peak memory beside q and k.
+"""Compares time and peak memory of `evidence` with the time of attention and the size of q and k.
 
-`python benchmarks/evidence.py` asks for both pyramids, the top 8 and every track of one causal head, at 8,192
-and at 100,000 tokens; `--tokens` asks for other lengths. It fails if a row is beyond 2.2 x in time or 2 x in
-memory.
+`python benchmarks/evidence.py` computes both block pyramids, the top 8 keys, and the row and column
+facts of one causal head, with 8,192 and 100,000 tokens; `--tokens` sets other lengths. It fails if
+a row needs more than 2.2 x the time of attention or 2 x the memory of q and k.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Row(NamedTuple):
     tokens: int
     attention: float  # seconds
     evidence: float
-    extra: int  # bytes beyond what the process held, results included
+    extra: int  # peak bytes beyond the inputs, results included
     inputs: int  # bytes of q and k
-    row: float  # seconds for the last row alone, whole
+    row: float  # seconds for one whole row of weights
 
     @property
     def holds(self) -> bool:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, action="append", help="default: 8192 and 100000")
     options = parser.parse_args(arguments)
     session = command.Session(options)
-    print("| tokens | attention | facts | facts / attention | peak memory | of q and k | one row |")
+    print("| tokens | attention | facts | facts / attention | peak memory | memory / (q + k) | one row |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     rows = []
     for tokens in options.tokens or (8192, 100_000):
@@ -68,10 +68,10 @@ def measured(tokens: int, seconds: float) -> Row:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, tokens, D, generator=generator)
     attend = partial(regard.attention, q, k, v, mask=M.Causal(), impl="native")
-    ask = partial(regard.evidence, q, k, None, *WANT, mask=M.Causal(), impl="native")
+    compute_facts = partial(regard.evidence, q, k, None, *WANT, mask=M.Causal(), impl="native")
     row = partial(regard.evidence, q, k, None, regard.Rows(-1), mask=M.Causal(), impl="native")
-    best = best_times({"attention": attend, "facts": ask, "row": row}, seconds, least=2)
-    extra = peak_memory(ask)
+    best = best_times({"attention": attend, "facts": compute_facts, "row": row}, seconds, least=2)
+    extra = peak_memory(compute_facts)
     if extra is None:
         raise OSError("the system does not report the peak memory of a process")
     return Row(tokens, best["attention"], best["facts"], extra, q.nbytes + k.nbytes, best["row"])

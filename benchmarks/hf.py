@@ -1,13 +1,14 @@
-"""SmolLM2-135M in Hugging Face Transformers: `attn_implementation="regard"` beside "sdpa", in one process.
+"""SmolLM2-135M in Hugging Face Transformers: `attn_implementation="regard"` compared with "sdpa".
 
 `python benchmarks/hf.py` prints three tables:
-- a prompt of 2,048 tokens, and a batch of prompts padded on the left, with the peak of extra memory;
-- one more token after 4,096, with the caches of Transformers and with `regard.hf.Cache`;
-- continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them decode.
-"Faster" is the time of sdpa over ours, sdpa with its default cache. "Ceiling" is the time of sdpa over that
-of the same model with attention that does nothing: no attention could be faster. For one more token it is
-there twice, with a cache that copies and with one that keeps nothing. Logits and text are compared first.
-`--random N` takes random weights and N layers of the same sizes instead of the real ones.
+- prefill of 2,048 tokens, and of a left-padded batch, with peak memory;
+- a decode step after 4,096 tokens, with the caches of Transformers and with `regard.hf.Cache`;
+- continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them
+  decode.
+"Speedup" is the time of sdpa with its default cache divided by Regard's. "Ceiling" is the speedup
+of the same model with attention that does nothing, an upper bound. The decode table has two
+ceilings: with a cache that copies, and with a cache that stores nothing. Logits and generated
+tokens are compared first. `--random N` uses random weights and N layers of the same sizes.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ import regard.hf
 from regard.cost import peak_memory
 
 SIDES = ("sdpa", "regard")
-NOTHING = "nothing"  # the name of attention that does nothing
-NEAR = 1e-4  # of logits, by the largest
-PADDING = (0, 0.2, 0.4, 0.6)  # of each prompt in the padded batch
+NOTHING = "nothing"  # the implementation name of attention that does nothing
+NEAR = 1e-4  # tolerance of logits relative to the largest
+PADDING = (0, 0.2, 0.4, 0.6)  # padded share of each prompt in the batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.parser(__doc__, 20.0, "row of times")
+    parser = command.parser(__doc__, 20.0, "row")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
-    parser.add_argument("--padded", type=int, default=1024, help="tokens of each of the padded prompts")
-    parser.add_argument("--context", type=int, default=4096, help="tokens before the next one")
+    parser.add_argument("--padded", type=int, default=1024, help="tokens of each padded prompt")
+    parser.add_argument("--context", type=int, default=4096, help="tokens before the decode step")
     parser.add_argument("--request", type=int, default=1024, help="tokens of each of the 8 requests")
-    parser.add_argument("--new", type=int, default=32, help="tokens that each request and the text gets")
+    parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     parser.add_argument("--random", type=int, metavar="N", help="random weights, N layers")
     options = parser.parse_args(arguments)
     session = command.Session(options)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def register_nothing() -> None:
-    """What is left of a model's time when attention takes none."""
+    """Registers attention that returns the queries, to time the rest of the model."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NOTHING, lambda module, query, *_, **__: (query.transpose(1, 2), None))
@@ -76,7 +77,7 @@ def real_model() -> Any:
 
 
 def random_model(layers: int) -> Any:
-    """SmolLM2's sizes, and a small vocabulary."""
+    """Returns a model with SmolLM2's sizes, random weights and a small vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -92,18 +93,18 @@ def tokens(model: Any, *shape: int) -> Tensor:
     return torch.randint(10, model.config.vocab_size, shape, generator=generator)
 
 
-def run(model: Any, implementation: str, given: dict[str, Any]) -> Tensor:
-    """The logits of the last tokens."""
+def run(model: Any, implementation: str, inputs: dict[str, Any]) -> Tensor:
+    """Returns the logits of the last token of each sample."""
     model.set_attn_implementation(implementation)
-    logits: Tensor = model(**given, logits_to_keep=1).logits
+    logits: Tensor = model(**inputs, logits_to_keep=1).logits
     return logits
 
 
 def check_text(model: Any, new: int) -> None:
-    """The same tokens from both sides and from every exact cache."""
+    """Checks that both implementations and all exact caches generate the same tokens."""
     from transformers import StaticCache
 
-    given = {"input_ids": tokens(model, 1, 40), "max_new_tokens": new, "do_sample": False}
+    inputs = {"input_ids": tokens(model, 1, 40), "max_new_tokens": new, "do_sample": False}
     caches = {
         ("sdpa", "dynamic"): None,
         ("regard", "dynamic"): None,
@@ -113,25 +114,25 @@ def check_text(model: Any, new: int) -> None:
     texts = {}
     for (side, title), cache in caches.items():
         model.set_attn_implementation(side)
-        texts[side, title] = model.generate(**given, past_key_values=cache)[0].tolist()
+        texts[side, title] = model.generate(**inputs, past_key_values=cache)[0].tolist()
     for who, text in texts.items():
         if text != texts["sdpa", "dynamic"]:
-            raise WrongResult(f"{who}: another text than sdpa's")
+            raise WrongResult(f"{who}: generated tokens differ from sdpa's")
 
 
-def check_logits(name: str, found: dict[str, Tensor]) -> None:
-    expected = found["sdpa"]
-    for side, logits in found.items():
+def check_logits(name: str, by_side: dict[str, Tensor]) -> None:
+    expected = by_side["sdpa"]
+    for side, logits in by_side.items():
         error = float((logits - expected).abs().max() / expected.abs().max())
         if not error < NEAR:
-            raise WrongResult(f"{side}, {name}: logits {error:.1e} from sdpa's")
+            raise WrongResult(f"{side}, {name}: logits differ from sdpa's by {error:.1e}")
 
 
 # Prompts
 
 
 def prompts(model: Any, options: argparse.Namespace) -> Iterator[str]:
-    yield "| prompt | sdpa | regard | faster | ceiling | asked | MiB of sdpa | MiB of regard |"
+    yield "| prefill | sdpa | regard | speedup | ceiling | target | sdpa, MiB | regard, MiB |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     one = {"input_ids": tokens(model, 1, options.prompt), "use_cache": False}
     yield prompt_row(model, f"{options.prompt} tokens", one, 1.05, options.seconds)
@@ -139,75 +140,75 @@ def prompts(model: Any, options: argparse.Namespace) -> Iterator[str]:
     starts = torch.tensor([int(share * L) for share in PADDING])
     keep = (torch.arange(L) >= starts[:, None]).long()
     batch = {"input_ids": tokens(model, len(PADDING), L), "attention_mask": keep, "use_cache": False}
-    yield prompt_row(model, f"{len(PADDING)} x {L}, padded on the left", batch, 1.25, options.seconds)
+    yield prompt_row(model, f"{len(PADDING)} x {L}, left-padded", batch, 1.25, options.seconds)
 
 
-def prompt_row(model: Any, name: str, given: dict[str, Any], asked: float, seconds: float) -> str:
-    calls = {side: partial(run, model, side, given) for side in SIDES}
+def prompt_row(model: Any, name: str, inputs: dict[str, Any], target: float, seconds: float) -> str:
+    calls = {side: partial(run, model, side, inputs) for side in SIDES}
     check_logits(name, {side: call() for side, call in calls.items()})
-    best = best_times({**calls, NOTHING: partial(run, model, NOTHING, given)}, seconds)
+    best = best_times({**calls, NOTHING: partial(run, model, NOTHING, inputs)}, seconds)
     times = " | ".join(milliseconds(best[side]) for side in SIDES)
     ratios = " | ".join(f"{best['sdpa'] / best[side]:.2f} x" for side in ("regard", NOTHING))
-    return f"| {name} | {times} | {ratios} | {asked} x | {' | '.join(peaks(calls))} |"
+    return f"| {name} | {times} | {ratios} | {target} x | {' | '.join(peaks(calls))} |"
 
 
 def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
-    """MiB, or nothing where the system cannot tell."""
-    found = [peak(call) for call in calls.values()]
-    return ["" if extra is None else f"{extra / 2**20:.0f}" for extra in found]
+    """Returns the peak memory of each call in MiB, or an empty string if the system does not report it."""
+    extras = [peak(call) for call in calls.values()]
+    return ["" if extra is None else f"{extra / 2**20:.0f}" for extra in extras]
 
 
 def peak(call: Callable[[], Tensor]) -> int | None:
-    """Bytes."""
+    """Returns the peak memory of a call in bytes."""
 
-    def without_grad() -> Tensor:  # in another thread, where it is on again
+    def without_grad() -> Tensor:  # inference mode is thread-local, and the call runs in another thread
         with torch.inference_mode():
             return call()
 
     return peak_memory(without_grad)
 
 
-# One more token
+# Decode steps
 
 
 def steps(model: Any, options: argparse.Namespace) -> Iterator[str]:
     from transformers import DynamicCache, StaticCache
 
     config, n = model.config, options.context
-    room = n + 4096
+    capacity = n + 4096
     makers: dict[tuple[str, str], tuple[Callable[[], Any], str]] = {
         ("sdpa", "dynamic"): (lambda: DynamicCache(config=config), ""),
         ("regard", "dynamic"): (lambda: DynamicCache(config=config), "1.25 x"),
-        ("sdpa", "static"): (lambda: StaticCache(config=config, max_cache_len=room), ""),
-        ("regard", "static"): (lambda: StaticCache(config=config, max_cache_len=room), "1.25 x"),
-        ("regard", "ours"): (lambda: regard.hf.Cache(config, capacity=room), "1.7 x"),
+        ("sdpa", "static"): (lambda: StaticCache(config=config, max_cache_len=capacity), ""),
+        ("regard", "static"): (lambda: StaticCache(config=config, max_cache_len=capacity), "1.25 x"),
+        ("regard", "ours"): (lambda: regard.hf.Cache(config, capacity=capacity), "1.7 x"),
         ("regard", "ours, bfloat16"): (
-            lambda: regard.hf.Cache(config, capacity=room, dtype=torch.bfloat16),
+            lambda: regard.hf.Cache(config, capacity=capacity, dtype=torch.bfloat16),
             "1.7 x",
         ),
-        ("regard", "ours, int8"): (lambda: regard.hf.Cache(config, capacity=room, bits=8), "1.7 x"),
-        ("regard", "ours, int4"): (lambda: regard.hf.Cache(config, capacity=room, bits=4), ""),
+        ("regard", "ours, int8"): (lambda: regard.hf.Cache(config, capacity=capacity, bits=8), "1.7 x"),
+        ("regard", "ours, int4"): (lambda: regard.hf.Cache(config, capacity=capacity, bits=4), ""),
         (NOTHING, "dynamic"): (lambda: DynamicCache(config=config), "ceiling"),
         (NOTHING, "none"): (lambda: without_memory(config.num_hidden_layers), "ceiling"),
     }
     calls = {who: step(model, who[0], make(), n) for who, (make, _) in makers.items()}
-    found = {" ".join(who): call() for who, call in calls.items()}
-    expected = found.pop("sdpa dynamic")
+    logits = {" ".join(who): call() for who, call in calls.items()}
+    expected = logits.pop("sdpa dynamic")
     exact = {
-        who: x for who, x in found.items() if not any(part in who for part in ("int", "bfloat", NOTHING))
+        who: x for who, x in logits.items() if not any(part in who for part in ("int", "bfloat", NOTHING))
     }
-    check_logits("one more token", {"sdpa": expected, **exact})
+    check_logits("decode step", {"sdpa": expected, **exact})
     best = best_times({" ".join(who): call for who, call in calls.items()}, 4 * options.seconds)
-    yield f"| one token after {n} | cache | time | faster | asked |"
+    yield f"| decode step after {n} | cache | time | speedup | target |"
     yield "|---|---|---:|---:|---:|"
-    for who, (_, asked) in makers.items():
+    for who, (_, target) in makers.items():
         time = best[" ".join(who)]
-        faster = best["sdpa dynamic"] / time
-        yield f"| {who[0]} | {who[1]} | {milliseconds(time)} | {faster:.2f} x | {asked} |"
+        speedup = best["sdpa dynamic"] / time
+        yield f"| {who[0]} | {who[1]} | {milliseconds(time)} | {speedup:.2f} x | {target} |"
 
 
 def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
-    """Fills the cache with random keys and values. Every call appends one token more."""
+    """Fills a cache with n random tokens and returns a call that appends one more."""
     config, generator = model.config, torch.Generator().manual_seed(2)
     for layer in range(config.num_hidden_layers):
         shape = (2, 1, config.num_key_value_heads, n, config.head_dim)
@@ -216,7 +217,7 @@ def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
 
 
 def without_memory(layers: int) -> Any:
-    """A cache that counts tokens and keeps none: its queries would see the last one alone."""
+    """Returns a cache that counts tokens and stores none, so queries attend only to the last token."""
     from transformers import cache_utils
 
     class Layer(cache_utils.DynamicLayer):
@@ -238,40 +239,40 @@ def without_memory(layers: int) -> Any:
 
 
 def requests(model: Any, options: argparse.Namespace) -> Iterator[str]:
-    asked = tokens(model, 8, options.request).tolist()
+    prompts = tokens(model, 8, options.request).tolist()
     rates: dict[str, float] = dict.fromkeys(SIDES, 0.0)
     texts = {}
     for _ in range(3 if options.seconds else 1):
         for side in SIDES:
-            texts[side], rate = batch(model, side, asked, options.new)
+            texts[side], rate = batch(model, side, prompts, options.new)
             rates[side] = max(rates[side], rate)
     if texts["sdpa"] != texts["regard"]:
-        raise WrongResult("continuous batching: regard gives another text than sdpa")
-    yield "| 8 requests | sdpa, tokens/s | regard, tokens/s | faster | asked |"
+        raise WrongResult("continuous batching: regard's generated tokens differ from sdpa's")
+    yield "| 8 requests | sdpa, tokens/s | regard, tokens/s | speedup | target |"
     yield "|---|---:|---:|---:|---:|"
     shown = " | ".join(f"{rates[side]:.1f}" for side in SIDES)
     yield f"| {options.request} tokens each | {shown} | {rates['regard'] / rates['sdpa']:.2f} x | 1.5 x |"
 
 
-def batch(model: Any, side: str, asked: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """What is generated, and the tokens per second after the last request got its first token."""
+def batch(model: Any, side: str, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
+    """Returns the generated tokens, and the tokens per second after every request got its first token."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model.set_attn_implementation(side)
-    pages = len(asked) * -(-(len(asked[0]) + new) // 256)
-    found = model.generate_batch(
-        asked,
+    pages = len(prompts) * -(-(len(prompts[0]) + new) // 256)
+    results = model.generate_batch(
+        prompts,
         generation_config=GenerationConfig(
             max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=1024),
         record_timestamps=True,
     )
-    outputs = [found[key] for key in sorted(found, key=lambda key: int(key.rsplit("_", 1)[1]))]
-    times = [output.timestamps for output in outputs]
-    begin, end = max(own[0] for own in times), max(own[-1] for own in times)
-    count = sum(time > begin for own in times for time in own)
+    outputs = [results[key] for key in sorted(results, key=lambda key: int(key.rsplit("_", 1)[1]))]
+    timestamps = [output.timestamps for output in outputs]
+    begin, end = max(times[0] for times in timestamps), max(times[-1] for times in timestamps)
+    count = sum(time > begin for times in timestamps for time in times)
     return [output.generated_tokens for output in outputs], count / max(end - begin, 1e-9)
 
 

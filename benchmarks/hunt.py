@@ -1,7 +1,8 @@
-"""Look for shapes and options where PyTorch is faster.
+"""Searches for shapes and options where PyTorch is faster.
 
-`python benchmarks/hunt.py --count 300` tries random calls for which SDPA has its fused CPU kernel, measures
-those that seem slower again for longer, and lists those that stay slower, the worst first.
+`python benchmarks/hunt.py --count 300` times random calls that SDPA's fused CPU kernel supports.
+Calls that are slower than SDPA are timed again for longer. Those that stay slower are listed, the
+slowest first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-MOST_WORK = 2**32  # B * Hq * Lq * Lk * (D + Dv): about 0.1 s on two cores
+MOST_WORK = 2**32  # limit of B * Hq * Lq * Lk * (D + Dv): about 0.1 s on two cores
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
@@ -31,18 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.15, help="for each call")
+    parser.add_argument("--seconds", type=float, default=0.15, help="per call")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     console = Console()
     with torch.no_grad():
-        found = list(hunted(options, console))
-    show(console, found, options.count)
+        slower = list(slower_cases(options, console))
+    show(console, slower, options.count)
     return 0
 
 
-def hunted(options: argparse.Namespace, console: Console) -> Iterator[tuple[Case, float, float]]:
-    """(case, our time, their time) where PyTorch stays faster in a second, longer look."""
+def slower_cases(options: argparse.Namespace, console: Console) -> Iterator[tuple[Case, float, float]]:
+    """Yields (case, Regard's time, PyTorch's time) if PyTorch is faster in both measurements."""
     cases = random_cases(random.Random(options.seed), options.count)
     for case in track(list(cases), "hunting", console=console, transient=True):
         inputs = case.inputs()
@@ -57,7 +58,7 @@ def hunted(options: argparse.Namespace, console: Console) -> Iterator[tuple[Case
 
 
 def random_cases(chance: random.Random, count: int) -> Iterator[Case]:
-    """Calls that SDPA's fused kernel takes and that do not last too long."""
+    """Yields `count` cases that SDPA's fused kernel supports and whose work is at most MOST_WORK."""
     while count:
         case = random_case(chance)
         work = case.B * case.Hq * case.Lq * case.Lk * 2 * case.D
@@ -83,7 +84,7 @@ def random_case(chance: random.Random) -> Case:
 
 
 def length(chance: random.Random) -> int:
-    """From 1 to 8192, each octave equally likely; half of them powers of two."""
+    """Returns a log-uniform length from 1 to 8192, with probability 1/2 a power of two."""
     exponent = chance.uniform(0, 13)
     return 2 ** round(exponent) if chance.random() < 0.5 else int(2**exponent)
 
@@ -93,13 +94,13 @@ def bias(case: Case) -> Options:
     return {"bias": torch.randn(case.Lq, case.Lk, generator=generator).to(case.dtype)}
 
 
-def show(console: Console, found: list[tuple[Case, float, float]], count: int) -> None:
+def show(console: Console, slower: list[tuple[Case, float, float]], count: int) -> None:
     table = Table("call", "B, Hq/Hkv, L, D", "Regard", "SDPA", "ratio", title_justify="left")
-    for case, ours, theirs in sorted(found, key=lambda f: f[2] / f[1]):
+    for case, ours, theirs in sorted(slower, key=lambda times: times[2] / times[1]):
         table.add_row(case.name, case.shape, milliseconds(ours), milliseconds(theirs), f"{theirs / ours:.2f}")
-    if found:
+    if slower:
         console.print(table)
-    console.print(f"PyTorch was faster in {len(found)} of {count} calls.")
+    console.print(f"PyTorch was faster in {len(slower)} of {count} calls.")
 
 
 if __name__ == "__main__":

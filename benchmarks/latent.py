@@ -1,9 +1,10 @@
-"""Decoding with latent attention: Regard beside Hugging Face's DeepSeek-V3 attention on the same weights.
+"""Compares decode steps of latent attention with Hugging Face's DeepSeek-V3 on the same weights.
 
-`python benchmarks/latent.py` prints one row for each number of cached tokens: the time of one step (one new
-token) with `LatentAttention`, absorbed and expanded, and with `DeepseekV3Attention`, which expands the keys
-and values of all tokens at every step. DeepSeek-V3's sizes of a head, with 16 heads: rank 512, rope 64,
-nope 128, v 128. A second table has the time of a chunk of new tokens both ways, and the cost rule's choice.
+`python benchmarks/latent.py` prints one row for each number of cached tokens: the time of one
+decode step with `LatentAttention`, absorbed and expanded, and with `DeepseekV3Attention`, which
+expands the keys and values of all tokens at every step. There are 16 heads of DeepSeek-V3's sizes:
+rank 512, rope 64, nope 128, v 128. A second table has the time of a chunk of new tokens, absorbed
+and expanded, and the module's automatic choice.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def modules() -> tuple[LatentAttention, Any]:
-    """Ours and Hugging Face's, the latter with a function that makes its rotary table."""
+    """Returns Regard's module and Hugging Face's, which gets its rotary embedding as `table`."""
     from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as found
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
     torch.manual_seed(0)
     config = DeepseekV3Config(
@@ -56,18 +57,18 @@ def modules() -> tuple[LatentAttention, Any]:
         kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=V,
         attn_implementation="sdpa",
     )  # fmt: skip
-    theirs = found.DeepseekV3Attention(config, 0).eval()
+    theirs = deepseek.DeepseekV3Attention(config, 0).eval()
     ours = LatentAttention(
         WIDTH, HEADS, rank=RANK, nope_dim=NOPE, rope_dim=ROPE, value_dim=V, q_rank=Q_RANK
     ).eval()
     state = {name.rsplit(".", 1)[0]: value for name, value in theirs.state_dict().items()}
     ours.load_state_dict({f"{NAMES[name]}.weight": value for name, value in state.items()})
-    theirs.table = found.DeepseekV3RotaryEmbedding(config)
+    theirs.table = deepseek.DeepseekV3RotaryEmbedding(config)
     return ours, theirs
 
 
 def steps(ours: LatentAttention, theirs: Any, options: argparse.Namespace) -> Iterator[str]:
-    yield "| cached tokens | absorbed | expanded | Hugging Face | faster | MiB of cache |"
+    yield "| cached tokens | absorbed | expanded | Hugging Face | speedup | cache, MiB |"
     yield "|---:|---:|---:|---:|---:|---:|"
     for n in options.tokens:
         cache, token = filled(ours, n), torch.randn(1, 1, WIDTH)
@@ -85,7 +86,7 @@ def steps(ours: LatentAttention, theirs: Any, options: argparse.Namespace) -> It
 
 def chunks(ours: LatentAttention, options: argparse.Namespace) -> Iterator[str]:
     n = max(options.tokens)
-    yield f"| new tokens after {n} | absorbed | expanded | the rule takes |"
+    yield f"| new tokens after {n} | absorbed | expanded | automatic choice |"
     yield "|---:|---:|---:|---|"
     cache = filled(ours, n)
     for L in options.chunks:
@@ -97,48 +98,49 @@ def chunks(ours: LatentAttention, options: argparse.Namespace) -> Iterator[str]:
             },
             options.seconds,
         )
-        ways = ours.operations(L, n + L)
-        taken = "absorbed" if ways.absorbed < ways.expanded else "expanded"
-        yield f"| {L} | " + " | ".join(milliseconds(t) for t in best.values()) + f" | {taken} |"
+        operations = ours.operations(L, n + L)
+        choice = "absorbed" if operations.absorbed < operations.expanded else "expanded"
+        yield f"| {L} | " + " | ".join(milliseconds(t) for t in best.values()) + f" | {choice} |"
 
 
 def filled(ours: LatentAttention, n: int) -> LatentCache:
+    """Returns a cache with n random tokens."""
     cache = ours.new_cache(1, capacity=2 * n + 512)
     cache.append(torch.randn(1, n, RANK + ROPE))
     return cache
 
 
 def cache_bytes(cache: LatentCache) -> float:
-    """Of one token."""
+    """Returns the bytes per token."""
     return cache.nbytes / (2 * len(cache) + 512)
 
 
 def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> Tensor:
-    """Without leaving a trace in the cache, so that every step is as long."""
+    """Runs the module on new tokens and removes them from the cache, so that all steps are alike."""
     out: Tensor = ours(x, cache=cache, absorb=absorb)
     cache.crop(-x.shape[1])
     return out
 
 
 def peer(theirs: Any, cache: LatentCache, token: Tensor) -> Step:
-    """A step of Hugging Face's attention over the same latents; its cache, too, is cut back afterwards."""
+    """Returns a decode step of Hugging Face's attention over the same latents, which it then removes."""
     from transformers import DynamicCache
 
-    held, n = cache.state_dict()["latent"], len(cache)
-    own = DynamicCache()
-    own.update(held[..., :RANK].contiguous(), halves(held[..., RANK:]), 0)
-    at = theirs.table(token, torch.tensor([[n]]))
+    latents, n = cache.state_dict()["latent"], len(cache)
+    hf_cache = DynamicCache()
+    hf_cache.update(latents[..., :RANK].contiguous(), halves(latents[..., RANK:]), 0)
+    rotation = theirs.table(token, torch.tensor([[n]]))
 
     def call() -> Tensor:
-        out: Tensor = theirs(token, at, None, own)[0]
-        own.crop(-1)
+        out: Tensor = theirs(token, rotation, None, hf_cache)[0]
+        hf_cache.crop(-1)
         return out
 
     return call
 
 
 def halves(keys: Tensor) -> Tensor:
-    """Turned pairs (2i, 2i + 1) in the order in which Hugging Face keeps them."""
+    """Reorders rotated pairs (2i, 2i + 1) to Hugging Face's layout, even channels first."""
     return torch.cat((keys[..., 0::2], keys[..., 1::2]), -1)
 
 

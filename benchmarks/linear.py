@@ -1,8 +1,10 @@
-"""Linear attention beside exact causal attention, its backward pass, and a step of decoding.
+"""Linear attention: compared with exact causal attention, forward and backward, and decode steps.
 
 `python benchmarks/linear.py` prints three tables, for 8 heads of 64 channels in float32:
-each length with the time of exact `regard.attention`, of `linear_attention` with feature map and normaliser,
-and of its plain torch backend; each form with the times of forward and backward; a step after so many tokens.
+- by length: exact `regard.attention`, and `linear_attention` with feature map and normaliser, also
+  with its torch backend;
+- by form (decay, delta rule): forward and backward;
+- by length: a decode step.
 """
 
 from __future__ import annotations
@@ -48,32 +50,35 @@ def inputs(L: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def lengths(options: argparse.Namespace) -> Iterator[str]:
-    yield "| tokens | exact causal | linear | plain torch | exact / linear |"
+    yield "| tokens | exact causal | linear | linear, torch backend | exact / linear |"
     yield "|---:|---:|---:|---:|---:|"
     for L in options.tokens:
-        exact, linear, plain = times_of(inputs(L), options.seconds)
-        shown = " | ".join(milliseconds(t) for t in (exact, linear, plain))
+        exact, linear, torch_backend = times_of(inputs(L), options.seconds)
+        shown = " | ".join(milliseconds(t) for t in (exact, linear, torch_backend))
         yield f"| {L} | {shown} | {exact / linear:.0f} x |"
 
 
 def times_of(qkv: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float, float]:
-    """Exact, linear, plain torch. The first is timed alone: it may take minutes."""
+    """Returns the times of exact, linear, and linear with the torch backend.
+
+    Exact attention may take minutes, so it is timed separately.
+    """
     check(*qkv)
-    slow: dict[str, Call] = {"exact": lambda: regard.attention(*qkv, mask=regard.masks.Causal())}
-    quick: dict[str, Call] = {
+    exact: dict[str, Call] = {"exact": lambda: regard.attention(*qkv, mask=regard.masks.Causal())}
+    linear: dict[str, Call] = {
         impl: lambda impl=impl: regard.linear_attention(*qkv, **CLASSIC, impl=impl)
         for impl in ("native", "torch")
     }
-    best = best_times(slow, seconds, least=1) | best_times(quick, seconds)
+    best = best_times(exact, seconds, least=1) | best_times(linear, seconds)
     return best["exact"], best["native"], best["torch"]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The first tokens against the recurrence in float64."""
-    few = [x[:, :, :200] for x in (q, k, v)]
-    found = regard.linear_attention(q, k, v, **CLASSIC)[:, :, :200]
-    exact = regard.linear_attention(*few, **CLASSIC, impl="reference")
-    error = float((found - exact).norm() / exact.norm())
+    """Compares the first tokens with the recurrence in float64."""
+    prefix = [x[:, :, :200] for x in (q, k, v)]
+    out = regard.linear_attention(q, k, v, **CLASSIC)[:, :, :200]
+    exact = regard.linear_attention(*prefix, **CLASSIC, impl="reference")
+    error = float((out - exact).norm() / exact.norm())
     if not error < 1e-5:
         raise WrongResult(f"linear attention is off by {error:.1e}")
 
@@ -83,40 +88,41 @@ def forms(options: argparse.Namespace) -> Iterator[str]:
     yield "|---|---:|---:|---:|"
     gates = torch.rand(2, 1, HEADS, options.training)
     decay, beta = -0.1 * gates[0], gates[1]
-    chosen: dict[str, dict[str, Tensor]] = {
+    gates_of: dict[str, dict[str, Tensor]] = {
         "plain": {},
         "decayed": {"log_decay": decay},
         "delta": {"beta": beta},
         "gated delta": {"log_decay": decay, "beta": beta},
     }
-    for name, used in chosen.items():
-        best = best_times(passes(options.training, used), options.seconds)
+    for name, form in gates_of.items():
+        best = best_times(passes(options.training, form), options.seconds)
         times = " | ".join(milliseconds(t) for t in best.values())
         yield f"| {name} | {times} | {best['backward'] / best['forward']:.2f} |"
 
 
 def passes(L: int, gates: dict[str, Tensor]) -> dict[str, Call]:
+    """Returns calls of the forward and of the backward pass."""
     xs = [x.clone().requires_grad_() for x in inputs(L)]
-    own = {name: x.clone().requires_grad_() for name, x in gates.items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in gates.items()}
 
     def forward() -> Tensor:
         out: Tensor = regard.linear_attention(
-            xs[0], xs[1], xs[2], log_decay=own.get("log_decay"), beta=own.get("beta")
+            xs[0], xs[1], xs[2], log_decay=leaves.get("log_decay"), beta=leaves.get("beta")
         )
         return out
 
     out = forward()
     dout = torch.randn_like(out)
-    wanted = [*xs, *own.values()]
+    all_leaves = [*xs, *leaves.values()]
     return {
         "forward": forward,
-        "backward": lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True),
+        "backward": lambda: torch.autograd.grad(out, all_leaves, dout, retain_graph=True),
     }
 
 
 @torch.no_grad()
 def steps(options: argparse.Namespace) -> Iterator[str]:
-    yield "| step after | microseconds | KiB of state |"
+    yield "| decode step after | microseconds | state, KiB |"
     yield "|---:|---:|---:|"
     calls: dict[str, Call] = {}
     sizes = {}

@@ -1,7 +1,7 @@
-"""How long it takes until a model stands: SmolLM2 from its GGUF file by Regard and by Transformers.
+"""Times the loading of models with Regard, and of SmolLM2's GGUF file also with Transformers.
 
-`python benchmarks/loading.py` prints seconds, without imports, with tokenizers. Transformers reads GGUF only
-with the package accelerate installed. Both must give the same tensors.
+`python benchmarks/loading.py` prints seconds with tokenizers and without imports. Transformers
+needs the package accelerate to read GGUF. Both must load the same tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from regard_gallery.models import _packages, minilm, smollm, whisper
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="the best is shown")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest is printed")
     options = parser.parse_args(arguments)
     session = command.Session(options)
     ours = timed("SmolLM2, Regard", lambda: smollm.load().model, options.repeats)

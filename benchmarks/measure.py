@@ -1,4 +1,4 @@
-"""Timing that is fair to both sides, and the machine's limits."""
+"""The machine: its limits, its description, and the load of other processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from regard.info import report as installation
 
 @dataclass(frozen=True)
 class Machine:
+    """A machine's description and its limits with one thread and with all threads."""
+
     facts: dict[str, str]
     threads: int
-    fma: tuple[float, float]  # FLOP/s in float32, of one thread and of all
+    fma: tuple[float, float]  # float32 FLOP/s
     read: tuple[float, float]  # bytes/s
 
 
@@ -31,7 +33,7 @@ def machine(threads: int, repeats: int = 10) -> Machine:
 
 
 def looked_again(machine: Machine) -> Machine:
-    """The better of what was known and one more look: a busy moment must not pass for the machine's limit."""
+    """Measures FLOP/s once more and keeps the best, so that a busy moment does not lower the limit."""
     one, all_ = (max(best, fma_rate(n)) for best, n in zip(machine.fma, (1, machine.threads), strict=True))
     return replace(machine, fma=(one, all_))
 
@@ -53,26 +55,27 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {key.strip(): value.strip() for key, value in named.items()}
-    return f"{named.get('model name', platform.machine())}, family {named.get('cpu family', '?')}"
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    return f"{fields.get('model name', platform.machine())}, family {fields.get('cpu family', '?')}"
 
 
 class Load:
-    """The share of the CPUs that other processes take. Numbers from a busy machine need care."""
+    """Measures the share of the CPUs that other processes use, which makes timings unreliable."""
 
     def __init__(self) -> None:
         self.begin = self._read()
 
     def others(self) -> float | None:
+        """Returns the share of other processes since construction, or None if it is unknown."""
         if self.begin is None or (end := self._read()) is None:
             return None
-        total, idle, own = (b - a for a, b in zip(self.begin, end, strict=True))
-        return max(0.0, (total - idle - own) / total) if total else 0.0
+        total, idle, ours = (b - a for a, b in zip(self.begin, end, strict=True))
+        return max(0.0, (total - idle - ours) / total) if total else 0.0
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Seconds in all, idle, and of this process and the children that ended."""
+        """Returns CPU seconds: total, idle, and of this process with its finished children."""
         try:
             line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         except OSError:

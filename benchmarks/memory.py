@@ -1,7 +1,7 @@
-"""Peak extra memory of each side of each case, in a process of its own so that timings are not disturbed.
+"""Measures the peak memory of each side of each case, in a separate process.
 
-`python benchmarks/memory.py CASE:SIDE ...` prints ["CASE:SIDE", bytes] in a line for each. Counted is
-what q, k and v do not hold yet: the mask, the result, and everything in between.
+`python benchmarks/memory.py CASE:SIDE ...` prints a line ["CASE:SIDE", bytes] for each. The bytes
+exclude q, k and v, and include the mask, the result and all temporary memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from regard.cost import peak_memory
 
-# Freed blocks go back to the system at once, else they would hide the next allocation.
+# malloc returns freed blocks to the system at once. Otherwise reused blocks would hide later allocations.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -24,7 +24,7 @@ ALLOCATOR = {
 
 
 def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterator[tuple[str, int]]:
-    """("CASE:SIDE", bytes) as they come from the child process; nothing where the system cannot tell."""
+    """Yields ("CASE:SIDE", bytes) from a child process; nothing if the system does not report memory."""
     command = [sys.executable, __file__, "--threads", str(threads), *(["--shrink", str(L)] if L else [])]
     environment = os.environ | ALLOCATOR
     with subprocess.Popen([*command, *labels], stdout=subprocess.PIPE, text=True, env=environment) as child:
@@ -44,7 +44,7 @@ def measure_here(label: str, L: int | None) -> int | None:
     case: Case = next(c for c in (*chosen([]), LONG) if c.name == name)
     case = replace(case.shrunk(L) if L else case, calls=1)
     inputs = case.inputs()
-    first = case if side == "flex" else case.shrunk(64)  # compiles, starts the threads
+    first = case if side == "flex" else case.shrunk(64)  # warm-up: compiles, starts the threads
     peak_memory(prepare(side, first, inputs if side == "flex" else first.inputs()))
     return peak_memory(lambda: prepare(side, case, inputs)())
 

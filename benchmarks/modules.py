@@ -1,10 +1,12 @@
-"""`nn.MultiheadAttention` beside PyTorch's, and beside the same thing composed by hand.
+"""Compares `regard.nn.MultiheadAttention` with PyTorch's, and with a composition of functions.
 
-`python benchmarks/modules.py` prints one row for each case: the time of
+`python benchmarks/modules.py` prints one row for each case, with the times of
 - Regard: `regard.nn.MultiheadAttention`;
-- PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it may take its fast path;
+- PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it can use its fast
+  path;
 - composed: one packed linear layer, `scaled_dot_product_attention`, one linear layer.
-"Faster" is PyTorch's time over ours, "asked" what it has to be. Every result is compared with float64 first.
+"Speedup" is PyTorch's time divided by Regard's, and "target" its target. Every result is compared
+with float64 first.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ import regard
 
 Call = Callable[[], Tensor]
 SIDES = ("Regard", "PyTorch", "composed")
-LIMIT = 1e-5  # of the relative error against float64
+LIMIT = 1e-5  # largest relative error against float64
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    asked: float
+    target: float
     causal: bool = False
     training: bool = False
     dropout: float = 0.0
@@ -57,11 +59,11 @@ CASES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__, 4.0, "case")
-    parser.add_argument("--length", type=int, help="tokens, instead of each case's own")
+    parser.add_argument("--length", type=int, help="tokens of all cases")
     options = parser.parse_args(arguments)
     session = command.Session(options)
     rows = [row(case, options.length or case.L, options.seconds) for case in CASES]
-    print("| case | B, L, d, heads | Regard | PyTorch | composed | faster | asked |")
+    print("| case | B, L, d, heads | Regard | PyTorch | composed | speedup | target |")
     print("|---|---|---:|---:|---:|---:|---:|")
     print("\n".join(rows))
     print(session.closing("float32"))
@@ -79,18 +81,18 @@ def row(case: Case, L: int, seconds: float) -> str:
         best = best_times(calls, seconds)
     times = [milliseconds(best[side]) if side in best else "" for side in SIDES]
     shape = f"{case.B}, {L}, {case.d}, {case.heads}"
-    faster = best["PyTorch"] / best["Regard"]
-    return f"| {case.name} | {shape} | {' | '.join(times)} | {faster:.2f} x | {case.asked:g} x |"
+    speedup = best["PyTorch"] / best["Regard"]
+    return f"| {case.name} | {shape} | {' | '.join(times)} | {speedup:.2f} x | {case.target:g} x |"
 
 
 def sides(case: Case, theirs: nn.MultiheadAttention, x: Tensor) -> dict[str, Call]:
-    """The calls. All three use the very same parameters."""
+    """Returns a call for each side. All share the same parameters."""
     ours = regard.nn.MultiheadAttention(case.d, case.heads, case.dropout, batch_first=True)
     ours.in_proj_weight, ours.in_proj_bias = theirs.in_proj_weight, theirs.in_proj_bias
     ours.out_proj = theirs.out_proj
     ours.train(case.training)
     fixed: dict[str, Any] = {"need_weights": case.weights, "is_causal": case.causal}
-    # PyTorch's module wants the mask besides the hint; where it takes the hint it does not read it.
+    # PyTorch's module requires the mask in addition to is_causal, although its fast path ignores the mask.
     mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if case.causal else None
     calls: dict[str, Call] = {
         "Regard": lambda: ours(x, x, x, **fixed)[0],
@@ -103,8 +105,8 @@ def composed(case: Case, module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     packed = F.linear(x, module.in_proj_weight, module.in_proj_bias)
     q, k, v = packed.unflatten(-1, (3, case.heads, -1)).permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal)
-    joined: Tensor = module.out_proj(out.transpose(1, 2).flatten(2))
-    return joined
+    projected: Tensor = module.out_proj(out.transpose(1, 2).flatten(2))
+    return projected
 
 
 def gradients(call: Call, parameters: list[Tensor]) -> None:
@@ -113,7 +115,7 @@ def gradients(call: Call, parameters: list[Tensor]) -> None:
 
 
 def check(case: Case, theirs: nn.MultiheadAttention, x: Tensor, calls: dict[str, Call]) -> None:
-    """Each side against PyTorch's in float64; a dropped pattern is each side's own."""
+    """Compares each side with PyTorch's module in float64. Dropout patterns differ, so they are skipped."""
     if case.dropout:
         return
     exact = nn.MultiheadAttention(case.d, case.heads, batch_first=True, dtype=torch.float64)

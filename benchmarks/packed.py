@@ -1,11 +1,13 @@
-"""Packed against padded: causal attention over sequences of different lengths.
+"""Compares packed and padded causal attention over sequences of different lengths.
 
-`python benchmarks/packed.py` prints one row for each batch: how full its padded keys are, and the time of
-- packed: `packing.varlen_attention` on the packed row;
-- from padded: the same, with packing q, k, v before it and unpacking the result;
+`python benchmarks/packed.py` prints one row for each batch: the share of real keys in the padded
+batch, and the times of
+- packed: `packing.varlen_attention` on packed sequences;
+- from padded: the same, including packing q, k, v and unpacking the result;
 - padded: `attention` on the padded batch with `Causal() & Lengths(n)`;
-- SDPA, padded: `scaled_dot_product_attention`, `is_causal` where queries and keys are equally many, since
-  padding that comes last needs no mask then; else with a mask that was made beforehand.
+- SDPA, padded: `scaled_dot_product_attention` on the padded batch. If queries and keys are equally
+  many, with `is_causal`, because right padding then needs no mask; otherwise with a precomputed
+  mask.
 """
 
 from __future__ import annotations
@@ -28,24 +30,24 @@ from regard import masks as M, packing
 
 H, D = 8, 64
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-Sizes = tuple[list[int], list[int]]  # of the queries' and of the keys' sequences
+Sizes = tuple[list[int], list[int]]  # lengths of the sequences: queries, keys
 
 
 def batches(most: int) -> dict[str, Sizes]:
-    """Lengths up to `most`."""
+    """Returns batches with lengths up to `most`, by name."""
     generator = torch.Generator().manual_seed(0)
 
     def between(low: int, high: int, count: int) -> list[int]:
         return torch.randint(low, high + 1, (count,), generator=generator).tolist()
 
-    alike = {
+    self_attention = {
         f"8 of {most // 2}": [most // 2] * 8,
         f"16 of 1 to {most // 2}": between(1, most // 2, 16),
         f"1 of {most}, 31 of {most // 32}": [most] + [most // 32] * 31,
         f"128 of 1 to {most // 16}": between(1, most // 16, 128),
     }
     cached = between(most // 8, most, 32)
-    return {name: (sizes, sizes) for name, sizes in alike.items()} | {
+    return {name: (sizes, sizes) for name, sizes in self_attention.items()} | {
         f"16 chunks of {most // 16}, {most // 8} to {most} keys": ([most // 16] * 16, cached[:16]),
         f"32 single queries, {most // 8} to {most} keys": ([1] * 32, cached),
     }
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     session = command.Session(options)
     rows = [row(name, sizes, options) for name, sizes in batches(options.most).items()]
-    print("| sequences | full | packed | from padded | padded | SDPA, padded |")
+    print("| sequences | real keys | packed | from padded | padded | SDPA, padded |")
     print("|---|---:|---:|---:|---:|---:|")
     print("\n".join(rows))
     print(session.closing(f"{H} heads, D = {D}, float32"))
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def row(name: str, sizes: Sizes, options: argparse.Namespace) -> str:
     sizes_q, sizes_k = sizes
     padded = [torch.randn(len(n), H, max(n), D) for n in (sizes_q, sizes_k, sizes_k)]
-    sides = ways(sizes, options.impl)
+    sides = calls(sizes, options.impl)
     inputs = {side: packed(padded, sizes) if side == "packed" else padded for side in sides}
     with torch.no_grad():
         check({side: call(*inputs[side]) for side, call in sides.items()}, sizes_q)
@@ -80,19 +82,19 @@ def row(name: str, sizes: Sizes, options: argparse.Namespace) -> str:
 
 
 def packed(padded: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-    """q, k and v as (total, H, D)."""
+    """Packs q, k and v to (total, H, D)."""
     sizes_q, sizes_k = sizes
     pairs = zip(padded, (sizes_q, sizes_k, sizes_k), strict=True)
     return [packing.pack(x, n).transpose(0, 1).contiguous() for x, n in pairs]
 
 
-def ways(sizes: Sizes, impl: str) -> dict[str, Call]:
-    """q, k and v, packed for the first side and padded for the others -> out likewise."""
+def calls(sizes: Sizes, impl: str) -> dict[str, Call]:
+    """Returns a function of q, k and v for each side. Only those of the first side are packed."""
     (sizes_q, sizes_k), (cu_q, cu_k) = sizes, map(packing.cu_seqlens, sizes)
     mask, offset = M.Causal() & M.Lengths(sizes_k), torch.tensor(sizes_k) - torch.tensor(sizes_q)
     attend = partial(packing.varlen_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, impl=impl)
-    seen = mask.to_dense(max(sizes_q), max(sizes_k), offset)
-    peer = {"is_causal": True} if sizes_q == sizes_k else {"attn_mask": seen}
+    dense = mask.to_dense(max(sizes_q), max(sizes_k), offset)
+    peer = {"is_causal": True} if sizes_q == sizes_k else {"attn_mask": dense}
 
     def from_padded(*padded: Tensor) -> Tensor:
         return packing.unpack(attend(*packed(padded, sizes)).transpose(0, 1), cu_q)
@@ -117,7 +119,7 @@ def backward(call: Call, inputs: Sequence[Tensor]) -> None:
 
 
 def check(outs: dict[str, Tensor], sizes_q: list[int]) -> None:
-    """The real tokens of all sides agree."""
+    """Checks that the real tokens of all sides agree."""
     expected = outs.pop("packed").transpose(0, 1)
     for side, out in outs.items():
         if not torch.allclose(packing.pack(out, sizes_q), expected, atol=1e-4):

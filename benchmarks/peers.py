@@ -1,7 +1,7 @@
-"""The two sides of a case: Regard, and what PyTorch offers for the same result.
+"""The sides of a case: Regard, and the PyTorch paths with the same result.
 
-A side has two steps. `prepare` builds what the call needs besides q, k and v (a mask): it is outside the
-clock, but its memory counts. What it returns is the call that is timed.
+`prepare` builds the mask and returns the timed call. Building the mask is not timed, but its memory
+counts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ INF = float("inf")
 
 
 def prepare(side: str, case: Case, inputs: Inputs) -> Call:
-    """The call of "regard", "sdpa", "eager" or "flex", ready to be timed."""
+    """Returns the timed call of "regard", "sdpa", "eager" or "flex"."""
     call = SIDES[side](case, inputs)
     return repeated(call if case.work == "forward" else gradients(case, inputs, call), case.calls)
 
 
 def gradients(case: Case, inputs: Inputs, forward: Call) -> Call:
-    """The gradients of q, k, v and a bias; with "backward" the forward pass is done beforehand."""
+    """Returns a call that computes the gradients of q, k, v and a bias.
+
+    If `case.work` is "backward", the forward pass runs before and is not timed.
+    """
     leaves = inputs.leaves()
     dout = outgoing(case)
 
@@ -45,6 +48,7 @@ def gradients(case: Case, inputs: Inputs, forward: Call) -> Call:
 
 
 def repeated(call: Call, times: int) -> Call:
+    """Returns a function that runs `call` `times` times."""
     if times == 1:
         return call
 
@@ -70,15 +74,15 @@ def sdpa_side(case: Case, inputs: Inputs) -> Call:
 
 
 def sdpa_tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v; for a sink with one more key and value of zeros, whose score is the sink's bias."""
+    """Returns q, k, v. For a sink, k and v get a zero row, whose score is a bias with the sink's value."""
     q, k, v, options = inputs
     return (q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))) if "sink" in options else (q, k, v)
 
 
 def sdpa_options(case: Case, inputs: Inputs) -> dict[str, Any]:
     mask, options = case.make_mask(), inputs.options
-    plain = not {"bias", "sink"} & options.keys()
-    is_causal = plain and isinstance(mask, M.Causal) and case.Lq == case.Lk
+    unbiased = not {"bias", "sink"} & options.keys()
+    is_causal = unbiased and isinstance(mask, M.Causal) and case.Lq == case.Lk
     return {
         "attn_mask": None if is_causal else additive(case, options, mask),
         "dropout_p": options.get("dropout", 0.0),
@@ -88,7 +92,7 @@ def sdpa_options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None:
-    """Mask, bias and sink as one float tensor with -inf: SDPA turns a bool mask into one at every call."""
+    """Returns mask, bias and sink as one float tensor; SDPA converts a bool mask to one in every call."""
     bias, sink = options.get("bias"), options.get("sink")
     total = bias.dense(case.Lq, case.Lk)[None] if isinstance(bias, scores.Alibi) else bias
     if total is not None:
@@ -100,14 +104,14 @@ def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None
 
 
 def with_column(total: Tensor | None, sink: Tensor, case: Case) -> Tensor:
-    """(1, Hq, Lq, Lk + 1): the sink's logit stands after the keys."""
+    """Appends the sink's logits as a column: (1, Hq, Lq, Lk + 1)."""
     pairs = torch.zeros(1, dtype=case.dtype) if total is None else total
     column = sink.to(case.dtype)[:, None, None].expand(1, case.Hq, case.Lq, 1)
     return torch.cat([pairs.expand(1, case.Hq, case.Lq, case.Lk), column], -1)
 
 
 def sdpa_path(case: Case, inputs: Inputs) -> str:
-    """Which of SDPA's two CPU paths runs: "fused" or "math"."""
+    """Returns which of SDPA's CPU paths runs: "fused" or "math"."""
     options = sdpa_options(case, inputs)
     gqa = options.pop("enable_gqa")
     choice = torch._fused_sdp_choice(*sdpa_tensors(inputs), *options.values(), enable_gqa=gqa)
@@ -115,35 +119,36 @@ def sdpa_path(case: Case, inputs: Inputs) -> str:
 
 
 def eager_side(case: Case, inputs: Inputs) -> Call:
-    """The formula in plain PyTorch, for what SDPA cannot express."""
+    """Returns the softmax formula in PyTorch operations, for options that SDPA lacks."""
     q, k, v, options = inputs
-    added, change = additive(case, {}, case.make_mask()), score_mod(options)
+    mask, modify = additive(case, {}, case.make_mask()), score_mod(options)
 
     def call() -> Tensor:
         s = q @ k.mT * case.D**-0.5
-        s = change(s, None, None, None, None) if change else s
-        return torch.softmax(s if added is None else s + added, -1) @ v
+        s = modify(s, None, None, None, None) if modify else s
+        return torch.softmax(s if mask is None else s + mask, -1) @ v
 
     return call
 
 
 def flex_side(case: Case, inputs: Inputs) -> Call:
-    """Compiled FlexAttention, its BlockMask made beforehand."""
+    """Returns compiled FlexAttention with a prebuilt BlockMask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
     q, k, v, options = inputs
     mask = case.make_mask()
-    run = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False)
     fixed: dict[str, Any] = {
         "block_mask": None if mask is None else M.to_flex(mask, case.Lq, case.Lk),
         "score_mod": score_mod(options),
         "enable_gqa": case.Hq != case.Hkv,
     }
-    return lambda: run(q, k, v, **fixed)
+    return lambda: compiled(q, k, v, **fixed)
 
 
 def score_mod(options: Options) -> Callable[..., Tensor] | None:
+    """Returns FlexAttention's score_mod for a softcap or ALiBi, or None."""
     cap, bias = options.get("softcap"), options.get("bias")
     if cap is not None:
         return lambda s, b, h, i, j: cap * torch.tanh(s / cap)

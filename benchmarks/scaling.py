@@ -1,4 +1,4 @@
-"""How cost grows: a window is O(n), deriving a mask's spans costs little, long sequences fit in memory."""
+"""Scaling: linear time with a window, low overhead of finding mask spans, memory of long sequences."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Fact:
+    """A claim, its measurement and its limit. `holds` is None if it could not be measured."""
+
     claim: str
     measured: str
     asked: str = ""
@@ -33,7 +35,7 @@ class Fact:
 
 
 def linearity(seconds: float, short: int = 4096, times: int = 16, most: float = 1.15) -> Fact:
-    """The time of a sequence `times` as long by `times` the time of the short one, masks included."""
+    """Compares the time of a sequence `times` as long with `times` the time of the short one."""
     window = next(c for c in CASES if c.name == "window-4096")
     cases = {name: replace(window, Lq=L, Lk=L) for name, L in (("short", short), ("long", short * times))}
     inputs = {name: case.inputs() for name, case in cases.items()}
@@ -52,7 +54,7 @@ def _with_mask(case: Case, inputs: Inputs) -> object:
 
 
 def masks_of(L: int) -> dict[str, Mask]:
-    """One of every kind that is not Dense."""
+    """Returns a mask of every kind except Dense, by name."""
     ids = torch.arange(3).repeat_interleave(torch.tensor([L // 3, L // 3, L - 2 * (L // 3)]))
     table = torch.rand(-(-L // 64), -(-L // 64), generator=torch.Generator().manual_seed(0)) < 0.2
     return {
@@ -71,29 +73,29 @@ def masks_of(L: int) -> dict[str, Mask]:
 
 
 def mask_overheads(seconds: float, L: int = 4096, most: float = 0.01) -> Iterator[Fact]:
-    """Deriving and counting the spans of every panel, on one thread, beside the call."""
+    """Compares the time to find the spans of all panels, on one thread, with the time of the call."""
     q, k, v = (torch.randn(1, 8, L, 64) for _ in range(3))
-    plain = make(q, k, v)  # what asking costs when there is nothing to derive
+    unmasked = make(q, k, v)  # baseline: `cost` without spans to find
     for name, mask in masks_of(L).items():
         problem = make(q, k, v, Options(mask=mask))
-        asked = {"spans": partial(_native.cost, problem), "nothing": partial(_native.cost, plain)}
-        best = best_times({**asked, "call": partial(_native.forward, problem)}, seconds)
-        spans = best["spans"] - best["nothing"]
+        costs = {"spans": partial(_native.cost, problem), "unmasked": partial(_native.cost, unmasked)}
+        best = best_times({**costs, "call": partial(_native.forward, problem)}, seconds)
+        spans = best["spans"] - best["unmasked"]
         share = spans / best["call"]
         measured = f"{1e6 * spans:.0f} us, {share:.2%} of {1e3 * best['call']:.1f} ms"
-        yield Fact(f"deriving {name}, 1, 8/8, {L}, 64", measured, f"under {most:.0%}", share < most)
+        yield Fact(f"finding spans of {name}, 1, 8/8, {L}, 64", measured, f"under {most:.0%}", share < most)
 
 
 def long_context(threads: int, case: Case = LONG) -> Fact:
-    """One causal call, its time and its peak memory."""
+    """Measures the time and the peak memory of one long causal call."""
     inputs = case.inputs()
     call = prepare("regard", case, inputs)
     begin = perf_counter()
     out = call()
-    took = perf_counter() - begin
+    seconds = perf_counter() - begin
     check(case, inputs, out, "regard")
     extra = dict(memory.measure([f"{case.name}:regard"], threads)).get(f"{case.name}:regard")
     scores = case.Lq * case.Lk * 4 / 2**30
     size = "" if extra is None else f", {extra / MIB:.0f} MiB beyond q, k, v"
-    measured = f"{took:.1f} s{size} (the scores would be {scores:.0f} GiB)"
+    measured = f"{seconds:.1f} s{size} (the scores would be {scores:.0f} GiB)"
     return Fact(case.title, measured, "under 300 MB", None if extra is None else extra < 300e6)

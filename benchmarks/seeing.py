@@ -1,8 +1,8 @@
-"""Text to picture: MiniLM with real weights, 128 tokens, and what looking costs beside the model.
+"""Times `see.read` and pictures of all heads: MiniLM with pretrained weights, 128 tokens.
 
-`python benchmarks/seeing.py` prints seconds, and in brackets those of the CPU, which other programs disturb
-less: the load of the model, the first picture (with the import of matplotlib), and then the best of some
-repeats of each part.
+`python benchmarks/seeing.py` prints wall-clock seconds, and in parentheses CPU seconds, which other
+processes affect less: loading the model, the first picture (with the import of matplotlib), and the
+fastest repeat of each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and the old cat sat on the 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="the best is shown")
+    parser.add_argument("--repeats", type=int, default=5, help="the fastest is printed")
     options = parser.parse_args(arguments)
     session = command.Session(options)
     with tempfile.TemporaryDirectory() as directory:
@@ -49,22 +49,22 @@ def measure(directory: Path, repeats: int) -> None:
     timed(
         "text to heat map of one head", lambda: see.heatmap(read()[0, 2], path=directory / "a.png"), repeats
     )
-    words = loaded.tokenizer(text, return_tensors="pt")
+    inputs = loaded.tokenizer(text, return_tensors="pt")
     with torch.inference_mode():
-        timed("the model alone", lambda: loaded.model(**words), repeats)
-    seen = timed("the model and its evidence", read, repeats)
+        timed("model without recording", lambda: loaded.model(**inputs), repeats)
+    seen = timed("model with recording", read, repeats)
     assert seen[0].shape[2] == TOKENS
 
 
 def timed(name: str, call: Callable[[], Any], repeats: int) -> Any:
     times = []
     for _ in range(repeats):
-        start, cpu = time.perf_counter(), time.process_time()
-        found = call()
-        times.append((time.perf_counter() - start, time.process_time() - cpu))
-    best, work = map(min, zip(*times, strict=True))
-    print(f"{name}: {best:.2f} s ({work:.2f} s)", flush=True)
-    return found
+        start, cpu_start = time.perf_counter(), time.process_time()
+        result = call()
+        times.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    wall, cpu = map(min, zip(*times, strict=True))
+    print(f"{name}: {wall:.2f} s ({cpu:.2f} s)", flush=True)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """One side of `make bench-against`: times rows with the `regard` that this process imports.
 
-The same file runs with the `regard` of either commit, so everything here, and in the modules of benchmarks/
-that it imports, uses only public names. `against.py` writes lines of JSON to stdin and reads one line for
-each: the answer of the method of `Side` that the line names. In between the process waits, without the CPU.
+This file runs with the `regard` of both commits, so this file and the modules of benchmarks/ that
+it imports use only public names. `against.py` writes a line of JSON to stdin, which names a method
+of `Side`, and reads a line with the result. Between commands the process waits without using the
+CPU.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from regard.info import report
 
 
 class Timed(NamedTuple):
-    """What one row times."""
+    """The timed call of one row."""
 
     call: Call
-    check: Callable[[Any], None]  # of what the call returns; may raise WrongResult
-    parts: int  # calls or steps of Regard in one call
+    check: Callable[[Any], None]  # checks the call's result; may raise WrongResult
+    parts: int  # attention calls or decode steps in one call
 
 
-Make = Callable[[int | None], Timed]  # of the tokens to which the row is cut
+Make = Callable[[int | None], Timed]  # tokens to which the row is cut -> the call
 
 # Rows
 
@@ -43,14 +44,14 @@ def of_case(case: Case, shrink: int | None) -> Timed:
     case = case.shrunk(shrink) if shrink else case
     inputs = case.inputs()
     call = prepare("regard", case, inputs)
-    return Timed(call, lambda found: verify(case, inputs, found, "regard"), case.calls)
+    return Timed(call, lambda result: verify(case, inputs, result, "regard"), case.calls)
 
 
 def with_lse(case: Case, shrink: int | None) -> Timed:
     inputs = case.inputs()
     q, k, v, _ = inputs
     call = repeated(lambda: regard.attention(q, k, v, return_lse=True)[0], case.calls)
-    return Timed(call, lambda found: verify(case, inputs, found, "regard"), case.calls)
+    return Timed(call, lambda result: verify(case, inputs, result, "regard"), case.calls)
 
 
 def of_cache(make: Callable[[], Any], shrink: int | None) -> Timed:
@@ -64,7 +65,7 @@ def of_long_cache(make: Callable[[], Any], shrink: int | None) -> Timed:
 
 
 def of_new_cache(shrink: int | None) -> Timed:
-    """Steps at lengths and strides that no step had before, as in the first generation of a process."""
+    """Returns steps at lengths and strides that are new to the process, as in its first generation."""
     capacities = itertools.cycle(range(HELD + STEPS, 4096, 2))
 
     def fresh() -> Generation:
@@ -102,13 +103,13 @@ class Side:
         return report().get("native isa", "none")
 
     def prepare(self, row: str, shrink: int | None, checked: bool) -> str:
-        """Makes the inputs of a row and calls it once. Returns what is wrong with the result, or ""."""
-        self.__dict__.pop("timed", None)  # frees the tensors of the row before
+        """Builds the inputs of a row and calls it once. Returns an error message, or ""."""
+        self.__dict__.pop("timed", None)  # frees the tensors of the previous row
         try:
             self.timed = ROWS[row](shrink)
-            found = self.timed.call()
+            result = self.timed.call()
             if checked:
-                self.timed.check(found)
+                self.timed.check(result)
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return ""
@@ -118,7 +119,7 @@ class Side:
 
 
 def best_time(call: Call, seconds: float) -> float:
-    """Returns the time of the fastest call within `seconds`, at least one. The first ones warm the caches."""
+    """Returns the time of the fastest call within `seconds`. At least one call runs."""
     begin, times = perf_counter(), []
     while not times or perf_counter() - begin < seconds:
         start = perf_counter()

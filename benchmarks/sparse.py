@@ -1,11 +1,12 @@
-"""Sparse attention beside exact attention and beside Hugging Face's Longformer and BigBird.
+"""Compares sparse attention with exact attention and with Hugging Face's Longformer and BigBird.
 
-`python benchmarks/sparse.py` prints three tables. The first has the attention alone, projections apart:
-Longformer's with 256 neighbours on each side and 8 global tokens, BigBird's with blocks of 64 (3 in the
-window, 3 random, 2 global), and exact attention over all keys. The second has whole layers on the same
-weights, ours and Hugging Face's (whose BigBird also fills an n x n matrix of weights).
-The third has the peak memory of Longformer's attention by length, and the exponent of its growth. 8 heads of
-64 channels, float32.
+`python benchmarks/sparse.py` prints three tables, for 8 heads of 64 channels in float32:
+- attention without projections: Longformer with 256 neighbours on each side and 8 global tokens,
+  BigBird with blocks of 64 (3 in the window, 3 random, 2 global), and exact attention over all
+  keys;
+- whole layers on the same weights, Regard's and Hugging Face's (whose BigBird also fills an n x n
+  matrix of weights);
+- the peak memory of Longformer attention by length, and the exponent of its growth.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ def bigbird() -> BigBirdAttention:
 
 
 def spread(L: int) -> Tensor:
-    """The global tokens, at equal distances."""
+    """Returns the positions of the global tokens, at equal distances."""
     return torch.arange(GLOBALS) * L // GLOBALS
 
 
-# The attention alone
+# Attention without projections
 
 
 def attentions(options: argparse.Namespace) -> Iterator[str]:
-    yield "| attention | tokens | sparse | exact | faster | keys of a query, share |"
+    yield "| attention | tokens | sparse | exact | speedup | density |"
     yield "|---|---:|---:|---:|---:|---:|"
     L = options.longformer
     q, k, v = inputs(L)
@@ -100,7 +101,7 @@ def row(name: str, calls: dict[str, Run], qkv: Any, pattern: M.Mask, seconds: fl
 
 
 def layers(options: argparse.Namespace) -> Iterator[str]:
-    yield "| layer | tokens | Regard | Hugging Face | faster |"
+    yield "| layer | tokens | Regard | Hugging Face | speedup |"
     yield "|---|---:|---:|---:|---:|"
     for name, pair, L in (
         ("Longformer", longformer_layers, options.longformer),
@@ -125,10 +126,10 @@ def longformer_layers(x: Tensor) -> dict[str, Run]:
     ours.load_state_dict(theirs.state_dict())
     marks = torch.zeros(1, L)
     marks[0, spread(L)] = 10000.0
-    told = {"is_index_masked": marks < 0, "is_index_global_attn": marks > 0, "is_global_attn": True}
+    flags = {"is_index_masked": marks < 0, "is_index_global_attn": marks > 0, "is_global_attn": True}
     return {
         "ours": lambda: ours(x, global_tokens=spread(L)),
-        "theirs": lambda: theirs(x, attention_mask=marks, **told)[0],
+        "theirs": lambda: theirs(x, attention_mask=marks, **flags)[0],
     }
 
 
@@ -153,19 +154,19 @@ def bigbird_layers(x: Tensor) -> dict[str, Run]:
 
 
 def their_table(theirs: Any, L: int) -> Tensor:
-    """The random blocks that Hugging Face draws in training (in evaluation all of them are block 0)."""
+    """Returns the block table that Hugging Face draws in training; in evaluation its draws are all 0."""
     np.random.seed(theirs.seed)  # noqa: NPY002
     plan = theirs._get_rand_attn_plan(L, BLOCK, RANDOM)
     drawn = torch.tensor(
         np.stack(theirs._bigbird_block_rand_mask_with_head(L, L, BLOCK, BLOCK, HEADS, *plan))
     ).long()
-    seen = block_table(L // BLOCK, HEADS, window=3, random=0, global_blocks=(0, -1), seed=0)
-    seen[:, 1:-1].scatter_(-1, drawn, True)
-    return seen
+    table = block_table(L // BLOCK, HEADS, window=3, random=0, global_blocks=(0, -1), seed=0)
+    table[:, 1:-1].scatter_(-1, drawn, True)
+    return table
 
 
-def check(name: str, found: Tensor, expected: Tensor) -> None:
-    error = float((found - expected).norm() / expected.norm())
+def check(name: str, out: Tensor, expected: Tensor) -> None:
+    error = float((out - expected).norm() / expected.norm())
     if not error < 1e-5:
         raise WrongResult(f"{name}: error {error:.1e}")
 
@@ -176,23 +177,23 @@ def check(name: str, found: Tensor, expected: Tensor) -> None:
 def memory(lengths: Sequence[int]) -> Iterator[str]:
     peaks = {L: extra for L in sorted(lengths) if (extra := peak(L)) is not None}
     if not peaks:
-        yield "Peak memory: this system does not tell."
+        yield "Peak memory: this system does not report it."
         return
-    yield "| tokens of Longformer's attention | peak MiB beyond q, k, v | bytes for each token |"
+    yield "| tokens, Longformer | peak memory beyond q, k, v, MiB | bytes per token |"
     yield "|---:|---:|---:|"
     for L, extra in peaks.items():
         yield f"| {L} | {extra / 2**20:.1f} | {extra / L:,.0f} |"
-    yield f"\nGrows with the length to the power {slope(peaks):.2f}."
+    yield f"\nMemory grows with the length to the power {slope(peaks):.2f}."
 
 
 def peak(L: int) -> int | None:
     ours, (q, k, v) = longformer(), inputs(L)
-    peak_memory(lambda: ours.attend(*(x[:, :, :1024] for x in (q, k, v)), global_tokens=[0]))  # loads code
+    peak_memory(lambda: ours.attend(*(x[:, :, :1024] for x in (q, k, v)), global_tokens=[0]))  # warm-up
     return peak_memory(lambda: ours.attend(q, k, v, global_tokens=spread(L)))
 
 
 def slope(peaks: dict[int, int]) -> float:
-    """Of a line through the logarithms; NaN for fewer than two lengths."""
+    """Returns the slope of a line through the logarithms; NaN for fewer than two lengths."""
     if len(peaks) < 2:
         return math.nan
     x, y = (np.log(np.array(list(part), dtype=float)) for part in (peaks.keys(), peaks.values()))

@@ -1,4 +1,4 @@
-"""Steps of caches: one token after another, as in generation. They use only public names of `regard`."""
+"""Decode steps of caches, one token at a time. Uses only public names of `regard`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import regard
 from regard.cache import KVCache, LatentCache, PagedCache, QuantizedCache, SlidingCache
 
 HEADS, HELD = 8, 64
-STEPS = 20  # few, so that some rounds are not interrupted
+STEPS = 20  # short rounds, so that some are not interrupted
 LONG_HEADS, LONG_HELD = 32, 8191
-BITS_TOLERANCE = {8: 0.03, 4: 0.3}  # largest error of a head by the mean norm, for codes
+BITS_TOLERANCE = {8: 0.03, 4: 0.3}  # bits -> largest error of a row divided by the mean norm
 
 
 def paged() -> PagedCache:
-    """Returns a pool with one sequence."""
+    """Returns a paged cache with one sequence."""
     cache = PagedCache(32, 2, 64)
     cache.add()
     return cache
@@ -44,7 +44,7 @@ LONG_CACHES: dict[str, Callable[[], Any]] = {
 
 
 class Generation:
-    """A cache that holds a prompt, and the steps that follow it, all with the same query and token."""
+    """A cache with a prompt, and decode steps that all use the same query and token."""
 
     def __init__(self, cache: Any, heads: int = HEADS, held: int = HELD, steps: int = STEPS) -> None:
         self.cache, self.held, self.steps = cache, held, steps
@@ -55,25 +55,25 @@ class Generation:
         cache.append(*self.prompt)
 
     def _tokens(self, L: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Latents (1, L, D), or keys and values (1, Hkv, L, D)."""
+        """Returns random latents (1, L, D), or keys and values (1, Hkv, L, D)."""
         latent = isinstance(self.cache, LatentCache)
         shape = (1, L, self.cache.D) if latent else (1, self.cache.Hkv, L, self.cache.D)
         return tuple(torch.randn(shape, generator=generator).to(self.cache.dtype) for _ in range(2 - latent))
 
     def run(self) -> Tensor:
-        """Forgets the steps before, takes all of them, and returns the output of the last, (1, H, 1, Dv)."""
+        """Crops the cache to the prompt, runs all steps, and returns the last output (1, H, 1, Dv)."""
         self.cache.crop(self.held)
         for _ in range(self.steps):
             out = self.cache.attend(self.q, *self.token, scale=self.scale)
         return out
 
     def check(self, out: Tensor) -> None:
-        """Compares what `run` returned with attention over all tokens in float64; may raise WrongResult."""
-        k, *rest = (
+        """Compares the result of `run` with float64. Raises WrongResult if the error is too large."""
+        k, *values = (
             torch.cat([prompt, *[token] * self.steps], -2).double()
             for prompt, token in zip(self.prompt, self.token, strict=True)
         )
-        k, v = (k, rest[0]) if rest else (k[:, None], k[:, None, :, : self.cache.rank])
+        k, v = (k, values[0]) if values else (k[:, None], k[:, None, :, : self.cache.rank])
         exact = regard.attention(self.q.double(), k, v, scale=self.scale, impl="reference")
         error, bits = row_error(out, exact), getattr(self.cache, "bits", None)
         if not error < (BITS_TOLERANCE[bits] if bits else TOLERANCE[self.cache.dtype]):

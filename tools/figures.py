@@ -1,4 +1,4 @@
-"""Measures the structure of the tree: `python tools/figures.py`. Exits with 1 where a limit is broken."""
+"""Measures the structure of the tree: `python tools/figures.py`. Exits with 1 if a limit is exceeded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Figure(NamedTuple):
 
 
 def docstring(node: ast.AST) -> ast.Expr | None:
-    """Returns the docstring of a module, class or function."""
+    """Returns the docstring node of a module, class or function, or None."""
     if not isinstance(node, ast.Module | ast.ClassDef | Function) or not node.body:
         return None
     first = node.body[0]
@@ -39,7 +39,7 @@ def docstring(node: ast.AST) -> ast.Expr | None:
 
 
 def python_lines(path: Path) -> int:
-    """Counts the lines that hold a token other than a comment or a docstring."""
+    """Counts the lines with code, without comments and docstrings."""
     text = path.read_text(encoding="utf-8")
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)}
@@ -55,7 +55,7 @@ def other_lines(path: Path) -> int:
 
 
 def files(folder: Path, *suffixes: str) -> list[Path]:
-    """Lists the files with one of these suffixes, without tests."""
+    """Returns the files with one of these suffixes, without tests."""
     return [p for p in sorted(folder.rglob("*")) if p.suffix in suffixes and "tests" not in p.parts[-3:]]
 
 
@@ -66,7 +66,7 @@ def nodes(paths: list[Path], kind: type | tuple[type, ...]) -> Iterator[ast.AST]
 
 
 def lists_options(function: ast.AST) -> bool:
-    """Whether a signature, which is no overload, names mask, bias, scale, softcap and sink."""
+    """Returns whether a function, other than an overload, has all of `OPTIONS` as parameters."""
     assert isinstance(function, Function)
     if any("overload" in ast.unparse(decorator) for decorator in function.decorator_list):
         return False
@@ -97,10 +97,10 @@ def figures() -> Iterator[Figure]:
 
 
 def main() -> int:
-    found = list(figures())
-    for name, value, limit in found:
+    measured = list(figures())
+    for name, value, limit in measured:
         print(f"{name:<44}{value:>8,}   at most {limit:>6,}{'' if value <= limit else '   OVER'}")
-    return int(any(figure.value > figure.limit for figure in found))
+    return int(any(figure.value > figure.limit for figure in measured))
 
 
 if __name__ == "__main__":

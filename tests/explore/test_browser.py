@@ -116,7 +116,7 @@ def place(page: Any, query: int, key: int, canvas: str = "#map") -> tuple[float,
 
 def click_token(page: Any, query: int, key: int) -> None:
     page.mouse.click(*place(page, query, key))
-    page.wait_for_selector(f'#rowTitle:has-text("({query}) reads")')
+    page.wait_for_selector(f'#rowTitle:has-text("({query}) attends to")')
 
 
 def same(found: dict[int, float], row: Any, rtol: float = 1e-5) -> None:
@@ -243,7 +243,7 @@ def go_to(page: Any, position: int) -> None:
     """Zoomed in around a token that is near, which is chosen."""
     page.fill("#search", f"#{position - 3}")
     page.press("#search", "Enter")
-    page.wait_for_selector(f'#rowTitle:has-text("({position - 3}) reads")')
+    page.wait_for_selector(f'#rowTitle:has-text("({position - 3}) attends to")')
     page.locator("#zoomRow").click()
 
 
@@ -342,10 +342,10 @@ def test_keys_do_what_the_list_says(visit: Open, tmp_path: Path) -> None:
     page = visit(small().save(tmp_path / "page.html"))
     click_token(page, 10, 4)
     page.keyboard.press("ArrowDown")
-    page.wait_for_selector('#rowTitle:has-text("(11) reads")')
+    page.wait_for_selector('#rowTitle:has-text("(11) attends to")')
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowUp")
-    page.wait_for_selector('#rowTitle:has-text("(9) reads")')
+    page.wait_for_selector('#rowTitle:has-text("(9) attends to")')
     name = page.inner_text("#headName")
     page.keyboard.press("]")
     page.wait_for_selector(f'#headName:not(:has-text("{name}"))')
@@ -364,9 +364,9 @@ def test_keys_do_what_the_list_says(visit: Open, tmp_path: Path) -> None:
     page.keyboard.type("mat")
     assert page.inner_text("#found") == "2 found"
     page.keyboard.press("Enter")
-    page.wait_for_selector('#rowTitle:has-text("“mat” (5) reads")')
+    page.wait_for_selector('#rowTitle:has-text("“mat” (5) attends to")')
     page.keyboard.press("Enter")
-    page.wait_for_selector('#rowTitle:has-text("“mat” (15) reads")')
+    page.wait_for_selector('#rowTitle:has-text("“mat” (15) attends to")')
 
 
 def test_heads_and_texts_are_compared(visit: Open, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_capture_can_be_explored() -> None:
     assert_close(torch.tensor(trace.rows(0, 2, [4])), seen[0].rows([4])[1, 2])
     with see.capture(layer) as seen:
         layer(x, x, x)
-    with pytest.raises(ValueError, match="expected those of capture"):
+    with pytest.raises(ValueError, match="expected layers of capture"):
         explore.captured(seen)
 
 
@@ -400,7 +400,7 @@ def test_the_file_of_100_000_tokens_is_small(tmp_path: Path, monkeypatch: pytest
     q = torch.randn(1, n, 1)
     monkeypatch.setattr(explore._make.see, "record", lambda q, k, *_, **__: _unseen(q, k))
     trace = explore.tensors(q, q, ["token"] * n).traces[0]
-    trace._kept[0] = made
+    trace._facts_cache[0] = made
     monkeypatch.setattr(type(trace), "roles", lambda self, layer: [[]])
     size = explore.Explorer((trace,)).save(tmp_path / "page.html").stat().st_size
     assert 10_000_000 < size < 20_000_000

@@ -395,7 +395,7 @@ def test_the_command_needs_to_be_told_twice(tmp_path: Path) -> None:
 
     result = CliRunner().invoke(app, ["explore", "--host", "0.0.0.0"])
     assert result.exit_code == 1
-    assert "add --i-know" in result.stderr
+    assert "expected --i-know" in result.stderr
 
 
 def test_the_link_is_printed_and_the_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

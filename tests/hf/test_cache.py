@@ -253,9 +253,7 @@ def test_encoder_and_decoder() -> None:
 def test_layers_that_are_not_attention_raise() -> None:
     config = hf.LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(
-        NotImplementedError, match="expected layers of attention alone, got 'linear_attention'"
-    ):
+    with pytest.raises(NotImplementedError, match="expected only attention layers, got 'linear_attention'"):
         Cache(config)
 
 

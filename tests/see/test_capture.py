@@ -258,8 +258,8 @@ def test_what_is_kept_is_small() -> None:
         (lambda: see.capture(Free(), tokens=["a", 3]), TypeError, "tokens: expected strings"),
         (lambda: see.capture(Free(), tokens=["a"], tokenizer=1), ValueError, "one of them, got both"),
         (lambda: see.capture(Free(), want=[3]), TypeError, "want: expected facts such as"),
-        (lambda: record(["a"] * 5).head(9), IndexError, "head: expected below 1, got 9"),
-        (lambda: record(["a"] * 5).head(0, 4), IndexError, "sample: expected below 1, got 4"),
+        (lambda: record(["a"] * 5).head(9), IndexError, "head: expected an index below 1, got 9"),
+        (lambda: record(["a"] * 5).head(0, 4), IndexError, "sample: expected an index below 1, got 4"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row("a"), ValueError, r"got 'a', at \[0, 2\]"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row("z"), ValueError, "got 'z', not among"),
         (lambda: record(["a", "b", "a", "c", "d"])[0].row(5), IndexError, "a position below 5, got 5"),
@@ -277,7 +277,7 @@ def record(tokens: Any = None, L: int = 5, **options: Any) -> see.Layer:
 def test_what_was_not_kept_cannot_be_asked() -> None:
     with see.capture(Free()) as seen:
         seen._model(torch.randn(N, 8))
-    with pytest.raises(ValueError, match=r'Rows\(.*3.*was not recorded of .Free.;.*keep="qk"'):
+    with pytest.raises(ValueError, match=r'Rows\(.*3.*was not recorded for .Free.;.*keep="qk"'):
         seen[0, 0].row(3)
     with pytest.raises(ValueError, match="rollout: expected capture"):
         seen.rollout(0)
@@ -285,7 +285,7 @@ def test_what_was_not_kept_cannot_be_asked() -> None:
 
 def test_a_model_without_attention_raises() -> None:
     with (
-        pytest.raises(RuntimeError, match="Linear ran without a call of attention"),
+        pytest.raises(RuntimeError, match=r"expected calls of regard.attention, .*, got none from Linear"),
         see.capture(nn.Linear(3, 3)) as seen,
     ):
         seen._model(torch.ones(3))
@@ -293,7 +293,7 @@ def test_a_model_without_attention_raises() -> None:
 
 def test_tokens_that_do_not_fit_raise() -> None:
     with (
-        pytest.raises(ValueError, match=r"got \[2\] for 1 samples; special tokens count"),
+        pytest.raises(ValueError, match=r"got lengths \[2\]; special tokens count"),
         see.capture(Free(), tokens=["a", "b"]) as seen,
     ):
         seen._model(torch.randn(3, 8))
@@ -301,10 +301,10 @@ def test_tokens_that_do_not_fit_raise() -> None:
 
 def test_a_capture_records_once_at_a_time() -> None:
     seen = see.capture(Free())
-    with seen, pytest.raises(RuntimeError, match="recording already"):
+    with seen, pytest.raises(RuntimeError, match="expected a capture that is not recording"):
         seen.__enter__()
     assert "nothing recorded" in repr(seen)
-    with pytest.raises(IndexError, match="layer: expected below 0, got 0"):
+    with pytest.raises(IndexError, match="layer: expected an index below 0, got 0"):
         seen[0]
 
 
@@ -472,7 +472,7 @@ def test_rows_links_and_rollout() -> None:
     for w in reversed(dense):
         row = row @ (0.5 * (w.mean(0) + torch.eye(n)))
     assert_close(seen.rollout("bird"), row)
-    with pytest.raises(KeyError, match="a name that is there once, got 'x' of 0, 1, 2"):
+    with pytest.raises(KeyError, match="expected a name that occurs once in 0, 1, 2, got 'x'"):
         seen["x"]
     assert seen["1"] is seen[1]
 

@@ -1,6 +1,6 @@
-"""Writes numbers and pictures of full runs into the gallery: `python tools/docs/applications.py build/apps`.
+"""Writes results of full runs into the gallery: `python tools/docs/applications.py build/apps`.
 
-Applications that have no run in the folder keep what is there.
+Applications without a run in the folder keep their texts and pictures.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from regard_gallery.apps._frame.run import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "gallery.md"
-SEEDS = 3  # at least
+SEEDS = 3  # minimum of a full run
 
 
 def cell(scores: list[dict[str, float]], measure: str) -> str:
-    """0.81 (0.80 to 0.83): the mean over the seeds, the least and the most."""
+    """Returns mean and range over the seeds, such as "0.81 (0.80 to 0.83)"."""
     values = [one[measure] for one in scores]
     return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def rows(run: dict[str, Any]) -> str:
-    """A table: baselines first, then Regard."""
+    """Returns a table of scores, with the baselines first and Regard last."""
     measures = run["measures"]
     lines = [["", *measures], ["---", *["---:"] * len(measures)]]
     for name, scores in run["scores"].items():
@@ -38,6 +38,7 @@ def rows(run: dict[str, Any]) -> str:
 
 
 def section(name: str, run: dict[str, Any]) -> str:
+    """Returns the generated text of an application in the gallery."""
     whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
     return (
         f"{rows(run)}\n\n"
@@ -62,21 +63,22 @@ def overview(name: str, run: dict[str, Any]) -> str:
 
 
 def anchor(name: str) -> str:
-    """Of the heading "Name: ..." in the gallery."""
+    """Returns the anchor of the heading "Name: ..." in the gallery."""
     (title,) = re.findall(rf"^## ({name.capitalize()}: .*)$", PAGE.read_text(encoding="utf-8"), re.M)
     return title.lower().replace(":", "").replace(" ", "-")
 
 
 def put(page: Path, pattern: str, content: str) -> None:
-    """In the one place that fits: its first group stays, and its last."""
+    """Replaces the only match of a pattern in a page, except its two groups, by the content."""
     text = page.read_text(encoding="utf-8")
-    text, count = re.subn(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.M | re.S)
+    text, count = re.subn(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.M | re.S)
     if count != 1:
-        raise SystemExit(f"{page.name}: expected one place for {pattern!r}, got {count}")
+        raise SystemExit(f"{page.name}: expected one match of {pattern!r}, got {count}")
     page.write_text(text, encoding="utf-8")
 
 
 def full_run(path: Path) -> dict[str, Any]:
+    """Reads the results of a full run. Exits if it missed its goals or was slower than PyTorch."""
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")

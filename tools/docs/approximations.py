@@ -1,4 +1,4 @@
-"""Pictures of patterns and features for docs/images. `python tools/docs/pictures.py` draws them."""
+"""Draws the pictures of sparse patterns and random features for `pictures.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard import features, masks as M
 from regard.nn import LinformerAttention, LinformerProjection, PerformerAttention, block_table
 
 NOTHING, SEEN, INK, ACCENT = "#f3efe6", "#14508c", "#33312c", "#c4572b"
-UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
+UNSIGNED: dict[str, Any] = {"Software": None}  # files do not depend on matplotlib's version
 
 
 def main(images: Path) -> None:
@@ -40,11 +40,11 @@ def bigbird() -> Figure:
 
 
 def squares(matrices: dict[str, Tensor], of: str = "") -> Figure:
-    """Bool matrices side by side."""
+    """Draws bool matrices side by side."""
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    for axes, (title, seen) in zip(figure.subplots(1, len(matrices)), matrices.items(), strict=True):
+    for axes, (title, visible) in zip(figure.subplots(1, len(matrices)), matrices.items(), strict=True):
         axes.pcolormesh(
-            seen.numpy(), cmap=ListedColormap([NOTHING, SEEN]), edgecolors="white", linewidth=0.5, vmax=1
+            visible.numpy(), cmap=ListedColormap([NOTHING, SEEN]), edgecolors="white", linewidth=0.5, vmax=1
         )
         axes.invert_yaxis()
         axes.set_aspect("equal")
@@ -53,20 +53,20 @@ def squares(matrices: dict[str, Tensor], of: str = "") -> Figure:
 
 
 def linformer() -> Figure:
-    """Weights of one head: exact, on the mixtures, and what they come to by tokens."""
+    """Draws weights of one head: exact, for the projected keys, and the implied weights for tokens."""
     torch.manual_seed(3)
     L, D, rank = 32, 16, 8
     q, k, v = torch.randn(3, 1, 1, L, D)
     projection = LinformerProjection(L, rank)
     mixed, _ = projection(k, v)
     implied = LinformerAttention(D, 1, projection).attend(q, k, torch.eye(L)[None, None])
-    found = {
+    panels = {
         "exact weights": (regard.weights(q, k, v), "keys"),
-        "weights of 8 mixtures": (regard.weights(q, mixed, mixed), "mixtures"),
-        "the same by tokens": (implied, "keys"),
+        "weights of 8 projected keys": (regard.weights(q, mixed, mixed), "projected keys"),
+        "implied weights": (implied, "keys"),
     }
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    for axes, (title, (weights, keys)) in zip(figure.subplots(1, 3), found.items(), strict=True):
+    for axes, (title, (weights, keys)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         values = weights[0, 0].detach()
         limit = float(values.abs().max())
         axes.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
@@ -84,7 +84,7 @@ def performer() -> Figure:
 
 
 def draw_features(axes: Any) -> None:
-    """For one channel a feature is a bell around its w."""
+    """Draws five features of one channel, each a bell around its w."""
     x = torch.linspace(-3, 3, 200)[:, None]
     w = torch.tensor([[-2.0], [-1.0], [-0.3], [0.5], [1.4]])
     for curve in features.positive_features(x, w).T:
@@ -105,7 +105,7 @@ def draw_kernel(axes: Any) -> None:
 
 
 def draw_error(axes: Any) -> None:
-    """The mean over draws, and their spread."""
+    """Draws the error by the number of features: mean and standard deviation over seeds."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 256, 32)
     counts = [16, 32, 64, 128, 256, 512, 1024]

@@ -1,4 +1,4 @@
-"""The picture of facts for docs/images; `python tools/docs/pictures.py` makes it with the others."""
+"""Draws the picture of facts for `pictures.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import regard
 from regard import masks as M
 
 NOTHING, SEEN, INK = "#f3efe6", "#14508c", "#33312c"
-UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
+UNSIGNED: dict[str, Any] = {"Software": None}  # files do not depend on matplotlib's version
 TOKENS, BLOCK = 192, 6
 SHADES = LinearSegmentedColormap.from_list("weights", [NOTHING, "#8fb3d0", SEEN, "#081d33"])
 WANT = (
@@ -29,7 +29,7 @@ def main(images: Path) -> None:
 
 
 def scores() -> Tensor:
-    """Of a head that looks at the token before, at token 0 and, in one row, far back."""
+    """Returns scores of a head that attends to the previous token, to token 0 and, in one row, far back."""
     s = torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(4))
     s.diagonal(-1).add_(6)
     s[:, 0] += 5
@@ -38,15 +38,15 @@ def scores() -> Tensor:
 
 
 def evidence() -> Figure:
-    nothing = torch.zeros(1, 1, TOKENS, 1)
-    rows, mass, most, column, entropy, histogram = regard.evidence(
-        nothing, nothing, None, *WANT, bias=scores(), mask=M.Causal()
+    zeros = torch.zeros(1, 1, TOKENS, 1)  # the bias alone gives the scores
+    rows, mass, maximum, column, entropy, histogram = regard.evidence(
+        zeros, zeros, None, *WANT, bias=scores(), mask=M.Causal()
     )
     figure = Figure(figsize=(10.5, 5.6), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 3, height_ratios=(2, 1))
     squares(axes[0, 0], rows[0, 0], f"the weights, {TOKENS} x {TOKENS}")
     squares(axes[0, 1], mass.levels[0][0, 0] / BLOCK, f"BlockMass({BLOCK}) / {BLOCK}")
-    squares(axes[0, 2], most.levels[0][0, 0], f"BlockMax({BLOCK})")
+    squares(axes[0, 2], maximum.levels[0][0, 0], f"BlockMax({BLOCK})")
     track(axes[1, 0], torch.arange(TOKENS), column[0, 0], "ColumnMass()", "key")
     track(axes[1, 1], torch.arange(TOKENS), entropy.normalized[0, 0], "Entropy(), normalised", "query")
     near = histogram.distances.ge(0) & histogram.distances.le(40)

@@ -1,4 +1,4 @@
-"""Pictures of docs/why.md for docs/images; `python tools/docs/pictures.py` makes them with the others."""
+"""Draws the pictures of docs/why.md for `pictures.py`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def curves(
 
 
 def scale() -> Figure:
-    found = scale_experiment.measure()
+    points = scale_experiment.measure()
     figure, (left, right) = panels(2)
     names = {"plain": "q.k", "scaled": "q.k / sqrt(d_k)"}
     for axes, field in ((left, "largest"), (right, "slope")):
-        values = {text: [getattr(row[name], field) for row in found.values()] for name, text in names.items()}
-        curves(axes, list(found), values)
+        values = {
+            text: [getattr(row[name], field) for row in points.values()] for name, text in names.items()
+        }
+        curves(axes, list(points), values)
         axes.set_xscale("log", base=2)
     right.set_yscale("log")
     labelled(left, "largest of 64 weights, median", "d_k", "")
@@ -52,11 +54,11 @@ def scale() -> Figure:
 
 
 def softmax() -> Figure:
-    found = softmax_experiment.measure()
+    recalled = softmax_experiment.measure()
     figure, (left, right) = panels(2)
-    names = list(next(iter(found.values())))
-    shares = {name: [100 * row[name] for row in found.values()] for name in names}
-    curves(left, list(found), shares, (SEEN, ACCENT))
+    names = list(next(iter(recalled.values())))
+    shares = {name: [100 * row[name] for row in recalled.values()] for name in names}
+    curves(left, list(recalled), shares, (SEEN, ACCENT))
     left.set_xscale("log", base=2)
     labelled(left, "values recalled, 32 channels", "keys", "%")
     sharpness = torch.linspace(0, 4, 100)
@@ -74,11 +76,11 @@ def heat(axes: Any, weights: Tensor, title: str) -> None:
 
 
 def qkv() -> Figure:
-    wanted = torch.eye(qkv_experiment.N)[qkv_experiment.NEXT]
+    target = torch.eye(qkv_experiment.N)[qkv_experiment.NEXT]
     figure, axes = panels(3)
-    heat(axes[0], wanted, "wanted: the next token")
-    for each, (name, tied) in zip(axes[1:], (("W_Q and W_K", False), ("W_Q = W_K", True)), strict=True):
-        heat(each, qkv_experiment.train(tied), f"learned, {name}")
+    heat(axes[0], target, "target: the next token")
+    for panel, (name, tied) in zip(axes[1:], (("W_Q and W_K", False), ("W_Q = W_K", True)), strict=True):
+        heat(panel, qkv_experiment.train(tied), f"learned, {name}")
     return figure
 
 
@@ -88,7 +90,7 @@ def heads() -> Figure:
     shares = [100 * heads_experiment.named(layer) for layer in layers.values()]
     bars = axes[0].bar([str(count) for count in layers], shares, color=SEEN)
     axes[0].bar_label(bars, fmt="%.0f %%", fontsize=8, color=INK)
-    labelled(axes[0], "four tokens named", "heads", "")
+    labelled(axes[0], "four tokens recalled", "heads", "")
     tokens = torch.randint(
         heads_experiment.KINDS, (1, heads_experiment.L), generator=torch.Generator().manual_seed(2)
     )
@@ -113,6 +115,6 @@ def sequences() -> Figure:
     right.set_yscale("log")
     for axes in (left, right):
         axes.legend(fontsize=8, frameon=False)
-    labelled(left, "influence of a token on the last result", "places between them", "")
+    labelled(left, "influence of a token on the last output", "distance in tokens", "")
     labelled(right, "multiplications of a layer, width 512", "tokens", "")
     return figure

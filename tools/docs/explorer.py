@@ -1,4 +1,4 @@
-"""Writes the pictures of docs/explorer.md: pages as chromium shows them. Needs chromium and Playwright."""
+"""Writes the pictures of docs/explorer.md, as screenshots. Needs chromium and Playwright."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LONG = 100_000
 
 
 def source_words(count: int) -> list[str]:
-    """Words and signs of the standard library's code."""
-    found: list[str] = []
+    """Returns the first `count` words and punctuation marks of the standard library's code."""
+    words: list[str] = []
     for file in sorted((Path(tempfile.__file__).parent).glob("*.py")):
-        found += re.findall(r"\w+|[^\w\s]", file.read_text(encoding="utf-8", errors="replace"))
-    return found[:count]
+        words += re.findall(r"\w+|[^\w\s]", file.read_text(encoding="utf-8", errors="replace"))
+    return words[:count]
 
 
 def same_word_head() -> explore.Explorer:
-    """A head made by hand: a query looks for earlier occurrences of its own word."""
+    """Returns a constructed head whose queries attend to earlier occurrences of the same word."""
     words = source_words(LONG)
     number = {word: i for i, word in enumerate(dict.fromkeys(words))}
     vectors = torch.nn.functional.normalize(torch.randn(len(number), 32), dim=-1)
@@ -45,7 +45,7 @@ def choose(page: Any, layer: int, head: int, word: str) -> None:
 
 
 def linking_heads(trace: Trace, query: str, key: str) -> list[tuple[int, int]]:
-    """The heads by how much they let one word read another, the most first."""
+    """Returns the heads sorted by descending weight of one word for another."""
     i, j = trace.keys.index(query), trace.keys.index(key)
     heads = [(layer, head) for layer, call in enumerate(trace.layers) for head in range(call.heads)]
     return sorted(heads, key=lambda which: -trace.rows(*which, [i])[0, j])

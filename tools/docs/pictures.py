@@ -1,4 +1,4 @@
-"""Makes docs/images: `python tools/docs/pictures.py`. Small files, the same on every run."""
+"""Draws docs/images: `python tools/docs/pictures.py`. The files are reproducible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from regard import masks as M
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
 NOTHING, SEEN, INK = "#f3efe6", "#14508c", "#33312c"
-UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
+UNSIGNED: dict[str, Any] = {"Software": None}  # files do not depend on matplotlib's version
 L = 16
 IDS = torch.tensor([0] * 5 + [1] * 7 + [2] * 4)
 
@@ -57,7 +57,7 @@ HERO = {
 
 
 def pixels(mask: M.Mask, size: int = 6) -> Tensor:
-    """(16 * size, 16 * size, 3): one square for each pair, thin lines between them."""
+    """Returns an image (16 * size, 16 * size, 3) with one square for each pair of query and key."""
     colours = torch.tensor([to_rgb(NOTHING), to_rgb(SEEN)])
     squares = colours[mask.to_dense(L, L).expand(1, 1, L, L)[0, 0].long()]
     image = squares.repeat_interleave(size, 0).repeat_interleave(size, 1)
@@ -66,7 +66,7 @@ def pixels(mask: M.Mask, size: int = 6) -> Tensor:
 
 
 def small_pictures() -> None:
-    """One for each mask, for the tables."""
+    """Draws one picture for each mask, for the tables."""
     for name, mask in ATOMS.items():
         imsave(IMAGES / f"{name}.png", pixels(mask).numpy(), metadata=UNSIGNED)
 
@@ -83,12 +83,12 @@ def hero() -> None:
 
 
 def alignment() -> None:
-    """The same causal mask for three queries and eight keys, at two offsets."""
+    """Draws the causal mask of three queries and eight keys at two offsets."""
     figure = Figure(figsize=(8, 2.0), layout="constrained", facecolor="white")
     titles = "offset=None: Lk - Lq, decoding", "offset=0: is_causal of PyTorch"
     for axes, title, offset in zip(figure.subplots(1, 2), titles, (None, 0), strict=True):
-        seen = M.Causal().to_dense(3, 8, offset)
-        colours = torch.tensor([to_rgb(NOTHING), to_rgb(SEEN)])[seen.long()]
+        visible = M.Causal().to_dense(3, 8, offset)
+        colours = torch.tensor([to_rgb(NOTHING), to_rgb(SEEN)])[visible.long()]
         axes.imshow(colours.numpy())
         axes.set_xticks([x - 0.5 for x in range(9)], minor=True)
         axes.set_yticks([y - 0.5 for y in range(4)], minor=True)
@@ -103,7 +103,7 @@ def alignment() -> None:
 
 
 def linear() -> None:
-    """What each token takes from each, by four rules; with v the identity, the result is the weights."""
+    """Draws the weights of softmax and linear attention. With v the identity, the output is the weights."""
     torch.manual_seed(4)
     n, options = 24, {"feature_map": "elu+1", "normalize": True}
     q, k, v = torch.randn(1, n, 8), torch.randn(1, n, 8), torch.eye(n)[None]

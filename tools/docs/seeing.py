@@ -1,6 +1,6 @@
-"""Pictures of docs/seeing.md: real sentences through the real weights of MiniLM.
+"""Draws the pictures of docs/seeing.md with pretrained weights of MiniLM.
 
-`python tools/docs/seeing.py` draws them and prints what was found; `tools/docs/pictures.py` draws them too.
+`python tools/docs/seeing.py` draws them and prints the chosen heads. `pictures.py` draws them too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from regard_gallery.models import minilm
 SAT = "The cat sat on the mat"
 ATE = "The cat, which was very hungry, ate the fish."
 REPEATED = "the quick brown fox jumps over the lazy dog while the old cat sleeps on the mat. " * 3
-UNSIGNED: dict[str, Any] = {"Software": None}  # the same bytes with every version of matplotlib
+UNSIGNED: dict[str, Any] = {"Software": None}  # files do not depend on matplotlib's version
 
 
 def main(images: Path) -> None:
@@ -46,7 +46,7 @@ def main(images: Path) -> None:
 
 
 def strongest(seen: see.Capture, query: str, key: str) -> see.Head:
-    """The head, of all, in which one token gives another the most; it is printed."""
+    """Prints and returns the head with the largest weight of one token for another."""
     best = seen.links(query, key)[0]
     print(f"{query} -> {key}: layer {best.layer}, head {best.head}, weight {best.weight:.3f}")
     head: see.Head = seen[best.layer, best.head]
@@ -54,17 +54,17 @@ def strongest(seen: see.Capture, query: str, key: str) -> see.Head:
 
 
 def named(seen: see.Capture, role: str) -> see.Head:
-    """The head with the highest score; it is printed."""
+    """Prints and returns the head with the highest score for a role."""
     head = max(seen.heads(), key=lambda head: head.roles[role].score)
     print(f"{role}: {head!r}")
     return head
 
 
 def long_head(n: int = 4096) -> see.Head:
-    """A head that looks near and at one earlier passage, over too many tokens to show single weights."""
+    """Returns a head that attends to near tokens and to one earlier passage, with n tokens."""
     torch.manual_seed(0)
-    place = torch.linspace(0, 1, n)[:, None]
-    wave = torch.cat([torch.cos(9 * place), torch.sin(9 * place), 0.4 * torch.randn(n, 6)], 1)
+    position = torch.linspace(0, 1, n)[:, None]
+    wave = torch.cat([torch.cos(9 * position), torch.sin(9 * position), 0.4 * torch.randn(n, 6)], 1)
     return see.record(10 * wave, wave, mask=M.Causal(), scale=1.0)[0]
 
 

@@ -1,4 +1,4 @@
-"""The command `regard`. Each subcommand is a file here; `_app.py` lists them."""
+"""The `regard` command. Each subcommand has a file here; `_app.py` lists them."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The list of subcommands. Their files import heavy packages inside functions, so that --help is quick."""
+"""The list of subcommands. Subcommands import heavy packages inside functions, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from .crossover import crossover
 from .explore import explore
 from .info import info
 
-GROUP = "regard.commands"  # the entry points of other distributions that add subcommands
+GROUP = "regard.commands"  # the entry point group of subcommands from other distributions
 GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare")
 
 
 def regard() -> None:
-    """Attention: every mechanism behind one call, exact, with no cliffs."""
+    """Tools for exact attention: explore models, estimate costs, measure crossovers."""
 
 
 def make_app() -> typer.Typer:
-    """Returns the command with the subcommands of the library and of other installed distributions."""
+    """Returns the `regard` command with the subcommands of the library and of installed distributions."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(regard)
     for command in (explore, cost, crossover, info):
         app.command()(command)
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    for name, point in found.items():
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    for name, point in installed.items():
         app.command(name)(point.load())
     for name in GALLERY:
-        if name not in found:
+        if name not in installed:
             _add_missing(app, name)
     return app
 
 
 def _add_missing(app: typer.Typer, name: str) -> None:
-    """Adds a hidden command that says what to install, whatever its arguments and options are."""
+    """Adds a hidden command that accepts any arguments and prints how to install the real one."""
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
     @app.command(name, hidden=True, add_help_option=False, context_settings=anything)

@@ -1,4 +1,4 @@
-"""Helpers of all commands: errors in one line, offline and quiet libraries, safe text, tables."""
+"""Helpers of all commands: one-line errors, offline and quiet libraries, safe text, tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What to install for a missing package.
+# Missing package -> argument of pip install.
 INSTALL = dict.fromkeys(("transformers", "tokenizers", "safetensors"), "'regard[hf]'")
 INSTALL |= {"matplotlib": "'regard[plot]'", "rich": "'regard[cli]'"}
 INSTALL |= dict.fromkeys(("starlette", "uvicorn"), "'regard[explore]'")
@@ -24,10 +24,10 @@ INSTALL |= dict.fromkeys(OTHERS, "regard-gallery")
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Prints errors of arguments, files and the installation in one line and exits with 1."""
+    """Prints a ValueError, OSError or ModuleNotFoundError in one line and exits with status 1."""
     try:
         yield
-    except BrokenPipeError:  # the reader has left; typer ends quietly
+    except BrokenPipeError:  # typer exits silently
         raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"regard: {printable(str(error))}{_remedy(error)}", err=True)
@@ -38,14 +38,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """Returns the command that installs a missing package, or nothing if it is not known."""
+    """Returns the command that installs a missing package, or an empty string if it is unknown."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-    wanted = INSTALL.get(name.partition(".")[0])
-    return "" if wanted is None else f"; pip install {wanted}"
+    package = INSTALL.get(name.partition(".")[0])
+    return "" if package is None else f"; pip install {package}"
 
 
 def quiet_offline() -> None:
-    """Makes Transformers work offline and print nothing."""
+    """Sets Transformers to offline mode without warnings and progress bars."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 
@@ -54,24 +54,24 @@ def quiet_offline() -> None:
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey."""
+    """Replaces control characters, which a terminal would interpret."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def show(text: str) -> None:
-    """Writes text to the output at once."""
+    """Writes text to stdout and flushes."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def amount(size: int) -> str:
-    """Formats a number of bytes: 1.6 MB."""
+    """Formats a number of bytes, such as "1.6 MB"."""
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
 def tables() -> Console:
-    """Returns a console for tables. Output to a file is not cut at 80 columns."""
+    """Returns a console for tables, at least 120 columns wide if the output is no terminal."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=max(found.width, 120))
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))

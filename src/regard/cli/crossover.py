@@ -20,17 +20,17 @@ SHORTEST = 256
 
 def crossover(
     longest: Annotated[int, typer.Option(min=SHORTEST, help="The longest sequence, in tokens.")] = 8192,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    dim: Annotated[int, typer.Option(min=2, help="Channels of a head.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.0, help="For the times of one length.")] = 1.0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Use causal attention.")] = False,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
+    dim: Annotated[int, typer.Option(min=2, help="Channels per head.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of timing per length.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Also plot the curves to this file.")] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Try it: short sequences, one small head, whatever the sizes above."),
+        typer.Option("--quick", help="A short trial that overrides the sizes: one small head, 512 tokens."),
     ] = False,
 ) -> None:
-    """The length from which on each mechanism beats exact attention on this machine."""
+    """Measure the length above which each mechanism is faster than exact attention on this machine."""
     from ..crossover import measure
 
     console = tables()
@@ -40,25 +40,23 @@ def crossover(
         longest, heads, dim, seconds = 2 * SHORTEST, 1, 16, 0.0
     lengths = [SHORTEST << step for step in range((longest // SHORTEST).bit_length())]
     with console.status("") as status:
-        found = measure(lengths, causal=causal, heads=heads, dim=dim, seconds=seconds, progress=status.update)
-    console.print(_table(found, f"{heads} heads of {dim} channels, float32{', causal' if causal else ''}"))
+        costs = measure(lengths, causal=causal, heads=heads, dim=dim, seconds=seconds, progress=status.update)
+    console.print(_table(costs, f"{heads} heads of {dim} channels, float32{', causal' if causal else ''}"))
     if plot is not None:
-        found.plot(str(plot))
+        costs.plot(str(plot))
         console.print(f"curves in {plot}")
 
 
-def _table(found: Crossover, title: str) -> Table:
+def _table(costs: Crossover, title: str) -> Table:
     from rich.table import Table
 
     from ..crossover import KINDS
 
-    longest = f"{found.lengths[-1]:,} tokens"
-    caption = (
-        f"In brackets: how many times less than exact attention at {longest}. Under 10 % counts as none."
-    )
+    longest = f"{costs.lengths[-1]:,} tokens"
+    caption = f"In parentheses: exact / mechanism at {longest}. Differences under 10 % do not count."
     table = Table("mechanism", title=f"Needs less than exact attention: {title}", caption=caption)
     for work, quantity in KINDS:
         table.add_column(f"{quantity}, {work}")
-    for name in found.mechanisms:
-        table.add_row(name, *(found.verdict(name, work, quantity) for work, quantity in KINDS))
+    for name in costs.mechanisms:
+        table.add_row(name, *(costs.verdict(name, work, quantity) for work, quantity in KINDS))
     return table

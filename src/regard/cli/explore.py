@@ -10,29 +10,27 @@ import typer
 from .console import amount, one_line_errors, quiet_offline
 
 WARNING = (
-    "warning: {host} can be reached by others on the network; whoever has the link sees the page, and the "
+    "warning: {host} can be reached from the network; anyone who has the link can open the page, and the "
     "connection is not encrypted"
 )
 
 
 def explore(
-    texts: Annotated[
-        list[str] | None, typer.Argument(help="Texts to begin with; two can be compared.")
-    ] = None,
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to show; two can be compared.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="A local directory with safetensors, or a GGUF file; default MiniLM."),
+        typer.Option(help="A local directory with safetensors, or a GGUF file. Default: MiniLM."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    host: Annotated[str | None, typer.Option(help="Listen there instead of this machine alone.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: loopback.")] = None,
     i_know: Annotated[bool, typer.Option("--i-know", help="Confirms --host.")] = False,
-    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """See what each head of a model attends to, in the browser."""
+    """Show what each head of a model attends to, in a browser."""
     with one_line_errors():
         if host is not None and not i_know:
-            raise ValueError(f"--host {host}: others could reach it; add --i-know if that is meant")
+            raise ValueError(f"--host {host}: expected --i-know, because the network can reach the page")
         quiet_offline()
         from ..explore import text
 

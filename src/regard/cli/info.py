@@ -6,7 +6,7 @@ import typer
 
 
 def info() -> None:
-    """What this installation has, what it would use, and whether it computes correctly."""
+    """Print what is installed, which backend is used, and whether it computes correctly."""
     from ..info import main
 
     raise typer.Exit(main())

@@ -1,4 +1,7 @@
-"""What attention costs: parameters, FLOPs, bytes and seconds, from numbers, modules or a `config.json`."""
+"""Estimates of parameters, FLOPs, bytes and seconds of attention layers and models.
+
+The input is a spec of plain numbers, a module, or a `config.json`.
+"""
 
 from .._tools.measuring import best_times as best_times, peak_memory as peak_memory
 from ._cache import (

@@ -1,4 +1,4 @@
-"""Bytes of caches: what the tokens need, and what an object of `regard.cache` allocates for them."""
+"""Sizes of caches in bytes: the minimum for a number of tokens, and what `regard.cache` allocates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ What = LayerSpec | ModelSpec | Sequence[LayerSpec]
 
 @dataclass(frozen=True)
 class Format:
-    """`group` values take `group_bytes`, a group begun counts in full; a row takes `row_bytes` besides."""
+    """A storage format of cached rows.
+
+    Each group of `group` values takes `group_bytes`; an incomplete group counts in full. Each row
+    takes another `row_bytes`.
+    """
 
     name: str
     group: int
@@ -27,44 +31,44 @@ class Format:
     row_bytes: int = 0
 
     def row(self, values: int) -> int:
-        """Bytes of a row of so many values."""
+        """Returns the bytes of a row with `values` values."""
         return -(-values // self.group) * self.group_bytes + self.row_bytes
 
 
 FORMATS = {
-    found.name: found
-    for found in (
+    format.name: format
+    for format in (
         Format("float64", 1, 8),
         Format("float32", 1, 4),
         Format("bfloat16", 1, 2),
         Format("float16", 1, 2),
-        Format("int8", 32, 34),  # of `QuantizedCache`: codes, and a scale in float16
-        Format("int4", 32, 20),  # codes, a scale and the low end
-        Format("q8_0", 32, 34),  # of llama.cpp
-        Format("q8_KV", 1, 1, 8),  # of ik_llama.cpp: one scale and one sum for a row
+        Format("int8", 32, 34),  # `QuantizedCache`: codes and a float16 scale
+        Format("int4", 32, 20),  # `QuantizedCache`: codes, a scale and a minimum
+        Format("q8_0", 32, 34),  # llama.cpp
+        Format("q8_KV", 1, 1, 8),  # ik_llama.cpp: one scale and one sum per row
     )
 }
 
 
-AnyFormat = str | torch.dtype | Format  # a name, a dtype, or itself
+AnyFormat = str | torch.dtype | Format
 
 
-def format_of(given: AnyFormat) -> Format:
-    """A format by its name or dtype, or itself."""
-    if isinstance(given, Format):
-        return given
-    name = str(given).removeprefix("torch.")
+def format_of(format: AnyFormat) -> Format:
+    """Returns the format with this name or dtype. A `Format` is returned unchanged."""
+    if isinstance(format, Format):
+        return format
+    name = str(format).removeprefix("torch.")
     if name not in FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {describe(given)}")
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {describe(format)}")
     return FORMATS[name]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """A floating dtype by its name."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    if name not in known:
-        raise ValueError(f"dtype: expected one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    """Returns the floating-point dtype with this name."""
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in dtypes:
+        raise ValueError(f"dtype: expected one of {', '.join(dtypes)}, got {name!r}")
+    return dtypes[name]
 
 
 def layers_of(what: What) -> tuple[LayerSpec, ...]:
@@ -74,34 +78,37 @@ def layers_of(what: What) -> tuple[LayerSpec, ...]:
 
 
 def cache_bytes(what: What, tokens: int, *, B: int = 1, format: AnyFormat = torch.float16) -> int:
-    """Bytes that keys and values of so many tokens need: the architecture, without any slack.
+    """Returns the bytes that the keys and values of `tokens` tokens need, without spare capacity.
 
-    Windows keep no more than they see. States of linear layers are in float32 whatever the format.
+    Layers with a window store at most the window and its sinks. States of linear layers are float32
+    in every format except float64.
     """
-    kept, tokens = format_of(format), count("tokens", tokens)
-    most = [(layer, tokens if layer.most_kept is None else layer.most_kept) for layer in layers_of(what)]
-    return B * sum(_bytes(layer, min(tokens, n), kept) for layer, n in most)
+    stored, tokens = format_of(format), count("tokens", tokens)
+    limits = [(layer, tokens if layer.most_kept is None else layer.most_kept) for layer in layers_of(what)]
+    return B * sum(_bytes(layer, min(tokens, limit), stored) for layer, limit in limits)
 
 
-def _bytes(layer: LayerSpec, tokens: int, kept: Format) -> int:
-    token = sum(rows.heads * kept.row(rows.width) for rows in layer.kept)
-    return tokens * token + layer.state * (8 if kept.name == "float64" else 4)
+def _bytes(layer: LayerSpec, tokens: int, stored: Format) -> int:
+    """Returns the bytes of one sample of one layer."""
+    token = sum(rows.heads * stored.row(rows.width) for rows in layer.kept)
+    return tokens * token + layer.state * (8 if stored.name == "float64" else 4)
 
 
 def allocated_bytes(
     what: What, tokens: int, *, B: int = 1, format: AnyFormat = torch.float16, capacity: int | None = None,
     page: int | None = None,
 ) -> int:  # fmt: skip
-    """`nbytes` of the caches of `regard.cache` that hold so many tokens of B samples.
+    """Returns the `nbytes` of `regard.cache` objects that hold `tokens` tokens of B samples.
 
-    Windows have a `SlidingCache`, latents a `LatentCache`, states a `LinearCache`.
+    Layers with a window use a `SlidingCache`, latent layers a `LatentCache`, linear layers a
+    `LinearCache`.
 
     Args:
-        capacity: rows of each cache. Default: those that a cache makes that grows and was given all tokens
-            in one call.
-        page: tokens of a page, for a `PagedCache` with as many pages as are needed.
+        capacity: rows of each cache. Default: the capacity of a growing cache that receives all
+            tokens in one call.
+        page: page size in tokens, for a `PagedCache` with the fewest pages that hold all tokens.
     """
-    kept, tokens = format_of(format), count("tokens", tokens)
+    stored, tokens = format_of(format), count("tokens", tokens)
     if capacity is not None and capacity < tokens:
         raise ValueError(f"capacity: expected at least the {tokens} tokens, got {capacity}")
     if capacity is not None and page is not None:
@@ -109,11 +116,11 @@ def allocated_bytes(
     rows = capacity or (tokens and max(tokens, LEAST_ROWS))
     if page is not None:
         rows = -(-tokens // count("page", page, 1)) * page
-    return B * sum(_bytes(layer, _rows(layer, rows), kept) for layer in layers_of(what))
+    return B * sum(_bytes(layer, _rows(layer, rows), stored) for layer in layers_of(what))
 
 
 def _rows(layer: LayerSpec, rows: int) -> int:
-    """Returns the rows of a layer's cache: a window has a `SlidingCache`."""
+    """Returns how many rows a layer's cache allocates; with a window, the rows of a `SlidingCache`."""
     if not isinstance(layer, AttentionSpec) or layer.window is None:
         return rows
     return SlidingCache(1, 1, 1, window=layer.window, sinks=layer.sinks).capacity or 0

@@ -1,4 +1,4 @@
-"""The cost of one call of `regard.attention`, from its shapes and its mask alone."""
+"""The cost of one call of `regard.attention`, computed from its shapes and its mask."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from ..masks import Mask
 
 @dataclass(frozen=True)
 class Flops:
-    """Multiplications and additions of the products of attention, by what is counted.
+    """FLOPs of the matrix products of attention, in four conventions.
 
-    The conventions differ in the pairs of a query and a key: all of them; the exact triangle below the
-    diagonal; those that the mask leaves; those that the kernels compute, in panels of query rows.
+    The conventions differ in the query-key pairs that they count.
     """
 
-    dense: int = 0
-    causal: int = 0
-    visible: int = 0
-    executed: int = 0
+    dense: int = 0  # all pairs
+    causal: int = 0  # the exact triangle below the diagonal
+    visible: int = 0  # the pairs that the mask allows
+    executed: int = 0  # the pairs that the kernels compute, in panels of query rows
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -40,23 +39,23 @@ class Flops:
 
     @property
     def halved(self) -> int:
-        """Half of all pairs: how the FlashAttention papers count causal attention."""
+        """FLOPs of half of all pairs, the convention of the FlashAttention papers for causal attention."""
         return self.dense // 2
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call. Bytes count every tensor once."""
+    """The cost of one call. Byte counts include each tensor once."""
 
-    pairs: Flops  # as if a pair cost one
+    pairs: Flops  # numbers of query-key pairs, not FLOPs
     forward: Flops
-    backward: Flops  # five products: the scores are computed again
+    backward: Flops  # five products, because backward recomputes the scores
     read_bytes: int  # q, k, v, bias and the mask's tensors
     written_bytes: int
-    saved_bytes: int  # kept for backward, inputs and result included
-    scratch_bytes: int  # working memory of all threads, forward
-    decodes: bool  # few query rows: cut along the keys
-    tasks: int  # that threads share
+    saved_bytes: int  # saved for backward, inputs and result included
+    scratch_bytes: int  # working memory of all threads in forward
+    decodes: bool  # whether the decode kernel runs (few query rows; work is split along the keys)
+    tasks: int  # number of tasks that the threads share
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,11 @@ class CallSpec:
     """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     Args:
-        Hkv, Lk, Dv: default Hq, Lq, D.
-        mask, dtype: as in `regard.attention`; the last query stands at the last key.
-        bias: the shape of a bias in float32, such as (1, Hq, Lq, Lk).
-        shared: values are the first Dv channels of the keys, in the same memory (absorbed latent attention).
+        Hkv, Lk, Dv: default to Hq, Lq and D.
+        mask, dtype: as in `regard.attention`, with bottom-right alignment.
+        bias: the shape of a float32 bias, such as (1, Hq, Lq, Lk).
+        shared: whether the values are the first Dv channels of the keys, in the same memory
+            (absorbed latent attention).
     """
 
     B: int = 1
@@ -87,47 +87,51 @@ class CallSpec:
         spec = problem.spec
         pairs, scratch, tasks = self._pairs(problem)
         size, rows = spec.dtype.itemsize, spec.B * spec.Hq * spec.Lq
-        given = _bytes(problem.q, problem.k, *(() if self.shared else (problem.v,)))
-        given += _bytes(*problem.tensors) + 4 * math.prod(self.bias or (0,))
+        inputs = _bytes(problem.q, problem.k, *(() if self.shared else (problem.v,)))
+        inputs += _bytes(*problem.tensors) + 4 * math.prod(self.bias or (0,))
         out, stats = rows * spec.Dv * size, 2 * rows * spec.lse_dtype.itemsize
-        rest = out if size == 2 else 0
+        residual = out if size == 2 else 0
         return CallCost(
             pairs=pairs, forward=pairs.times(2 * (spec.D + spec.Dv)),
-            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=given, written_bytes=out,
-            saved_bytes=given + out + stats + rest, scratch_bytes=scratch,
+            backward=pairs.times(2 * (3 * spec.D + 2 * spec.Dv)), read_bytes=inputs, written_bytes=out,
+            saved_bytes=inputs + out + stats + residual, scratch_bytes=scratch,
             decodes=core.reason_unavailable() is None and _native.decodes(problem), tasks=tasks,
         )  # fmt: skip
 
     def _problem(self) -> Problem:
-        """Of tensors without memory."""
+        """Returns the Problem of this call, with tensors on the meta device."""
         B, Hq, Lq, D = (count(name, getattr(self, name), 1) for name in ("B", "Hq", "Lq", "D"))
-        given = (("Hkv", self.Hkv, Hq), ("Lk", self.Lk, Lq), ("Dv", self.Dv, D))
-        Hkv, Lk, Dv = (count(name, own if size is None else size, 1) for name, size, own in given)
+        optional = (("Hkv", self.Hkv, Hq), ("Lk", self.Lk, Lq), ("Dv", self.Dv, D))
+        Hkv, Lk, Dv = (count(name, default if n is None else n, 1) for name, n, default in optional)
         q, k = _empty((B, Hq, Lq, D), self.dtype), _empty((B, Hkv, Lk, D), self.dtype)
         if self.shared and Dv > D:
-            raise ValueError(f"Dv: expected at most D = {D} where values are a part of the keys, got {Dv}")
+            raise ValueError(f"Dv: expected at most D = {D} because shared=True, got {Dv}")
         v = k[..., :Dv] if self.shared else _empty((B, Hkv, Lk, Dv), self.dtype)
         bias = None if self.bias is None else _empty(self.bias, torch.float32)
         return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
-        """The pairs, bytes of scratch, and tasks. Without the compiled core nothing is left out."""
+        """Returns the numbers of pairs, the scratch bytes and the number of tasks.
+
+        Without the compiled core, all pairs count as executed.
+        """
         spec = problem.spec
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)
         full = heads * spec.Lq * spec.Lk
         triangle = heads * (n * (spec.Lk - n) + n * (n + 1) // 2)
         if core.reason_unavailable() is None:
-            found = _native.cost(problem)
-            return Flops(full, triangle, found.pairs, found.touched), found.scratch_bytes, found.tasks
-        return Flops(full, triangle, full if self.mask is None else _seen(self.mask, spec), full), 0, 1
+            cost = _native.cost(problem)
+            return Flops(full, triangle, cost.pairs, cost.touched), cost.scratch_bytes, cost.tasks
+        visible = full if self.mask is None else _count_visible(self.mask, spec)
+        return Flops(full, triangle, visible, full), 0, 1
 
 
-def _seen(mask: Mask, spec: Spec) -> int:
-    """The pairs that a mask leaves, from its dense form."""
+def _count_visible(mask: Mask, spec: Spec) -> int:
+    """Returns how many pairs the mask allows, counted in its dense form."""
     if spec.Lq * spec.Lk > COUNTED:
         raise NotImplementedError(
-            f"mask: expected at most {COUNTED} pairs of queries and keys where the compiled core is missing, "
-            f"which counts masks, got {spec.Lq} x {spec.Lk}"
+            f"mask: expected at most {COUNTED} query-key pairs without the compiled core, "
+            f"got {spec.Lq} x {spec.Lk}"
         )
     return int(mask.to_dense(spec.Lq, spec.Lk).expand(spec.B, spec.Hq, -1, -1).sum())
 

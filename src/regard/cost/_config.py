@@ -1,4 +1,7 @@
-"""Models from the `config.json` of Hugging Face. A field that is not known raises: it may matter."""
+"""Reads model specs from the `config.json` of Hugging Face models.
+
+An unknown field raises an error, because it may change sizes or masks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ._model import BlockSpec, FeedForwardSpec, ModelSpec
 
 CAUSAL = Causal()
 
-# Fields that change neither sizes nor which tokens see which.
+# Fields that change neither sizes nor masks.
 HARMLESS = """
 _attn_implementation_autoset _commit_hash _name_or_path activation_function architectures attention_dropout
 attention_probs_dropout_prob attn_logit_softcapping attn_pdrop auto_map aux_loss_alpha bad_words_ids
@@ -32,9 +35,9 @@ tokenizer_class topk_group topk_method torch_dtype torchscript transformers_vers
 """
 REQUIRED = object()
 WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # each becomes an object
+LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # every layer becomes an object
 TYPES = ("full_attention", "sliding_attention")  # in `layer_types`
-PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one sees all tokens
+PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every n-th layer has full attention
 
 
 def unexpected(expected: str) -> ValueError:
@@ -42,15 +45,15 @@ def unexpected(expected: str) -> ValueError:
 
 
 class Fields:
-    """Fields of a config that are read; in the end none may be left over."""
+    """The fields of a config. Records which fields were read, so that unread ones can be reported."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given, self.read = given, {"model_type"}
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.read = config, {"model_type"}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns a field. None counts as not given."""
+        """Returns a field, or the default if the field is missing or null."""
         self.read.add(name)
-        value = self.given.get(name)
+        value = self.config.get(name)
         if value is None and default is REQUIRED:
             raise unexpected(f"a field {name!r}, got none")
         return default if value is None else value
@@ -59,15 +62,16 @@ class Fields:
         return bool(self.take(name, default))
 
     def stated(self, name: str) -> Any:
-        """Returns a field that must be there, though it may be null: left out, it would mean another size."""
-        if name not in self.given:
+        """Returns a field that must be present but may be null, because families differ in its default."""
+        if name not in self.config:
             raise unexpected(f"a field {name!r}, a number or null, got none")
         return self.take(name, None)
 
     def size(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
+        """Returns a field that must be an integer of at least `least`."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise unexpected(f"an integer from {least} on as {name!r}, got {describe(value)}")
+            raise unexpected(f"{name!r} to be an integer of at least {least}, got {describe(value)}")
         if name in LAYERS and value > MAX_LAYERS:
             raise unexpected(f"at most {MAX_LAYERS:,} layers, got {name} = {value:,}")
         return value
@@ -76,51 +80,55 @@ class Fields:
         return [self.size(name) for name in names]
 
     def expect(self, **values: Any) -> None:
-        """Checks fields whose other values would mean another model."""
+        """Raises ValueError if a field has another value than the only one that is supported."""
         for name, value in values.items():
-            if (found := self.take(name, value)) != value:
-                raise unexpected(f"{name} = {value!r}, the only form known, got {found!r}")
+            if (actual := self.take(name, value)) != value:
+                raise unexpected(f"{name} = {value!r}, the only supported value, got {actual!r}")
 
     def check_all_read(self) -> None:
-        given = {name for name, value in self.given.items() if value is not None}
-        if unknown := sorted(given - self.read - set(HARMLESS.split())):
+        """Raises ValueError if a field was not read and is not in `HARMLESS`."""
+        present = {name for name, value in self.config.items() if value is not None}
+        if unknown := sorted(present - self.read - set(HARMLESS.split())):
             raise unexpected(
-                f"fields that are known for model_type {self.given.get('model_type')!r}, "
+                f"only known fields for model_type {self.config.get('model_type')!r}, "
                 f"got also {', '.join(unknown)}; remove them if they change neither sizes nor masks"
             )
 
 
 def from_config(config: str | Path | Mapping[str, Any]) -> ModelSpec:
-    """Returns the model that a `config.json` describes: the file, its directory, or its content.
+    """Returns the spec of the model that a `config.json` describes.
 
-    Prediction layers beyond `num_hidden_layers` (DeepSeek's MTP) are not counted.
+    Multi-token prediction layers beyond `num_hidden_layers` (DeepSeek) are not counted.
+
+    Args:
+        config: the path of the file or of its directory, or the parsed content.
     """
-    given = config if isinstance(config, Mapping) else _loaded(Path(config))
-    kind = given.get("model_type")
+    content = config if isinstance(config, Mapping) else _load(Path(config))
+    kind = content.get("model_type")
     if kind not in FAMILIES:
         raise unexpected(f"model_type to be one of {', '.join(FAMILIES)}, got {kind!r}")
-    fields = Fields(given)
+    fields = Fields(content)
     fields.expect(is_encoder_decoder=False, add_cross_attention=False)
     model = FAMILIES[kind](fields)
     fields.check_all_read()
     return model
 
 
-def _loaded(path: Path) -> Mapping[str, Any]:
+def _load(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise unexpected(f"JSON in {file}: {error}") from None
-    if not isinstance(found, dict):
-        raise unexpected(f"an object in {file}, got {describe(found)}")
-    return found
+    if not isinstance(content, dict):
+        raise unexpected(f"an object in {file}, got {describe(content)}")
+    return content
 
 
 def _model(
     fields: Fields, blocks: Sequence[BlockSpec], others: int, *, tied: bool = True, **options: Any
 ) -> ModelSpec:
-    """Returns the model of these blocks. `tied` is the family's default."""
+    """Builds a model from its blocks. `tied` is the family's default for `tie_word_embeddings`."""
     tied = fields.flag("tie_word_embeddings", tied)
     d, vocab = blocks[0].attention.d_model, fields.size("vocab_size")
     return ModelSpec(tuple(blocks), vocab, d, tied=tied, others=others, **options)
@@ -130,7 +138,7 @@ def _model(
 
 
 def _llama(fields: Fields) -> ModelSpec:
-    """Llama, Mistral, Qwen and Gemma: grouped heads, gated feed-forward, RMS norms."""
+    """Reads Llama, Mistral, Qwen and Gemma: grouped-query attention, gated feed-forward, RMS norms."""
     kind, (d, H, n) = fields.take("model_type"), fields.sizes(*WIDTHS)
     gemma = kind.startswith("gemma")
     D = fields.size("head_dim", d // H if kind in ("llama", "mistral", "qwen2") else REQUIRED)
@@ -148,7 +156,7 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
-    """Returns the window of each layer. `layer_types` names them, or the fields that came before it."""
+    """Returns the window of each layer, from `layer_types` or from the older fields that it replaced."""
     types = fields.take("layer_types", None)
     period = fields.take("sliding_window_pattern", fields.take("_sliding_window_pattern", PERIODS.get(kind)))
     qwen = kind.startswith("qwen")
@@ -174,9 +182,9 @@ def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
 
 
 def _deepseek(fields: Fields) -> ModelSpec:
-    """DeepSeek-V2 and V3: latent attention, experts."""
+    """Reads DeepSeek-V2 and V3: latent attention, mixture of experts."""
     d, H, n = fields.sizes(*WIDTHS)
-    # The head_dim is that of the rotary channels, qk_head_dim the sum of two fields that are read.
+    # Redundant: head_dim repeats qk_rope_head_dim, and qk_head_dim is the sum of its two parts.
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings", "qk_head_dim"):
         fields.take(name, 0)
     fields.expect(mlp_bias=False, moe_layer_freq=1)
@@ -194,7 +202,7 @@ def _deepseek(fields: Fields) -> ModelSpec:
 
 
 def _gpt2(fields: Fields) -> ModelSpec:
-    """With biases; nanoGPT's `bias=False` is `bias: false`."""
+    """Reads GPT-2. `bias: false` is nanoGPT's option without biases."""
     d, H, n = fields.sizes("n_embd", "n_head", "n_layer")
     bias = fields.flag("bias", True)
     attention = AttentionSpec(d, H, bias=bias, out_bias=bias, mask=CAUSAL)
@@ -209,12 +217,12 @@ def _opt(fields: Fields) -> ModelSpec:
     fields.expect(layer_norm_elementwise_affine=True, word_embed_proj_dim=d)
     attention = AttentionSpec(d, H, bias=True, out_bias=True, mask=CAUSAL)
     blocks = [BlockSpec(attention, FeedForwardSpec(d, fields.size("ffn_dim"), bias=True), 4 * d)] * n
-    positions = fields.size("max_position_embeddings") + 2  # they begin at 2
+    positions = fields.size("max_position_embeddings") + 2  # positions begin at 2
     return _model(fields, blocks, 2 * d, embeddings=positions)
 
 
 def _bert(fields: Fields) -> ModelSpec:
-    """An encoder without a head, with a pooler."""
+    """Reads BERT: an encoder with a pooler and without a language-modelling head."""
     d, H, n = fields.sizes(*WIDTHS)
     fields.expect(is_decoder=False, position_embedding_type="absolute")
     rows = fields.size("max_position_embeddings") + fields.size("type_vocab_size", 2, least=0)

@@ -1,4 +1,4 @@
-"""The cost of layers and models, added up from their products and their calls of attention."""
+"""The cost of layers and models: the sum of their matrix products and attention calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._model import ModelSpec
 
 
 class CostRow(NamedTuple):
-    """An integer with its unit, and what it counts."""
+    """One row of a cost table: a name, an integer, its unit, and the convention of the count."""
 
     name: str
     value: int
@@ -28,18 +28,18 @@ class CostRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TotalCost:
-    """Integers all. Bytes count every tensor once."""
+    """The cost of layers or of a model, in integers. Byte counts include each tensor once."""
 
     parameters: int
-    products: dict[str, int]  # forward FLOPs of matrix products, by name
-    forward: Flops  # of attention itself
-    backward: Flops
+    products: dict[str, int]  # name -> forward FLOPs of a matrix product outside attention
+    forward: Flops  # attention only
+    backward: Flops  # attention only
     saved_bytes: int
     scratch_bytes: int
     read_bytes: int
     written_bytes: int
-    cache_bytes: int  # what the tokens need
-    allocated_bytes: int  # what caches of `regard.cache` hold for them
+    cache_bytes: int  # the minimum for the tokens
+    allocated_bytes: int  # what `regard.cache` allocates for the tokens
 
     @property
     def product_flops(self) -> int:
@@ -47,17 +47,17 @@ class TotalCost:
 
     @property
     def forward_flops(self) -> Flops:
-        """Of everything, by what is counted of attention."""
+        """Forward FLOPs of attention and all other products. The convention applies to attention."""
         return self.forward.plus(self.product_flops)
 
     @property
     def backward_flops(self) -> Flops:
-        """Of everything: two products for each one forward; attention computes its scores again."""
+        """Backward FLOPs: two products for each forward product, and five for the two of attention."""
         return self.backward.plus(2 * self.product_flops)
 
     @property
     def training_flops(self) -> int:
-        """Three times dense forward: the usual convention, in which nothing is computed again."""
+        """Three times the dense forward FLOPs, the usual convention, without recomputation."""
         return 3 * self.forward_flops.dense
 
     def rows(self) -> list[CostRow]:
@@ -67,12 +67,12 @@ class TotalCost:
             *products,
             *_flop_rows("attention", self.forward, self.backward),
             *_flop_rows("total", self.forward_flops, self.backward_flops),
-            CostRow("training", self.training_flops, "FLOP", "3 x forward, all pairs, nothing recomputed"),
+            CostRow("training", self.training_flops, "FLOP", "3 x forward, all pairs, no recomputation"),
             CostRow("saved for backward", self.saved_bytes, "B", SAVED),
-            CostRow("scratch", self.scratch_bytes, "B", "of the largest attention call, all threads"),
-            CostRow("read", self.read_bytes, "B", "forward, every factor and input once"),
+            CostRow("scratch", self.scratch_bytes, "B", "largest attention call, all threads"),
+            CostRow("read", self.read_bytes, "B", "forward, every operand once"),
             CostRow("written", self.written_bytes, "B", "forward, every result once"),
-            CostRow("cache", self.cache_bytes, "B", "keys and values, without slack"),
+            CostRow("cache", self.cache_bytes, "B", "keys and values, without spare capacity"),
             CostRow("cache, allocated", self.allocated_bytes, "B", "with spare rows and pages"),
         ]
 
@@ -92,18 +92,18 @@ COUNTED = {
     "dense": "all pairs",
     "halved": "half of all pairs (FlashAttention's count)",
     "causal": "the exact triangle",
-    "visible": "pairs that the mask leaves",
-    "executed": "as tiled with this mask",
+    "visible": "pairs that the mask allows",
+    "executed": "pairs that the kernels compute",
 }
 
 
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
-    """Halving is a convention of attention alone. Backward computes the scores again."""
+    """Returns one row for each pass and convention. `halved` is a convention for attention only."""
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
-    ways = {"fwd": forward, "bwd": backward}
+    passes = {"fwd": forward, "bwd": backward}
     return [
-        CostRow(f"{what} {way}, {name}", getattr(found, name), "FLOP", COUNTED[name])
-        for way, found in ways.items()
+        CostRow(f"{what} {direction}, {name}", getattr(flops, name), "FLOP", COUNTED[name])
+        for direction, flops in passes.items()
         for name in names
     ]
 
@@ -112,33 +112,35 @@ def estimate(
     what: What, tokens: int, *, past: int = 0, B: int = 1, dtype: torch.dtype = torch.float32,
     mask: Mask | None = None, cache: AnyFormat | None = None, page: int | None = None,
 ) -> TotalCost:  # fmt: skip
-    """Estimates what a forward and a backward pass over `tokens` tokens cost.
+    """Estimates the cost of a forward and a backward pass over `tokens` tokens.
 
     Args:
-        what: a layer, layers, or a model, from numbers, `from_module`, `layers_in` or `from_config`.
-        tokens: new tokens of each sample.
-        past: tokens before them, which a cache holds.
-        B: samples.
-        dtype: of weights and activations.
-        mask: narrows the masks of the layers: `masks.Documents(ids)`, `masks.Lengths(n)`.
-        cache: the format of keys and values in a cache. Default: the dtype.
-        page: tokens of a page, for a `PagedCache`.
+        what: a layer spec, several, or a model spec. `from_module`, `layers_in` and `from_config`
+            return them.
+        tokens: new tokens per sample.
+        past: earlier tokens per sample, stored in a cache.
+        B: batch size.
+        dtype: dtype of weights and activations.
+        mask: a mask that is combined with each layer's mask by `&`, such as `masks.Documents(ids)`
+            or `masks.Lengths(n)`.
+        cache: storage format of cached keys and values. Default: `dtype`.
+        page: page size in tokens, for a `PagedCache`.
 
     Example:
         >>> print(estimate(AttentionSpec(512, 8, kv_heads=2, mask=masks.Causal()), 1024))
     """
     work = Work(count("tokens", tokens, 1), count("past", past), count("B", B, 1), dtype, mask)
-    layers, size, kept = layers_of(what), dtype.itemsize, format_of(dtype if cache is None else cache)
+    layers, size, stored = layers_of(what), dtype.itemsize, format_of(dtype if cache is None else cache)
     for layer in layers:
         layer.check(work)
     whole, parts = ((what,), what.parts) if isinstance(what, ModelSpec) else (layers, layers)
-    equal = Counter(parts).items()  # counted once, however many there are
+    equal = Counter(parts).items()  # equal parts are costed once
     products = [product for part, times in equal for product in part.products(work) * times]
     calls = [cost for part, times in equal for call in part.calls(work) for cost in [call.cost()] * times]
     by_name: Counter[str] = Counter()
     for product in products:
         by_name[product.name] += product.flops
-    read = sum(x.read for x in products) * size + sum(_as_stored(layer, work, kept) for layer in layers)
+    read = sum(x.read for x in products) * size + sum(_as_stored(layer, work, stored) for layer in layers)
     return TotalCost(
         parameters=sum(x.parameters for x in whole),
         products=dict(by_name),
@@ -148,14 +150,14 @@ def estimate(
         scratch_bytes=max((call.scratch_bytes for call in calls), default=0),
         read_bytes=read + sum(call.read_bytes for call in calls),
         written_bytes=size * sum(x.written for x in products) + sum(call.written_bytes for call in calls),
-        cache_bytes=cache_bytes(what, work.Lk, B=B, format=kept),
-        allocated_bytes=allocated_bytes(what, work.Lk, B=B, format=kept, page=page),
+        cache_bytes=cache_bytes(what, work.Lk, B=B, format=stored),
+        allocated_bytes=allocated_bytes(what, work.Lk, B=B, format=stored, page=page),
     )
 
 
-def _as_stored(layer: LayerSpec, work: Work, kept: Format) -> int:
-    """Returns how many bytes more are read because the past lies in a cache, in its format and window."""
+def _as_stored(layer: LayerSpec, work: Work, stored: Format) -> int:
+    """Returns the bytes that the cache's format and window add to the bytes read (negative: save)."""
     if not layer.reads_cache:
         return 0
-    plain = work.B * work.past * layer.kv_values * work.dtype.itemsize
-    return cache_bytes(layer, work.past, B=work.B, format=kept) - plain
+    unquantized = work.B * work.past * layer.kv_values * work.dtype.itemsize
+    return cache_bytes(layer, work.past, B=work.B, format=stored) - unquantized

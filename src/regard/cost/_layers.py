@@ -1,6 +1,7 @@
-"""Attention layers as specs: sizes from which parameters, products, attention calls and cache rows follow.
+"""Specs of attention layers, which determine parameters, products, attention calls and cache rows.
 
-Names and defaults are those of `regard.nn`. A spec knows nothing of a batch; `Work` does.
+Names and defaults are the same as in `regard.nn`. The batch is described by `Work`, not by the
+spec.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ._call import CallSpec
 
 @dataclass(frozen=True)
 class Work:
-    """B samples of L new tokens each, after `past` tokens that a cache holds."""
+    """A batch of B samples with L new tokens each, after `past` tokens in a cache."""
 
     L: int
     past: int = 0
     B: int = 1
     dtype: torch.dtype = torch.float32
-    mask: Mask | None = None  # narrows the layer's own: packed documents, padding
+    mask: Mask | None = None  # combined with the layer's mask by `&`: packed documents, padding
 
     @property
     def Lk(self) -> int:
@@ -35,13 +36,13 @@ class Work:
     def rows(self) -> int:
         return self.B * self.L
 
-    def narrowed(self, own: Mask | None) -> Mask | None:
-        """Returns the pairs that both masks allow."""
-        return both(own, self.mask)
+    def narrowed(self, layer_mask: Mask | None) -> Mask | None:
+        """Returns a mask that allows the pairs that both masks allow."""
+        return both(layer_mask, self.mask)
 
 
 class Product(NamedTuple):
-    """Matrix products (m, k) @ (k, n), `times` of them."""
+    """`times` matrix products (m, k) @ (k, n)."""
 
     name: str
     m: int
@@ -55,41 +56,42 @@ class Product(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Values: both factors once."""
+        """Number of values read: both factors once."""
         return self.times * self.k * (self.m + self.n)
 
     @property
     def written(self) -> int:
+        """Number of values written."""
         return self.times * self.m * self.n
 
 
 class KeptRows(NamedTuple):
-    """What a cache keeps of a token: `heads` rows of `width` values."""
+    """Rows that a cache stores per token: `heads` rows of `width` values."""
 
     heads: int
     width: int
 
 
 class PartSpec:
-    """A part of a model that computes something of tokens."""
+    """Base of all parts of a model: attention layers, feed-forward layers, logits."""
 
     d_model: int
 
     def products(self, work: Work) -> list[Product]:
-        """Returns the matrix products besides those of `calls`."""
+        """Returns the matrix products outside the attention calls."""
         raise NotImplementedError
 
     def calls(self, work: Work) -> list[CallSpec]:
-        """Returns the calls of `regard.attention`."""
+        """Returns the attention calls."""
         return []
 
     def inputs(self, work: Work) -> int:
-        """Counts the values kept for the backward pass of the products: x, what the calls do not keep."""
+        """Returns how many values the products save for backward, besides those that the calls save."""
         return work.rows * self.d_model
 
     @property
     def weights(self) -> int:
-        """Numbers in the matrices, where every product is one of tokens with a matrix of the part."""
+        """Number of weights, if every product multiplies tokens by a weight matrix."""
         return sum(product.times * product.k * product.n for product in self.products(Work(1)))
 
 
@@ -99,7 +101,7 @@ class LayerSpec(PartSpec):
 
     d_model: int
     heads: int
-    refused: ClassVar[tuple[str, ...]] = ()  # fields of `Work` that the layer has no form of
+    refused: ClassVar[tuple[str, ...]] = ()  # fields of `Work` that the layer does not support
 
     def __post_init__(self) -> None:
         count("d_model", self.d_model, 1)
@@ -110,56 +112,56 @@ class LayerSpec(PartSpec):
         raise NotImplementedError
 
     def check(self, work: Work) -> None:
-        """Raises ValueError for work that the layer cannot do."""
+        """Raises ValueError if the layer does not support this work."""
         for name in self.refused:
-            if (given := getattr(work, name)) not in (None, 0):
-                raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(given)}")
+            if (value := getattr(work, name)) not in (None, 0):
+                raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(value)}")
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:
-        """What a cache keeps of each token; () where the cache does not grow, or there is none."""
+        """Rows that a cache stores per token; () if the layer has no cache or one of constant size."""
         return ()
 
     @property
     def reads_cache(self) -> bool:
-        """Whether calls of attention read a cache in place."""
+        """Whether the attention calls read the cache in place."""
         return False
 
     @property
     def state(self) -> int:
-        """Values that a cache of a sample holds whatever its length."""
+        """Number of values per sample in the constant-size part of a cache."""
         return 0
 
     @property
     def most_kept(self) -> int | None:
-        """Tokens beyond which a cache need not grow; None: it must."""
+        """The largest number of tokens that a cache needs to store; None if there is no limit."""
         return None
 
     @property
     def kv_values(self) -> int:
-        """Values for each token in a cache."""
+        """Number of cached values per token."""
         return sum(rows.heads * rows.width for rows in self.kept)
 
 
 @dataclass(frozen=True)
 class GroupedSpec(LayerSpec):
-    """Query heads in groups that share a key head."""
+    """Base of layers with grouped-query heads: several query heads share a key head."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.sizes  # checked there
+        _ = self.sizes  # checks the sizes
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hkv, D, Dv"""
+        """Hkv, D and Dv."""
         return sizes(self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim)[2:]
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of all queries, of all keys and values, and of the heads' joined results."""
+        """Channels of all query heads, of all key and value heads, and of the concatenated output."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 
@@ -169,11 +171,12 @@ class AttentionSpec(GroupedSpec):
     """Multi-head, grouped-query (kv_heads) and multi-query (1) attention, as in `nn.Attention`.
 
     Args:
-        window, sinks: each token sees the last `window` tokens, its own included, and the first `sinks`.
-        mask: of every call, such as `masks.Causal()`.
+        window, sinks: each token attends to the last `window` tokens, itself included, and to the
+            first `sinks` tokens.
+        mask: the mask of every call, such as `masks.Causal()`.
         bias, out_bias, gate: as in `nn.Attention`.
-        kv_model: the width of another context, of `Work.Lk` tokens.
-        others: parameters that are in no product: of norms, sinks, tables of positions.
+        kv_model: the width of the context in cross-attention, which has `Work.Lk` tokens.
+        others: number of parameters outside the matrix products: norms, sinks, position tables.
     """
 
     kv_model: int | None = None
@@ -192,11 +195,11 @@ class AttentionSpec(GroupedSpec):
 
     def products(self, work: Work) -> list[Product]:
         d, (q, kv, out) = self.d_model, self.widths
-        made = [Product("q, k, v", work.rows, d, q + kv)]
+        qkv = [Product("q, k, v", work.rows, d, q + kv)]
         if self.kv_model is not None:
-            made = [Product("q", work.rows, d, q), Product("k, v", work.B * work.Lk, self.kv_model, kv)]
+            qkv = [Product("q", work.rows, d, q), Product("k, v", work.B * work.Lk, self.kv_model, kv)]
         gate = [Product("gate", work.rows, d, out)] * self.gate
-        return [*made, *gate, Product("out", work.rows, out, d)]
+        return [*qkv, *gate, Product("out", work.rows, out, d)]
 
     def calls(self, work: Work) -> list[CallSpec]:
         Hkv, D, Dv = self.sizes
@@ -205,7 +208,7 @@ class AttentionSpec(GroupedSpec):
 
     @property
     def pattern(self) -> Mask | None:
-        """The mask with the window."""
+        """The mask, restricted to the window and the sinks."""
         return self.mask if self.window is None else both(streaming(self.window, self.sinks), self.mask)
 
     @property
@@ -227,8 +230,9 @@ class LatentSpec(LayerSpec):
     """Multi-head latent attention, as in `nn.LatentAttention`.
 
     Args:
-        absorbed: attend the latents themselves, or (False) expand keys and values of all heads before.
-        normed: whether compressed vectors have an RMS norm.
+        absorbed: whether queries attend to the latents directly. If False, the latents are expanded
+            to the keys and values of all heads first.
+        normed: whether the latents have an RMS norm.
     """
 
     rank: int = 512
@@ -244,7 +248,7 @@ class LatentSpec(LayerSpec):
 
     @property
     def q_width(self) -> int:
-        """Channels of all queries."""
+        """Channels of all query heads."""
         return self.heads * (self.nope_dim + self.rope_dim)
 
     @property
@@ -258,15 +262,15 @@ class LatentSpec(LayerSpec):
         q = [Product("q", rows, d, self.q_width)]
         if self.q_rank is not None:
             q = [Product("q, down", rows, d, self.q_rank), Product("q, up", rows, self.q_rank, self.q_width)]
-        # Keys and values are expanded anew for all tokens, those of the cache too.
-        way = [Product("k, v, up", work.B * work.Lk, self.rank, H * (nope + Dv))]
+        # Without absorption, keys and values of all tokens are expanded again, cached tokens included.
+        up = [Product("k, v, up", work.B * work.Lk, self.rank, H * (nope + Dv))]
         if self.absorbed:
-            way = [
+            up = [
                 Product("q into the latent", rows, nope, self.rank, H),
                 Product("v from the latent", rows, self.rank, Dv, H),
             ]
         latent = Product("latent", rows, d, self.rank + self.rope_dim)
-        return [*q, latent, *way, Product("out", rows, H * Dv, d)]
+        return [*q, latent, *up, Product("out", rows, H * Dv, d)]
 
     def calls(self, work: Work) -> list[CallSpec]:
         H, D, Hkv, Dv = self.heads, self.nope_dim + self.rope_dim, self.heads, self.value_dim
@@ -276,9 +280,9 @@ class LatentSpec(LayerSpec):
         return [CallSpec(work.B, H, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask, shared=self.absorbed)]
 
     def inputs(self, work: Work) -> int:
-        """x, compressed vectors, what `kv_up` made besides v (or queries before W_uk), the joined result."""
-        way = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
-        return work.rows * (self.d_model + (self.q_rank or 0) + way + self.heads * self.value_dim)
+        """Counts x, latents, un-rotated keys (absorbed: queries before W_uk) and the concatenated output."""
+        expanded = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
+        return work.rows * (self.d_model + (self.q_rank or 0) + expanded + self.heads * self.value_dim)
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:

@@ -1,4 +1,4 @@
-"""The limits of this machine, measured: multiply-adds, reading memory, and the least time of a call."""
+"""Measures this machine's limits: FLOP/s, read bandwidth, and the time of the smallest call."""
 
 from __future__ import annotations
 
@@ -18,44 +18,47 @@ from .._backends.native import core
 from .._tools.measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
-LEAST_READ = 64 << 20  # or starting the threads would count
+LEAST_READ = 64 << 20  # bytes; with fewer, starting the threads would distort the rate
 SMALL_CALLS = 100
-SHORT_LOOK = 500_000  # rounds, under a millisecond: some look is not disturbed, even on a busy machine
+SHORT_PROBE = 500_000  # rounds, under a millisecond: on a busy machine, some samples run undisturbed
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Of so many threads together."""
+    """The limits of a machine, with all `threads` threads running."""
 
     threads: int
-    fma: float  # FLOP/s in float32
-    # (bytes read again and again, bytes/s), ascending: caches, then memory
-    read: tuple[tuple[int, float], ...]
+    fma: float  # float32 FLOP/s of fused multiply-adds
+    read: tuple[tuple[int, float], ...]  # (size of a buffer read repeatedly, bytes/s), by ascending size
     call: float  # seconds of the smallest call of `regard.attention`
 
     def seconds_to_read(self, size: int) -> float:
-        """Of so many bytes, by a line between the measured sizes on a logarithmic scale."""
-        for (a, quick), (b, slower) in pairwise(self.read):
+        """Returns the seconds to read `size` bytes, log-interpolated between the measured sizes."""
+        for (a, rate_a), (b, rate_b) in pairwise(self.read):
             if a <= size < b:
                 share = math.log(size / a) / math.log(b / a)
-                return size * ((1 - share) / quick + share / slower)
+                return size * ((1 - share) / rate_a + share / rate_b)
         return size / self.read[0 if size < self.read[0][0] else -1][1]
 
 
 def measure_machine(
     threads: int | None = None, *, repeats: int = 10, sizes: Sequence[int] = SIZES
 ) -> Machine:
-    """The best of several looks, some seconds in all. The machine should have nothing else to do.
+    """Measures this machine in a few seconds and keeps the best of several repeats.
+
+    Other processes make the result too low.
 
     Args:
-        threads: default PyTorch's number.
-        sizes: bytes that are read, ascending: from what a cache holds to several times that.
+        threads: number of threads. Default: PyTorch's.
+        repeats: number of samples of each measurement.
+        sizes: buffer sizes in bytes, ascending. They should range from a size that fits into a CPU
+            cache to one several times larger.
     """
     if (missing := core.reason_unavailable()) is not None:
         raise RuntimeError(f"measure_machine: {missing}")
     threads = torch.get_num_threads() if threads is None else threads
     buffer = torch.ones(max(sizes) // 4)
-    fma = max(fma_rate(threads, SHORT_LOOK) for _ in range(10 * repeats))
+    fma = max(fma_rate(threads, SHORT_PROBE) for _ in range(10 * repeats))
     read = tuple((n, max(read_rate(buffer[: n // 4], threads) for _ in range(repeats))) for n in sizes)
     with torch.no_grad():
         call = best_times({"calls": small_calls}, 0.0, least=repeats)["calls"] / SMALL_CALLS
@@ -63,18 +66,19 @@ def measure_machine(
 
 
 def small_calls() -> None:
-    """Many in a row, or the clock would count."""
+    """Runs `SMALL_CALLS` calls, so that the clock's resolution does not matter."""
     q = torch.zeros(1, 1, 1, 8)
     for _ in range(SMALL_CALLS):
         attention(q, q, q)
 
 
 def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
+    """Returns the FLOP/s of fused multiply-adds on all threads."""
     return together(lambda _: core.fma_probe(rounds), threads)
 
 
 def read_rate(buffer: Tensor, threads: int) -> float:
-    """Of a buffer in float32, a part for each thread, again and again if it is small."""
+    """Returns the bytes/s at which the threads read a float32 buffer; small buffers are read repeatedly."""
     part, rounds = buffer.numel() // threads, max(1, LEAST_READ // buffer.nbytes)
 
     def read(index: int) -> float:
@@ -86,7 +90,10 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
 
 def together(work: Callable[[int], float], threads: int) -> float:
-    """What the threads did in all, by second. The core releases the GIL."""
+    """Runs `work(index)` on all threads and returns the total amount per second.
+
+    Needs work that releases the GIL, as the core's probes do.
+    """
     barrier = Barrier(threads)
 
     def run(index: int) -> tuple[float, float, float]:

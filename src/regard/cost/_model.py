@@ -1,4 +1,4 @@
-"""Models as numbers: blocks of attention and feed-forward layers, embeddings, a head."""
+"""Specs of models: blocks of attention and feed-forward layers, embeddings, a head."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ._layers import LayerSpec, PartSpec, Product, Work
 
 @dataclass(frozen=True)
 class FeedForwardSpec(PartSpec):
-    """Token by token: up and down, with a gate three matrices; or experts of which a router chooses.
+    """A feed-forward layer: two matrices, or three if gated; optionally a mixture of experts.
 
-    Bytes are counted as if all tokens chose the same experts: the least that is read.
+    Bytes read are a lower bound: they assume that all tokens are routed to the same experts.
 
     Args:
-        experts: routed ones, each of `hidden` channels; 0: the layer is one.
-        active: how many of them a token takes.
-        shared: channels of the experts that every token takes.
+        experts: number of routed experts with `hidden` channels each; 0 if the layer is dense.
+        active: routed experts per token.
+        shared: channels of the shared experts, which process every token.
     """
 
     d_model: int
@@ -35,7 +35,7 @@ class FeedForwardSpec(PartSpec):
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Number of parameters that one token uses."""
         return self.parameters - (self.experts - self.active) * self._size(self.hidden)
 
     def _size(self, hidden: int) -> int:
@@ -49,13 +49,13 @@ class FeedForwardSpec(PartSpec):
         return [*router, up, Product("feed-forward, down", work.rows, hidden, self.d_model)]
 
     def inputs(self, work: Work) -> int:
-        """x, and what lies between the products."""
+        """Counts x and the hidden activations."""
         return sum(product.m * product.k for product in self.products(work)[-2:])
 
 
 @dataclass(frozen=True)
 class LogitsSpec(PartSpec):
-    """The logits."""
+    """The projection to `vocab` logits."""
 
     d_model: int
     vocab: int
@@ -66,9 +66,11 @@ class LogitsSpec(PartSpec):
 
 @dataclass(frozen=True)
 class BlockSpec:
+    """A transformer block: attention, a feed-forward layer, and norms with `norms` parameters."""
+
     attention: LayerSpec
     feed_forward: FeedForwardSpec
-    norms: int = 0  # parameters
+    norms: int = 0
 
     @property
     def parameters(self) -> int:
@@ -77,12 +79,13 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Blocks between embeddings and a head of `vocab` logits.
+    """A transformer: token embeddings, blocks, and a head with `vocab` logits.
 
     Args:
-        embeddings: rows of learned tables of positions and kinds of tokens.
-        tied: the head is the table of tokens. `head=False`: there is none.
-        others: parameters of the last norm, a pooler and the like.
+        embeddings: total rows of the learned tables for positions and token types.
+        tied: whether the head shares the weights of the token embedding.
+        head: whether the model has a head.
+        others: number of other parameters, such as those of the last norm and a pooler.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -104,17 +107,20 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """All that has work to do."""
-        around = [block.feed_forward for block in self.blocks]
-        return (*self.layers, *around, *[LogitsSpec(self.d_model, self.vocab)] * self.head)
+        """All attention layers, all feed-forward layers, and the head."""
+        feed_forward = [block.feed_forward for block in self.blocks]
+        return (*self.layers, *feed_forward, *[LogitsSpec(self.d_model, self.vocab)] * self.head)
 
     @property
     def reach(self) -> int | None:
-        """How far back the last token can be reached through all layers; None: as far as one likes."""
-        spans = [layer.most_kept for layer in self.layers]
-        return None if None in spans else sum(span for span in spans if span is not None)
+        """The receptive field of a token through all layers, in tokens; None if it is unlimited."""
+        limits = [layer.most_kept for layer in self.layers]
+        return None if None in limits else sum(limit for limit in limits if limit is not None)
 
     def palm_flops(self, L: int) -> int:
-        """Of training on L tokens by PaLM's formula: 6 for a parameter, 12 H D L for a layer, each token."""
-        asked = sum(call.Hq * call.D for layer in self.layers for call in layer.calls(Work(L)))
-        return (6 * self.parameters + 12 * asked * L) * L
+        """Returns the training FLOPs for L tokens by PaLM's formula.
+
+        Each token costs 6 per parameter and 12 H D L per layer.
+        """
+        widths = sum(call.Hq * call.D for layer in self.layers for call in layer.calls(Work(L)))
+        return (6 * self.parameters + 12 * widths * L) * L

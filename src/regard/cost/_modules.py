@@ -1,4 +1,4 @@
-"""Specs of modules: those of `regard.nn` and PyTorch's `MultiheadAttention`."""
+"""Reads specs from modules of `regard.nn` and from PyTorch's `MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import nn as own
+from .. import nn as regard_nn
 from .._tools.arguments import describe
 from ._layers import AttentionSpec, LatentSpec, LayerSpec
 from ._sparse import BigBirdSpec, LinearSpec, LinformerSpec, LongformerSpec, PerformerSpec
@@ -25,11 +25,11 @@ def from_module(module: nn.Module) -> LayerSpec:
 
 
 def layers_in(model: nn.Module) -> tuple[LayerSpec, ...]:
-    """Returns the specs of all attention layers of a model, in order; other layers are not counted."""
-    found = tuple(from_module(part) for part in model.modules() if _reader(part) is not None)
-    if not found:
-        raise TypeError(f"model: expected one with attention modules, got {describe(model)}")
-    return found
+    """Returns the specs of all attention layers of a model, in order. Other layers are ignored."""
+    specs = tuple(from_module(part) for part in model.modules() if _reader(part) is not None)
+    if not specs:
+        raise TypeError(f"model: expected a module with attention layers, got {describe(model)}")
+    return specs
 
 
 def _reader(module: nn.Module) -> Callable[[Any], LayerSpec] | None:
@@ -37,15 +37,16 @@ def _reader(module: nn.Module) -> Callable[[Any], LayerSpec] | None:
 
 
 def _same(m: nn.Module, *names: str) -> dict[str, Any]:
-    """Returns what a module and its spec name alike."""
+    """Returns the attributes that have the same name in a module and its spec."""
     return {name: getattr(m, name) for name in names}
 
 
 def _parameters(*parts: object) -> int:
+    """Returns the total number of parameters. Objects that are no modules count as 0."""
     return sum(p.numel() for part in parts if isinstance(part, nn.Module) for p in part.parameters())
 
 
-def _heads(m: own.Attention) -> AttentionSpec:
+def _heads(m: regard_nn.Attention) -> AttentionSpec:
     first = m.qkv if m.kv_model is None else m.q
     others = _parameters(m.q_norm, m.k_norm, m.position) + (0 if m.sink is None else m.heads)
     return AttentionSpec(
@@ -55,7 +56,7 @@ def _heads(m: own.Attention) -> AttentionSpec:
 
 
 def _multihead(m: nn.MultiheadAttention) -> AttentionSpec:
-    """PyTorch's module; keys and values of other widths than `embed_dim` are not known here."""
+    """Reads PyTorch's module. Keys and values must have the width `embed_dim`."""
     if not m._qkv_same_embed_dim or m.bias_k is not None or m.add_zero_attn:
         raise ValueError(
             "module: expected kdim = vdim = embed_dim and neither add_bias_kv nor add_zero_attn, "
@@ -65,13 +66,13 @@ def _multihead(m: nn.MultiheadAttention) -> AttentionSpec:
     return AttentionSpec(m.embed_dim, m.num_heads, bias=bias, out_bias=bias)
 
 
-def _latent(m: own.LatentAttention) -> LatentSpec:
+def _latent(m: regard_nn.LatentAttention) -> LatentSpec:
     sizes = _same(m, "d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "mask")
     bias, out_bias = (layer.bias is not None for layer in (m.kv_down, m.out))
     return LatentSpec(**sizes, bias=bias, out_bias=out_bias, normed=_parameters(m.kv_norm) > 0)
 
 
-def _linear(m: own.LinearAttention) -> LinearSpec:
+def _linear(m: regard_nn.LinearAttention) -> LinearSpec:
     return LinearSpec(
         **_same(m, *SIZES, "normalize"), bias=m.out.bias is not None,
         decay="head" if m.head_decay is not None else "token" if m.token_decay is not None else None,
@@ -80,28 +81,29 @@ def _linear(m: own.LinearAttention) -> LinearSpec:
     )  # fmt: skip
 
 
-def _longformer(m: own.LongformerAttention) -> LongformerSpec:
+def _longformer(m: regard_nn.LongformerAttention) -> LongformerSpec:
     if len(set(m.dilation)) > 1:
         raise ValueError(f"module: expected one dilation for all heads, got {m.dilation}")
     return LongformerSpec(**_projected(m, "window"), dilation=m.dilation[0])
 
 
 def _projected(m: Any, *names: str) -> dict[str, Any]:
+    """Returns the fields of a `ProjectedSpec` and the attributes with these names."""
     sizes = _same(m, "d_model", "heads", "head_dim", *names)
     return sizes | {"bias": m.query.bias is not None, "out": isinstance(m.out, nn.Linear)}
 
 
 READERS: dict[type[nn.Module], Callable[[Any], LayerSpec]] = {
-    own.Attention: _heads,
+    regard_nn.Attention: _heads,
     nn.MultiheadAttention: _multihead,
-    own.LatentAttention: _latent,
-    own.LongformerAttention: _longformer,
-    own.BigBirdAttention: lambda m: BigBirdSpec(
+    regard_nn.LatentAttention: _latent,
+    regard_nn.LongformerAttention: _longformer,
+    regard_nn.BigBirdAttention: lambda m: BigBirdSpec(
         **_projected(m, "block", "window", "random", "global_blocks", "seed")
     ),
-    own.LinformerAttention: lambda m: LinformerSpec(
+    regard_nn.LinformerAttention: lambda m: LinformerSpec(
         **_projected(m), **_same(m.projection, "max_length", "rank", "sharing")
     ),
-    own.PerformerAttention: lambda m: PerformerSpec(**_projected(m, "features")),
-    own.LinearAttention: _linear,
+    regard_nn.PerformerAttention: lambda m: PerformerSpec(**_projected(m, "features")),
+    regard_nn.LinearAttention: _linear,
 }

@@ -1,4 +1,4 @@
-"""Specs of layers that leave pairs out, or do without the softmax."""
+"""Specs of sparse, low-rank and linear attention layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._layers import GroupedSpec, LayerSpec, Product, Work
 
 @dataclass(frozen=True)
 class ProjectedSpec(LayerSpec):
-    """Base of layers with `query`, `key` and `value` of all heads, and `out`."""
+    """Base of layers with separate query, key, value and output projections."""
 
     head_dim: int | None = None
     bias: bool = True
@@ -25,7 +25,7 @@ class ProjectedSpec(LayerSpec):
     refused: ClassVar[tuple[str, ...]] = ("past",)
 
     def __post_init__(self) -> None:
-        _ = self.D  # checked there
+        _ = self.D  # checks the sizes
 
     @property
     def D(self) -> int:
@@ -40,6 +40,7 @@ class ProjectedSpec(LayerSpec):
         return self._projections(3) + self.out * (self.inner + 1) * self.d_model
 
     def _projections(self, n: int) -> int:
+        """Returns the number of parameters of n projections to all heads."""
         return n * self.inner * (self.d_model + self.bias)
 
     def products(self, work: Work) -> list[Product]:
@@ -47,16 +48,17 @@ class ProjectedSpec(LayerSpec):
         return [Product("q, k, v", work.rows, self.d_model, 3 * self.inner), *out]
 
     def _call(self, work: Work, mask: Mask | None, Lq: int | None = None, Lk: int | None = None) -> CallSpec:
-        """Returns a call with heads of D channels. Default lengths: all tokens."""
+        """Returns an attention call with D channels per head. Lq and Lk default to `work.L`."""
         Lq, Lk = (work.L if L is None else L for L in (Lq, Lk))
         return CallSpec(work.B, self.heads, Lq, self.D, Lk=Lk, dtype=work.dtype, mask=mask)
 
 
 @dataclass(frozen=True)
 class LongformerSpec(ProjectedSpec):
-    """Windows of `window` tokens on each side and `globals` tokens that see all and are seen by all.
+    """Longformer attention: a window of `window` tokens on each side, and global tokens.
 
-    Global rows are counted as in training: with keys and values of their own projections.
+    The `globals` global tokens attend to all tokens, and all tokens attend to them. As in training,
+    global rows have separate query, key and value projections.
     """
 
     window: int | tuple[int, int] = 256
@@ -75,11 +77,11 @@ class LongformerSpec(ProjectedSpec):
         return super().parameters + self._projections(3)
 
     def products(self, work: Work) -> list[Product]:
-        own = [
+        of_globals = [
             Product("global q", work.B * self.globals, self.d_model, self.inner),
             Product("global k, v", work.rows, self.d_model, 2 * self.inner),
         ]
-        return [*own * (self.globals > 0), *super().products(work)]
+        return [*of_globals * (self.globals > 0), *super().products(work)]
 
     def calls(self, work: Work) -> list[CallSpec]:
         left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
@@ -87,18 +89,18 @@ class LongformerSpec(ProjectedSpec):
         band = band if self.dilation == 1 else band & Dilated(self.dilation)
         if not self.globals:
             return [self._call(work, work.narrowed(band))]
-        # The first tokens stand for all that could be chosen.
-        seen_by_all = Documents([0] * work.L, [0] * self.globals + [1] * (work.L - self.globals))
-        rows = self._call(work, work.mask, self.globals)
+        # Which tokens are global does not matter for the cost: assume the first ones.
+        global_keys = Documents([0] * work.L, [0] * self.globals + [1] * (work.L - self.globals))
+        global_rows = self._call(work, work.mask, self.globals)
         if self.dilation == 1:
-            return [self._call(work, work.narrowed(band | seen_by_all)), rows]
-        far = self._call(work, None, Lk=self.globals)
-        return [self._call(work, work.narrowed(band & ~seen_by_all)), far, rows]
+            return [self._call(work, work.narrowed(band | global_keys)), global_rows]
+        to_globals = self._call(work, None, Lk=self.globals)
+        return [self._call(work, work.narrowed(band & ~global_keys)), to_globals, global_rows]
 
 
 @dataclass(frozen=True)
 class BigBirdSpec(ProjectedSpec):
-    """Blocks that see those around them, random ones and global ones."""
+    """BigBird attention: blocks attend to neighbouring, random and global blocks."""
 
     block: int = 64
     window: int = 3
@@ -116,7 +118,7 @@ class BigBirdSpec(ProjectedSpec):
 
 @dataclass(frozen=True)
 class LinformerSpec(ProjectedSpec):
-    """Attention to `rank` mixtures of up to `max_length` keys and values."""
+    """Linformer attention: up to `max_length` keys and values are projected to `rank`."""
 
     max_length: int = 512
     rank: int = 256
@@ -134,43 +136,43 @@ class LinformerSpec(ProjectedSpec):
         return super().parameters + matrices * self.max_length * self.rank
 
     def products(self, work: Work) -> list[Product]:
-        mixed = Product("mixtures of keys and values", self.rank, work.L, 2 * self.D, work.B * self.heads)
-        return [mixed, *super().products(work)]
+        low_rank = Product("k, v to the rank", self.rank, work.L, 2 * self.D, work.B * self.heads)
+        return [low_rank, *super().products(work)]
 
     def calls(self, work: Work) -> list[CallSpec]:
         return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
-        """x, and keys and values before they are mixed."""
+        """Counts x, and keys and values before their projection."""
         return work.rows * (self.d_model + 2 * self.inner)
 
 
 @dataclass(frozen=True)
 class PerformerSpec(ProjectedSpec):
-    """Random features in place of the softmax, causal or not."""
+    """Performer attention: random features approximate the softmax, causal or not."""
 
     features: int = 256
     refused: ClassVar[tuple[str, ...]] = ("past", "mask")
 
     def products(self, work: Work) -> list[Product]:
-        each = work.B * self.heads
+        heads = work.B * self.heads
         return [
-            Product("features of q and k", 2 * work.L, self.D, self.features, each),
-            Product("keys into the state", self.features, work.L, self.D + 1, each),
-            Product("queries to the state", work.L, self.features, self.D + 1, each),
+            Product("features of q and k", 2 * work.L, self.D, self.features, heads),
+            Product("state update", self.features, work.L, self.D + 1, heads),
+            Product("state readout", work.L, self.features, self.D + 1, heads),
             *super().products(work),
         ]
 
     def inputs(self, work: Work) -> int:
-        """x, q, k and v, and the features of q and k."""
+        """Counts x, q, k, v, and the features of q and k."""
         return work.rows * (self.d_model + self.heads * (3 * self.D + 2 * self.features))
 
 
 @dataclass(frozen=True)
 class LinearSpec(GroupedSpec):
-    """Linear attention as in `nn.LinearAttention`: a state (D, Dv) for each key head.
+    """Linear attention, as in `nn.LinearAttention`, with a state (D, Dv) per key head.
 
-    FLOPs are those of the recurrence: 2 D Dv for a token to enter the state and for a query to ask it.
+    FLOPs are those of the recurrence: 2 D Dv to add a token to the state, and 2 D Dv per query.
     """
 
     bias: bool = False
@@ -179,7 +181,7 @@ class LinearSpec(GroupedSpec):
     delta: bool = False
     gate: bool = False
     features: int | None = None  # channels of a key after the feature map; default head_dim
-    others: int = 0  # parameters of a norm of the result
+    others: int = 0  # parameters of the output norm
     refused: ClassVar[tuple[str, ...]] = ("mask",)
 
     @property
@@ -191,24 +193,24 @@ class LinearSpec(GroupedSpec):
 
     def products(self, work: Work) -> list[Product]:
         d, (Hkv, _, Dv), (q, kv, out) = self.d_model, self.sizes, self.widths
-        each, F, held = work.B * Hkv, self.state_rows, Dv + self.normalize
+        kv_heads, F, columns = work.B * Hkv, self.state_rows, Dv + self.normalize
         gates = Hkv * ((self.decay == "token") + self.delta)
         return [
             Product("q, k, v", work.rows, d, q + kv),
             *[Product("gates", work.rows, d, gates)] * (gates > 0),
-            *[Product("what the state holds of k", work.L, F, Dv, each)] * self.delta,
-            Product("keys into the state", F, work.L, held, each),
-            Product("queries to the state", work.L, F, held, work.B * self.heads),
+            *[Product("delta rule readout", work.L, F, Dv, kv_heads)] * self.delta,
+            Product("state update", F, work.L, columns, kv_heads),
+            Product("state readout", work.L, F, columns, work.B * self.heads),
             *[Product("gate", work.rows, d, out)] * self.gate,
             Product("out", work.rows, out, d),
         ]
 
     def inputs(self, work: Work) -> int:
-        """x, q, k and v, the result, the delta rule's errors, and the state before each segment."""
+        """Counts x, q, k, v, the output, the delta rule's errors, and the state before each segment."""
         (Hkv, _, Dv), F = self.sizes, self.state_rows
-        tokens = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv
-        wide = max(1, 4 // work.dtype.itemsize)  # states are in float32 at least
-        return work.rows * tokens + work.B * -(-work.L // SEGMENT) * self.state * wide
+        per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv
+        widening = max(1, 4 // work.dtype.itemsize)  # states are at least float32
+        return work.rows * per_token + work.B * -(-work.L // SEGMENT) * self.state * widening
 
     @property
     def state(self) -> int:

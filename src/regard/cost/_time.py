@@ -1,4 +1,4 @@
-"""Seconds, predicted from what a call does and what the machine can."""
+"""Predicts the seconds of a call from its cost and the machine's limits."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ from ._machine import Machine
 
 Pass = Literal["forward", "backward", "training"]
 
-# Shares of the machine's limits that the kernels reach; `benchmarks/cost.py` compares with what is measured.
-FORWARD, BACKWARD = 0.82, 0.79  # of the multiply-adds
-TRAFFIC = 0.75  # of reading, where results are as large as inputs and lie in new memory
+# Fractions of the machine's limits that the kernels reach. `benchmarks/cost.py` compares predicted and
+# measured times.
+FORWARD, BACKWARD = 0.82, 0.79  # of the FLOP/s
+TRAFFIC = 0.75  # of the read bandwidth, if outputs are as large as inputs and newly allocated
 
-# Decoding. A vector of a key is loaded for up to 4 query rows, and each of their multiply-adds waits for its
-# own query or weight: little more than half of the peak. Rows that fill three quarters of a panel or more
-# lie in one, as in forward.
-FEW, PANELS = 0.62, 0.9
-TOGETHER, PANEL = 4, 16
-SOFTMAX = 70  # FLOPs that a score takes from its product to its weight
-CONVERT = 6  # FLOPs for a number of 16 bits that is written anew, since several loads of it follow
-START = 0.01  # of a call, to start and to end the rows of one key head
-ALONE = 500_000  # multiplications that are not worth a second thread
+# Decode. One load of a key vector serves up to 4 query rows, but every multiply-add also loads its query or
+# weight, so few rows reach little more than half of the peak. Rows that fill at least three quarters of a
+# panel run in a panel, as in forward.
+FEW, PANELS = 0.62, 0.9  # fractions of the peak with few rows, and in panels
+TOGETHER, PANEL = 4, 16  # rows per load of a key, and per panel
+SOFTMAX = 70  # FLOPs of the softmax per score
+CONVERT = 6  # FLOPs to convert a 16-bit value that several rows use
+START = 0.01  # overhead per key head, as a fraction of the smallest call
+ALONE = 500_000  # with fewer multiplications, decode uses one thread
 
 
 def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
-    """Seconds of one call of `regard.attention` on this machine, in a forward pass, backward, or both.
+    """Predicts the seconds of one call of `regard.attention` on a machine.
 
-    Products and memory take turns. In decoding, which reads ahead, they overlap, though not in full.
+    The time is the sum of the times for products and for memory traffic. In decode, which
+    prefetches, the two overlap partly.
+
+    Args:
+        passes: "forward", "backward", or "training" for both.
     """
     if passes not in get_args(Pass):
         raise ValueError(f"passes: expected one of {', '.join(get_args(Pass))}, got {passes!r}")
@@ -41,41 +46,41 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
     fma = machine.fma / (2 if call.dtype is torch.float64 else 1)
     moved = cost.read_bytes + cost.written_bytes
     if passes == "forward" and cost.decodes:
-        products = _decoding_flops(call, cost) / (fma * _busy(cost, machine))
+        products = _decoding_flops(call, cost) / (fma * _utilization(cost, machine))
         start = machine.call * (1 + START * call.B * (call.Hkv or call.Hq))
         return start + math.cbrt(products**3 + machine.seconds_to_read(moved) ** 3)
     forward = cost.forward.executed / (FORWARD * fma) + machine.seconds_to_read(moved) / TRAFFIC
-    # What was saved and the gradient of the result come in, gradients of all inputs go out.
+    # Backward reads the saved tensors and the output's gradient, and writes the gradients of all inputs.
     back = machine.seconds_to_read(cost.saved_bytes + moved) / TRAFFIC
     backward = cost.backward.executed / (BACKWARD * fma) + back
     return machine.call + (passes != "backward") * forward + (passes != "forward") * backward
 
 
 def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
-    """What the products, softmax and conversion take, in multiply-adds at the peak."""
-    rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # that share a key
+    """Returns the time of products, softmax and conversion in FLOPs at the peak rate."""
+    rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # query rows that share a key
     panel = PANEL // 2 if call.dtype is torch.float64 else PANEL
     full, left = divmod(rows, panel)
-    filled = 4 * left >= 3 * panel  # such a panel is worth it
+    filled = 4 * left >= 3 * panel
     few = 0 if filled else left
-    alone = few % 2  # loading a key for one row takes as long as for two
-    each = (full + filled) * panel / PANELS + (few + alone) / FEW
+    unpaired = few % 2  # loading a key for one row takes as long as for two
+    row_time = (full + filled) * panel / PANELS + (few + unpaired) / FEW
     width = call.D + (call.Dv or call.D)
     converts = call.dtype.itemsize == 2 and rows > TOGETHER
     keys = cost.pairs.executed / rows
-    return keys * (2 * width * each + SOFTMAX * rows + CONVERT * width * converts)
+    return keys * (2 * width * row_time + SOFTMAX * rows + CONVERT * width * converts)
 
 
-def _busy(cost: CallCost, machine: Machine) -> float:
-    """The share of the threads that have work: pieces of keys are whole."""
+def _utilization(cost: CallCost, machine: Machine) -> float:
+    """Returns the utilisation of the threads. Splits are indivisible, so the last round may be partial."""
     if cost.forward.executed < 2 * ALONE:
         return 1 / machine.threads
-    turns = math.ceil(cost.tasks / machine.threads)
-    return cost.tasks / (turns * machine.threads)
+    rounds = math.ceil(cost.tasks / machine.threads)
+    return cost.tasks / (rounds * machine.threads)
 
 
 def attention_seconds(what: What, work: Work, machine: Machine, passes: Pass = "forward") -> float:
-    """Seconds of all calls of `regard.attention` in layers or a model; other products not."""
+    """Predicts the seconds of all attention calls of layers or a model, without other products."""
     for layer in layers_of(what):
         layer.check(work)
     calls = Counter(call for layer in layers_of(what) for call in layer.calls(work))

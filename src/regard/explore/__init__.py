@@ -1,4 +1,4 @@
-"""The explorer: attention in a browser, served by this machine (extra `explore`) or as one file."""
+"""The explorer: shows attention in a browser, from a local server (extra `explore`) or from one file."""
 
 from ._make import (
     Estimate as Estimate,

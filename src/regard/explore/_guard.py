@@ -25,11 +25,11 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
-NEAR = ("same-origin", "none")  # none: typed, or opened by another program
+NEAR = ("same-origin", "none")  # none: the address was typed, or opened by another program
 
 
 class Guard:
-    """ASGI middleware. Host, then origin, then the secret; each failure is a 403 that says which."""
+    """ASGI middleware that checks Host, origin and secret. A 403 says which check failed."""
 
     def __init__(self, app: ASGIApp, port: int, host: str | None = None) -> None:
         self._app = app
@@ -37,10 +37,10 @@ class Guard:
         self._host = host
         self._token: str | None = secrets.token_urlsafe(32)
         self._session = secrets.token_urlsafe(32)
-        self._cookie = f"regard-{port}"  # cookies of one host are shared by its ports
+        self._cookie = f"regard-{port}"  # all ports of a host share its cookies
 
     def link(self) -> str:
-        """Returns the address with the token, which opens the page once."""
+        """Returns the page's address with the token, which is valid once."""
         host = self._host if self._host not in (None, "0.0.0.0", "::") else "127.0.0.1"
         return f"http://{_bracketed(str(host))}:{self._port}/?token={self._token}"
 
@@ -50,17 +50,17 @@ class Guard:
             return
         answer = self._refusal(scope) or self._entry(scope)
 
-        async def sealed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await (answer or self._app)(scope, receive, sealed)
+        await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Refuses requests from other machines and sites, whatever secret they have."""
+        """Returns a 403 for a request from another machine or site, even with the right secret."""
         if scope["type"] != "http":
-            return _forbidden("only HTTP is spoken here")
+            return _forbidden("only HTTP is supported")
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
@@ -72,7 +72,7 @@ class Guard:
         if headers.getlist("origin") != [f"http://{hosts[0]}"]:
             return _forbidden("the Origin header is not this page")
         if "sec-fetch-site" not in headers:
-            return _forbidden("the header Sec-Fetch-Site is missing")
+            return _forbidden("the Sec-Fetch-Site header is missing")
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return _forbidden("the body is not application/json")
         return None
@@ -83,25 +83,25 @@ class Guard:
             return False
         if name in LOOPBACK:
             return True
-        if self._host in ("0.0.0.0", "::"):  # any address of this machine, but no name that could be rebound
+        if self._host in ("0.0.0.0", "::"):  # only addresses, against DNS rebinding
             return _is_address(name)
         return self._host is not None and name == _bracketed(self._host)
 
     def _entry(self, scope: Scope) -> Response | None:
-        """Returns None for a request with the cookie. The token is exchanged for the cookie, once."""
+        """Returns None for a request with the cookie, else a redirect that sets it (token) or a 403."""
         if _matches(_cookies(scope, self._cookie), self._session):
             return None
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        if self._token is None or scope["path"] != "/" or not _matches(given, self._token):
-            return _forbidden("open the link that was printed at the start; it works once")
+        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        if self._token is None or scope["path"] != "/" or not _matches(tokens, self._token):
+            return _forbidden("open the link that the server printed at its start; it works once")
         self._token = None
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
         return answer
 
 
-def _matches(given: Iterable[str], secret: str) -> bool:
-    return any(secrets.compare_digest(one.encode(), secret.encode()) for one in given)
+def _matches(values: Iterable[str], secret: str) -> bool:
+    return any(secrets.compare_digest(value.encode(), secret.encode()) for value in values)
 
 
 def _cookies(scope: Scope, name: str) -> list[str]:

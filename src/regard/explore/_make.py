@@ -1,4 +1,4 @@
-"""Makes explorers of texts, of tensors, and of recordings of `see.capture`."""
+"""Builds explorers from texts, from tensors, and from recordings of `see.capture`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ._read import Model, reader
 from ._trace import Trace, wanted
 from .explorer import Explorer
 
-SAMPLE = 256  # queries that are timed
+SAMPLE = 256  # queries that `estimate` times
 
 
 def text(*texts: str, model: Model = None) -> Explorer:
-    """Makes an explorer of one text, or of several to compare.
+    """Runs a model on one or more texts and returns an explorer.
 
     Args:
-        texts: one or more texts. With none, the page that `serve` shows waits for a text.
-        model: a pair of a model of Transformers and its tokenizer. With the gallery installed also the path
-            of a directory of Transformers with safetensors or of a GGUF file; MiniLM by default. Only data
-            is read from files: no code of a model is run, no pickle is opened, nothing is downloaded.
+        texts: texts to show and compare. Without texts, the page of `serve` asks for one.
+        model: a pair of a Transformers model and its tokenizer. If the gallery is installed, also
+            the path of a Transformers directory with safetensors or of a GGUF file; the default is
+            MiniLM. Only data is read from files: no model code is run, no pickle is opened, nothing
+            is downloaded.
 
     Example:
         >>> explore.text("The cat sat on the mat", model=(model, tokenizer)).save("page.html")
@@ -39,15 +40,15 @@ def tensors(
     q: Tensor | Sequence[Tensor], k: Tensor | Sequence[Tensor], tokens: Sequence[str] | None = None, *,
     title: str = "", **options: Any,
 ) -> Explorer:  # fmt: skip
-    """Makes an explorer of the queries and keys of one call of attention, or of lists for several layers.
+    """Returns an explorer of the queries and keys of one attention call, or of one call per layer.
 
     Args:
-        q: (Hq, Lq, D), or (1, Hq, Lq, D), or (Lq, D). Fewer queries than keys are the last ones: at 100,000
-            tokens q[:, -1000:] is a hundredth of the work.
-        k: (Hkv, Lk, D) likewise.
-        tokens: Lk strings; positions by default.
-        title: what the page is called.
-        options: mask, offset, bias, scale, softcap and sink, as `regard.attention` takes them.
+        q: (Hq, Lq, D), (1, Hq, Lq, D) or (Lq, D); a list has one tensor per layer. If Lq < Lk, the
+            queries are the last ones: with 100,000 tokens, q[:, -1000:] is a hundredth of the work.
+        k: (Hkv, Lk, D), (1, Hkv, Lk, D) or (Lk, D), or a list.
+        tokens: Lk strings. Default: positions.
+        title: the title of the page.
+        options: mask, offset, bias, scale, softcap and sink of `regard.attention`.
     """
     pairs = list(zip(_listed("q", q), _listed("k", k), strict=True))
     Lq, Lk = pairs[0][0].shape[-2], pairs[0][1].shape[-2]
@@ -61,7 +62,7 @@ def tensors(
 
 
 class Estimate(NamedTuple):
-    """The cost of the facts of one call. Roles that compare tokens are not included; they cost less."""
+    """The cost of the facts of one call. The two roles that compare tokens are not included."""
 
     flops: int
     seconds: float
@@ -73,27 +74,28 @@ class Estimate(NamedTuple):
 def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
     """Estimates the cost of `tensors(q, k, **options)` by timing the last queries.
 
-    A mask or a bias must depend on positions: one given as a matrix does not fit the last queries alone.
+    The mask and the bias must be functions of positions: a matrix with Lq rows does not fit the
+    timed queries.
 
     Example:
-        >>> print(explore.estimate(q, k, mask=masks.Causal()))   # then perhaps q[:, -1000:] instead
+        >>> print(explore.estimate(q, k, mask=masks.Causal()))   # if too slow, use q[:, -1000:]
     """
-    whole, few = plan(q, k, k, **options), q[..., -SAMPLE:, :]
+    whole, last = plan(q, k, k, **options), q[..., -SAMPLE:, :]
     if options.get("offset") is not None:
-        options = options | {"offset": options["offset"] + q.shape[-2] - few.shape[-2]}
-    sample = plan(few, k, k, **options)
-    run = partial(see.record, few, k, want=wanted(few.shape[-2], k.shape[-2], ()), **options)
-    seconds = best_times({"sample": run}, 0, least=2)["sample"]
-    share = whole.flops_executed / max(1, sample.flops_executed)
-    return Estimate(whole.flops // 2, seconds * share)  # values are not read
+        options = options | {"offset": options["offset"] + q.shape[-2] - last.shape[-2]}
+    sample = plan(last, k, k, **options)
+    record = partial(see.record, last, k, want=wanted(last.shape[-2], k.shape[-2], ()), **options)
+    seconds = best_times({"sample": record}, 0, least=2)["sample"]
+    ratio = whole.flops_executed / max(1, sample.flops_executed)
+    return Estimate(whole.flops // 2, seconds * ratio)  # half: there is no product with values
 
 
 def captured(
     seen: see.Capture, tokens: Sequence[str] | None = None, *, sample: int = 0, title: str = ""
 ) -> Explorer:
-    """Makes an explorer of one sample of a `see.capture(model, keep="qk")` recording."""
+    """Returns an explorer of one sample of a `see.capture(model, keep="qk")` recording."""
     if not seen.layers:
-        raise ValueError("seen: expected a capture that has recorded a call, got an empty one")
+        raise ValueError("seen: expected a capture with at least one call, got an empty one")
     keys = seen.layers[0].key_texts(sample) if tokens is None else tuple(tokens)
     return Explorer((_trace(seen.layers, keys, sample, title),))
 
@@ -104,7 +106,8 @@ def _trace(layers: Sequence[see.Layer], keys: tuple[str, ...], sample: int, titl
 
 
 def _listed(name: str, value: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    listed = [value] if isinstance(value, Tensor) else list(value)
-    if not listed or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in listed):
+    """Returns a list of tensors, one per layer."""
+    layers = [value] if isinstance(value, Tensor) else list(value)
+    if not layers or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in layers):
         raise TypeError(f"{name}: expected a tensor (H, L, D), or a list of them, got {describe(value)}")
-    return listed
+    return layers

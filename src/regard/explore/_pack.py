@@ -1,4 +1,4 @@
-"""Converts a trace to JSON, for the server and for files. Arrays are compressed and in base64."""
+"""Converts a trace to JSON, for the server and for files. Arrays are zlib streams in base64."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..masks import Window
 from ..see import Layer
 from ._trace import Array, Trace
 
-THUMBNAIL = 32  # the most blocks on a side
+THUMBNAIL = 32  # the largest number of blocks on a side
 TYPES = {"float32": "f4", "float16": "f2", "int32": "i4"}
-# Arrays of `Facts` with a row for each head, under the names that the page uses.
+# The page's names for arrays of `Facts` with one row per head.
 ARRAYS = {"column": "column", "entropy": "entropy", "normalized": "normalized", "rowMax": "row_max"}
 ARRAYS |= {"delimiters": "delimiters", "topWeights": "top_weights", "topKeys": "top_keys"}
 
@@ -33,7 +33,7 @@ def heads_of(trace: Trace) -> list[Head]:
 
 
 def overview(trace: Trace, heads: Iterable[Head]) -> dict[str, Any]:
-    """Returns the tokens, and a small picture and a few numbers for each head."""
+    """Returns the tokens, and a thumbnail and summary statistics of each head."""
     heads = list(heads)
     levels = trace.facts(heads[0][0]).mass  # all layers have the same shapes
     level = next(i for i, mass in enumerate(levels) if max(mass.shape[1:]) <= THUMBNAIL)
@@ -66,18 +66,18 @@ def _summary(trace: Trace, layer: int, head: int) -> dict[str, Any]:
 
 
 def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[str, Any]:
-    """Returns all facts of a head. The finest `coarser` levels of its pyramids are left out."""
+    """Returns all facts of a head, without the `coarser` finest levels of its pyramids."""
     facts = trace.facts(layer)
     block = trace.block << coarser
-    found = np.flatnonzero(facts.by_distance[head])  # distances with any mass
-    first, end = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 1)
+    nonzero = np.flatnonzero(facts.by_distance[head])
+    first, end = (int(nonzero[0]), int(nonzero[-1]) + 1) if len(nonzero) else (0, 1)
     distances = pack(facts.by_distance[head][first:end])
     return {
         "layer": layer,
         "head": head,
         "block": block,
         "mass": pack(facts.mass[coarser][head]),
-        # A block of one weight is its own maximum.
+        # With blocks of one weight, the maximum is the mass.
         "max": None if block == 1 else pack(facts.max[coarser][head]),
         **{name: pack(getattr(facts, field)[head]) for name, field in ARRAYS.items()},
         "distances": {"first": int(facts.distances[first]), "mass": distances},
@@ -86,7 +86,7 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
 
 
 def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
-    """Returns what a browser needs to compute any row of a head: q and k in 16 bits, and score options."""
+    """Returns the inputs with which the browser computes rows of a head: float16 q and k, and options."""
     call = trace.layers[layer]
     q, k = trace.queries_and_keys(call, head)
     left, right = _window(call)
@@ -104,21 +104,21 @@ def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
 
 
 def _half(x: Tensor) -> Array:
-    found: Array = x.detach().half().cpu().numpy()
-    if not np.isfinite(found).all():
+    half: Array = x.detach().half().cpu().numpy()
+    if not np.isfinite(half).all():
         raise ValueError('embed="qk": expected queries and keys within the range of float16, got larger ones')
-    return found
+    return half
 
 
 def _window(layer: Layer) -> tuple[int | None, int | None]:
-    """How far a query sees to both sides; the browser knows no other masks and no bias."""
+    """Returns the window's left and right reach. Raises for other masks and biases, which the page lacks."""
     mask = layer.options.get("mask")
     if layer.options.get("bias") is not None:
-        raise ValueError('embed="qk": expected no bias, got one; pin rows with rows=[...] instead')
+        raise ValueError('embed="qk": expected no bias, got one; use rows=[...] instead')
     if mask is None:
         return None, None
     if isinstance(mask, Window):
         return mask.left, mask.right
     raise ValueError(
-        f'embed="qk": expected no mask, Causal or Window, got {mask!r:.80}; pin rows with rows=[...] instead'
+        f'embed="qk": expected no mask, Causal or Window, got {mask!r:.80}; use rows=[...] instead'
     )

@@ -1,4 +1,4 @@
-"""The files of the page, read once, and the page as one file in which nothing is loaded from anywhere."""
+"""The files of the page, and the page as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 @cache
 def files() -> dict[str, str]:
-    """Returns every file by its name. Requests are looked up here, so no path is ever joined."""
+    """Maps file names to texts. The server looks requests up here, so it never joins paths."""
     folder = resources.files(__package__) / "page"
     return {
         file.name: file.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def media_type(name: str) -> str:
 
 
 def single(data: dict[str, Any]) -> str:
-    """Returns the page with its styles, its scripts and the data inside."""
+    """Returns the page with styles, scripts and data inlined."""
     style, script = files()["style.css"], bundle("main")
     policy = POLICY.format(script=_hash(script), style=_hash(style))
     body = (
@@ -55,19 +55,19 @@ def single(data: dict[str, Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """JSON in which no character can end a script element or open a comment. All of it is ASCII."""
+    """Returns ASCII JSON that cannot end a script element or open a comment."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
 
 
 def bundle(name: str) -> str:
-    """Returns one script of a module and those that it imports, each in a function of its own."""
+    """Returns one script with a module and its imports, each wrapped in a function."""
     order: list[str] = []
     _visit(name, order)
     return "".join(_wrapped(module) for module in order)
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Appends modules in the order of their imports. The page has no import cycles."""
+    """Appends a module after its imports. The page has no import cycles."""
     for _, imported in IMPORT.findall(files()[f"{name}.js"]):
         if imported not in order:
             _visit(imported, order)

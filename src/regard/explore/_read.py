@@ -1,4 +1,4 @@
-"""Reads texts with a model of Transformers."""
+"""Runs a Transformers model on a text and records a trace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .._tools.arguments import describe
 from ._trace import Trace, wanted
 
 MAX_TOKENS = 4096
-GROUP = "regard.explore"  # the entry point `load` of a distribution that reads model files
+GROUP = "regard.explore"  # the entry point group of a distribution with a `load` for model files
 Model = str | Path | tuple[Any, Any] | None
 
 
 def reader(model: Model = None) -> Callable[[str], Trace]:
-    """Returns a function from a text to its trace. `model` is what `explore.text` takes."""
-    network, tokenizer, name = _loaded(model)
+    """Returns a function that maps a text to its trace. `model` is the argument of `explore.text`."""
+    network, tokenizer, name = _load(model)
     if network.config.is_encoder_decoder:
         raise ValueError(f"model: expected an encoder or a decoder alone, got {type(network).__name__}")
-    known = getattr(network.config, "max_position_embeddings", MAX_TOKENS)
-    limit = min(MAX_TOKENS, known, tokenizer.model_max_length)
+    positions = getattr(network.config, "max_position_embeddings", MAX_TOKENS)
+    limit = min(MAX_TOKENS, positions, tokenizer.model_max_length)
 
     def read(text: str) -> Trace:
         if not text.strip():
@@ -37,7 +37,7 @@ def reader(model: Model = None) -> Callable[[str], Trace]:
     return read
 
 
-def _loaded(model: Model) -> tuple[Any, Any, str]:
+def _load(model: Model) -> tuple[Any, Any, str]:
     """Returns the network, its tokenizer and its name."""
     expected = "model: expected a pair of a model of Transformers and its tokenizer"
     if isinstance(model, tuple) and len(model) == 2:
@@ -46,8 +46,8 @@ def _loaded(model: Model) -> tuple[Any, Any, str]:
     if model is not None and not isinstance(model, str | Path):
         raise TypeError(f"{expected}, or a path, got {describe(model)}")
     for point in entry_points(group=GROUP, name="load"):
-        found: tuple[Any, Any, str] = point.load()(None if model is None else Path(model))
-        return found
+        loaded: tuple[Any, Any, str] = point.load()(None if model is None else Path(model))
+        return loaded
     raise ModuleNotFoundError(
         f"{expected}, got {model!r}; the default model and model files come with the gallery: pip install "
         "regard-gallery"
@@ -55,10 +55,10 @@ def _loaded(model: Model) -> tuple[Any, Any, str]:
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[str, ...]:
-    """Returns the tokens as they stand in the text, or as the tokenizer calls them if they do not."""
-    found = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
-    names = tokenizer.convert_ids_to_tokens(found["input_ids"])
+    """Returns each token's substring of the text, or the tokenizer's name of a token without one."""
+    encoding = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
+    names = tokenizer.convert_ids_to_tokens(encoding["input_ids"])
     if not tokenizer.is_fast:
         return tuple(names)
-    spans = zip(found["offset_mapping"], names, strict=True)
-    return tuple(text[first:end] or name for (first, end), name in spans)
+    ranges = zip(encoding["offset_mapping"], names, strict=True)
+    return tuple(text[first:end] or name for (first, end), name in ranges)

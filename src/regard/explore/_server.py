@@ -1,4 +1,4 @@
-"""The explorer's server: rows, blocks and texts are computed when the page requests them."""
+"""The explorer's server, which computes rows, tiles and traces on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._trace import Trace
 
 MAX_BODY = 1 << 20
 MAX_CHARACTERS = 1 << 15
-MAX_TRACES = 8  # texts that were typed and are kept
+MAX_TRACES = 8  # traces of typed texts that are kept
 MAX_TILE = 256  # weights on a side
 BODY_SECONDS = 10.0
 
@@ -33,15 +33,15 @@ Read = Callable[[str], Trace]
 
 
 class Site:
-    """The routes over some traces and, if there is a model, a function that reads texts with it."""
+    """The routes of the server. `read` runs the model on a text; it is None without a model."""
 
     def __init__(self, traces: list[Trace], read: Read | None) -> None:
         self._traces = dict(enumerate(traces))
-        self._given = len(traces)
-        self._next = self._given
+        self._initial = len(traces)
+        self._next = self._initial
         self._read = read
         self._reading = False
-        # One computation at a time; rows have a place of their own, since a click waits for them.
+        # One computation at a time. Rows have a separate thread, because a click waits for them.
         self._worker, self._rows = (ThreadPoolExecutor(1, f"regard-{name}") for name in ("explore", "rows"))
 
     def app(self) -> Starlette:
@@ -69,13 +69,13 @@ class Site:
         return _json(await self._run(lambda: head_facts(trace, layer, head)))
 
     async def row(self, request: Request) -> Response:
-        """Answers with the exact weights of one query."""
+        """Responds with the exact weights of one query."""
         trace, layer, head = self._head(request)
         row = _index(request, "row", len(trace.queries))
         return _json(await self._run(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows))
 
     async def tile(self, request: Request) -> Response:
-        """Answers with the exact weights of a square of queries and keys."""
+        """Responds with the exact weights of a tile."""
         trace, layer, head = self._head(request)
         row, key = _index(request, "row", len(trace.queries)), _index(request, "key", len(trace.keys))
         queries = range(row, min(row + MAX_TILE, len(trace.queries)))
@@ -83,12 +83,12 @@ class Site:
         return _json(await self._run(lambda: {"tile": pack(trace.tile(layer, head, queries, keys))}))
 
     async def text(self, request: Request) -> Response:
-        """Reads a text with the model that was chosen at the start."""
+        """Runs the model on a text and responds with the number of the new trace."""
         if self._read is None:
             raise HTTPException(404)
         text = _text_of(await _body(request))
         if self._reading:
-            raise HTTPException(503, "another text is being read")
+            raise HTTPException(503, "the model is running on another text")
         self._reading = True
         try:
             trace = await self._run(partial(self._read, text))
@@ -99,8 +99,8 @@ class Site:
         return _json({"trace": self._keep(trace)})
 
     def _keep(self, trace: Trace) -> int:
-        """Keeps a trace and drops the oldest typed text if there are too many. Returns its number."""
-        typed = [number for number in self._traces if number >= self._given]
+        """Stores a trace, drops the oldest typed text if there are too many, and returns its number."""
+        typed = [number for number in self._traces if number >= self._initial]
         if len(typed) >= MAX_TRACES:
             del self._traces[typed[0]]
         self._traces[self._next] = trace
@@ -110,7 +110,7 @@ class Site:
     def _trace(self, request: Request) -> Trace:
         trace = self._traces.get(request.path_params["trace"])
         if trace is None:
-            raise HTTPException(404, "there is no such text, or it is no longer kept")
+            raise HTTPException(404, "this text does not exist or is no longer kept")
         return trace
 
     def _head(self, request: Request) -> tuple[Trace, int, int]:
@@ -122,8 +122,8 @@ class Site:
         for executor in (self._worker, self._rows):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, make: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
-        return await asyncio.get_running_loop().run_in_executor(executor or self._worker, make)
+    async def _run(self, compute: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor or self._worker, compute)
 
 
 async def static(request: Request) -> Response:
@@ -135,7 +135,7 @@ async def static(request: Request) -> Response:
 
 
 def _json(value: Any) -> Response:
-    """Returns ASCII JSON, since tokens may hold lone surrogates, which cannot be encoded."""
+    """Returns ASCII JSON, because tokens may contain lone surrogates, which UTF-8 cannot encode."""
     return Response(json.dumps(value, allow_nan=False), media_type="application/json")
 
 
@@ -147,20 +147,21 @@ def _index(request: Request, name: str, count: int) -> int:
 
 
 async def _body(request: Request) -> bytes:
-    """Reads at most MAX_BODY bytes, whatever the headers say."""
+    """Reads the body. Answers 413 beyond MAX_BODY bytes and 408 after BODY_SECONDS."""
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY:
         raise HTTPException(413)
     try:
-        return await asyncio.wait_for(_pieces(request), BODY_SECONDS)
+        return await asyncio.wait_for(_read_limited(request), BODY_SECONDS)
     except (asyncio.TimeoutError, ClientDisconnect):
         raise HTTPException(408) from None
 
 
-async def _pieces(request: Request) -> bytes:
+async def _read_limited(request: Request) -> bytes:
+    """Reads at most MAX_BODY bytes, because the Content-Length header may be missing or wrong."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > MAX_BODY:
             raise HTTPException(413)
     return bytes(body)
@@ -173,14 +174,14 @@ def _text_of(body: bytes) -> str:
         raise HTTPException(400, "expected JSON") from None
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str) or not text.strip():
-        raise HTTPException(400, 'expected {"text": "..."} with some text in it')
+        raise HTTPException(400, 'expected {"text": "..."} with a text that is not empty')
     if len(text) > MAX_CHARACTERS:
         raise HTTPException(400, f"expected at most {MAX_CHARACTERS} characters, got {len(text)}")
     return text
 
 
 class Server:
-    """Listens from the start; answers while it runs."""
+    """The explorer's HTTP server. It listens from its construction and answers while `run` runs."""
 
     def __init__(self, traces: list[Trace], read: Read | None, host: str | None, port: int) -> None:
         self.sockets = listen(host, port)
@@ -191,7 +192,7 @@ class Server:
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Runs until Ctrl-C. `started` is called when the server answers."""
-        # An access log would show the token.
+        # No access log, because it would contain the token.
         silent: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False}
         limits: dict[str, Any] = {"ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}
         config = uvicorn.Config(self._guard, http=Connection, **silent, **limits)

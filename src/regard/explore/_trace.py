@@ -1,4 +1,4 @@
-"""The explorer's data: tokens, and the facts of every head about them."""
+"""The explorer's data: tokens, and the facts of every head."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from ..see._roles import lse
 from ..see._tokens import delimiters
 
 TOP = 8
-MAX_CELLS = 2**20  # of the finest level of a pyramid
+MAX_CELLS = 2**20  # blocks in the finest level of a pyramid
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one layer. All are exact; blocks are sums or maxima of weights."""
+    """The exact facts of one layer."""
 
-    mass: tuple[Array, ...]  # (Hq, nq, nk) each, finest first; every next one has blocks twice as large
-    max: tuple[Array, ...]
-    column: Array  # (Hq, Lk) what every key receives from all queries
-    entropy: Array  # (Hq, Lq) in nats
-    normalized: Array  # (Hq, Lq) entropy by that of even weights
+    mass: tuple[Array, ...]  # sums of blocks (Hq, nq, nk), finest first; blocks double at each level
+    max: tuple[Array, ...]  # maxima of the same blocks
+    column: Array  # (Hq, Lk), the total attention that each key receives
+    entropy: Array  # (Hq, Lq), in nats
+    normalized: Array  # (Hq, Lq), entropy divided by the entropy of equal weights
     row_max: Array  # (Hq, Lq)
-    delimiters: Array  # (Hq, Lq) mass on the first token and on those that carry no text
-    distances: Array  # (n,) position of the query minus that of the key
-    by_distance: Array  # (Hq, n)
-    top_weights: Array  # (Hq, Lq, TOP) falling
-    top_keys: Array  # (Hq, Lq, TOP), -1 where fewer keys are allowed
+    delimiters: Array  # (Hq, Lq), mass on the first token, special tokens and punctuation
+    distances: Array  # (n,), query position - key position
+    by_distance: Array  # (Hq, n), mass
+    top_weights: Array  # (Hq, Lq, TOP), descending
+    top_keys: Array  # (Hq, Lq, TOP), -1 if fewer keys are allowed
 
 
 def wanted(Lq: int, Lk: int, keys: Sequence[str]) -> tuple[facts.Fact, ...]:
-    """Returns the facts that the explorer needs besides those of head roles."""
+    """Returns the facts that the explorer needs in addition to those of head roles."""
     block = finest_block(Lq, Lk)
     return facts.BlockMass(block), facts.BlockMax(block), facts.MassOn(delimiters(keys))
 
 
 def finest_block(Lq: int, Lk: int) -> int:
-    """Returns the tokens on a side of a block: the smallest power of two with at most MAX_CELLS blocks."""
+    """Returns the smallest power of two as block size with which there are at most MAX_CELLS blocks."""
     block = 1
     while -(-Lq // block) * -(-Lk // block) > MAX_CELLS:
         block *= 2
@@ -58,7 +58,7 @@ def finest_block(Lq: int, Lk: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The layers of a `see.Capture`, with q and k kept, for one sample, and tokens as people read them."""
+    """The layers of a `see.Capture` with q and k kept, for one sample, with readable tokens."""
 
     title: str
     queries: tuple[str, ...]
@@ -72,14 +72,14 @@ class Trace:
             raise ValueError("layers: expected at least one, got none")
         for layer in self.layers:
             if layer.q is None:
-                raise ValueError(f'layers: expected those of capture(model, keep="qk"), got {layer!r}')
+                raise ValueError(f'layers: expected layers of capture(model, keep="qk"), got {layer!r}')
             if layer.shape[2:] != (len(self.queries), len(self.keys)):
                 raise ValueError(
                     f"tokens: expected as many as in {layer!r}, "
                     f"got {len(self.queries)} queries and {len(self.keys)} keys"
                 )
             if not 0 <= self.sample < layer.shape[0]:
-                raise ValueError(f"sample: expected below {layer.shape[0]}, got {self.sample}")
+                raise ValueError(f"sample: expected an index below {layer.shape[0]}, got {self.sample}")
 
     @property
     def block(self) -> int:
@@ -87,78 +87,80 @@ class Trace:
 
     @property
     def offset(self) -> int:
-        """The position of query 0 among the keys."""
+        """The position of query 0."""
         return self.layers[0].start(self.sample)
 
     @cached_property
-    def _kept(self) -> dict[int, Facts]:
+    def _facts_cache(self) -> dict[int, Facts]:
         return {}
 
     def facts(self, layer: int) -> Facts:
         """Returns the facts of a layer. They are computed once."""
-        if layer not in self._kept:
-            self._kept[layer] = self._facts(self.layers[layer])
-        return self._kept[layer]
+        if layer not in self._facts_cache:
+            self._facts_cache[layer] = self._facts(self.layers[layer])
+        return self._facts_cache[layer]
 
     def _facts(self, layer: Layer) -> Facts:
-        own = wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
-        mass, largest, delimiter = map(layer.fact, own)
+        explorer_facts = wanted(len(self.queries), len(self.keys), layer.key_texts(self.sample))
+        mass, largest, delimiter = map(layer.fact, explorer_facts)
         entropy, top = layer.fact(facts.Entropy()), layer.fact(facts.TopK(TOP))
         distance = layer.fact(facts.DistanceHistogram())
         return Facts(
-            mass=tuple(map(self._own, mass.levels)), max=tuple(map(self._own, largest.levels)),
-            column=self._own(layer.fact(facts.ColumnMass())), entropy=self._own(entropy.nats),
-            normalized=self._own(entropy.normalized), row_max=self._own(layer.fact(facts.RowMax()).weights),
-            delimiters=self._own(delimiter), distances=distance.distances.cpu().numpy(),
-            by_distance=self._own(distance.mass), top_weights=self._own(top.weights),
+            mass=tuple(map(self._array, mass.levels)), max=tuple(map(self._array, largest.levels)),
+            column=self._array(layer.fact(facts.ColumnMass())), entropy=self._array(entropy.nats),
+            normalized=self._array(entropy.normalized),
+            row_max=self._array(layer.fact(facts.RowMax()).weights), delimiters=self._array(delimiter),
+            distances=distance.distances.cpu().numpy(), by_distance=self._array(distance.mass),
+            top_weights=self._array(top.weights),
             top_keys=top.keys[self.sample].cpu().numpy().astype(np.int32),
         )  # fmt: skip
 
-    def _own(self, result: Tensor) -> Array:
-        own: Array = result[self.sample].float().cpu().contiguous().numpy()
-        return own
+    def _array(self, result: Tensor) -> Array:
+        """Returns this sample's part of a result (B, ...) as a float32 array."""
+        array: Array = result[self.sample].float().cpu().contiguous().numpy()
+        return array
 
     def rows(self, layer: int, head: int, queries: Sequence[int]) -> Array:
-        """Returns exact rows of weights (R, Lk)."""
+        """Returns the exact weights (R, Lk) of R queries."""
         call, first, last = self.layers[layer], min(queries), max(queries)
         if not _goes_by_position(call):
-            rows: Array = self._own(call.rows(list(queries)))[head]
+            rows: Array = self._array(call.rows(list(queries)))[head]
             return rows
         if last - first + 1 > 2 * len(queries):
             return np.concatenate([self.rows(layer, head, [query]) for query in queries])
-        # Only this head and these queries are computed.
-        return np.take(_weights(*self._part(call, head, first, last + 1)), [i - first for i in queries], 0)
+        # Computes this head and these queries only.
+        return np.take(_weights(*self._slice(call, head, first, last + 1)), [i - first for i in queries], 0)
 
     def tile(self, layer: int, head: int, queries: range, keys: range) -> Array:
-        """Returns exact weights (Q, K) of consecutive queries and keys."""
+        """Returns the exact weights (Q, K) of consecutive queries and keys."""
         call = self.layers[layer]
         if not _goes_by_position(call):
             return self.rows(layer, head, queries)[:, keys.start : keys.stop]
-        q, k, options = self._part(call, head, queries.start, queries.stop)
-        inner = {**options, "offset": options["offset"] - keys.start, "sink": None}
-        among = k[:, keys.start : keys.stop]
-        # The rows sum to 1 over these keys alone; the two LSEs give their share of the whole row.
-        part, everything = lse(q, among, inner), lse(q, k, options)
-        share = torch.where(part.isfinite(), (part - everything).exp(), 0.0)
-        weights: Array = _weights(q, among, inner) * share[0, :, None].cpu().numpy()
+        q, k, options = self._slice(call, head, queries.start, queries.stop)
+        tile_options = {**options, "offset": options["offset"] - keys.start, "sink": None}
+        tile_k = k[:, keys.start : keys.stop]
+        # Weights over the tile's keys sum to 1. The two LSEs give the tile's share of the whole row.
+        tile_lse, row_lse = lse(q, tile_k, tile_options), lse(q, k, options)
+        share = torch.where(tile_lse.isfinite(), (tile_lse - row_lse).exp(), 0.0)
+        weights: Array = _weights(q, tile_k, tile_options) * share[0, :, None].cpu().numpy()
         return weights
 
-    def _part(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _slice(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Returns q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
         q, k = self.queries_and_keys(call, head)
         sink = call.options.get("sink")
-        own = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
-        return q[None, first:end], k[None], {**call.options, **own}
+        changed = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
+        return q[None, first:end], k[None], {**call.options, **changed}
 
     def queries_and_keys(self, call: Layer, head: int) -> tuple[Tensor, Tensor]:
         """Returns q (Lq, D) and k (Lk, D) of one head."""
-        assert call.q is not None  # checked when the trace was made
+        assert call.q is not None  # `__post_init__` checks it
         assert call.k is not None
         q, k = call.q[self.sample], call.k[self.sample]
         return q[head], k[head // (len(q) // len(k))]
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
-        """Returns for each head the roles whose scores suffice, with the scores."""
+        """Returns for each head the roles whose scores reach their thresholds, with the scores."""
         return [
             [(name, roles[name].score) for name, role in ROLES.items() if roles[name].score >= role.least]
             for roles in self.layers[layer].roles(self.sample)
@@ -166,7 +168,7 @@ class Trace:
 
 
 def _goes_by_position(call: Layer) -> bool:
-    """Whether a query is known by its position alone, so that others can be left out."""
+    """Returns whether a row depends only on its query's position, so that queries can be sliced."""
     mask = call.options.get("mask")
     return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))
 

@@ -13,53 +13,53 @@ from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace
 
-CELLS = 2**21  # blocks of all heads together that a file holds
+CELLS = 2**21  # the largest number of blocks in a file, over all heads
 EMBED = ("facts", "qk")
 
 
 @dataclass(frozen=True, eq=False)
 class Explorer:
-    """One trace, or two to compare. `read` turns a text into a trace, for the server."""
+    """A page that shows one or more traces. `read` maps a text to a trace, for the server."""
 
     traces: tuple[Trace, ...]
     read: Callable[[str], Trace] | None = None
 
     def __post_init__(self) -> None:
         if not self.traces and self.read is None:
-            raise ValueError("traces: expected at least one, or a model that reads texts, got neither")
+            raise ValueError("traces: expected at least one, or a model that runs on texts, got neither")
 
     def __add__(self, other: Explorer) -> Explorer:
-        """Shows both in one page, to compare."""
+        """Returns an explorer with the traces of both, to compare them in one page."""
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
         self, path: str | Path, *, heads: Sequence[Head] | None = None, rows: Sequence[int] = (),
         embed: str = "facts",
     ) -> Path:  # fmt: skip
-        """Writes the page as one file that needs no network and no server.
+        """Writes the page as one file that needs no network and no server, and returns the path.
 
         Args:
-            path: the file, which is replaced if it exists.
-            heads: pairs (layer, head) to include; all by default. Fewer heads have finer blocks.
-            rows: queries whose weights for all keys are included, beside the largest of every query.
-            embed: "qk" includes q and k in 16 bits, so that the browser computes any row.
-
-        Returns:
-            The path.
+            path: the file to write. An existing file is replaced.
+            heads: pairs (layer, head) to include. Default: all. With fewer heads, blocks are finer.
+            rows: queries whose weights for all keys are included. The 8 largest weights of every
+                query are always included.
+            embed: "facts", or "qk" to include q and k in float16, so that the browser can compute
+                any row.
         """
         page = _page.single(self._data(heads, rows, embed))
         Path(path).write_text(page, encoding="utf-8", newline="\n")
         return Path(path)
 
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
-        """Serves the page on this machine until Ctrl-C. The printed link opens it once.
+        """Serves the page on this machine until Ctrl-C and prints a link, which works once.
 
-        A `host` other than the loopback makes the page reachable for others who have the link.
+        A `host` other than the loopback makes the page reachable from the network for anyone who
+        has the link.
         """
         from ._server import Server
 
         server = Server(list(self.traces), self.read, host, port)
-        print(f"{server.link}\nThe link works once, in one browser. Ctrl-C ends.", flush=True)
+        print(f"{server.link}\nThe link works once, in one browser. Ctrl-C stops the server.", flush=True)
 
         def started() -> None:
             if open_browser:
@@ -71,35 +71,38 @@ class Explorer:
         if embed not in EMBED:
             raise ValueError(f"embed: expected one of {', '.join(EMBED)}, got {embed!r}")
         if not self.traces:
-            raise ValueError("save: expected a trace, got none; read a text first")
-        chosen = [_chosen(trace, heads) for trace in self.traces]
-        budget = CELLS // sum(map(len, chosen))
+            raise ValueError("save: expected a trace, got none; pass a text to explore.text")
+        heads_by_trace = [_check_heads(trace, heads) for trace in self.traces]
+        budget = CELLS // sum(map(len, heads_by_trace))
         traces = []
-        for trace, some in zip(self.traces, chosen, strict=True):
-            known = _rows(trace, rows)
-            facts = [_head_data(trace, head, known, embed, budget) for head in some]
-            traces.append(overview(trace, some) | {"facts": facts})
+        for trace, included in zip(self.traces, heads_by_trace, strict=True):
+            queries = _check_rows(trace, rows)
+            facts = [_head_data(trace, head, queries, embed, budget) for head in included]
+            traces.append(overview(trace, included) | {"facts": facts})
         return {"traces": traces}
 
 
-def _chosen(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
-    known = heads_of(trace)
+def _check_heads(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
+    """Returns the heads, all by default. Raises ValueError for a head that the trace does not have."""
+    existing = heads_of(trace)
     if heads is None:
-        return known
-    wrong = [head for head in heads if tuple(head) not in known]
+        return existing
+    wrong = [head for head in heads if tuple(head) not in existing]
     if wrong or not heads:
-        raise ValueError(f"heads: expected pairs (layer, head) up to {known[-1]}, got {wrong or 'none'}")
+        raise ValueError(f"heads: expected pairs (layer, head) up to {existing[-1]}, got {wrong or 'none'}")
     return [(layer, head) for layer, head in heads]
 
 
-def _rows(trace: Trace, rows: Iterable[int]) -> list[int]:
-    found = [count("rows", row) for row in rows]
-    if found and max(found) >= len(trace.queries):
-        raise ValueError(f"rows: expected queries up to {len(trace.queries) - 1}, got {max(found)}")
-    return found
+def _check_rows(trace: Trace, rows: Iterable[int]) -> list[int]:
+    """Returns the rows as integers. Raises ValueError for a row that the trace does not have."""
+    queries = [count("rows", row) for row in rows]
+    if queries and max(queries) >= len(trace.queries):
+        raise ValueError(f"rows: expected queries up to {len(trace.queries) - 1}, got {max(queries)}")
+    return queries
 
 
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:
+    """Returns the facts of one head, with rows and with q and k if they are requested."""
     layer, head = which
     data = head_facts(trace, layer, head, _coarser(trace, layer, budget))
     if rows:

@@ -15,11 +15,11 @@ from .._call.spec import Options
 from .._tools.arguments import describe
 from ..masks import Dense, Mask, Window, from_cu_seqlens
 from ._paged import attend_paged, causal
-from ._standin import Kept, MaskTensor
+from ._standin import MaskTensor, StoredTensor
 
 NAME = "regard"
 
-# Keywords that models pass on and that do not change what attention computes.
+# Keywords that models pass and that do not change the result of attention.
 HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
@@ -38,9 +38,10 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes attention for a model of Transformers.
 
-    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and weights
-    (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. A `cache` is that of continuous
-    batching, which passes packed sequences (B = 1) with `cu_seq_lens_q` and `cu_seq_lens_k` and no mask.
+    query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and
+    weights (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. Only continuous
+    batching passes a `cache`, with packed sequences (B = 1), `cu_seq_lens_q`, `cu_seq_lens_k` and
+    no mask.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
@@ -48,86 +49,90 @@ def attention_forward(
         _check_others(others | refused | {"position_bias": position_bias}, HARMLESS | CONTINUOUS)
         cu_seqlens = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
-        return _joined(attend_paged(layer, (query, key, value), cache, others | cu_seqlens, scores)), None
+        return _heads_last(attend_paged(layer, (query, key, value), cache, others | cu_seqlens, scores)), None
     _check_others(others, HARMLESS)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        seen = _without_mask(query.shape[2], causal, sliding_window)
+        masking = _without_mask(query.shape[2], causal, sliding_window)
     else:
-        seen = _given(attention_mask, query.shape[2], key.shape[2])
+        masking = _from_tensor(attention_mask, query.shape[2], key.shape[2])
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        seen = _inside_sequences(seen, cu_seq_lens_q, cu_seq_lens_k)
-    bias = _sum(seen.bias, position_bias, query.dtype)
-    options: dict[str, Any] = {"mask": seen.mask, "offset": seen.offset, "bias": bias, **scores}
+        masking = _inside_sequences(masking, cu_seq_lens_q, cu_seq_lens_k)
+    bias = _sum(masking.bias, position_bias, query.dtype)
+    options: dict[str, Any] = {"mask": masking.mask, "offset": masking.offset, "bias": bias, **scores}
     if dropout:
         # One seed for both calls, so that output and weights have the same dropout pattern.
         options |= {"dropout": dropout, "seed": torch.randint(2**62, (), device=query.device)}
     out = _attend(query, key, value, options)
-    wanted = weights(query, key, value, **options) if _are_wanted(output_attentions) else None
-    return _joined(out), wanted
+    p = weights(query, key, value, **options) if _returns_weights(output_attentions) else None
+    return _heads_last(out), p
 
 
-def _joined(out: Tensor) -> Tensor:
-    """(B, Hq, Lq, Dv) -> (B, Lq, Hq, Dv)"""
+def _heads_last(out: Tensor) -> Tensor:
+    """Transposes (B, Hq, Lq, Dv) to a contiguous (B, Lq, Hq, Dv)."""
     return out.transpose(1, 2).contiguous()
 
 
-class Seen(NamedTuple):
-    """The arguments of `attention` that say which keys the queries see."""
+class Masking(NamedTuple):
+    """The arguments of `attention` that an attention_mask determines."""
 
     mask: Mask | None = None
     offset: int | None = None
     bias: Tensor | None = None
 
 
-def _given(mask: Any, Lq: int, Lk: int) -> Seen:
-    """Translates an attention_mask. It includes the window, as in every implementation of Transformers."""
+def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
+    """Translates an attention_mask, which includes the window, as for every implementation."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(mask)}")
     if isinstance(mask, MaskTensor):
         if mask.shape[2:] != (Lq, Lk):
-            wanted = f"(B, 1, Lq, Lk) with Lq = {Lq}, Lk = {Lk}"
-            raise ValueError(f"attention_mask: expected {wanted}, got {tuple(mask.shape)}")
-        return Seen(mask.mask, mask.offset)
+            expected = f"(B, 1, Lq, Lk) with Lq = {Lq}, Lk = {Lk}"
+            raise ValueError(f"attention_mask: expected {expected}, got {tuple(mask.shape)}")
+        return Masking(mask.mask, mask.offset)
     if mask.dtype is torch.bool:
-        return Seen(Dense.borrow(mask))
+        return Masking(Dense.borrow(mask))
     if not mask.is_floating_point():
         raise TypeError(f"attention_mask: expected bool (True = may attend) or float, got {describe(mask)}")
-    return Seen(bias=mask)
+    return Masking(bias=mask)
 
 
-def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Seen:
-    """With several queries, query 0 has position 0, so the unused end of a static cache stays hidden."""
+def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
+    """Returns the masking of a call without an attention_mask.
+
+    With several queries, query 0 has position 0, so that the unused end of a static cache is
+    masked.
+    """
     _check_registered()
     if not is_causal:
-        return Seen(None if window is None else Window(window, window))
+        return Masking(None if window is None else Window(window, window))
     if Lq == 1 and window is None:
-        return Seen()
-    return Seen(causal(window), None if Lq == 1 else 0)
+        return Masking()
+    return Masking(causal(window), None if Lq == 1 else 0)
 
 
 def _check_registered() -> None:
-    """Checks that the mask function is registered; without it every mask is None, whatever the padding."""
+    """Checks that the mask function is registered. Without it every mask is None and padding is lost."""
     if NAME not in AttentionMaskInterface._global_mapping:
         raise RuntimeError(
             f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
-            "regard.hf.register(), which registers both"
+            "regard.hf.register()"
         )
 
 
-def _inside_sequences(seen: Seen, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Seen:
-    """Restricts attention to packed sequences, given by cumulative lengths (N + 1,)."""
+def _inside_sequences(masking: Masking, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Masking:
+    """Restricts attention to packed sequences, given by `cu_seqlens` (N + 1,)."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got one of them")
     if cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k):
         documents: Mask = from_cu_seqlens(cu_seqlens_q)
-        return seen._replace(mask=documents if seen.mask is None else documents & seen.mask)
-    if seen.mask is not None:
+        return masking._replace(mask=documents if masking.mask is None else documents & masking.mask)
+    if masking.mask is not None:
         raise NotImplementedError(
-            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions are counted along the "
-            "row; regard.packing.varlen_attention counts them in each sequence"
+            "cu_seq_lens_q and cu_seq_lens_k that differ, with a mask: its positions do not restart with "
+            "each sequence; use regard.packing.varlen_attention"
         )
-    return seen._replace(mask=from_cu_seqlens(cu_seqlens_q, cu_seqlens_k))
+    return masking._replace(mask=from_cu_seqlens(cu_seqlens_q, cu_seqlens_k))
 
 
 def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
@@ -136,13 +141,13 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
     unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
     if unknown:
         raise NotImplementedError(
-            f"the attention of this model passes {', '.join(unknown)}, which regard does not know and will "
-            'not ignore; use attn_implementation="eager" for it'
+            f"the attention of this model passes {', '.join(unknown)}, which regard does not know; "
+            'use attn_implementation="eager"'
         )
 
 
-def _are_wanted(output_attentions: bool | None) -> bool:
-    """Returns whether the weights are wanted. Models that drop the keyword register it as an output."""
+def _returns_weights(output_attentions: bool | None) -> bool:
+    """Returns whether the model needs the weights. Some models request them by a collector instead."""
     if output_attentions is not None:
         return output_attentions
     collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
@@ -150,7 +155,7 @@ def _are_wanted(output_attentions: bool | None) -> bool:
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Adds the biases, in a dtype that `attention` accepts for queries of `dtype`."""
+    """Returns the sum of the biases, in a dtype that `attention` accepts for queries of `dtype`."""
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
     bias = position_bias if bias is None else bias
@@ -158,13 +163,14 @@ def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    found: Any
-    if isinstance(key, Kept) and "dropout" not in options:
+    """Computes attention. Stored keys are read in place, except with dropout."""
+    out: Any
+    if isinstance(key, StoredTensor) and "dropout" not in options:
         stored = key.stored
         dtype = stored.k.dtype if stored.kind == "float" else query.dtype
-        found = attend_stored(query.to(dtype), stored, Options(**options))
+        out = attend_stored(query.to(dtype), stored, Options(**options))
     else:
-        k, v = (x.clone() if isinstance(x, Kept) else x for x in (key, value))
-        found = attention(query, k, v, **options)
-    out: Tensor = found.to(query.dtype)
-    return out
+        k, v = (x.clone() if isinstance(x, StoredTensor) else x for x in (key, value))
+        out = attention(query, k, v, **options)
+    rounded: Tensor = out.to(query.dtype)
+    return rounded

@@ -1,4 +1,4 @@
-"""The caches of `regard.cache` behind the interface of Transformers."""
+"""`Cache`: the caches of `regard.cache` with the interface of Transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils as hf
 
 from ..cache import KVCache, QuantizedCache, SlidingCache
-from ._standin import Kept
+from ._standin import StoredTensor
 
 Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
 
@@ -19,7 +19,8 @@ Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
 class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer, in a cache of `regard.cache`.
 
-    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in place.
+    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in
+    place.
     """
 
     is_croppable = True
@@ -27,7 +28,7 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, make: Maker, dtype: torch.dtype | None, window: int | None) -> None:
         self.make, self.dtype, self.window = make, dtype, window
         self.is_sliding = window is not None
-        self.held: KVCache | None = None  # made when the first tokens show the sizes
+        self.held: KVCache | None = None  # built by the first update, which has the shapes
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -35,11 +36,11 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.held is None else Kept(self.held.stored(), 0, self.outer)
+        return None if self.held is None else StoredTensor(self.held.stored(), 0, self.outer)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.held is None else Kept(self.held.stored(), 1, self.outer)
+        return None if self.held is None else StoredTensor(self.held.stored(), 1, self.outer)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, Hkv, _, D = key_states.shape
@@ -61,15 +62,15 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         if k.dtype is not held.dtype or v.dtype is not held.dtype:
             k, v = k.to(held.dtype), v.to(held.dtype)
         stored = held.extend(k, v)
-        return Kept(stored, 0, self.outer), Kept(stored, 1, self.outer)
+        return StoredTensor(stored, 0, self.outer), StoredTensor(stored, 1, self.outer)
 
-    _update_outside = torch.compiler.disable(_update)  # a compiler cannot make stand-ins
+    _update_outside = torch.compiler.disable(_update)  # a compiler cannot construct stand-ins
 
     def get_seq_length(self) -> int:
         return 0 if self.held is None else len(self.held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns how many keys `update` will return, and the position of the first."""
+        """Returns the number of keys that the next `update` returns, and the position of the first."""
         if self.held is None:
             return query_length, 0
         rows = self.held.rows_with(query_length)
@@ -108,19 +109,20 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class Cache(hf.Cache):
-    """A cache for `generate(past_key_values=...)` that never copies old keys when a token is appended.
+    """A cache for `generate(past_key_values=...)` that appends tokens without copying older ones.
 
-    Layers with full attention use a `KVCache` or, with `bits`, a `QuantizedCache`. Layers with a window or
-    chunks use an unquantized `SlidingCache` that keeps as many tokens as the window reaches. `regard`
-    attention reads the storage in place; other implementations get dense tensors made from it.
+    Layers with full attention use a `KVCache` or, with `bits`, a `QuantizedCache`. Layers with a
+    window or chunks use an unquantized `SlidingCache`. `regard` attention reads the storage in
+    place; other implementations receive dense tensors.
 
     Args:
         config: the model's config.
-        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the model's,
-            queries are rounded to it for attention.
-        bits: 8 or 4 for quantized keys and values, with a scale for each group of 32 channels.
-        capacity: the largest number of tokens, allocated at once; one more raises. None: grows by doubling.
-        rollback: how many tokens layers with a window can always remove again (assisted generation).
+        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the
+            model's dtype, queries are rounded to it for attention.
+        bits: 8 or 4 to quantize keys and values, with a scale for each group of 32 channels.
+        capacity: the largest number of tokens, allocated at once; further tokens raise. None: the
+            storage grows by doubling.
+        rollback: how many tokens can be removed from layers with a window (assisted generation).
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Cache(hf.Cache):
     ) -> None:  # fmt: skip
         def layer(kind: str, sliding_window: int | None = None, **unknown: Any) -> CacheLayer:
             if unknown or kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-                raise NotImplementedError(f"config: expected layers of attention alone, got {kind!r}")
+                raise NotImplementedError(f"config: expected only attention layers, got {kind!r}")
             if sliding_window is not None:
                 make: Maker = partial(SlidingCache, window=sliding_window, rollback=rollback)
             elif bits is not None:
@@ -139,10 +141,10 @@ class Cache(hf.Cache):
             return CacheLayer(make, dtype, sliding_window)
 
         kinds, options = hf.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        super().__init__(layers=[layer(kind, **given) for kind, given in zip(kinds, options, strict=True)])
+        super().__init__(layers=[layer(kind, **sizes) for kind, sizes in zip(kinds, options, strict=True)])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, filled or not."""
+        """Bytes of allocated storage, including unused capacity."""
         layers: list[Any] = self.layers
         return sum(layer.held.nbytes for layer in layers if layer.held is not None)

@@ -1,8 +1,8 @@
-"""The masks of Transformers as values.
+"""Translates masks of Transformers to values of `regard.masks`.
 
-A model describes its mask by a function of four indices, composed of functions of `masking_utils`. Each of
-these is recognised by its name and becomes a mask atom, so that nothing of size Lq x Lk is computed. Any
-other function, such as a user's own, is evaluated and becomes `Dense`.
+A model describes its mask by a function of four indices, composed of functions of `masking_utils`.
+Each of these is recognised by its name and becomes a mask atom, so that no Lq x Lk tensor is
+computed. Any other function, such as a user's, is evaluated and becomes `Dense`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..masks._both import both
 from ._standin import MaskTensor
 
 MaskFunction = Callable[..., Any]
-_dense: Callable[..., Any] = hf.sdpa_mask  # (B, 1, Lq, Lk) bool, or None where it may be skipped
+_dense: Callable[..., Any] = hf.sdpa_mask  # returns a bool tensor (B, 1, Lq, Lk), or None to skip the mask
 CAUSAL = Causal()
 
 
@@ -53,14 +53,14 @@ def mask_tensor(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
     device: torch.device | str = "cpu", **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Returns a mask (B, 1, Lq, Lk) for `AttentionMaskInterface`, or None if every query sees every key."""
+    """Returns a mask (B, 1, Lq, Lk) for `AttentionMaskInterface`, or None if nothing is masked."""
     if torch.compiler.is_compiling():
-        made: Tensor | None = _dense(
+        dense: Tensor | None = _dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, device=device,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
         )  # fmt: skip
-        return made
+        return dense
     frame = Frame(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
     mask = both(_translated(mask_function, frame), _real_keys(frame, attention_mask))
     may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
@@ -72,7 +72,7 @@ def mask_tensor(
 
 
 def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
-    """Returns the padding mask of bool (B, tokens so far), True = real. Later tokens do not exist yet."""
+    """Returns the mask of a padding mask (B, tokens so far), bool, True = real; later keys are masked."""
     if padding_mask is None:
         return None
     end = frame.kv_offset + frame.Lk
@@ -82,23 +82,24 @@ def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
     return None if bool(keep.all()) else padding(keep)
 
 
-# Parts
+# Functions of `masking_utils`
 
 
 def _translated(function: MaskFunction, frame: Frame) -> Mask | None:
-    """Returns the mask of a function, or None if all of the frame is visible."""
+    """Returns the mask of a function, or None if the function allows everything in the frame."""
     name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else ""
-    part = PARTS.get(name.removeprefix(f"{hf.__name__}."))
-    return _evaluated(function, frame) if part is None else part(frame, **_closure(function))
+    translate = TRANSLATIONS.get(name.removeprefix(f"{hf.__name__}."))
+    return _evaluated(function, frame) if translate is None else translate(frame, **_closure(function))
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
-    """Returns the variables that a nested function has captured."""
+    """Returns the variables that a nested function captures, by name."""
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _evaluated(function: MaskFunction, frame: Frame) -> Mask:
+    """Evaluates a function on all pairs of the frame."""
     keep = _dense(
         frame.B, frame.Lq, frame.Lk, frame.q_offset, frame.kv_offset, function, allow_is_causal_skip=False,
         use_vmap=frame.use_vmap, device=frame.device,
@@ -120,13 +121,13 @@ def _causal(frame: Frame) -> Mask | None:
 
 
 def _last_tokens(frame: Frame, sliding_window: int) -> Mask | None:
-    """kv > q - W"""
-    seen = frame.offset + frame.Lq - 1 < sliding_window
-    return None if seen else Window(sliding_window - 1, None)
+    """Returns the mask kv > q - W."""
+    all_visible = frame.offset + frame.Lq - 1 < sliding_window
+    return None if all_visible else Window(sliding_window - 1, None)
 
 
 def _around(frame: Frame, sliding_window: int) -> Mask | None:
-    """|q - kv| <= W"""
+    """Returns the mask |q - kv| <= W."""
     return Window(sliding_window, sliding_window)
 
 
@@ -140,12 +141,12 @@ def _sequences(frame: Frame, packed_sequence_mask: Tensor) -> Mask | None:
 
 
 def _blocks(frame: Frame, block_sequence_ids: Tensor) -> Mask | None:
-    """Tokens of one block see each other. Block -1 sees nothing, so no key may have it."""
+    """Returns a mask of equal block ids. Block -1 attends to nothing, so its keys get another id."""
     q_ids, k_ids = (block_sequence_ids[:, x] for x in frame.positions())
     return Documents(q_ids, torch.where(k_ids < 0, torch.iinfo(torch.int64).min, k_ids.long()))
 
 
-PARTS: dict[str, Callable[..., Mask | None]] = {
+TRANSLATIONS: dict[str, Callable[..., Mask | None]] = {
     "and_masks.<locals>.and_mask": _all_of,
     "or_masks.<locals>.or_mask": _any_of,
     "causal_mask_function": _causal,

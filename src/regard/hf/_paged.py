@@ -1,9 +1,10 @@
 """Continuous batching: packed sequences of different lengths, with their keys and values in pages.
 
-The cache of Transformers writes the new keys and values into its pages. Sequences with one new token are
-decoded in place by one call with a page table. Sequences that have only new tokens need no page. Chunked
-prompts, and layers whose cache is a ring buffer, are gathered from the pages first: either many queries use
-each key, or there are few keys.
+The cache of Transformers writes the new keys and values into its pages.
+- Sequences with one new token are decoded in place, by one call with a page table.
+- Sequences with only new tokens read no page.
+- Prefill chunks gather their pages first, because many queries use each key.
+- Layers whose cache is a ring buffer gather their pages first, because they have few keys.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ CAUSAL = Causal()
 
 
 class Batch(NamedTuple):
-    """The indices of continuous batching for one kind of layer."""
+    """The indices of continuous batching for one type of layer."""
 
-    cu_seqlens_q: Tensor  # (N + 1,), cumulative lengths
-    cu_seqlens_k: Tensor
-    read: Tensor  # (total_k,): the cache row of each key; empty: all keys are new
-    write: Tensor  # (total_q,)
+    cu_seqlens_q: Tensor  # (N + 1,)
+    cu_seqlens_k: Tensor  # (N + 1,)
+    read: Tensor  # (total_k,), the slot of each key; empty if all keys are new
+    write: Tensor  # (total_q,), the slot of each new token
 
 
 class Sequence(NamedTuple):
-    """One sequence of a batch: queries `start` to `start + Lq`, and the pages of its Lk keys."""
+    """One sequence of a batch: queries [start, start + Lq) and the pages of its Lk keys."""
 
     start: int
     Lq: int
@@ -47,46 +48,49 @@ class Sequence(NamedTuple):
 
 
 class PagePlan(NamedTuple):
-    """How the sequences of a batch are read. All layers of a kind share it."""
+    """The page table of the n sequences with one new token, and the other sequences.
 
-    rows: Tensor | None  # (n,): queries of sequences with one new token; None: all there are
+    All layers of one type share a plan.
+    """
+
+    rows: Tensor | None  # (n,), the queries of the n sequences; None if there are no others
     table: Tensor  # (n, pages) int32
-    last: Tensor  # (n,): the position of these queries
-    longest: int
+    last: Tensor  # (n,), the positions of these queries
+    longest: int  # the largest Lk of the n sequences
     others: list[Sequence]
 
 
-_plans: Any = WeakIdKeyDictionary()  # by the batch's `read`, a tensor of its own in every step
+_plans: Any = WeakIdKeyDictionary()  # keyed by `Batch.read`, which is a new tensor in every step
 
 
 def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Writes k and v to the cache and computes attention.
+    """Writes the new keys and values to the cache and computes attention.
 
-    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) of the new tokens -> out (1, Hq, total_q, D).
-    `cache` and `batch` are what continuous batching passes to every layer; `options` go to `attention`.
+    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) -> out (1, Hq, total_q, D). Continuous
+    batching passes `cache` and `batch` to every layer. `options` are those of `attention`.
     """
     allocator = cache.layer_to_allocator[layer]
     window = getattr(allocator, "sliding_window", None)
-    own = Batch(
+    indices = Batch(
         batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][allocator.layer_type],
         batch["read_index"][allocator.index], batch["write_index"][allocator.index],
     )  # fmt: skip
-    if own.read.numel() and not _is_readable(allocator, window):
-        return _gathered(allocator, layer, qkv, own, window, options)
-    # With nothing to read, the allocator only writes.
-    allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, own.read[:0], own.write)
-    if not own.read.numel():
-        inside = from_cu_seqlens(own.cu_seqlens_q) & causal(window)
-        out: Tensor = attention(*qkv, mask=inside, offset=0, **options)
+    if indices.read.numel() and not _is_readable(allocator, window):
+        return _gathered(allocator, layer, qkv, indices, window, options)
+    # With an empty `read`, the allocator only writes.
+    allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, indices.read[:0], indices.write)
+    if not indices.read.numel():
+        mask = from_cu_seqlens(indices.cu_seqlens_q) & causal(window)
+        out: Tensor = attention(*qkv, mask=mask, offset=0, **options)
         return out
-    plan = _plans.get(own.read)
+    plan = _plans.get(indices.read)
     if plan is None:
-        plan = _plans[own.read] = _planned(own, allocator.tokens_per_page)
+        plan = _plans[indices.read] = _planned(indices, allocator.tokens_per_page)
     return _in_place(allocator, layer, qkv, plan, options)
 
 
 def causal(window: int | None) -> Mask:
-    """Returns a causal mask, or one of the last `window` tokens."""
+    """Returns a causal mask, restricted to the last `window` tokens if there is a window."""
     return CAUSAL if window is None else Window(window - 1)
 
 
@@ -97,7 +101,7 @@ def _is_readable(allocator: Any, window: int | None) -> bool:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(1, H, tokens, D) -> (tokens, H, D)"""
+    """Transposes (1, H, tokens, D) to (tokens, H, D)."""
     return x[0].transpose(0, 1)
 
 
@@ -105,6 +109,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _planned(batch: Batch, page: int) -> PagePlan:
+    """Returns the plan of a batch with pages of `page` tokens."""
     sequences = [
         Sequence(q0, q1 - q0, k1 - k0, batch.read[k0:k1:page] // page)
         for (q0, q1), (k0, k1) in zip(
@@ -125,6 +130,7 @@ def _planned(batch: Batch, page: int) -> PagePlan:
 
 
 def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dict[str, Any]) -> Tensor:
+    """Computes attention to the pages. Sequences with one new token read them in place."""
     k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
     page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
     pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
@@ -135,34 +141,36 @@ def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dic
     if len(plan.rows):
         out[:, :, plan.rows] = _last(q[:, :, plan.rows], pages, plan, options)
     for sequence in plan.others:
-        place = slice(sequence.start, sequence.start + sequence.Lq)
-        out[:, :, place] = _one(sequence, pages, tuple(x[:, :, place] for x in qkv), options)
+        queries = slice(sequence.start, sequence.start + sequence.Lq)
+        out[:, :, queries] = _one(sequence, pages, tuple(x[:, :, queries] for x in qkv), options)
     return out
 
 
 def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> Tensor:
     """Computes attention of q (1, Hq, n, D), the last tokens of n sequences, as a batch of n."""
     out: Any = attend_stored(q.transpose(0, 2), pages, Options(CAUSAL, plan.last, **options))
-    joined: Tensor = out.transpose(0, 2)
-    return joined
+    packed: Tensor = out.transpose(0, 2)
+    return packed
 
 
 def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+    """Computes attention of one sequence with several new tokens."""
     if sequence.Lk == sequence.Lq:
         return attention(*qkv, mask=CAUSAL, **options)
-    own = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
-    return attend_stored(qkv[0], own, Options(CAUSAL, **options))
+    stored = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
+    return attend_stored(qkv[0], stored, Options(CAUSAL, **options))
 
 
-# Collected
+# Gathered
 
 
 def _gathered(
     allocator: Any, layer: int, qkv: Qkv, batch: Batch, window: int | None, options: dict[str, Any]
 ) -> Tensor:
+    """Gathers keys and values from the pages and computes attention of packed sequences."""
     q, k, v = (_tokens(x) for x in qkv)
     k, v = allocator.update(k, v, layer, batch.read, batch.write)
-    alone = int(batch.cu_seqlens_q.diff().max()) == 1  # then a query sees all keys of its sequence
-    mask = None if alone else causal(window)
+    decodes = int(batch.cu_seqlens_q.diff().max()) == 1  # then a query attends to all keys of its sequence
+    mask = None if decodes else causal(window)
     out: Tensor = varlen_attention(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

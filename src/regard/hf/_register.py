@@ -1,4 +1,4 @@
-"""The name `regard` in the tables of Transformers."""
+"""Registers `regard` as an attention implementation of Transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._masks import mask_tensor
 
 
 def register() -> None:
-    """Registers `attn_implementation="regard"` with Transformers, for models loaded before or after.
+    """Registers `attn_implementation="regard"` with Transformers, also for models loaded before.
 
     Example:
         >>> regard.hf.register()
@@ -26,18 +26,18 @@ def register() -> None:
 
 
 def _admit_to_continuous_batching() -> None:
-    """Adds `regard` to the implementations that continuous batching accepts.
+    """Adds `regard` to the implementations that Transformers' continuous batching accepts.
 
-    Transformers has the list hard-coded in a method.
+    The list is hard-coded in one of its methods.
     """
-    refuse = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    if getattr(refuse, "_admits", None) == NAME:
+    original = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    if getattr(original, "_admits", None) == NAME:
         return
 
-    @functools.wraps(refuse)
+    @functools.wraps(original)
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation != NAME:
-            refuse(self, model, *args, **kwargs)
+            original(self, model, *args, **kwargs)
 
     switch._admits = NAME  # type: ignore[attr-defined]
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 """Tensor subclasses that carry a mask or a cache through the code of models.
 
-Transformers passes a mask from the mask function to the attention function, and keys and values from the
-cache to the attention function, through the code of several hundred models. Some of it reads shape and dtype,
-a little of it computes. A stand-in has the shape and dtype of the dense tensor and no memory. An operation on
-it first makes the dense tensor, so code that does not know stand-ins is correct, only slower.
+Masks, keys and values reach the attention function of Transformers through the code of several
+hundred models. Some models read shape and dtype, a few compute. A stand-in has the shape and dtype
+of the dense tensor and no memory. An operation on a stand-in first builds the dense tensor, so code
+that does not know stand-ins is correct but slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..masks import Mask
 
 
 class StandIn(Tensor):
-    """A tensor without memory; operations on it receive the result of `dense`."""
+    """A tensor without memory. Operations replace it by the result of `dense`."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -34,24 +34,24 @@ class StandIn(Tensor):
         if func._schema.is_mutable and args and isinstance(args[0], StandIn):
             raise RuntimeError(
                 f"{type(args[0]).__name__} stands for a tensor and cannot be changed in place ({func}); "
-                "change a clone of it"
+                "change a clone"
             )
         args, kwargs = tree.tree_map_only(StandIn, lambda x: x.dense(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 class MaskTensor(StandIn):
-    """A dense mask (B, 1, Lq, Lk), True = may attend, that carries a `Mask` value."""
+    """A stand-in for a dense mask (B, 1, Lq, Lk), True = may attend."""
 
-    mask: Mask | None  # None: every query sees every key
+    mask: Mask | None  # None: nothing is masked
     offset: int
 
     def __new__(
         cls: Any, mask: Mask | None, offset: int, shape: tuple[int, ...], device: torch.device | str
     ) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
-        made.mask, made.offset = mask, offset
-        return made
+        tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        tensor.mask, tensor.offset = mask, offset
+        return tensor
 
     def dense(self) -> Tensor:
         B, _, Lq, Lk = self.shape
@@ -60,8 +60,8 @@ class MaskTensor(StandIn):
         return self.mask.to_dense(Lq, Lk, self.offset).expand(B, 1, Lq, Lk)
 
 
-class Kept(StandIn):
-    """The keys (B, Hkv, Lk, D) or values of a cache, which the kernels read in place."""
+class StoredTensor(StandIn):
+    """A stand-in for stored keys (B, Hkv, Lk, D) or values, which the kernels read in place."""
 
     stored: Stored
     which: int  # 0: keys, 1: values
@@ -69,10 +69,10 @@ class Kept(StandIn):
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
         source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
         shape = (*source.shape[:2], stored.length, size)
-        strides = source.stride() if source.dtype is dtype else None  # numbers are used as they lie
-        made = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
-        made.stored, made.which = stored, which
-        return made
+        strides = source.stride() if source.dtype is dtype else None  # no conversion: same layout
+        tensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
+        tensor.stored, tensor.which = stored, which
+        return tensor
 
     def dense(self) -> Tensor:
         return self.stored.dense(self.dtype)[self.which].to(self.dtype)

@@ -1,4 +1,4 @@
-"""Looking at attention: what each head of a model does, recorded without the n x n weights, and drawn."""
+"""Records and draws what each attention head of a model does, without storing n x n weights."""
 
 from ._capture import Capture as Capture, capture as capture, read as read, record as record
 from ._curves import (

@@ -1,4 +1,4 @@
-"""Records evidence while a model runs."""
+"""`capture`, which records evidence of every attention call while a model runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def capture(
     model: nn.Module, *, tokens: _tokens.Texts | None = None, tokenizer: Any = None,
     want: Sequence[facts.Fact] = (), keep: str | None = None,
 ) -> Capture:  # fmt: skip
-    """Records facts about the weights of every attention of a model that runs inside a `with` block.
+    """Returns a context manager that records facts about every attention call of a model.
 
-    Records `regard.nn`, everything that calls `regard.attention`, `torch.nn.MultiheadAttention` and models of
-    Hugging Face Transformers. The last two use Regard's kernels inside the block and are restored after it,
-    also if it raises. A recording has size O(n) for each call, never the n x n weights.
+    It records calls of `regard.attention` (also inside `regard.nn`), `torch.nn.MultiheadAttention`
+    and models of Hugging Face Transformers. The last two use Regard's kernels inside the `with`
+    block and are restored after it, also after an exception. Each call takes O(n) memory; the n x n
+    weights are never stored.
 
     Args:
-        model: the module to watch. Each call of attention in it becomes a `Layer`, in order.
-        tokens: a list of strings, or one list for each sample of the batch. If a list is shorter than the
-            longest, the rest of the sample is padding and is not counted.
-        tokenizer: a tokenizer of Transformers: tokens are then read from the model's `input_ids`.
-        want: facts besides those that head roles need, such as `regard.BlockMass(64)`.
-        keep: "qk" also keeps queries and keys, again O(n), so that rows, heat maps and every other fact can
-            be computed later.
+        model: the module to record. Each attention call in it becomes a `Layer`, in order.
+        tokens: a list of strings, or one list per sample of the batch. Positions after the end of a
+            shorter list are padding, which facts do not count.
+        tokenizer: a tokenizer of Transformers, which decodes the model's `input_ids` to tokens.
+        want: more facts to record, such as `regard.BlockMass(64)`. The facts that head roles need
+            are always recorded.
+        keep: "qk" also stores queries and keys, in O(n) memory, so that rows, heat maps and other
+            facts can be computed later.
 
     Example:
         >>> with see.capture(model, tokenizer=tokenizer, keep="qk") as seen:
@@ -62,18 +64,18 @@ def capture(
 
 
 def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
-    """Runs a model of Transformers on a text inside `capture`, with queries and keys kept.
+    """Runs a Transformers model on a text inside `capture(..., keep="qk")` and returns the capture.
 
     Example:
         >>> seen = see.read(model, tokenizer, "The cat sat on the mat")
     """
     seen = capture(model, tokenizer=tokenizer, want=want, keep="qk")
-    words = tokenizer(text, return_tensors="pt")
-    length = words["input_ids"].shape[1]
+    inputs = tokenizer(text, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
     if length > tokenizer.model_max_length:
         raise ValueError(f"text: expected at most {tokenizer.model_max_length} tokens, got {length}")
     with seen, torch.inference_mode():
-        model(**words.to(model.device))
+        model(**inputs.to(model.device))
     return seen
 
 
@@ -81,17 +83,17 @@ def record(
     q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, name: str = "attention",
     want: Sequence[facts.Fact] = (), **options: Any,
 ) -> Layer:  # fmt: skip
-    """Returns what `capture` would record of `regard.attention(q, k, v, **options)`; q and k are kept."""
+    """Returns the `Layer` that `capture(..., keep="qk")` records for `attention(q, k, v, **options)`."""
     return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 
 
 class Capture:
-    """The layers that were recorded: `seen[3]` is a layer, `seen[3, 5]` one of its heads."""
+    """The recorded layers: `seen[3]` or `seen["name"]` is a layer, `seen[3, 5]` a head of layer 3."""
 
     def __init__(self, model: nn.Module, recorder: _Recorder, tokenizer: Any) -> None:
         self._model, self._recorder, self._tokenizer = model, recorder, tokenizer
         self._running: ExitStack | None = None
-        self._names: list[str] = []  # of the modules that are being called
+        self._names: list[str] = []  # names of the running modules, outermost first
         self._thread = 0
         self._ran = False
 
@@ -114,32 +116,35 @@ class Capture:
         return self.layers[_tokens.index("layer", which, len(self))]
 
     def _named(self, name: str) -> Layer:
-        found = [layer for layer in self if layer.name == name]
-        if len(found) != 1:
-            known = ", ".join(dict.fromkeys(layer.name for layer in self))
-            raise KeyError(f"layer: expected a name that is there once, got {name!r} of {known}")
-        return found[0]
+        matches = [layer for layer in self if layer.name == name]
+        if len(matches) != 1:
+            names = ", ".join(dict.fromkeys(layer.name for layer in self))
+            raise KeyError(f"layer: expected a name that occurs once in {names}, got {name!r}")
+        return matches[0]
 
     def heads(self, sample: int = 0) -> Iterator[Head]:
         """Iterates over every head of every layer."""
         return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
-        """Returns the weight of one token for another in every head, the largest first."""
-        found = []
+        """Returns the weight of a query for a key in every head, sorted by descending weight."""
+        links = []
         for layer in self:
             i = _tokens.find(layer.texts(sample), query)
             j = _tokens.find(layer.key_texts(sample), key)
-            each = layer.rows([i])[sample, :, 0, j].tolist()
-            found += [Link(layer.index, head, weight) for head, weight in enumerate(each)]
-        return sorted(found, key=lambda link: -link.weight)
+            weights = layer.rows([i])[sample, :, 0, j].tolist()
+            links += [Link(layer.index, head, weight) for head, weight in enumerate(weights)]
+        return sorted(links, key=lambda link: -link.weight)
 
     def entropy_map(self, sample: int = 0) -> list[Tensor]:
-        """Returns for each layer the entropy (Hq,) of its heads: 0 (one key) to 1 (all alike), query mean."""
+        """Returns the normalised entropy (Hq,) of each layer's heads, averaged over queries.
+
+        0 means that all weight is on one key, 1 that all allowed keys have equal weights.
+        """
         return [torch.stack([head.entropy.mean() for head in layer._of_sample(sample)]) for layer in self]
 
     def rollout(self, token: int | str, sample: int = 0) -> Tensor:
-        """Returns attention rollout (n,): what reaches one token from each token through all layers."""
+        """Returns one token's row (n,) of attention rollout: each token's contribution through all layers."""
         if not self.layers:
             raise ValueError("rollout: expected at least one layer, got none")
         for layer in self:
@@ -147,9 +152,9 @@ class Capture:
                 raise ValueError('rollout: expected capture(model, keep="qk"), got layers without q and k')
             if layer.shape[2] != layer.shape[3]:
                 raise ValueError(f"rollout: expected self-attention in every layer, got {layer!r}")
-        kept: list[Any] = [(layer.q, layer.k, layer.options) for layer in self]
+        calls: list[Any] = [(layer.q, layer.k, layer.options) for layer in self]
         texts = self[0].texts(sample)
-        return rollout(kept, _tokens.find(texts, token))[sample, : len(texts)].cpu()
+        return rollout(calls, _tokens.find(texts, token))[sample, : len(texts)].cpu()
 
     def __repr__(self) -> str:
         if not self.layers:
@@ -164,7 +169,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         if self._running is not None:
-            raise RuntimeError("capture: this one is recording already")
+            raise RuntimeError("capture: expected a capture that is not recording, got one that is")
         self._thread, self._ran, self._names = threading.get_ident(), False, []
         with ExitStack() as stack:
             if any(hasattr(module, "set_attn_implementation") for module in self._model.modules()):
@@ -174,7 +179,7 @@ class Capture:
             stack.enter_context(replaced_attention(self._model))
             for name, module in self._model.named_modules():
                 self._follow(stack, name or type(module).__name__, module)
-            stack.enter_context(listening(self._hear))
+            stack.enter_context(listening(self._record))
             self._running = stack.pop_all()
         return self
 
@@ -183,23 +188,24 @@ class Capture:
         self._running.close()
         self._running = None
         if kind is None and self._ran:
-            self._check_heard()
+            self._check_recorded()
 
-    def _check_heard(self) -> None:
+    def _check_recorded(self) -> None:
+        """Raises if no call was recorded, or if the caller's tokens fit none of the calls."""
         if not self.layers:
             raise RuntimeError(
-                f"capture: {type(self._model).__name__} ran without a call of attention that can be heard; "
-                "known are regard.attention, torch.nn.MultiheadAttention and models of Transformers"
+                "capture: expected calls of regard.attention, torch.nn.MultiheadAttention or a model of "
+                f"Transformers, got none from {type(self._model).__name__}"
             )
-        given = self._recorder.tokens
-        if given is not None and self._tokenizer is None and all(layer.tokens is None for layer in self):
+        tokens = self._recorder.tokens
+        if tokens is not None and self._tokenizer is None and all(layer.tokens is None for layer in self):
             raise ValueError(
-                f"tokens: expected one for each token of {self.layers[0]!r}, got {list(map(len, given))} for "
-                f"{len(given)} samples; special tokens count"
+                f"tokens: expected one string for each token of {self.layers[0]!r}, "
+                f"got lengths {list(map(len, tokens))}; special tokens count"
             )
 
     def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        """Adds hooks that keep the names of the running modules, and read the tokens of the model's input."""
+        """Adds hooks that track the names of running modules and read the tokens of the model's input."""
 
         def entered(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != self._thread:
@@ -216,33 +222,34 @@ class Capture:
         stack.callback(module.register_forward_hook(left, always_call=True).remove)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Reads the tokens from the inputs of the outermost module."""
         self._ran = True
         if self._tokenizer is None:
             return
         self._recorder.tokens = None
         ids = kwargs.get("input_ids", args[0] if args else None)
-        of_encoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and not of_encoder:
+        encoder_decoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and not encoder_decoder:
             self._recorder.tokens = _tokens.of_ids(self._tokenizer, ids, kwargs.get("attention_mask"))
             self._recorder.length = ids.shape[-1]
 
-    def _hear(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+    def _record(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
         if self._names and threading.get_ident() == self._thread:
             self._recorder.layers.append(self._recorder.layer(self._names[-1], q, k, options))
 
 
 class _Recorder:
-    """Makes a `Layer` of each call."""
+    """Builds a `Layer` from the arguments of each call."""
 
     def __init__(self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool) -> None:
         self.want, self.keep = tuple(dict.fromkeys((*WANTED, *want))), keep
         self.layers: list[Layer] = []
         self.tokens = tokens
-        self.length = 0 if tokens is None else max(map(len, tokens))  # with padding
+        self.length = 0 if tokens is None else max(map(len, tokens))  # including padding
 
     @torch.no_grad()
     def layer(self, name: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Layer:
-        """q (..., Hq, Lq, D) and k with at most one batch dim."""
+        """Returns the layer of a call with q (..., Hq, Lq, D) and k, which have at most one batch dim."""
         q, k = (x.detach()[(None,) * (4 - x.ndim)] for x in (q, k))
         if q.ndim != 4:
             raise ValueError(f"capture: expected queries with at most one batch dim, got {describe(q)}")
@@ -250,28 +257,28 @@ class _Recorder:
         Lk, offset = k.shape[2], options.get("offset")
         tokens = self._tokens(B, Lq, Lk)
         options = self._without_padding(options, tokens, q, Lk)
-        found = evidence(q, k, None, *self.want, **options)
-        kept: dict[str, Any] = {}
+        results = evidence(q, k, None, *self.want, **options)
+        inputs: dict[str, Any] = {}
         if self.keep:
             detached = tree.tree_map_only(Tensor, Tensor.detach, options)
-            kept = {"q": q.clone(), "k": k.clone(), "options": detached}
+            inputs = {"q": q.clone(), "k": k.clone(), "options": detached}
         return Layer(
             name, len(self.layers), (B, Hq, Lq, Lk), Lk - Lq if offset is None else offset,
-            dict(zip(self.want, on_cpu(found), strict=True)),
-            of_tokens(q, k, options, tokens), tokens, **kept,
+            dict(zip(self.want, on_cpu(results), strict=True)),
+            of_tokens(q, k, options, tokens), tokens, **inputs,
         )  # fmt: skip
 
     def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
-        """Returns the tokens if the call is self-attention over all of them. Others have positions only."""
+        """Returns the tokens if the call is self-attention over all of them, else None."""
         return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
 
     def _without_padding(
         self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int
     ) -> dict[str, Any]:
-        """Hides all keys from queries that are padding, so that no fact counts them."""
+        """Masks out padded queries, so that no fact counts them."""
         if tokens is None or all(len(sample) == Lk for sample in tokens):
             return options
-        real = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]
-        queries = torch.tensor(real, device=q.device)
+        ids = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]  # padding: -1
+        queries = torch.tensor(ids, device=q.device)
         real_rows = Documents(queries, torch.zeros_like(queries))
         return options | {"mask": both(real_rows, options.get("mask"))}

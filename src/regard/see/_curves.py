@@ -1,4 +1,4 @@
-"""Bars and curves: what one token attends to, what reaches it, entropy by layer, mass by distance."""
+"""Bar charts and curves: weights of one query, rollout, entropy by layer, mass by distance."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MOST_BARS = 40
 
 
 class Share(NamedTuple):
-    """What one token gets from each token."""
+    """The contribution of each token to one token, and how to label it."""
 
     row: Tensor  # (n,)
     texts: Sequence[str]
-    own: int  # the position of the token itself
+    position: int  # of the token itself
     unit: str
 
 
 def token(head: Head, token: int | str, *, dark: bool = False, path: Path = None) -> Figure:
-    """Draws what one token attends to: a bar for each key, or for the 40 largest."""
+    """Draws the weights of one query as bars: all keys, or the 40 with the largest weights."""
     at = _tokens.find(head.tokens, token)
     share = Share(head.row(at), head.key_tokens, head.layer.start(head.sample) + at, "weight")
     title = f"What “{labels([head.tokens[at]])[0]}” attends to"
@@ -42,10 +42,10 @@ def token(head: Head, token: int | str, *, dark: bool = False, path: Path = None
 def rollout(
     seen: Capture, token: int | str, *, sample: int = 0, dark: bool = False, path: Path = None
 ) -> Figure:
-    """Draws what reaches one token through all layers: its row of attention rollout."""
+    """Draws one token's row of attention rollout as bars: each token's contribution through all layers."""
     row, texts = seen.rollout(token, sample), seen[0].texts(sample)
     at = _tokens.find(texts, token)
-    title = f"What reaches “{labels([texts[at]])[0]}”"
+    title = f"Attention rollout of “{labels([texts[at]])[0]}”"
     below = f"rollout through {len(seen)} layers, heads averaged, ½ (A + I); exact"
     return _bars(Share(row, texts, at, "share"), title, below, dark).finished(path)
 
@@ -59,13 +59,13 @@ def _bars(share: Share, title: str, below: str, dark: bool) -> Drawing:
         below += f"; the largest {MOST_BARS} of {n}"
     drawing = Drawing(5.4, 0.23 * len(chosen) + 1.2, dark)
     axes, colours = drawing.axes, drawing.colours
-    tones = [colours.accent if i == share.own else colours.ramp[2] for i in chosen]
+    tones = [colours.accent if i == share.position else colours.ramp[2] for i in chosen]
     bars = axes.barh(range(len(chosen)), values, color=tones, height=0.72)
-    numbers = [f"{value:.3f}" if value >= 0.0005 else "0" for value in values]
-    axes.bar_label(bars, numbers, padding=3, fontsize=7, color=colours.ink)
+    captions = [f"{value:.3f}" if value >= 0.0005 else "0" for value in values]
+    axes.bar_label(bars, captions, padding=3, fontsize=7, color=colours.ink)
     axes.set_yticks(range(len(chosen)), names, fontsize=9, parse_math=False)
-    if share.own in chosen:
-        axes.get_yticklabels()[chosen.index(share.own)].set_color(colours.accent)
+    if share.position in chosen:
+        axes.get_yticklabels()[chosen.index(share.position)].set_color(colours.accent)
     axes.set(xlim=(0, 1.14 * max(1e-6, *values)), ylim=(len(chosen) - 0.4, -0.6), xticks=[])
     drawing.name_axes(share.unit)
     drawing.title(title, below)
@@ -73,7 +73,7 @@ def _bars(share: Share, title: str, below: str, dark: bool) -> Drawing:
 
 
 def entropy(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws entropy by layer: a dot for each head, a line through their means."""
+    """Draws entropy by layer: a dot for each head, and a line through the layers' means."""
     rows = check_recorded("entropy", seen).entropy_map(sample)
     drawing = Drawing(5.6, 3.4, dark, frame=True)
     axes, colours = drawing.axes, drawing.colours
@@ -83,32 +83,32 @@ def entropy(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = 
     means = [row.mean().item() for row in rows]
     line: dict[str, Any] = {"color": colours.accent, "linewidth": 1.8, "marker": "o", "markersize": 4}
     axes.plot(range(len(rows)), means, label="mean of the layer", **line)
-    few = range(0, len(rows), -(-len(rows) // 16))
-    axes.set(xlim=(-0.4, len(rows) - 0.4), ylim=(-0.03, 1.03), xticks=few)
+    ticks = range(0, len(rows), -(-len(rows) // 16))
+    axes.set(xlim=(-0.4, len(rows) - 0.4), ylim=(-0.03, 1.03), xticks=ticks)
     drawing.name_axes("layer", "entropy / log(allowed keys)")
     axes.legend(frameon=False, fontsize=8, labelcolor=colours.ink)
-    drawing.title("How broadly each head looks", "mean over queries; exact")
+    drawing.title("Entropy of heads by layer", "mean over queries; exact")
     return drawing.finished(path)
 
 
 def distances(
     seen: Capture | Head, *, sample: int = 0, most: int = 32, dark: bool = False, path: Path = None
 ) -> Figure:
-    """Draws the share of mass at each distance, a curve for each layer or for one head."""
+    """Draws the share of attention mass at each distance: a curve per layer, or one curve for a head."""
     count("most", most, 1)
     drawing = Drawing(6.2, 3.4, dark, frame=True)
     axes, colours = drawing.axes, drawing.colours
     curves = _by_distance(seen, sample)
-    for number, (name, far, mass) in enumerate(curves):
-        near, share = far.abs() <= most, mass / mass.sum().clamp_min(1e-30)
-        tone = colormap(colours)(0.35 + 0.65 * (number + 1) / len(curves))
-        axes.plot(far[near].numpy(), share[near].numpy(), color=tone, linewidth=1.6, label=name)
+    for index, (name, distance, mass) in enumerate(curves):
+        near, share = distance.abs() <= most, mass / mass.sum().clamp_min(1e-30)
+        tone = colormap(colours)(0.35 + 0.65 * (index + 1) / len(curves))
+        axes.plot(distance[near].numpy(), share[near].numpy(), color=tone, linewidth=1.6, label=name)
     axes.axvline(0, color=colours.faint, linewidth=0.8, zorder=0)
     axes.set_ylim(0, None)
-    drawing.name_axes("distance: position of the query less that of the key", "share of the mass")
+    drawing.name_axes("distance (query position - key position)", "share of attention mass")
     axes.legend(frameon=False, fontsize=7, labelcolor=colours.ink, ncols=1 + (len(curves) > 8))
-    below = f"distances up to {most}; 1 is the token before, 0 itself; exact"
-    drawing.title("How far attention looks", below)
+    below = f"distances up to {most}; 1 is the previous token, 0 the token itself; exact"
+    drawing.title("Attention mass by distance", below)
     return drawing.finished(path)
 
 
@@ -116,16 +116,16 @@ def _by_distance(seen: Capture | Head, sample: int) -> list[tuple[str, Tensor, T
     """Returns the name, the distances and the mass of each curve."""
     if isinstance(seen, Head):
         return [(seen.title, *seen.distances)]
-    found = []
+    curves = []
     for layer in check_recorded("distances", seen):
-        far, mass = zip(*(head.distances for head in layer._of_sample(sample)), strict=True)
-        found.append((f"layer {layer.index}", far[0], torch.stack(mass).sum(0)))
-    return found
+        distances, mass = zip(*(head.distances for head in layer._of_sample(sample)), strict=True)
+        curves.append((f"layer {layer.index}", distances[0], torch.stack(mass).sum(0)))
+    return curves
 
 
 def mask(
     mask: Mask, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
     sample: int = 0, dark: bool = False, path: Path = None,
 ) -> Figure:  # fmt: skip
-    """Draws which query may attend to which key: `mask.image`."""
+    """Draws which query may attend to which key. Same as `mask.image`."""
     return mask.image(path, Lq, Lk, offset, head=head, sample=sample, dark=dark)

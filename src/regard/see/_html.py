@@ -1,4 +1,4 @@
-"""HTML for notebooks. It is inline and needs nothing installed; every token is escaped."""
+"""HTML for notebooks. Styles are inline, nothing has to be installed, and every token is escaped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAME = '<div style="font-family:ui-monospace,monospace;font-size:12px;color:inh
 
 
 def capture(seen: Capture) -> str:
-    """Shows a cell for each head, coloured by role."""
+    """Returns a table with a cell for each head, coloured by role."""
     if not len(seen):
         return _page(seen)
     shown = seen.layers[:MOST_LAYERS]
@@ -32,20 +32,20 @@ def capture(seen: Capture) -> str:
 
 
 def layer(layer: Layer) -> str:
-    """Shows a line for each head with its scores."""
+    """Returns a table with a row of role scores for each head."""
     lines = (f"<td>{head.index}</td>{_scores(head.roles)}" for head in layer)
     return _page(layer, _strip(layer.texts()), _table(("head", *ROLES), lines))
 
 
 def head(head: Head) -> str:
-    """Shows which keys are attended to, and what each token attends to most."""
+    """Returns the keys shaded by the attention that they receive, and a table of each query's top keys."""
     tokens = head.tokens[:MOST_TOKENS]
-    taken = (head.column_mass / max(1, len(head.tokens)))[:MOST_TOKENS].tolist()
+    received = (head.column_mass / max(1, len(head.tokens)))[:MOST_TOKENS].tolist()
     lines = (
         f"<td>{i}</td><td>{_token(token)}</td><td>{_list(head, i)}</td>" for i, token in enumerate(tokens)
     )
     table = _table(("", "query", "attends to"), lines, len(head.tokens) - len(tokens), "tokens")
-    return _page(head, f"<div>share of the mass by key: {_strip(head.key_tokens, taken)}</div>", table)
+    return _page(head, f"<div>attention received: {_strip(head.key_tokens, received)}</div>", table)
 
 
 def _page(shown: object, *parts: str) -> str:
@@ -53,15 +53,15 @@ def _page(shown: object, *parts: str) -> str:
 
 
 def _table(names: Iterable[str], lines: Iterable[str], hidden: int = 0, what: str = "") -> str:
-    """Returns a table of lines of cells, and below it how many are hidden."""
+    """Returns a table with these column names and rows, and a note below if rows are hidden."""
     head = "".join(f'<th style="padding:2px 5px">{escape(name)}</th>' for name in names)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    more = f"<div>and {hidden} more {what}</div>" if hidden else ""
-    return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>{more}'
+    note = f"<div>and {hidden} more {what}</div>" if hidden else ""
+    return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>{note}'
 
 
 def _mark(tag: str, text: str, background: str, style: str, title: str = "") -> str:
-    """Returns an element on a background, with a title that shows when it is pointed at."""
+    """Returns an element with a background colour and a tooltip."""
     return f'<{tag} title="{escape(title)}" style="background:{background};{style}">{escape(text)}</{tag}>'
 
 
@@ -74,7 +74,7 @@ def _cell(head: Head) -> str:
 
 
 def _ink(colour: str) -> str:
-    """Returns black or white, whichever is read better on #rrggbb."""
+    """Returns black or white, whichever has more contrast with the background #rrggbb."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"color:{'#fff' if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else '#111'}"
 
@@ -91,8 +91,8 @@ def _strip(texts: Sequence[str], shares: Sequence[float] = ()) -> str:
     """Returns the tokens in a line, shaded by share."""
     shown = texts[:MOST_TOKENS]
     marks = "".join(map(_token, shown, shares or [0.0] * len(shown)))
-    more = f" … {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
-    return f'<div style="line-height:1.9">{marks}{more}</div>'
+    note = f" … {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
+    return f'<div style="line-height:1.9">{marks}{note}</div>'
 
 
 def _token(text: str, share: float = 0.0) -> str:
@@ -102,6 +102,7 @@ def _token(text: str, share: float = 0.0) -> str:
 
 
 def _list(head: Head, query: int) -> str:
+    """Returns the keys with the largest weights of one query."""
     keys = head.top(query)[:MOST_KEYS]
     return " ".join(f"{_token(key.token, key.weight)} {key.weight:.2f}" for key in keys)
 

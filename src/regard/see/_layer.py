@@ -1,4 +1,4 @@
-"""The recorded evidence of one call of attention, and of one head of it."""
+"""`Layer` and `Head`: the recorded evidence of one attention call, and of one of its heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .._tools.arguments import count
 from . import _html, _tokens
 from ._roles import Role, chosen, named, of_layer
 
-MOST_WEIGHTS = 2**26  # of all heads, when a matrix is asked for
+MOST_WEIGHTS = 2**26  # limit of `Head.weights`, over all samples and heads of the layer
 
 
-def on_cpu(found: tuple[Any, ...]) -> tuple[Any, ...]:
+def on_cpu(results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Moves results of facts to the CPU."""
-    return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in found)
+    return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in results)
 
 
 class Link(NamedTuple):
-    """How much a query attends to a key."""
+    """The weight of one query for one key in one head."""
 
     layer: int
     head: int
@@ -33,7 +33,7 @@ class Link(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key that is attended to."""
+    """A key and its weight in one row of attention."""
 
     position: int
     token: str
@@ -44,20 +44,20 @@ class Key(NamedTuple):
 class Layer:
     """The evidence of one call of `regard.attention`: facts about its weights, not the weights.
 
-    With `q` and `k` kept, everything else can be asked for later: `layer.fact(regard.BlockMax(64))`.
+    If `q` and `k` were kept, other facts can be computed later: `layer.fact(regard.BlockMax(64))`.
     """
 
-    name: str  # of the module that called
-    index: int  # among the calls
+    name: str  # the module that called attention
+    index: int  # index of the call
     shape: tuple[int, int, int, int]  # B, Hq, Lq, Lk
-    offset: int | Tensor  # where query 0 stands
+    offset: int | Tensor  # the position of query 0
     found: dict[Any, Any]  # fact -> its result
-    pairs: dict[str, tuple[Tensor, Tensor]]  # role that compares tokens -> scores (B, Hq), queries (B, Hq)
-    tokens: tuple[tuple[str, ...], ...] | None = None  # of each sample, if the call was about them
+    pairs: dict[str, tuple[Tensor, Tensor]]  # role that compares tokens -> (scores, query counts), (B, Hq)
+    tokens: tuple[tuple[str, ...], ...] | None = None  # one tuple per sample, if they fit the call
     q: Tensor | None = None  # (B, Hq, Lq, D)
     k: Tensor | None = None  # (B, Hkv, Lk, D)
-    options: dict[str, Any] = field(default_factory=dict)  # of `evidence`
-    _roles: dict[int, list[dict[str, Role]]] = field(default_factory=dict)  # of samples that were asked for
+    options: dict[str, Any] = field(default_factory=dict)  # options of the call
+    _roles: dict[int, list[dict[str, Role]]] = field(default_factory=dict)  # sample -> cached roles
 
     @property
     def heads(self) -> int:
@@ -77,11 +77,11 @@ class Layer:
         return Head(self, _tokens.index("head", head, Hq), _tokens.index("sample", sample, B))
 
     def _of_sample(self, sample: int = 0) -> list[Head]:
-        """Returns every head for one sample."""
+        """Returns all heads for one sample."""
         return [self.head(head, sample) for head in range(self.heads)]
 
     def fact(self, fact: Any) -> Any:
-        """Returns the result of a fact: recorded, or computed now from `q` and `k`, if they were kept."""
+        """Returns the recorded result of a fact, or computes it from `q` and `k` and stores it."""
         if fact not in self.found:
             self.found[fact] = self.ask(fact)
         return self.found[fact]
@@ -90,18 +90,18 @@ class Layer:
         """Computes a fact from `q` and `k` without storing the result."""
         if self.q is None or self.k is None:
             raise ValueError(
-                f"{fact!r} was not recorded of {self.name!r}; capture(model, want=[...]) records it, "
-                'capture(model, keep="qk") keeps what it can be computed from'
+                f"{fact!r} was not recorded for {self.name!r}; capture(model, want=[...]) records it, "
+                'and capture(model, keep="qk") allows computing it later'
             )
         return on_cpu(evidence(self.q, self.k, None, fact, **self.options))[0]
 
     def rows(self, queries: list[int]) -> Tensor:
-        """Returns exact rows of weights of all samples and heads, (B, Hq, R, Lk)."""
+        """Returns the exact weights (B, Hq, R, Lk) of R queries."""
         rows: Tensor = self.ask(facts.Rows(torch.tensor(queries)))
         return rows
 
     def texts(self, sample: int = 0) -> tuple[str, ...]:
-        """Returns the tokens of the queries of a sample, or their positions if tokens are not known."""
+        """Returns the tokens of a sample's queries, or their positions if the tokens are unknown."""
         return self._texts(sample, self.start(sample), self.shape[2])
 
     def start(self, sample: int = 0) -> int:
@@ -111,22 +111,22 @@ class Layer:
         return self.offset
 
     def key_texts(self, sample: int = 0) -> tuple[str, ...]:
-        """Returns the tokens of the keys of a sample, or their positions if tokens are not known."""
+        """Returns the tokens of a sample's keys, or their positions if the tokens are unknown."""
         return self._texts(sample, 0, self.shape[3])
 
     def _texts(self, sample: int, first: int, n: int) -> tuple[str, ...]:
         return tuple(map(str, range(first, first + n))) if self.tokens is None else self.tokens[sample]
 
     def roles(self, sample: int = 0) -> list[dict[str, Role]]:
-        """Returns the scores of each head, by role: docs/seeing.md has the definitions."""
+        """Returns a dict from role names to scores for each head. docs/seeing.md defines the roles."""
         if sample not in self._roles:
             self._roles[sample] = of_layer(self, sample)
         return self._roles[sample]
 
     def __repr__(self) -> str:
         B, Hq, Lq, Lk = self.shape
-        kept = ", q and k kept" if self.q is not None else ""
-        return f"Layer({self.index}, {self.name!r}: {B} x {Hq} heads, {Lq} queries x {Lk} keys{kept})"
+        note = ", q and k kept" if self.q is not None else ""
+        return f"Layer({self.index}, {self.name!r}: {B} x {Hq} heads, {Lq} queries x {Lk} keys{note})"
 
     def _repr_html_(self) -> str:
         return _html.layer(self)
@@ -134,7 +134,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:
-    """One head of a layer, for one sample. Rows of padding are left out."""
+    """One head of a layer, for one sample. Padding is left out."""
 
     layer: Layer
     index: int
@@ -154,24 +154,24 @@ class Head:
 
     @property
     def entropy(self) -> Tensor:
-        """(Lq,), divided by the logarithm of the number of keys that the query may attend to."""
-        return self._own(self.layer.fact(facts.Entropy()).normalized)[: len(self.tokens)]
+        """The entropy (Lq,) of each row, divided by the logarithm of the number of allowed keys."""
+        return self._select(self.layer.fact(facts.Entropy()).normalized)[: len(self.tokens)]
 
     @property
     def confidence(self) -> Tensor:
-        """(Lq,), the largest weight of each row."""
-        return self._own(self.layer.fact(facts.RowMax()).weights)[: len(self.tokens)]
+        """The largest weight (Lq,) of each row."""
+        return self._select(self.layer.fact(facts.RowMax()).weights)[: len(self.tokens)]
 
     @property
     def column_mass(self) -> Tensor:
-        """(Lk,), the sum of each key's weights over all queries."""
-        return self._own(self.layer.fact(facts.ColumnMass()))[: len(self.key_tokens)]
+        """The total attention (Lk,) that each key receives from all queries."""
+        return self._select(self.layer.fact(facts.ColumnMass()))[: len(self.key_tokens)]
 
     @property
     def distances(self) -> tuple[Tensor, Tensor]:
-        """How far a key lies before its query, and the mass there. Negative distances are ahead."""
-        found = self.layer.fact(facts.DistanceHistogram())
-        return found.distances, self._own(found.mass)
+        """Distances (query position - key position), and the attention mass at each distance."""
+        histogram = self.layer.fact(facts.DistanceHistogram())
+        return histogram.distances, self._select(histogram.mass)
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -179,36 +179,37 @@ class Head:
 
     @property
     def role(self) -> Role | None:
-        """The first role, in the order of `see.ROLES`, whose score is large enough; None: mixed."""
+        """The first role of `see.ROLES` whose score reaches its threshold; None if no score does."""
         return chosen(self.roles)
 
     def row(self, token: int | str) -> Tensor:
-        """Returns the exact weights (Lk,) of one query, given by position or by its text."""
-        row = self._own(self.layer.rows([_tokens.find(self.tokens, token)]))
+        """Returns the exact weights (Lk,) of one query, given by its index or its text."""
+        row = self._select(self.layer.rows([_tokens.find(self.tokens, token)]))
         return row[0, : len(self.key_tokens)]
 
     def top(self, token: int | str, k: int = 8) -> list[Key]:
-        """Returns the keys that one query attends to most, the largest weight first."""
+        """Returns the k keys with the largest weights of one query, sorted by descending weight."""
         count("k", k, 1)
         at, texts = _tokens.find(self.tokens, token), self.key_tokens
-        known = [fact for fact in self.layer.found if isinstance(fact, facts.TopK) and fact.k >= k]
-        found = self.layer.fact(known[0] if known else facts.TopK(k))
-        keys, weights = (self._own(x)[at, :k].tolist() for x in (found.keys, found.weights))
+        recorded = [fact for fact in self.layer.found if isinstance(fact, facts.TopK) and fact.k >= k]
+        top = self.layer.fact(recorded[0] if recorded else facts.TopK(k))
+        keys, weights = (self._select(x)[at, :k].tolist() for x in (top.keys, top.weights))
         pairs = zip(keys, weights, strict=True)
         return [Key(key, texts[key], weight) for key, weight in pairs if 0 <= key < len(texts)]
 
     def weights(self) -> Tensor:
-        """Returns the exact weights (Lq, Lk). Raises if all heads together have more than 2**26."""
+        """Returns the exact weights (Lq, Lk). Raises ValueError if the layer has more than 2**26 weights."""
         B, Hq, Lq, Lk = self.layer.shape
         if B * Hq * Lq * Lk > MOST_WEIGHTS:
             raise ValueError(
-                f"weights: expected at most 2**26 weights, got {self.layer!r}; `row(i)` gives one row, and "
-                "`layer.fact(regard.BlockMass(64))` all of them at block resolution"
+                f"weights: expected at most 2**26 weights, got {self.layer!r}; `row(i)` returns one row, and "
+                "`layer.fact(regard.BlockMass(64))` the sums of blocks"
             )
-        rows = self._own(self.layer.rows(list(range(len(self.tokens)))))
+        rows = self._select(self.layer.rows(list(range(len(self.tokens)))))
         return rows[:, : len(self.key_tokens)]
 
-    def _own(self, result: Tensor) -> Tensor:
+    def _select(self, result: Tensor) -> Tensor:
+        """Returns this head's part of a result (B, Hq, ...)."""
         return result[self.sample, self.index]
 
     def __repr__(self) -> str:

@@ -1,4 +1,7 @@
-"""Maps: one head, all heads, entropy. Beyond a limit a cell is a block with its exact mass."""
+"""Heat maps of one head, of all heads, and of entropy.
+
+Long sequences are drawn at block resolution: a cell is a block with its exact mass.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from ._style import ROLE_COLOURS, Drawing, Path, colormap, labels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_CELLS = 256  # of a map of blocks, each way
+MOST_CELLS = 256  # rows and columns of a map at block resolution
 MOST_LABELS = 64
 THUMBNAIL = 64
-SIDE, TALL = 0.88, 1.1  # of a thumbnail in a grid with columns of 1, and the distance of its rows
+SIDE, TALL = 0.88, 1.1  # a thumbnail's size and row spacing, if the column spacing is 1
 
 
 class Cells(NamedTuple):
-    """The values of a map: weights, or for blocks the mass of the keys, averaged over the queries."""
+    """The values of a map: weights, or the mean mass that a block's queries place on its keys."""
 
     values: Tensor  # (rows, columns)
     block: int
@@ -38,11 +41,10 @@ class Cells(NamedTuple):
 
 
 def heatmap(head: Head, *, limit: int = 512, dark: bool = False, path: Path = None) -> Figure:
-    """Draws which query (row) attends to which key (column) in one head.
+    """Draws the weights of one head: a row for each query, a column for each key.
 
-    Colours follow the square root of the weight, so that small weights show; the scale beside the map has
-    the numbers. Beyond `limit` tokens a cell is a block: the mass that its queries give to its keys, on
-    average.
+    The colour scale is the square root of the weight, so that small weights are visible. With more
+    than `limit` tokens, a cell is a block: the mean mass that its queries place on its keys.
     """
     count("limit", limit, 1)
     cells = _cells(head, limit)
@@ -53,14 +55,14 @@ def heatmap(head: Head, *, limit: int = 512, dark: bool = False, path: Path = No
     drawing.axes.set(xlim=(-0.5, nk - 0.5), ylim=(nq - 0.5, -0.5))
     if cells.block == 1 and max(nq, nk) <= MOST_LABELS:
         _label(drawing.axes, head)
-    drawing.name_axes("key: what is attended to", "query: who attends")
+    drawing.name_axes("key", "query")
     drawing.title(f"{head.title} · {named(head.role)}", f"{nq} x {nk} tokens, {cells.exactness}")
     drawing.scale(image, (0, 0.05, 0.2, 0.5, 1), "weight" if cells.block == 1 else "mass")
     return drawing.finished(path)
 
 
 def grid(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws every head of every layer as a small map, framed in the colour of its role."""
+    """Draws all heads of all layers as thumbnails, framed in the colour of their role."""
     columns = max(layer.heads for layer in check_recorded("grid", seen))
     drawing = Drawing(max(4.4, 0.86 * columns + 0.7), 0.98 * len(seen) + 0.9, dark)
     axes, used = drawing.axes, set()
@@ -77,7 +79,10 @@ def grid(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = Non
 
 
 def entropy_map(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws how spread each head is: 0 for one key, 1 for all keys alike. Mean over queries."""
+    """Draws the normalised entropy of every head, averaged over queries.
+
+    0 means that all weight is on one key, 1 that all allowed keys have equal weights.
+    """
     rows = check_recorded("entropy_map", seen).entropy_map(sample)
     table = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
     widest = table.shape[1]
@@ -90,7 +95,7 @@ def entropy_map(seen: Capture, *, sample: int = 0, dark: bool = False, path: Pat
         axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
     axes.set(xticks=range(widest), yticks=range(len(rows)))
     drawing.name_axes("head", "layer")
-    below = "0: one key, 1: all allowed keys alike; mean over queries, exact"
+    below = "0: one key, 1: equal weights; mean over queries, exact"
     drawing.title("Entropy of every head", below)
     drawing.scale(image, (0, 0.5, 1), "entropy")
     return drawing.finished(path)
@@ -98,7 +103,7 @@ def entropy_map(seen: Capture, *, sample: int = 0, dark: bool = False, path: Pat
 
 def check_recorded(name: str, seen: Capture) -> Capture:
     if not len(seen):
-        raise ValueError(f"{name}: expected a capture with layers, got one that has recorded nothing")
+        raise ValueError(f"{name}: expected a capture with layers, got one without")
     return seen
 
 
@@ -110,18 +115,18 @@ def _cells(head: Head, limit: int) -> Cells:
 
 
 def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
-    """Returns at most `most` cells each way for each head: the mass of a block over its number of queries."""
-    block = 1 << (-(-longest // most) - 1).bit_length()  # the smallest power of two that suffices
+    """Returns the cells of each head, at most `most` x `most`: a block's mass divided by its queries."""
+    block = 1 << (-(-longest // most) - 1).bit_length()  # the smallest sufficient power of two
     mass = layer.fact(facts.BlockMass(block)).levels[0][sample]  # (Hq, nq, nk)
     starts = torch.arange(mass.shape[-2]) * block
     counts = (len(layer.texts(sample)) - starts).clamp(1, block)
-    return [Cells(each / counts[:, None], block) for each in mass]
+    return [Cells(head / counts[:, None], block) for head in mass]
 
 
 def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: float) -> Any:
-    """Paints cells from the upper left corner on. `token` is the width of a token.
+    """Draws cells with `corner` as the upper left corner. `token` is the width of a token.
 
-    The last block may reach beyond the last token.
+    The last block may extend beyond the last token.
     """
     from matplotlib.colors import PowerNorm
 
@@ -133,7 +138,7 @@ def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: f
 
 
 def _label(axes: Any, head: Head) -> None:
-    """Writes the tokens beside the map."""
+    """Labels rows and columns with tokens."""
     longest = max(len(head.tokens), len(head.key_tokens))
     style = {"fontsize": 9 if longest <= 24 else 7 if longest <= 40 else 5.5, "parse_math": False}
     turned = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
@@ -142,7 +147,7 @@ def _label(axes: Any, head: Head) -> None:
 
 
 def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
-    """Paints one small map with its role as frame and caption. Returns the name of the role."""
+    """Draws a thumbnail with its role as frame and caption, and returns the name of the role."""
     from matplotlib.patches import Rectangle
 
     x, y = head.index, row * TALL
@@ -157,7 +162,7 @@ def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     short = name if role is None else f"{SHORT.get(name, name)} {role.score:.2f}"
     style = {"ha": "center", "va": "top", "fontsize": 5.5, "color": drawing.colours.ink}
     text = drawing.axes.text(x + nk * token / 2, y + nq * token + 0.03, short, **style)
-    for artist in (image, border, text):  # all lie inside the axes: half of the time of a layout
+    for artist in (image, border, text):  # inside the axes, so skipping them halves the layout's time
         artist.set_in_layout(False)
     return name
 

@@ -1,7 +1,8 @@
 """Roles of heads: scores from 0 to 1, each with its definition and source.
 
-All scores come from facts of O(n) size. Duplicate and induction need pairs of equal tokens: the mass that a
-row gives to the keys of a mask is exp(LSE with that mask - LSE), so two more calls of attention measure it.
+All scores are computed from facts of O(n) size. `duplicate` and `induction` need the mass on pairs
+of equal tokens. A row's mass on the keys that a mask allows is exp(LSE with that mask - LSE), so
+attention calls that return the LSE suffice.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from . import _tokens
 if TYPE_CHECKING:
     from ._layer import Layer
 
-Pair = tuple[Tensor, Tensor]  # scores (B, Hq), and from how many queries
+Pair = tuple[Tensor, Tensor]  # scores (B, Hq) and the numbers (B, Hq) of queries that they average
 
 
 class Definition(NamedTuple):
     meaning: str
     source: str
-    least: float  # from here on a head is called so
+    least: float  # the smallest score of a head with this role
 
 
-# In the order in which a head gets its name: the special before the general.
+# A head gets the first role whose score reaches the threshold: special roles come before general ones.
 ROLES = {
     "induction": Definition(
         "mass on tokens that followed an earlier occurrence of the query's token, mean over such queries",
@@ -49,31 +50,33 @@ ROLES = {
         "Clark et al. 2019; Xiao et al. 2023 (StreamingLLM)", 0.5),
     "sharp": Definition("the largest weight, mean over queries", "confidence, Voita et al. 2019", 0.5),
 }  # fmt: skip
-FEWEST = 3  # queries with a pair of equal tokens; fewer do not name a head
+FEWEST = 3  # queries with a matching key that `duplicate` and `induction` require
 WANTED = (
     facts.ColumnMass(), facts.Entropy(), facts.RowMax(), facts.DistanceHistogram(), facts.TopK(8),
 )  # fmt: skip
 
 
 class Role(NamedTuple):
+    """A head's score for one role."""
+
     name: str
     score: float  # 0 to 1
     detail: str = ""
-    certain: bool = True  # False: too few queries to name a head so
+    certain: bool = True  # False if the score averages too few queries
 
     def __str__(self) -> str:
         return f"{self.name} {self.score:.2f}" + (f" ({self.detail})" if self.detail else "")
 
 
 def named(role: Role | None) -> str:
-    """Returns a role and its score as text. A head without a role is mixed."""
+    """Returns a role and its score as text, or "mixed" for None."""
     return "mixed" if role is None else str(role)
 
 
 def chosen(roles: dict[str, Role]) -> Role | None:
-    """Returns the first role, in the order of `ROLES`, whose score suffices."""
-    fitting = (roles[name] for name, role in ROLES.items() if roles[name].score >= role.least)
-    return next((role for role in fitting if role.certain), None)
+    """Returns the first role of `ROLES` whose score is certain and reaches the threshold, or None."""
+    reached = (roles[name] for name, role in ROLES.items() if roles[name].score >= role.least)
+    return next((role for role in reached if role.certain), None)
 
 
 def of_layer(layer: Layer, sample: int) -> list[dict[str, Role]]:
@@ -86,27 +89,27 @@ def of_layer(layer: Layer, sample: int) -> list[dict[str, Role]]:
         "previous token": _previous(layer, sample, n),
     }
     offsets, shares = _commonest(_positions(layer, sample, n) - largest.keys[sample, :, :n])
-    sinks, taken = _sinks(layer, sample, n)
+    sinks, largest_keys = _sinks(layer, sample, n)
     texts = layer.key_texts(sample)
-    found = []
+    heads = []
     for head in range(layer.heads):
-        own = {name: Role(name, _unit(scores[head])) for name, scores in means.items()}
-        own |= {name: _of_pairs(name, *pair, sample, head) for name, pair in layer.pairs.items()}
-        own["fixed offset"] = Role("fixed offset", _unit(shares[head]), _way(int(offsets[head])))
-        most = texts[int(taken[head])]
-        own["delimiter or sink"] = Role("delimiter or sink", _unit(sinks[head]), f"most on {most!r}")
-        found.append({name: own[name] for name in ROLES})
-    return found
+        roles = {name: Role(name, _unit(scores[head])) for name, scores in means.items()}
+        roles |= {name: _of_pairs(name, *pair, sample, head) for name, pair in layer.pairs.items()}
+        roles["fixed offset"] = Role("fixed offset", _unit(shares[head]), _direction(int(offsets[head])))
+        key = texts[int(largest_keys[head])]
+        roles["delimiter or sink"] = Role("delimiter or sink", _unit(sinks[head]), f"most on {key!r}")
+        heads.append({name: roles[name] for name in ROLES})
+    return heads
 
 
 def _of_pairs(name: str, scores: Tensor, counts: Tensor, sample: int, head: int) -> Role:
     queries = int(counts[sample, head])
-    told = "no repeated token" if not queries else f"{queries} quer{'y' if queries == 1 else 'ies'}"
-    return Role(name, _unit(scores[sample, head]), told, queries >= FEWEST)
+    detail = "no repeated token" if not queries else f"{queries} quer{'y' if queries == 1 else 'ies'}"
+    return Role(name, _unit(scores[sample, head]), detail, queries >= FEWEST)
 
 
 def _unit(score: Tensor) -> float:
-    """Clamps to [0, 1], which rounding may exceed."""
+    """Clamps a score to [0, 1]; rounding may exceed it."""
     return min(1.0, max(0.0, score.item()))
 
 
@@ -116,27 +119,28 @@ def _positions(layer: Layer, sample: int, n: int) -> Tensor:
 
 
 def _previous(layer: Layer, sample: int, n: int) -> Tensor:
-    """Returns the mass (Hq,) on the token before, averaged over the queries that have one."""
+    """Returns the mass (Hq,) on the previous token, averaged over the queries that have one."""
     histogram = layer.fact(facts.DistanceHistogram())
-    before = _positions(layer, sample, n) - 1
-    able = int(((before >= 0) & (before < len(layer.key_texts(sample)))).sum())
+    previous = _positions(layer, sample, n) - 1
+    queries = int(((previous >= 0) & (previous < len(layer.key_texts(sample)))).sum())
     mass: Tensor = histogram.mass[sample][:, histogram.distances == 1].sum(-1)
-    return mass / max(1, able)
+    return mass / max(1, queries)
 
 
 def _commonest(distances: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mode of distances (Hq, n) for each head, and its share of the queries."""
+    """Returns the mode (Hq,) of distances (Hq, n), and the share (Hq,) of queries at the mode."""
     common = distances.mode(-1).values
     return common, (distances == common[:, None]).double().mean(-1)
 
 
-def _way(offset: int) -> str:
+def _direction(offset: int) -> str:
+    """Returns a distance as text, such as "2 back"."""
     names = {0: "itself", 1: "one back", -1: "one ahead"}
     return names.get(offset, f"{abs(offset)} {'back' if offset > 0 else 'ahead'}")
 
 
 def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (Hq,): the share of mass on the first key and delimiters, and the key with most."""
+    """Returns the share (Hq,) of mass on the first key and delimiters, and the key (Hq,) with most mass."""
     mass = layer.fact(facts.ColumnMass())[sample, :, : len(layer.key_texts(sample))]
     chosen = [0] if layer.tokens is None else _tokens.delimiters(layer.tokens[sample])
     return mass[:, chosen].sum(-1) / max(1, n), mass.argmax(-1)
@@ -148,38 +152,38 @@ def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
 def of_tokens(
     q: Tensor, k: Tensor, options: dict[str, Any], tokens: tuple[tuple[str, ...], ...] | None
 ) -> dict[str, Pair]:
-    """Returns the scores of roles that compare tokens: 0 if no token repeats or tokens are not known."""
+    """Returns the scores of `duplicate` and `induction`: 0 if no token repeats or tokens are unknown."""
     B, Hq, n = q.shape[0], q.shape[1], k.shape[2]
     if tokens is None or all(len(set(sample)) == len(sample) for sample in tokens):
         none = torch.zeros(B, Hq), torch.zeros(B, Hq, dtype=torch.int64)
         return {"duplicate": none, "induction": none}
-    asking = torch.full((len(tokens), n), -1, device=q.device)
-    asked, after = torch.full_like(asking, -2), torch.full_like(asking, -2)
+    query_ids = torch.full((len(tokens), n), -1, device=q.device)
+    key_ids, previous_ids = torch.full_like(query_ids, -2), torch.full_like(query_ids, -2)
     for row, sample in enumerate(tokens):
         ids = torch.tensor(_tokens.numbers(sample), device=q.device)
-        asking[row, : len(ids)] = asked[row, : len(ids)] = ids
-        after[row, 1 : len(ids)] = ids[:-1]
-    pairs = {
-        "duplicate": Documents(asking, asked) & ~Window(0, 0),
-        "induction": Documents(asking, after) & Causal(),
+        query_ids[row, : len(ids)] = key_ids[row, : len(ids)] = ids
+        previous_ids[row, 1 : len(ids)] = ids[:-1]
+    masks = {
+        "duplicate": Documents(query_ids, key_ids) & ~Window(0, 0),
+        "induction": Documents(query_ids, previous_ids) & Causal(),
     }
     total = lse(q, k, options)
-    return {name: _mean_mass(q, k, options, total, where) for name, where in pairs.items()}
+    return {name: _mean_mass(q, k, options, total, mask) for name, mask in masks.items()}
 
 
-def _mean_mass(q: Tensor, k: Tensor, options: dict[str, Any], total: Tensor, where: Mask) -> Pair:
-    """Returns the mass on the keys of a mask, averaged over queries with such keys, and their number.
+def _mean_mass(q: Tensor, k: Tensor, options: dict[str, Any], total: Tensor, mask: Mask) -> Pair:
+    """Returns the mean mass (B, Hq) on the keys that a mask allows, and the query counts (B, Hq).
 
-    `total` is the LSE over all keys.
+    Only queries with at least one allowed key count. `total` is the LSE over all keys.
     """
-    narrowed = options | {"mask": both(where, options.get("mask")), "sink": None}
+    narrowed = options | {"mask": both(mask, options.get("mask")), "sink": None}
     inside = lse(q, k, narrowed)
-    able = inside.isfinite()
-    mass = torch.where(able, (inside - total).exp(), 0.0)
-    return (mass.sum(-1) / able.sum(-1).clamp_min(1)).cpu(), able.sum(-1).cpu()
+    has_keys = inside.isfinite()
+    mass = torch.where(has_keys, (inside - total).exp(), 0.0)
+    return (mass.sum(-1) / has_keys.sum(-1).clamp_min(1)).cpu(), has_keys.sum(-1).cpu()
 
 
 def lse(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Returns the log-sum-exp (..., Hq, Lq) of the scores."""
-    found: tuple[Tensor, Tensor] = attention(q, k, k[..., :1], **options, return_lse=True)
-    return found[1]
+    out_and_lse: tuple[Tensor, Tensor] = attention(q, k, k[..., :1], **options, return_lse=True)
+    return out_and_lse[1]

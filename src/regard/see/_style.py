@@ -1,4 +1,4 @@
-"""The look of all figures: a light and a dark palette, titles, labels, colour scales, files."""
+"""The style of all figures: a light and a dark palette, titles, labels, colour scales, files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-DPI, TITLE = 160, 9.5  # points of the title
+DPI, TITLE = 160, 9.5  # TITLE: font size in points
 Path = str | os.PathLike[str] | None
 
 
 class Palette(NamedTuple):
     paper: str
     ink: str
-    faint: str  # lines that should not be noticed
+    faint: str  # axes and guide lines
     accent: str
-    ramp: tuple[str, ...]  # from nothing to all, lightness monotone
+    ramp: tuple[str, ...]  # from 0 to 1, with monotone lightness
 
 
 LIGHT = Palette(
@@ -32,8 +32,7 @@ LIGHT = Palette(
 DARK = Palette(
     "#14161a", "#e9e6df", "#3a3e46", "#f0a03c", ("#1d2026", "#1f4468", "#2f7fb3", "#8cc7e0", "#fdf6d8")
 )
-# Okabe and Ito's colours, which every kind of colour vision tells apart; black is left to the ink. Heads
-# without a role are mixed.
+# Okabe and Ito's palette, which is safe for colour-blind readers, without black. "mixed" is no role.
 ROLE_COLOURS = {
     "induction": "#d55e00",
     "duplicate": "#cc79a7",
@@ -66,9 +65,9 @@ class Drawing:
             spine.set_color(self.colours.faint)
 
     def title(self, text: str, below: str) -> None:
-        """Writes what is shown and, below it, how to read it; lines are wrapped to the width."""
-        most = int((self.figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
-        lines = "\n".join(line for part in (text, below) for line in textwrap.wrap(part, most))
+        """Writes a title and a second line, wrapped to the width of the figure."""
+        columns = int((self.figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
+        lines = "\n".join(line for part in (text, below) for line in textwrap.wrap(part, columns))
         ink = self.colours.ink
         self.figure.suptitle(lines, x=0.02, ha="left", fontsize=TITLE, color=ink, parse_math=False)
 
@@ -85,15 +84,15 @@ class Drawing:
         bar.outline.set_visible(False)
 
     def finished(self, path: Path) -> Figure:
-        """Returns the figure, written to a path if there is one: PNG, or PDF and SVG with text as text."""
+        """Returns the figure and saves it if there is a path. PDF and SVG files contain text as text."""
         from matplotlib import rc_context
 
         if path is not None:
             with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-                # No date and no version: the same bytes on every run.
-                same = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+                # Without date and version, files are reproducible byte for byte.
+                undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
                 kind = os.fspath(path).rpartition(".")[2].lower()
-                self.figure.savefig(path, dpi=DPI, metadata=same.get(kind))
+                self.figure.savefig(path, dpi=DPI, metadata=undated.get(kind))
         return self.figure
 
 
@@ -105,11 +104,11 @@ def colormap(colours: Palette) -> Colormap:
 
 
 def labels(tokens: Sequence[str]) -> list[str]:
-    """Returns tokens as the font can show them: a letter without a glyph is written as an escape."""
+    """Returns labels of tokens. Characters that the font lacks are escaped."""
     from matplotlib.font_manager import FontProperties, findfont
 
-    has = _glyphs(findfont(FontProperties()))
-    return ["".join(escaped(letter, has.__contains__) for letter in label(token)) for token in tokens]
+    glyphs = _glyphs(findfont(FontProperties()))
+    return ["".join(escaped(letter, glyphs.__contains__) for letter in label(token)) for token in tokens]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Tokens as text: comparison, search, and labels for people."""
+"""Tokens as text: comparison, search, and labels."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor
 from .._tools.arguments import describe
 
 MOST_LETTERS = 18
-# Byte-level BPE and SentencePiece write the space before a word so.
+# Symbols for spaces and newlines in byte-level BPE and SentencePiece -> symbols in labels.
 SPACES = {"Ġ": "·", "▁": "·", "Ċ": "⏎", " ": "·", "\n": "⏎"}
 
 Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
 def samples(tokens: Texts | None) -> tuple[tuple[str, ...], ...] | None:
-    """Returns the tokens of each sample. A list of strings is one sample."""
+    """Returns the tokens as one tuple per sample. A list of strings is one sample."""
     if tokens is None:
         return None
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
         raise TypeError(f"tokens: expected a list of strings, or one for each sample, got {describe(tokens)}")
-    each = (tokens,) if isinstance(tokens[0], str) else tokens
-    for sample in each:
+    batch = (tokens,) if isinstance(tokens[0], str) else tokens
+    for sample in batch:
         wrong = [token for token in sample if not isinstance(token, str)]
         if isinstance(sample, str) or wrong or not sample:
             raise TypeError(
                 f"tokens: expected strings, at least one in a sample, got {describe(wrong or sample)}"
             )
-    return tuple(tuple(map(str, sample)) for sample in each)
+    return tuple(tuple(map(str, sample)) for sample in batch)
 
 
 def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str, ...], ...]:
-    """Returns the tokens of ids (B, L), without padding at the end, where `real` (B, L) is 0."""
+    """Decodes ids (B, L) to tokens. Trailing padding, where `real` (B, L) is 0, is left out."""
     ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
     lengths = [ids.shape[1]] * len(ids)
     if real is not None and real.shape == ids.shape:
@@ -48,13 +48,13 @@ def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str,
 
 
 def numbers(sample: Sequence[str]) -> list[int]:
-    """Numbers the tokens. Equal tokens have equal numbers."""
+    """Maps tokens to integers. Equal tokens have equal integers."""
     number: dict[str, int] = {}
     return [number.setdefault(token, len(number)) for token in sample]
 
 
 def is_delimiter(token: str) -> bool:
-    """Returns whether a token is special, such as [SEP] and <s>, or punctuation."""
+    """Returns whether a token is punctuation or a special token such as [SEP] or <s>."""
     bare = token.strip("".join(SPACES))
     if len(bare) > 2 and (bare[0], bare[-1]) in (("[", "]"), ("<", ">")):
         return True
@@ -67,30 +67,30 @@ def delimiters(sample: Sequence[str]) -> list[int]:
 
 
 def label(token: str, most: int = MOST_LETTERS) -> str:
-    """Returns a token short, visible and on one line."""
+    """Returns a one-line label of a token, with visible spaces and at most `most` characters."""
     shown = "".join(escaped(SPACES.get(letter, letter), str.isprintable) for letter in token)
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 def escaped(letter: str, fits: Callable[[str], bool]) -> str:
-    """Returns a letter, or its escape if it does not fit."""
+    """Returns a character, or its Unicode escape if `fits` rejects it."""
     return letter if fits(letter) else letter.encode("unicode_escape").decode()
 
 
-def index(name: str, value: int, size: int, what: str = "") -> int:
-    """Returns an index as a non-negative one. Raises IndexError if it is out of range."""
+def index(name: str, value: int, size: int, what: str = "an index ") -> int:
+    """Normalises a negative index. Raises IndexError if the index is out of range."""
     if not -size <= value < size:
         raise IndexError(f"{name}: expected {what}below {size}, got {value}")
     return value % size
 
 
 def find(tokens: Sequence[str], token: int | str) -> int:
-    """Returns the position of a token given by position, or by a text that occurs once."""
+    """Returns the index of a token, given by its index or by a text that occurs once."""
     if isinstance(token, int):
         return index("token", token, len(tokens), "a position ")
     bare = "".join(SPACES)
-    found = [i for i, text in enumerate(tokens) if token in (text, text.strip(bare))]
-    if len(found) != 1:
-        where = f"at {found}; give the position" if found else f"not among {list(tokens)[:20]}"
-        raise ValueError(f"token: expected a token that is there once, got {token!r}, {where}")
-    return found[0]
+    matches = [i for i, text in enumerate(tokens) if token in (text, text.strip(bare))]
+    if len(matches) != 1:
+        problem = f"at {matches}; pass the position" if matches else f"not among {list(tokens)[:20]}"
+        raise ValueError(f"token: expected a token that occurs once, got {token!r}, {problem}")
+    return matches[0]

@@ -1,4 +1,4 @@
-// Arrays as Python packs them: base64 of a zlib stream, little-endian.
+// Decodes arrays that Python packed: base64 of a zlib stream, little-endian.
 
 const TYPES = { f4: Float32Array, i4: Int32Array, f2: Uint16Array };
 
@@ -13,13 +13,13 @@ export async function unpack(packed) {
   return packed.type === "f2" ? fromHalf(values) : values;
 }
 
-// float16, as bits, to float32
+// Converts float16 bit patterns to float32.
 function fromHalf(bits) {
   const table = new Float32Array(65536);
   for (let i = 0; i < 65536; i++) {
     const exponent = (i >> 10) & 31, fraction = i & 1023;
-    const size = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
-    table[i] = i & 32768 ? -size : size;
+    const magnitude = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
+    table[i] = i & 32768 ? -magnitude : magnitude;
   }
   return Float32Array.from(bits, (i) => table[i]);
 }

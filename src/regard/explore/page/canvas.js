@@ -1,6 +1,6 @@
-// What the drawings share: a canvas at the resolution of the screen, and tokens that share a pixel.
+// Helpers of all drawings: a canvas at screen resolution, and a summary of the tokens in one pixel.
 
-// Empties a canvas. Its unit is then a pixel of CSS, and its colour that of the text.
+// Clears a canvas and scales it to CSS pixels. The fill colour is the text colour.
 export function sized(canvas) {
   const scale = window.devicePixelRatio || 1;
   const width = Math.max(1, canvas.clientWidth), height = Math.max(1, canvas.clientHeight);
@@ -12,7 +12,7 @@ export function sized(canvas) {
   return { context, width, height, ink };
 }
 
-// The largest value and the mean of the tokens from a to b, both as fractions of tokens.
+// Returns the maximum and the mean of the values in the token range [a, b); a and b may be fractional.
 export function summary(values, a, b) {
   const first = Math.max(0, Math.floor(a));
   const end = Math.min(values.length, Math.max(Math.floor(b + 1e-9), first + 1));

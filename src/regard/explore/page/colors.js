@@ -1,4 +1,4 @@
-// Palettes that are read alike with and without colour vision: lightness grows along each of them.
+// Palettes with monotone lightness, which are readable without colour vision.
 
 const STOPS = {
   viridis: [
@@ -20,7 +20,7 @@ let floor = 0.001, decades = 3;
 
 export const lowest = () => floor;
 
-// The weight that gets the darkest colour; the brightest is 1.
+// Sets the weight with the darkest colour. Weight 1 has the brightest.
 export function setLowest(value) {
   floor = value;
   decades = -Math.log10(value);
@@ -31,9 +31,9 @@ const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 
 function ramp(stops) {
   const table = new Uint8ClampedArray(256 * 3), colors = stops.map(channels);
   for (let i = 0; i < 256; i++) {
-    const place = (i / 255) * (colors.length - 1), low = Math.min(Math.floor(place), colors.length - 2);
+    const stop = (i / 255) * (colors.length - 1), low = Math.min(Math.floor(stop), colors.length - 2);
     for (let c = 0; c < 3; c++) {
-      table[i * 3 + c] = colors[low][c] + (place - low) * (colors[low + 1][c] - colors[low][c]);
+      table[i * 3 + c] = colors[low][c] + (stop - low) * (colors[low + 1][c] - colors[low][c]);
     }
   }
   return table;
@@ -42,12 +42,12 @@ function ramp(stops) {
 const RAMPS = Object.fromEntries(PALETTES.map((name) => [name, ramp(STOPS[name])]));
 const DIFFERENCES = ramp(DIVERGING);
 
-// A weight on a logarithmic scale, as a step of 256.
+// Maps a weight to one of 256 steps on a logarithmic scale.
 export function step(value) {
   return Math.max(0, Math.min(255, Math.round(255 * (1 + Math.log10(value) / decades))));
 }
 
-// Writes the colour of a weight, or of a difference of two, into pixels; nothing at all stays transparent.
+// Writes the colour of a weight, or of a difference of two weights, into pixels. 0 stays transparent.
 export function paint(pixels, at, value, palette) {
   if (value === 0) return;
   if (palette === "difference") {
@@ -70,7 +70,7 @@ function colorOf(value, palette) {
 
 export const cssColor = (value, palette) => `rgb(${colorOf(value, palette).join(" ")})`;
 
-// Whether black is read better than white on this colour.
+// Returns whether black has more contrast than white on the colour of this weight.
 export function isLight(value, palette) {
   const [red, green, blue] = colorOf(value, palette);
   return 0.299 * red + 0.587 * green + 0.114 * blue > 130;

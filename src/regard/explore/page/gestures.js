@@ -1,6 +1,6 @@
-// The wheel, the mouse and fingers on a heat map.
+// Wheel, mouse and touch gestures on a heat map.
 
-const STILL = 4;  // pixels that a click may move
+const STILL = 4;  // pixels that the pointer may move during a click
 
 export function listen(map) {
   const { canvas } = map, pointers = new Map();
@@ -32,7 +32,7 @@ export function listen(map) {
   });
 }
 
-// One pointer moves the view, two zoom it. Returns whether this is more than a click.
+// Pans with one pointer, zooms with two. Returns whether the gesture is more than a click.
 function drag(map, pointers, event, dragged) {
   const before = pointers.get(event.pointerId);
   const dx = event.clientX - before.clientX, dy = event.clientY - before.clientY;
@@ -45,7 +45,7 @@ function drag(map, pointers, event, dragged) {
 }
 
 function pinch(map, before, now, fixed) {
-  const apart = (one) => Math.hypot(one.clientX - fixed.clientX, one.clientY - fixed.clientY) || 1;
+  const distance = (one) => Math.hypot(one.clientX - fixed.clientX, one.clientY - fixed.clientY) || 1;
   const at = map.toTokens(fixed);
-  map.zoom(apart(before) / apart(now), at ? { x: at.fx, y: at.fy } : undefined);
+  map.zoom(distance(before) / distance(now), at ? { x: at.fx, y: at.fy } : undefined);
 }

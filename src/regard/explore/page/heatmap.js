@@ -1,13 +1,14 @@
-// The heat map of a head, with its tracks: one canvas, queries down and keys across, in units of tokens.
+// The heat map of a head with its tracks on one canvas: a row per query, a column per key.
+// Views { x, y, w, h } are in units of tokens.
 import { sized, summary } from "./canvas.js";
 import { cssColor, paint } from "./colors.js";
 import { listen } from "./gestures.js";
 import { EXACT, atBlocks, number, percent, shown } from "./labels.js";
 
 const LEFT = 96, TOP = 92, TRACK = 36, GAP = 6;
-const LABEL_PIXELS = 11;  // a token must be that large to be written beside the map
-const SMALLEST = 6;  // tokens in view
-const EXACT_TOKENS = 128;  // in view on both sides: then single weights are asked for
+const LABEL_PIXELS = 11;  // tokens are labelled from this size on
+const SMALLEST = 6;  // tokens in the smallest view
+const EXACT_TOKENS = 128;  // single weights are loaded if the view has at most this many rows and columns
 const DOT_ROWS = 400;
 const NARROW = 500;
 const ROW_TRACKS = [["normalized", "entropy"], ["rowMax", "largest"], ["delimiters", "delimiters"]];
@@ -43,7 +44,7 @@ export class HeatMap {
     this.onView();
     const { x, y, w, h } = this.view;
     const deep = w <= EXACT_TOKENS && h <= EXACT_TOKENS && this.head.block > 1;
-    const start = (place) => Math.floor(place / EXACT_TOKENS) * EXACT_TOKENS;
+    const start = (token) => Math.floor(token / EXACT_TOKENS) * EXACT_TOKENS;
     if (deep && !this.tileCovers()) this.onNeedTile(start(y), start(x));
   }
 
@@ -64,7 +65,7 @@ export class HeatMap {
     this.setView({ x: x + dx * w, y: y + dy * h, w, h });
   }
 
-  // The finest view around a query and, if given, a key.
+  // Zooms in on a query and a key. Default: the key at the query's position.
   zoomTo(row, key = row + this.trace.offset) {
     const size = 48;
     this.setView({ x: key - size / 2, y: row - size / 2, w: size, h: size });
@@ -75,7 +76,7 @@ export class HeatMap {
     if (row < y || row >= y + h) this.setView({ ...this.view, y: row - h / 2 });
   }
 
-  // Values in the picture, as shares: { at(i, j), rows, cols, block, y, x } from the tile or from blocks.
+  // Returns the values to draw, { at(i, j), rows, cols, block, y, x }, from the tile or from blocks.
   layer() {
     if (this.tileCovers() && !this.minus) {
       const { rows, row, key } = this.tile;
@@ -131,7 +132,7 @@ export class HeatMap {
     this.context.strokeRect(this.plot.x - 0.5, this.plot.y - 0.5, this.plot.w + 1, this.plot.h + 1);
   }
 
-  // Below the finest block the largest weights of each query are known one by one.
+  // Draws the largest weights of each query on top of the finest blocks.
   drawDots() {
     const { x, y, w, h } = this.view, { topKeys, topWeights, top, block } = this.head;
     this.hasDots = this.shownBlock > 1 && this.shownBlock === block && h <= DOT_ROWS && !this.minus;
@@ -175,16 +176,16 @@ export class HeatMap {
     }
   }
 
-  // [index, text] of what is written along an axis: tokens if they have room, else positions.
+  // Returns the labels of an axis as [index, text]: tokens if there is room, else positions.
   labels(start, size, pixels, tokens) {
-    const each = pixels / size;
-    const every = each >= LABEL_PIXELS ? 1 : niceStep(40 / each);
-    const found = [];
+    const tokenPixels = pixels / size;
+    const every = tokenPixels >= LABEL_PIXELS ? 1 : niceStep(40 / tokenPixels);
+    const labels = [];
     const end = Math.min(tokens.length, start + size - 0.3);
     for (let i = Math.ceil(Math.max(0, start) / every) * every; i < end; i += every) {
-      found.push([i, every === 1 ? shown(tokens[i]).slice(0, 16) : String(i)]);
+      labels.push([i, every === 1 ? shown(tokens[i]).slice(0, 16) : String(i)]);
     }
-    return found;
+    return labels;
   }
 
   drawTracks(narrow) {
@@ -193,11 +194,11 @@ export class HeatMap {
     c.fillStyle = this.ink;
     const y = TOP + TRACK;
     this.eachPixel(this.head.column, view.x, view.w, plot.w, (p, value) => {
-      const tall = (value / (largest || 1)) * TRACK;
-      c.fillRect(plot.x + p, y - tall, 1, tall);
+      const barHeight = (value / (largest || 1)) * TRACK;
+      c.fillRect(plot.x + p, y - barHeight, 1, barHeight);
     });
-    this.caption("read by all,", 2, y - 20, plot.x - 6);
-    this.caption(`to ${number(largest)}`, 2, y - 7, plot.x - 6);
+    this.caption("received,", 2, y - 20, plot.x - 6);
+    this.caption(`0 to ${number(largest)}`, 2, y - 7, plot.x - 6);
     if (narrow) return;
     ROW_TRACKS.forEach(([name, text], n) => {
       const x = plot.x + plot.w + GAP + n * (TRACK + GAP);
@@ -208,11 +209,11 @@ export class HeatMap {
     });
   }
 
-  // A pixel stands for some tokens: pale for the largest of them, dark for their mean.
+  // Draws the tokens of each pixel: their maximum pale, their mean dark.
   eachPixel(values, start, size, pixels, draw) {
-    const each = size / pixels;
+    const step = size / pixels;
     for (let p = 0; p < pixels; p++) {
-      const { largest, mean } = summary(values, start + p * each, start + (p + 1) * each);
+      const { largest, mean } = summary(values, start + p * step, start + (p + 1) * step);
       this.context.globalAlpha = 0.35;
       draw(p, largest);
       this.context.globalAlpha = 1;
@@ -225,7 +226,7 @@ export class HeatMap {
     this.context.fillText(text, x, y, width);
   }
 
-  // A caption that runs upwards.
+  // Draws a caption from bottom to top.
   writeUp(text, x, y, width) {
     this.context.save();
     this.context.translate(x, y);
@@ -234,7 +235,7 @@ export class HeatMap {
     this.context.restore();
   }
 
-  // The chosen query, and tokens that were looked for.
+  // Marks the selected query and the search results.
   drawMarks() {
     const c = this.context, accent = getComputedStyle(document.documentElement).getPropertyValue("--mark");
     c.fillStyle = c.strokeStyle = accent;
@@ -256,7 +257,7 @@ export class HeatMap {
     return [p.x + ((key - x) / w) * p.w, p.y + ((query - y) / h) * p.h];
   }
 
-  // The token under a pointer, or null.
+  // Returns the query and the key under a pointer, or null.
   toTokens(event) {
     const box = this.canvas.getBoundingClientRect(), p = this.plot;
     const fx = (event.clientX - box.left - p.x) / p.w, fy = (event.clientY - box.top - p.y) / p.h;
@@ -265,7 +266,7 @@ export class HeatMap {
     return { fx, fy, key: Math.floor(x + fx * w), query: Math.floor(y + fy * h) };
   }
 
-  // What the block or weight at a place is, in words, with its label.
+  // Returns the block or weight at a position as text, and its exactness label.
   describe({ key, query }) {
     const block = this.shownBlock;
     if (this.minus) return this.describeDifference(query, key, block);
@@ -291,8 +292,8 @@ export class HeatMap {
     const q1 = Math.min(queries.length, (i + 1) * block) - 1, k1 = Math.min(keys.length, (j + 1) * block) - 1;
     const at = i * level.cols + j, mass = level.values[at], largest = this.head.max.level(block).values[at];
     const share = percent(mass / (q1 - i * block + 1));
-    const where = `queries ${i * block}–${q1}, keys ${j * block}–${k1}`;
-    const text = `${where}: mass ${number(mass)}, ${share} of the queries'; largest weight ${number(largest)}`;
+    const area = `queries ${i * block}–${q1}, keys ${j * block}–${k1}`;
+    const text = `${area}: mass ${number(mass)}, ${share} per query; largest weight ${number(largest)}`;
     return { text, label: atBlocks(block) };
   }
 }
@@ -300,7 +301,7 @@ export class HeatMap {
 export const haveOneSize = (a, b) =>
   a.keys.length === b.keys.length && a.queries.length === b.queries.length;
 
-// The first block of a stretch of tokens, and the one after its last.
+// Returns the range [first, end) of blocks that overlap a range of tokens.
 function blocksIn(start, size, block, count) {
   return [Math.max(0, Math.floor(start / block)), Math.min(count, Math.ceil((start + size) / block))];
 }

@@ -1,4 +1,4 @@
-// What a number is. Every number on the page stands beside one of these.
+// Exactness labels, one of which accompanies every number on the page, and the formats of numbers and tokens.
 
 export const EXACT = { name: "exact", kind: "exact" };
 export const HALF = { name: "exact for the embedded 16-bit q and k", kind: "exact" };
@@ -10,9 +10,9 @@ export function atBlocks(block) {
 }
 
 export function element(tag, properties, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
 }
 
 export const labelElement = ({ kind, name }) => element("span", { className: `label ${kind}` }, name);
@@ -22,11 +22,11 @@ export const number = (value) => (value === 0 ? "0" : value.toPrecision(4));
 
 const LONGEST = 60;
 
-// A token as it is read: what has no shape gets one, and long ones end early.
+// Returns a token for display: control characters become visible symbols, long tokens are truncated.
 export function shown(token) {
   const short = token.length > LONGEST ? `${token.slice(0, LONGEST)}…` : token;
   return short.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(HIDDEN, "\ufffd") || "∅";
 }
 
-// Control characters, and marks that would turn or join the text around them.
+// Control characters, bidirectional marks and joiners, which would change the text around them.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;

@@ -1,4 +1,4 @@
-// The page: what is chosen, and who is told when that changes.
+// The page: its state, and the updates that follow each change.
 import { FLOORS, PALETTES, cssColor, lowest, setLowest } from "./colors.js";
 import { HeatMap, haveOneSize } from "./heatmap.js";
 import { atBlocks, labelElement, number, shown } from "./labels.js";
@@ -13,13 +13,13 @@ const state = {
   traces: new Map(), order: "role", palette: "viridis", row: null, marks: [], mark: -1, compared: false,
 };
 const first = newPane($("map"), $("caption")), second = newPane($("otherMap"), $("otherCaption"));
-let asked = 0;  // answers to older questions are dropped
+let headRequests = 0;  // responses to older requests are dropped
 
 function newPane(canvas, caption) {
   const pane = { caption, trace: null, number: null, head: null, whole: null, ranking: null, tile: null };
   pane.map = new HeatMap(canvas, {
     onSelect: (row) => { canvas.focus({ preventScroll: true }); guarded(() => selectRow(row)); },
-    onHover: (at) => say(pane, at),
+    onHover: (at) => describeToken(pane, at),
     onView: () => { describeView(pane); link(pane); },
     onNeedTile: (row, key) => loadTile(pane, row, key).catch(complain),
   });
@@ -50,15 +50,15 @@ function showOverview() {
 }
 
 async function showHead(layer, head) {
-  const question = ++asked, found = await source.head(first.number, layer, head);
-  if (question !== asked) return;
-  first.head = found;
-  $("headName").textContent = headName(found);
+  const request = ++headRequests, facts = await source.head(first.number, layer, head);
+  if (request !== headRequests) return;
+  first.head = facts;
+  $("headName").textContent = headName(facts);
   $("moduleName").textContent = first.trace.layers[layer];
-  $("headRoles").replaceChildren(...first.trace.heads.find(isHead(found)).roles.map(badge));
-  first.map.show(found, first.trace);
+  $("headRoles").replaceChildren(...first.trace.heads.find(isHead(facts)).roles.map(badge));
+  first.map.show(facts, first.trace);
   showCheck();
-  drawDistances($("distances"), $("distanceText"), found);
+  drawDistances($("distances"), $("distanceText"), facts);
   markHead();
   updateDifference();
   await selectRow(state.row ?? Math.min(1, first.trace.queries.length - 1));
@@ -72,7 +72,7 @@ function markHead() {
   }
 }
 
-// Every row of blocks must hold as much mass as it has queries that see something.
+// Checks that the mass of every row of blocks is its number of queries that are not fully masked.
 function showCheck() {
   const { rows, cols, values, block } = first.head.mass.levels[0], { rowMax } = first.head;
   let worst = 0;
@@ -83,8 +83,8 @@ function showCheck() {
     worst = Math.max(worst, Math.abs(sum - expected) / Math.max(1, expected));
   }
   const text = first.head.hasSink
-    ? `Rows sum to less than 1: the sink takes up to ${number(worst)}.`
-    : `Check: every row of blocks sums to its queries; the largest deviation is ${worst.toExponential(1)}.`;
+    ? `Rows sum to less than 1: the sink receives up to ${number(worst)}.`
+    : `Check: rows of blocks sum to their number of queries; largest deviation ${worst.toExponential(1)}.`;
   $("check").replaceChildren(text, " ", labelElement(atBlocks(block)));
 }
 
@@ -99,7 +99,7 @@ async function selectRow(row) {
 
 const panes = () => (state.compared ? [first, second] : [first]);
 
-// At once what is known, then all weights if they can be had.
+// Shows the largest weights at once, then all weights if they are available.
 async function loadRow(pane) {
   const row = pane.map.row;
   pane.whole = pane.ranking = null;
@@ -117,7 +117,7 @@ function showRow() {
   map.draw();
   if (!ranking) return;
   const token = shown(trace.queries[state.row]);
-  showRanking(first, `“${token}” (${state.row}) reads`, share, ["rowTitle", "rowLabel", "top"]);
+  showRanking(first, `“${token}” (${state.row}) attends to`, share, ["rowTitle", "rowLabel", "top"]);
   drawStrip($("strip"), ranking, whole, trace.keys.length);
   $("shareText").textContent = `${$("share").value} %`;
   $("shareResult").textContent = shareText(ranking, share);
@@ -130,7 +130,7 @@ function showOtherRow(share) {
   if ($("otherRow").hidden) return;
   second.map.draw();
   const token = shown(second.trace.queries[state.row]);
-  const title = `${headName(second.head)}: “${token}” reads`;
+  const title = `${headName(second.head)}: “${token}” attends to`;
   showRanking(second, title, share, ["otherRowTitle", "otherRowLabel", "otherTop"]);
 }
 
@@ -147,7 +147,7 @@ function showTokens() {
   });
 }
 
-// A token was chosen in the text: as a query where it is one, else its column comes into view.
+// Selects a token of the text as the query. If it is only a key, scrolls its column into view.
 function chooseKey(key) {
   const row = key - first.trace.offset, { view } = first.map;
   const isQuery = row >= 0 && row < first.trace.queries.length;
@@ -156,7 +156,7 @@ function chooseKey(key) {
   return guarded(() => selectRow(row));
 }
 
-function say(pane, at) {
+function describeToken(pane, at) {
   if (!at) return;
   const { text, label } = pane.map.describe(at);
   $("status").replaceChildren(text, " ", labelElement(label));
@@ -167,18 +167,18 @@ function describeView({ map, caption }) {
   const label = map.shownBlock === 1 && map.tileCovers() ? map.tile.label : atBlocks(map.shownBlock);
   const dots = map.hasDots ? " · small squares: the largest weights of each query, exact" : "";
   const end = (from, size) => Math.ceil(from + size) - 1;
-  const where = `queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `;
-  caption.replaceChildren(where, labelElement(label), dots);
+  const area = `queries ${Math.floor(y)}–${end(y, h)}, keys ${Math.floor(x)}–${end(x, w)} `;
+  caption.replaceChildren(area, labelElement(label), dots);
 }
 
-// Single weights for a small view, asked for once.
+// Loads the single weights of a small view, once.
 async function loadTile(pane, row, key) {
   const { head } = pane, name = [head.trace, head.layer, head.head, row, key].join("/");
   if (pane.tile === name) return;
   pane.tile = name;
-  const found = await source.tile(head, row, key);
-  if (!found || pane.tile !== name) return;
-  pane.map.tile = { ...found, row, key };
+  const tile = await source.tile(head, row, key);
+  if (!tile || pane.tile !== name) return;
+  pane.map.tile = { ...tile, row, key };
   pane.map.draw();
   describeView(pane);
 }
@@ -198,10 +198,10 @@ async function showOther(number, which) {
   const trace = await traceOf(number), heads = sorted(trace, "layer");
   Object.assign(second, { trace, number });
   fill($("otherHead"), heads.map((head) => [`${head.layer},${head.head}`, headName(head)]));
-  const wanted = which ?? (number === first.number ? nextHead(heads) : heads.find(isFirst) ?? heads[0]);
+  const chosen = which ?? (number === first.number ? nextHead(heads) : heads.find(isFirst) ?? heads[0]);
   $("otherTrace").value = number;
-  $("otherHead").value = `${wanted.layer},${wanted.head}`;
-  second.head = await source.head(number, wanted.layer, wanted.head);
+  $("otherHead").value = `${chosen.layer},${chosen.head}`;
+  second.head = await source.head(number, chosen.layer, chosen.head);
   second.map.show(second.head, trace);
   updateDifference();
   if (state.row !== null) await selectRow(state.row);
@@ -209,7 +209,7 @@ async function showOther(number, which) {
 
 let isLinking = false;
 
-// Both maps show the same part, if they have the same tokens.
+// Gives both maps the same view if their sizes are equal.
 function link(pane) {
   if (isLinking || !state.compared || !second.head || !haveOneSize(first.trace, second.trace)) return;
   isLinking = true;
@@ -232,7 +232,7 @@ function updateDifference() {
 
 // --- finding ---
 
-// Tokens that contain a text, or the one at a position: #123.
+// Returns the tokens that contain a text, or the token at a position (#123).
 function matches(wanted) {
   const keys = first.trace.keys, position = /^#\d+$/.test(wanted) ? Number(wanted.slice(1)) : null;
   if (position !== null) return position < keys.length ? [position] : [];
@@ -266,9 +266,9 @@ function showLegend() {
     context.fillStyle = cssColor(lowest() ** (1 - p / (width - 1)), state.palette);
     context.fillRect(p, 0, 1, height);
   }
-  const plain = "to 1, logarithmic, the same in every picture; empty means 0";
+  const scale = "to 1, logarithmic, the same in every map; transparent means 0";
   const signs = "; differences: blue where the first is smaller, orange where it is larger";
-  $("legendText").textContent = second.map.minus ? plain + signs : plain;
+  $("legendText").textContent = second.map.minus ? scale + signs : scale;
 }
 
 function setTheme(theme) {
@@ -352,7 +352,7 @@ function pressed(event) {
   guarded(action);
 }
 
-// What went wrong is said on the page.
+// Runs an action and shows its error on the page.
 async function guarded(action) {
   $("message").hidden = true;
   try {
@@ -369,7 +369,7 @@ function complain(error) {
 
 function listen() {
   document.addEventListener("keydown", pressed);
-  const on = (id, event, action) => $(id).addEventListener(event, (what) => guarded(() => action(what)));
+  const on = (id, type, action) => $(id).addEventListener(type, (event) => guarded(() => action(event)));
   for (const [id, key] of Object.entries(BUTTONS)) on(id, "click", KEYS[key]);
   on("kind", "change", () => setKind($("kind").value));
   on("sort", "change", () => { state.order = $("sort").value; showOverview(); });

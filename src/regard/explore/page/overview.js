@@ -1,10 +1,10 @@
-// All heads as small pictures with their roles.
+// Thumbnails of all heads with their roles.
 import { paint } from "./colors.js";
 import { element } from "./labels.js";
 
 const MIXED = ["mixed", null];
 
-// Heads without a role stand at the end.
+// Heads without a role come last.
 const byRole = ([a, score], [b, other]) =>
   (score === null) - (other === null) || a.localeCompare(b) || other - score;
 
@@ -40,7 +40,7 @@ export function badge([role, score]) {
   return element("small", { className: "badge" }, score === null ? role : `${role} ${score.toFixed(2)}`);
 }
 
-// Mass of a block as a share of its queries; the last row of blocks may have fewer of them.
+// Draws the mass of each block divided by its number of queries, which is smaller in the last row.
 function thumbnail(trace, index, palette) {
   const [rows, cols] = trace.thumbnailShape, canvas = element("canvas", { width: cols, height: rows });
   const image = new ImageData(cols, rows), block = trace.thumbnailBlock;

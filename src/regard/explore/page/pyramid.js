@@ -1,4 +1,4 @@
-// Blocks of weights: the finest level is given, every other is the sum or the maximum of four blocks below.
+// Blocks of weights at several resolutions. Each coarser block is the sum or the maximum of four blocks.
 
 export class Pyramid {
   constructor(values, rows, cols, block, isMass) {
@@ -8,7 +8,7 @@ export class Pyramid {
 
   get last() { return this.levels[this.levels.length - 1]; }
 
-  // The finest level whose blocks are at least `least` tokens wide.
+  // Returns the finest level whose blocks are at least `least` tokens wide.
   level(least) { return this.levels.find((level) => level.block >= least) ?? this.last; }
 }
 

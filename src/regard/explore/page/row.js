@@ -1,16 +1,16 @@
-// One query: its largest weights with their text, and how few keys carry how much.
+// One query: its largest weights with the text around their keys, and how many keys receive a share.
 import { sized, summary } from "./canvas.js";
 import { EXACT, NOT_COMPUTED, element, labelElement, number, percent, shown } from "./labels.js";
 
 const LISTED = 60;
 const AROUND = 4;  // tokens of text on both sides of a key
 
-// What is known of a query: { keys: the first few by falling weight, weights: all that are known, falling,
-// at(key), label, isWhole }.
+// Returns the known weights of a query, { keys, weights, at(key), label, isWhole }. `weights` has all known
+// weights and `keys` the keys of the first ones, both in descending order of weight.
 export function ranked(head, row, whole) {
   if (whole) return rankedWhole(whole);
-  const from = row * head.top, found = Array.from(head.topKeys.subarray(from, from + head.top));
-  const keys = found.filter((key) => key >= 0);
+  const from = row * head.top, topKeys = Array.from(head.topKeys.subarray(from, from + head.top));
+  const keys = topKeys.filter((key) => key >= 0);
   const weights = head.topWeights.subarray(from, from + keys.length);
   return { keys, weights, at: (key) => weights[keys.indexOf(key)] ?? 0, label: EXACT, isWhole: false };
 }
@@ -23,7 +23,7 @@ function rankedWhole({ values, label }) {
   return { keys: keys.slice(0, LISTED), weights, at: (key) => values[key], label, isWhole: true };
 }
 
-// How many of the largest weights carry the share; null where that needs weights which are not known.
+// Returns how many of the largest weights sum to the share; null if that needs unknown weights.
 export function carriers({ weights, isWhole }, share) {
   const total = isWhole ? weights.reduce((a, b) => a + b, 0) : 1;
   let sum = 0;
@@ -35,27 +35,27 @@ export function carriers({ weights, isWhole }, share) {
 }
 
 export function rowLabel(place, ranking, head, row) {
-  const entropy = `${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of even`;
+  const entropy = `${number(head.entropy[row])} nats, ${percent(head.normalized[row])} of the maximum`;
   const facts = ` entropy ${entropy}; largest ${number(head.rowMax[row])}`;
   if (ranking.isWhole) {
     place.replaceChildren(`${ranking.weights.length} weights `, labelElement(ranking.label), facts);
   } else {
-    const some = [`the ${ranking.keys.length} largest weights `, labelElement(EXACT)];
-    place.replaceChildren(...some, " the others ", labelElement(NOT_COMPUTED), facts);
+    const largest = [`the ${ranking.keys.length} largest weights `, labelElement(EXACT)];
+    place.replaceChildren(...largest, " the others ", labelElement(NOT_COMPUTED), facts);
   }
 }
 
 export function shareText(ranking, share) {
   const { count, mass } = carriers(ranking, share);
   if (count === null) {
-    return `the ${ranking.keys.length} largest carry ${percent(mass)}; beyond them nothing is computed here`;
+    return `the ${ranking.keys.length} largest weights sum to ${percent(mass)}; the others are not computed`;
   }
-  return `${count} of ${ranking.isWhole ? "all" : "the known"} keys carry ${percent(mass)}`;
+  return `${count} of ${ranking.isWhole ? "all" : "the known"} keys receive ${percent(mass)}`;
 }
 
 export function listTop(place, ranking, share, trace, onChoose) {
-  const { count } = carriers(ranking, share), many = count ?? ranking.keys.length;
-  const lines = ranking.keys.slice(0, many).map((key, n) => item(key, ranking.weights[n], trace, onChoose));
+  const { count } = carriers(ranking, share), listed = count ?? ranking.keys.length;
+  const lines = ranking.keys.slice(0, listed).map((key, n) => item(key, ranking.weights[n], trace, onChoose));
   place.replaceChildren(...lines);
   if ((count ?? 0) > LISTED) place.append(element("li", {}, `and ${count - LISTED} more`));
 }
@@ -76,7 +76,7 @@ function context(tokens, key) {
   return element("bdi", { className: "context" }, near.join(" "));
 }
 
-// Weights over all keys, or bars for the largest alone; a pixel shows the largest of its keys.
+// Draws the known weights over all keys. A pixel shows the largest weight of its keys.
 export function drawStrip(canvas, ranking, whole, count) {
   const { context: c, width, height } = sized(canvas);
   let values = whole?.values;
@@ -84,16 +84,16 @@ export function drawStrip(canvas, ranking, whole, count) {
     values = new Float32Array(count);
     ranking.keys.forEach((key, n) => { values[key] = ranking.weights[n]; });
   }
-  const largest = ranking.weights[0] || 1, each = count / width;
+  const largest = ranking.weights[0] || 1, step = count / width;
   for (let p = 0; p < width; p++) {
-    const tall = (summary(values, p * each, (p + 1) * each).largest / largest) * (height - 14);
-    c.fillRect(p, height - tall, 1, tall);
+    const barHeight = (summary(values, p * step, (p + 1) * step).largest / largest) * (height - 14);
+    c.fillRect(p, height - barHeight, 1, barHeight);
   }
   c.font = "11px system-ui, sans-serif";
-  c.fillText(`${ranking.isWhole ? "all keys" : "the largest alone"}, 0 to ${number(largest)}`, 2, 10, width);
+  c.fillText(`${ranking.isWhole ? "all" : "the largest"} weights, 0 to ${number(largest)}`, 2, 10, width);
 }
 
-// Buckets of distance that double; each bar is the mass of its bucket. Keys behind are right of the middle.
+// Draws the mass by distance in buckets that double. Keys before the query are right of the middle.
 export function drawDistances(canvas, text, head) {
   const { first } = head.distances, buckets = new Map();
   let total = 0;
@@ -103,17 +103,17 @@ export function drawDistances(canvas, text, head) {
     total += mass;
   });
   const names = [...buckets.keys()].sort((a, b) => a - b), { context: c, width, height } = sized(canvas);
-  const each = width / names.length, largest = Math.max(...buckets.values()) / total;
+  const barWidth = width / names.length, largest = Math.max(...buckets.values()) / total;
   c.font = "10px system-ui, sans-serif";
   c.textAlign = "center";
   names.forEach((bucket, n) => {
-    const tall = (buckets.get(bucket) / total / (largest || 1)) * (height - 28);
-    c.fillRect(n * each + 1, height - 14 - tall, Math.max(1, each - 2), tall);
+    const barHeight = (buckets.get(bucket) / total / (largest || 1)) * (height - 28);
+    c.fillRect(n * barWidth + 1, height - 14 - barHeight, Math.max(1, barWidth - 2), barHeight);
     if (n % Math.ceil(names.length / 9)) return;
-    c.fillText(bucketName(bucket), n * each + each / 2, height - 2, each * 3);
+    c.fillText(bucketName(bucket), n * barWidth + barWidth / 2, height - 2, barWidth * 3);
   });
-  const told = `query − key; the highest bar is ${percent(largest)} of all mass `;
-  text.replaceChildren(told, labelElement(EXACT));
+  const caption = `query − key; the highest bar is ${percent(largest)} of all mass `;
+  text.replaceChildren(caption, labelElement(EXACT));
 }
 
 const bucketOf = (distance) => Math.sign(distance) * (1 + Math.floor(Math.log2(Math.abs(distance) || 1)));

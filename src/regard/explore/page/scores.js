@@ -1,11 +1,11 @@
-// Rows of weights from queries and keys: softmax(cap(scale * q.k)) over the keys that the query sees.
+// Computes rows of weights from q and k: softmax(softcap(scale * q.k)) over the allowed keys.
 
 // qk: { q (Lq, D), k (Lk, D), size: D, scale, softcap, sink, left, right, offset }
 export function rowWeights(qk, row) {
   const { q, k, size } = qk;
   const count = k.length / size;
   const weights = new Float64Array(count);
-  const [first, end] = seenKeys(qk, row, count);
+  const [first, end] = allowedKeys(qk, row, count);
   if (first >= end) return Float32Array.from(weights);
   let largest = qk.sink ?? -Infinity;
   for (let key = first; key < end; key++) {
@@ -21,7 +21,7 @@ export function rowWeights(qk, row) {
   return Float32Array.from(weights);
 }
 
-function seenKeys(qk, row, count) {
+function allowedKeys(qk, row, count) {
   const position = row + qk.offset;
   const first = qk.left === null ? 0 : Math.max(0, position - qk.left);
   const end = qk.right === null ? count : Math.min(count, position + qk.right + 1);

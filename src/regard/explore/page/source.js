@@ -1,4 +1,4 @@
-// Where data comes from: a server, or the file itself. Both answer the same questions.
+// The sources of data, a server or the file itself, with the same methods.
 import { unpack } from "./arrays.js";
 import { EXACT, HALF } from "./labels.js";
 import { Pyramid } from "./pyramid.js";
@@ -6,19 +6,19 @@ import { Pyramid } from "./pyramid.js";
 const ARRAYS = ["mass", "column", "entropy", "normalized", "rowMax", "delimiters", "topWeights", "topKeys"];
 const TILE = 256;
 
-async function opened(packed, trace) {
-  const found = { ...packed, trace };
-  await Promise.all(ARRAYS.map(async (name) => { found[name] = await unpack(packed[name]); }));
+async function unpackHead(packed, trace) {
+  const head = { ...packed, trace };
+  await Promise.all(ARRAYS.map(async (name) => { head[name] = await unpack(packed[name]); }));
   const [rows, cols] = packed.mass.shape;
-  const largest = packed.max ? await unpack(packed.max) : found.mass;
-  found.mass = new Pyramid(found.mass, rows, cols, packed.block, true);
-  found.max = new Pyramid(largest, rows, cols, packed.block, false);
-  found.byDistance = await unpack(packed.distances.mass);
-  found.top = packed.topKeys.shape[1];
-  return found;
+  const largest = packed.max ? await unpack(packed.max) : head.mass;
+  head.mass = new Pyramid(head.mass, rows, cols, packed.block, true);
+  head.max = new Pyramid(largest, rows, cols, packed.block, false);
+  head.byDistance = await unpack(packed.distances.mass);
+  head.top = packed.topKeys.shape[1];
+  return head;
 }
 
-async function withTokens(overview) {
+async function unpackOverview(overview) {
   return {
     ...overview,
     queries: overview.queries ?? overview.keys,
@@ -33,16 +33,16 @@ class FileSource {
   constructor(data) {
     this.traces = data.traces;
     this.worker = null;
-    this.questions = 0;
+    this.requests = 0;
     this.waiting = new Map();
     this.sent = new Set();
   }
 
   async start() { return { traces: this.traces.map((_, i) => i), reads: false }; }
 
-  overview(trace) { return withTokens(this.traces[trace]); }
+  overview(trace) { return unpackOverview(this.traces[trace]); }
 
-  head(trace, layer, head) { return opened(this.packed(trace, layer, head), trace); }
+  head(trace, layer, head) { return unpackHead(this.packed(trace, layer, head), trace); }
 
   packed(trace, layer, head) {
     return this.traces[trace].facts.find((one) => one.layer === layer && one.head === head);
@@ -63,10 +63,10 @@ class FileSource {
     return { rows: rows.map((values) => values.subarray(key, key + TILE)), label: HALF };
   }
 
-  // Rows from q and k, in the worker, which keeps what it was sent.
+  // Computes rows from q and k in the worker, which keeps the q and k of each head.
   computed(head, rows) {
     this.worker ??= this.startWorker();
-    const name = `${head.trace}/${head.layer}/${head.head}`, id = this.questions++;
+    const name = `${head.trace}/${head.layer}/${head.head}`, id = this.requests++;
     const packed = this.sent.has(name) ? null : head.qk;
     this.sent.add(name);
     this.worker.postMessage({ id, name, packed, rows });
@@ -85,20 +85,20 @@ class FileSource {
 }
 
 class ServerSource {
-  start() { return asked("api"); }
+  start() { return request("api"); }
 
-  async overview(trace) { return withTokens(await asked(`api/${trace}`)); }
+  async overview(trace) { return unpackOverview(await request(`api/${trace}`)); }
 
-  async head(trace, layer, head) { return opened(await asked(`api/${trace}/${layer}/${head}`), trace); }
+  async head(trace, layer, head) { return unpackHead(await request(`api/${trace}/${layer}/${head}`), trace); }
 
   async row(head, row) {
     if (head.block === 1) return { values: rowOfBlocks(head.mass.levels[0], row), label: EXACT };
-    const found = await asked(`api/${head.trace}/${head.layer}/${head.head}/rows/${row}`);
-    return { values: await unpack(found.row), label: EXACT };
+    const answer = await request(`api/${head.trace}/${head.layer}/${head.head}/rows/${row}`);
+    return { values: await unpack(answer.row), label: EXACT };
   }
 
   async tile(head, row, key) {
-    const { tile } = await asked(`api/${head.trace}/${head.layer}/${head.head}/tiles/${row}/${key}`);
+    const { tile } = await request(`api/${head.trace}/${head.layer}/${head.head}/tiles/${row}/${key}`);
     const values = await unpack(tile), [count, width] = tile.shape;
     const rows = Array.from({ length: count }, (_, i) => values.subarray(i * width, (i + 1) * width));
     return { rows, label: EXACT };
@@ -106,11 +106,11 @@ class ServerSource {
 
   async read(text) {
     const headers = { "Content-Type": "application/json" }, body = JSON.stringify({ text });
-    return (await asked("api/text", { method: "POST", headers, body })).trace;
+    return (await request("api/text", { method: "POST", headers, body })).trace;
   }
 }
 
-async function asked(path, options) {
+async function request(path, options) {
   const answer = await fetch(path, options);
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
