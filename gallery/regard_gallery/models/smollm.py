@@ -1,4 +1,4 @@
-"""SmolLM2 from a GGUF file, as transformers' LlamaForCausalLM."""
+"""Loads SmolLM2 from a GGUF file, as a LlamaForCausalLM of Transformers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-CONTROL = 3  # a kind of tokens in GGUF
+CONTROL = 3  # GGUF's type of control tokens
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
-    """SmolLM2-135M-Instruct from its package, or a GGUF file of the same architecture."""
+    """Loads SmolLM2-135M-Instruct from its package, or a GGUF file of the same architecture."""
     from transformers import GenerationConfig, LlamaForCausalLM
 
     if path is None:
@@ -72,7 +72,7 @@ def _config(gguf: Gguf) -> Any:
 
 
 def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
-    """Every tensor of the file under its name in transformers."""
+    """Reads every tensor, under its name in Transformers."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = {}
     for name in gguf.tensors:
@@ -93,7 +93,7 @@ def _renamed(name: str) -> str:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """GGUF keeps the two channels of a rotated pair side by side, transformers in the halves of a head."""
+    """Reorders rotary channels: pairs are adjacent in GGUF, and in the halves of a head here."""
     pairs: Tensor = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
 
