@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def describe(value: object) -> str:
-    """Describes a value for an error message: tensors by dtype and shape, others by type and repr."""
+    """Describes a value for error messages: tensors by dtype and shape, others by type and repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]

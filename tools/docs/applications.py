@@ -1,6 +1,7 @@
-"""Numbers and pictures of full runs for gallery and README: `python tools/docs/applications.py build/apps`.
+"""Writes scores and pictures of full runs into docs/gallery.md and README.md.
 
-Applications that have no run in the folder keep what is there.
+`python tools/docs/applications.py build/apps` updates the applications that have a run in the
+folder, and leaves the others unchanged.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from regard_gallery.apps._frame.run import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, README = DOCS / "gallery.md", DOCS.parent / "README.md"
-SEEDS = 3  # at least
+SEEDS = 3  # least number of a full run
 
 
 def cell(scores: list[dict[str, float]], measure: str) -> str:
-    """0.81 (0.80 to 0.83): the mean over the seeds, the least and the most."""
-    values = [one[measure] for one in scores]
+    """Formats the mean, minimum and maximum over the seeds: "0.81 (0.80 to 0.83)"."""
+    values = [by_seed[measure] for by_seed in scores]
     return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def rows(run: dict[str, Any]) -> str:
-    """A table: baselines first, then Regard."""
+    """Formats the scores as a Markdown table, baselines first."""
     measures = run["measures"]
     lines = [["", *measures], ["---", *["---:"] * len(measures)]]
     for name, scores in run["scores"].items():
@@ -38,6 +39,7 @@ def rows(run: dict[str, Any]) -> str:
 
 
 def section(name: str, run: dict[str, Any]) -> str:
+    """Formats the scores, times and picture of an application for the gallery."""
     whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
     return (
         f"{rows(run)}\n\n"
@@ -50,33 +52,34 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def overview(name: str, run: dict[str, Any]) -> str:
-    """A line of README's table: the first measure beside the best of the baselines."""
+    """Formats a row of README's table: the first measure of the model and of the best baseline."""
     measure = run["measures"][0]
-    means = {who: mean(one[measure] for one in scores) for who, scores in run["scores"].items()}
-    own = means.pop(OWN)
-    rivals = [who for who in means if who not in run["peers"]]
+    means = {key: mean(one[measure] for one in scores) for key, scores in run["scores"].items()}
+    model = means.pop(OWN)
+    baselines = [key for key in means if key not in run["peers"]]
     pick = max if measure in run["more is better"] else min
-    rival = pick(rivals, key=lambda who: means[who])
-    cells = [measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"]
+    best = pick(baselines, key=lambda key: means[key])
+    cells = [measure, best, f"{means[best]:.4g}", f"{model:.4g}", f"{run['ratio']:.2f}x"]
     return f"| [{name}](docs/gallery.md#{anchor(name)}) | {' | '.join(cells)} |"
 
 
 def anchor(name: str) -> str:
-    """Of the heading "Name: ..." in the gallery."""
+    """Returns the anchor of the heading "Name: ..." in the gallery."""
     (title,) = re.findall(rf"^## ({name.capitalize()}: .*)$", PAGE.read_text(encoding="utf-8"), re.M)
     return title.lower().replace(":", "").replace(" ", "-")
 
 
 def put(page: Path, pattern: str, content: str) -> None:
-    """In the one place that fits: its first group stays, and its last."""
+    """Replaces the text between the two groups of the only match of `pattern`."""
     text = page.read_text(encoding="utf-8")
-    text, count = re.subn(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.M | re.S)
+    text, count = re.subn(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.M | re.S)
     if count != 1:
         raise SystemExit(f"{page.name}: expected one place for {pattern!r}, got {count}")
     page.write_text(text, encoding="utf-8")
 
 
 def full_run(path: Path) -> dict[str, Any]:
+    """Reads a run. Raises SystemExit unless it is complete and reached its goals."""
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")

@@ -20,7 +20,7 @@ def embed(
     model: EncoderOption = None,
     attention: AttentionOption = "regard",
 ) -> None:
-    """Print an embedding of length 1 for each text. Texts of similar meaning have near embeddings."""
+    """Embed texts as vectors of length 1. Texts of similar meaning have near vectors."""
     with one_line_errors():
         lines = texts or [line.rstrip("\n") for line in sys.stdin]
         quiet_offline()

@@ -1,4 +1,4 @@
-"""A comparison of attention mechanisms in small language models that differ only in their attention."""
+"""Compares attention mechanisms in small language models that differ only in attention."""
 
 from ._measure import FULL, QUICK, Effort, Measured, Row, measure
 from ._models import KINDS, ByteModel, Sizes, layer, parameters

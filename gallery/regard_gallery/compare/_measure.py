@@ -104,7 +104,7 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, for each column of the notes, the orderings that the measurements do not show."""
+        """Returns, by column of the notes, the orderings that the measurements do not show."""
         compared = [self[kind] for kind in NOTES["quality"]]
         margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}
         return {
@@ -149,7 +149,10 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
-    """Plots means with standard deviations, and a dot per seed. Bars would have to start at zero."""
+    """Plots means with standard deviations, and a dot per seed.
+
+    Bars would have to start at zero.
+    """
     for row, colour in zip(rows, COLOURS, strict=False):
         axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)
         axes.plot(row.losses, [row.kind] * len(row.losses), "o", color="black", markersize=2.5)

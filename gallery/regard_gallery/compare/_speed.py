@@ -33,7 +33,10 @@ class Side:
         self.caches = caches
 
     def write(self, tokens: Tensor) -> Tensor:
-        """Decodes tokens (1, L) one by one and returns their logits. Leaves the caches unchanged."""
+        """Decodes tokens (1, L) one by one and returns their logits.
+
+        Leaves the caches unchanged.
+        """
         caches = [cache.fork() for cache in self.caches]
         begin = perf_counter()
         logits = [self.model(token, caches) for token in tokens.split(1, 1)]

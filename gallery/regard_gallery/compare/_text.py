@@ -14,7 +14,10 @@ HELD_OUT = 10  # the last 1 / HELD_OUT of the sequences are held out
 
 @cache
 def source_code(length: int) -> tuple[Tensor, Tensor]:
-    """Returns training and held-out sequences, each (n, length) int64. The last files are held out."""
+    """Returns training and held-out sequences, each (n, length) int64.
+
+    The last files are held out.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)
     sequences = text[: len(text) // length * length].view(-1, length).long()

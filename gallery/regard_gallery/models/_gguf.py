@@ -55,7 +55,10 @@ class Gguf:
         self._start = self._checked_start(_alignment(cursor, self.values))
 
     def _checked_start(self, alignment: int) -> int:
-        """Returns the start of the tensor data. Raises ValueError for tensors at invalid offsets."""
+        """Returns the start of the tensor data.
+
+        Raises ValueError for tensors at invalid offsets.
+        """
         cursor = self._cursor
         start = math.ceil(cursor.at / alignment) * alignment
         end = 0

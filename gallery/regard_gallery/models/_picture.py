@@ -12,7 +12,7 @@ MAX_LETTERS = 24
 
 
 def draw(alignments: Sequence[Alignment], path: Path) -> None:
-    """Draws the weights of every word, each row scaled to a maximum of 1, and marks the word's times."""
+    """Draws the weights of every word, scaled to a maximum of 1, and marks the word's times."""
     from matplotlib.figure import Figure
 
     alignments = [alignment for alignment in alignments if alignment.words]

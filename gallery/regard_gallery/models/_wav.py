@@ -37,7 +37,10 @@ def read_wav(path: Path, rate: int) -> Tensor:
 
 
 def _numbers(raw: bytes, width: int) -> Tensor:
-    """Converts little-endian integers of `width` bytes to [-1, 1). One-byte integers are unsigned."""
+    """Converts little-endian integers of `width` bytes to [-1, 1).
+
+    One-byte integers are unsigned.
+    """
     if width == 1:
         return torch.from_numpy(np.frombuffer(raw, np.uint8).astype(np.float32)) / 128 - 1
     # Shift the bytes into the upper bytes of 32-bit integers.

@@ -10,7 +10,10 @@ from ._pretrained import from_directory
 
 
 def load(path: Path | None) -> tuple[Any, Any, str]:
-    """Returns the model, its tokenizer and its name. Downloads nothing and runs no code of a model."""
+    """Returns the model, its tokenizer and its name.
+
+    Downloads nothing and runs no code of a model.
+    """
     if path is None:
         embedder = minilm.load()
         return embedder.model, embedder.tokenizer, "all-MiniLM-L6-v2"

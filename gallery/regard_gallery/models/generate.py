@@ -191,7 +191,7 @@ class Conversation:
     def say(self, text: str, sampling: Sampling) -> Iterator[str]:
         """Yields the answer as it is generated.
 
-        An interrupted turn keeps the text so far. A turn that fails before any text is not recorded.
+        An interrupted turn keeps the text so far. A turn that fails before any text is dropped.
         """
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]

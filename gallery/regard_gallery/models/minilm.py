@@ -26,7 +26,10 @@ class Embedder(NamedTuple):
     def embed(
         self, texts: Sequence[str], *, batch: int = 32, done: Callable[[int], None] = lambda count: None
     ) -> Tensor:
-        """Computes embeddings (len(texts), D). Calls `done` with the size of each finished batch."""
+        """Computes embeddings (len(texts), D).
+
+        Calls `done` with the size of each finished batch.
+        """
         if not texts:
             raise ValueError("texts: expected at least one, got none")
         vectors = torch.empty(len(texts), self.model.config.hidden_size)

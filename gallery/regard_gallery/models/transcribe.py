@@ -62,7 +62,7 @@ def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Seg
 
 
 def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
-    """Computes the log-mel spectrogram of all samples, or of exactly 30 seconds, padded with silence."""
+    """Computes the log-mel spectrogram of all samples, or of 30 seconds, padded with silence."""
     from transformers import WhisperFeatureExtractor
 
     options: dict[str, Any] = {"return_tensors": "pt", "return_attention_mask": True}
@@ -122,7 +122,7 @@ def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -
 
 
 def _sharpened(weights: Tensor) -> Tensor:
-    """Standardises each frame over the tokens and applies a median filter over time, as OpenAI does."""
+    """Standardises each frame over the tokens and applies a median filter, as OpenAI does."""
     spread, mean = torch.std_mean(weights, -2, keepdim=True, correction=0)
     scores = (weights - mean) / spread.clamp_min(1e-12)
     half = SMOOTHED // 2
@@ -133,7 +133,7 @@ def _sharpened(weights: Tensor) -> Tensor:
 
 
 def _first_frames(scores: Tensor) -> list[int]:
-    """Returns the first frame of each row on the best monotonic path through scores (rows, frames)."""
+    """Returns each row's first frame on the best monotonic path through scores (rows, frames)."""
     # By hand: the same algorithm in Transformers is private, and librosa depends on numba.
     rows, frames = scores.shape
     gain = scores.double().numpy()

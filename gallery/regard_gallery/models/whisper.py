@@ -38,7 +38,7 @@ class Whisper(NamedTuple):
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
-    """Loads Whisper tiny.en, or another English Whisper from a directory in CTranslate2's format."""
+    """Loads Whisper tiny.en, or another English Whisper in CTranslate2's format."""
     from transformers import WhisperForConditionalGeneration
 
     if path is None:
@@ -169,7 +169,10 @@ def _norm(variables: _ct2.Variables, old: str, new: str) -> Iterator[tuple[str, 
 
 
 def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Splits concatenated weights and biases. Biases of keys must be zero: Transformers has none."""
+    """Splits concatenated weights and biases.
+
+    Biases of keys must be zero: Transformers has none.
+    """
     weights = _tensor(variables, f"{old}/weight").chunk(len(names))
     biases = _tensor(variables, f"{old}/bias").chunk(len(names))
     if not len(weights) == len(biases) == len(names):

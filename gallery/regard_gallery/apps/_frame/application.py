@@ -73,7 +73,7 @@ class Application(ABC):
         """Returns all measures in `more` and `less` on `held`, which is `tested` or `validated`."""
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the validation score, higher is better. Training keeps the weights with the best."""
+        """Returns the validation score. Training keeps the weights with the highest."""
         first, *_ = self.more + self.less
         return self.measure(model, self.validated)[first] * self._sign(first)
 

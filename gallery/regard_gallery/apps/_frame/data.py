@@ -21,7 +21,10 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
-    """Returns the first path that exists. Raises FileNotFoundError, which names `command`, if none does."""
+    """Returns the first path that exists.
+
+    Raises FileNotFoundError, which names `command`, if none does.
+    """
     for place in map(Path, places):
         if place.exists():
             return place

@@ -28,7 +28,7 @@ class Options:
             count("seeds", self.seeds, 1)
 
     def place(self, name: str, ending: str) -> Path:
-        """Returns the path of an output file. Quick runs and runs with PyTorch have separate names."""
+        """Returns the path of an output file. Quick and PyTorch runs have separate names."""
         kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
         return self.out / f"{name}{kind}{ending}"
 

@@ -148,7 +148,7 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 
 
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
-    """Returns the shortest time of a training step with each attention. They take turns on one batch."""
+    """Times a training step with each attention, in turns on one batch. Returns the shortest."""
     batch = app.batch(model, torch.Generator().manual_seed(0))
 
     def step(attention: str) -> Callable[[], float]:

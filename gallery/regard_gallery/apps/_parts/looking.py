@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # (q, k, v) an
 
 
 def layer_weights(stack: Stack, x: Tensor) -> list[Tensor]:
-    """Computes the attention weights (..., H, L, L) of each layer, for inputs x (..., L, d_model)."""
+    """Computes each layer's weights (..., H, L, L) for inputs x (..., L, d_model)."""
     return [weights(*qkv, **options) for qkv, options in _arguments(stack, x)]
 
 

@@ -82,7 +82,7 @@ def _order(codes: Numbers, counts: Numbers, vocabulary: int) -> _Order:
 
 
 def _discounts(counts_of_counts: Floats) -> Floats:
-    """Computes the discounts of counts 1, 2 and at least 3 from the numbers of n-grams with counts 0 to 4."""
+    """Computes the discounts of counts 1, 2 and >= 3 from the numbers of n-grams by count."""
     one, two, three, four = np.maximum(counts_of_counts[1:5], 1)
     share = one / (one + 2 * two)
     discounts = [1 - 2 * share * two / one, 2 - 3 * share * three / two, 3 - 4 * share * four / three]

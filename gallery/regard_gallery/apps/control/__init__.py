@@ -132,7 +132,7 @@ class App(Application):
         return F.mse_loss(values, returns) - objective
 
     def measure(self, model: nn.Module, held: tuple[int, int]) -> Scores:
-        """Returns the mean number of steps until the pole falls, with the best action in each step."""
+        """Returns the mean number of steps until the pole falls, with the best actions."""
         episodes, seed = held
         lengths = play(model, episodes, seed + self.seed, self.limits[1]).lengths
         return {"return": lengths.double().mean().item()}

@@ -35,5 +35,5 @@ class HistoryPolicy(nn.Module):
         return self.act(states), self.value(states).squeeze(-1)
 
     def weights(self, seen: Tensor) -> list[Tensor]:
-        """Returns the attention weights (heads, L, L) of each layer, for observations (L, observed)."""
+        """Returns each layer's weights (heads, L, L) for observations (L, observed)."""
         return layer_weights(self.stack, self.embed(seen))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ class App(Application):
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draws distinct emoji, each with a random skin tone, all shifted by the same random offset."""
+        """Draws distinct emoji with random skin tones, all shifted by one random offset."""
         part = self.trained
         chosen = torch.randperm(len(part.emoji), generator=generator)[:BATCH]
         begin, end = part.first[chosen], part.first[chosen + 1]
@@ -196,22 +197,21 @@ class App(Application):
             best = scores[i].topk(min(AMONG, len(scores))).indices.tolist()
             for line, j in enumerate(best):
                 weight = "bold" if j == i else "normal"
-                name = self.tested.emoji[j].name
-                below.text(0, 0.9 - 0.2 * line, _short(name), fontsize=7, weight=weight)
+                name = shorten(self.tested.emoji[j].name, 20, placeholder="…")
+                below.text(0, 0.9 - 0.2 * line, name, fontsize=7, weight=weight)
         for one in axes.flat:
             one.axis("off")
         save(picture, path)
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Returns the rank (n,), from 1, of each image's own text, for scores (n, n). Ties count against it."""
+    """Returns the rank (n,), from 1, of each image's own text, for scores (n, n).
+
+    Ties count against it.
+    """
     return (scores >= scores.diagonal()[:, None]).sum(1).double()
 
 
 def recall(scores: Tensor) -> float:
     """Returns the share of images whose own text is among the best five."""
     return (ranks(scores) <= AMONG).double().mean().item()
-
-
-def _short(name: str, letters: int = 20) -> str:
-    return name if len(name) <= letters else f"{name[: letters - 1]}…"

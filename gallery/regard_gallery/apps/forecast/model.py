@@ -40,7 +40,7 @@ class LinearForecaster(nn.Module):
 
 
 class PatchForecaster(nn.Module):
-    """Corrects a linear forecast by attention between patches. Shapes are those of LinearForecaster.
+    """Corrects a linear forecast by attention between patches, with the shapes of LinearForecaster.
 
     A token is a patch of `patch` time steps. Channel 0 is standardised by its past and must be 0 in
     the future. The correction is 0 at initialisation.

@@ -123,7 +123,7 @@ class App(Application):
         return SUBJECTS[int(self.data.y[paper])]
 
     def _attended(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
-        """Returns the papers that `paper` attends to in layer 1, with weights averaged over the heads."""
+        """Returns the papers that `paper` attends to in layer 1, with head-averaged weights."""
         source, target = self.data.graph.edges
         w = model.first.weights(self.data.x, self.data.graph).mean(0)  # type: ignore[operator, union-attr]
         into = target == paper

@@ -12,7 +12,7 @@ DROPOUT = 0.6
 
 
 class GAT(nn.Module):
-    """Two graph attention layers (Velickovic et al., 2018): 8 heads of 8 channels, then one head."""
+    """Two graph attention layers (Velickovic et al., 2018): 8 heads of 8 channels, then one."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def fashion(which: str, count: int | None = None, seed: int | None = None) -> Im
 
 
 def read_idx(path: Path, rank: int) -> Tensor:
-    """Reads an IDX file of bytes: two zeros, the type, the rank, the sizes (4 bytes each), the values."""
+    """Reads an IDX file of bytes: two zeros, type, rank, sizes (4 bytes each), values."""
     # By hand: torchvision is heavy for this, and idx2numpy has had no release for years.
     stored = gzip.decompress(bounded(path).read_bytes())
     if stored[:4] != bytes((0, 0, UNSIGNED_BYTES, rank)):
@@ -120,7 +120,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws the first test image of each kind, and the class token's attention to its patches."""
+        """Draws the first test image of each kind, and the class token's attention to it."""
         first = torch.stack([(self.tested.y == kind).nonzero()[0, 0] for kind in range(len(KINDS))])
         images = self.tested.x[first]
         predicted, looks = model(images).argmax(-1), model.looks(images)  # type: ignore[operator]

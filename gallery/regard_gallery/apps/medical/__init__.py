@@ -80,7 +80,7 @@ def volume(path: Path) -> Tensor:
 
 
 def dice(found: Tensor, truth: Tensor, tissue: int) -> float:
-    """Computes Dice, 2 |A and B| / (|A| + |B|), of the predicted and the true pixels of a tissue."""
+    """Computes Dice, 2 |A and B| / (|A| + |B|), of a tissue's predicted and true pixels."""
     a, b = found == tissue, truth == tissue
     return (2 * (a & b).sum() / (a.sum() + b.sum()).clamp_min(1)).item()
 
@@ -127,7 +127,7 @@ class App(Application):
         return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores two brightness thresholds, which are the best for the training slices in that light."""
+        """Scores the two thresholds that are best for the training slices in the same light."""
         shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
         by_light = []
         for trained, tested in ((shaded, self.tested), (self.trained, self.even)):
@@ -152,7 +152,7 @@ class App(Application):
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws a test slice, its tissue, the prediction, and the attention of its greyest patch."""
+        """Draws a test slice, its tissue, the prediction and its greyest patch's attention."""
         one = self.tested.one(len(self.tested.x) // 2)
         stride: int = model.stride  # type: ignore[assignment]
         grey = F.avg_pool2d((one.y == 1).float(), stride)[0]
@@ -189,7 +189,7 @@ def levels(slices: Slices) -> Tensor:
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """Returns the least levels of grey and of white matter that maximise the sum of both Dice scores."""
+    """Returns the least levels of grey and white matter that maximise the sum of both Dice."""
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)

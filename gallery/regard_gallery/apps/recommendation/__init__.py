@@ -67,7 +67,7 @@ class App(Application):
         return padded(parts, LENGTH + 1)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Computes cross-entropy over the films that the user has not seen so far, as in the test."""
+        """Computes cross-entropy over the films not seen so far, as in the test."""
         seen, following = batch[:, :-1], batch[:, 1:]
         real = seen != PADDING
         scores = model.score(model.states(seen)[real])  # type: ignore[operator]
@@ -85,7 +85,10 @@ class App(Application):
         return ranks(lambda known: last_scores(model, known), self.histories, back)
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores popularity and two Markov chains. Validation chooses the second one's parameters."""
+        """Scores popularity and two Markov chains.
+
+        Validation chooses the second one's parameters.
+        """
         candidates = [(films, fade) for films in FILMS for fade in FADES]
         best = max(candidates, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
         return {
@@ -95,7 +98,10 @@ class App(Application):
         }
 
     def _markov_ranks(self, back: int, films: int = 1, fade: float = 1.0) -> Tensor:
-        """Ranks by transitions from the latest films. The film n steps back has the weight fade**n."""
+        """Ranks by transitions from the latest films.
+
+        The film n steps back has the weight fade**n.
+        """
         follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
 
         def after(seen: Tensor) -> Tensor:

@@ -43,5 +43,5 @@ class SASRec(nn.Module):
         return out
 
     def score(self, states: Tensor) -> Tensor:
-        """Maps states (..., d_model) to logits (..., items + 1), with the item embeddings as weights."""
+        """Maps states (..., d_model) to logits (..., items + 1) with the item embeddings."""
         return states @ self.items.weight.T + self.bias

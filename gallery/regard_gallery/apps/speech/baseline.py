@@ -33,10 +33,11 @@ class Templates(NamedTuple):
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def read(self, heard: Tensor, penalty: float) -> list[int]:
-        """Returns the symbols on the cheapest path for frames (L, features). Each word costs `penalty`.
+        """Recognises frames (L, features): returns the symbols on the cheapest path.
 
-        From one frame to the next, the path stays in its state or advances by one or two states. At
-        the end of a word it may enter the first or second state of any word.
+        Each word costs `penalty`. From one frame to the next, the path stays in its state or
+        advances by one or two states. At the end of a word it may enter the first or second state
+        of any word.
         """
         n, longest, _ = self.mean.shape
         total = torch.full((n, longest + 2), torch.inf)  # two columns in front for entering a word
@@ -54,7 +55,7 @@ class Templates(NamedTuple):
         return self._backtrace(ends)
 
     def _backtrace(self, ends: list[tuple[int, int]]) -> list[int]:
-        """Returns the symbols of the best path, from the best word that ends at each frame and its begin."""
+        """Returns the best path's symbols, given the best word that ends at each frame."""
         symbols, t = [], len(ends) - 1
         while t >= 0:
             word, begin = ends[t]
@@ -64,7 +65,7 @@ class Templates(NamedTuple):
 
 
 def _moves(x: Tensor) -> Tensor:
-    """Stacks the values before the three moves (stay, advance one, advance two) as (3, n, longest)."""
+    """Stacks the values before each move (stay, advance one, advance two): (3, n, longest)."""
     return torch.stack([x[:, 2:], x[:, 1:-1], x[:, :-2]])
 
 
@@ -111,7 +112,7 @@ def _gaussians(frames: Tensor, path: Tensor, states: int) -> tuple[Tensor, Tenso
 
 
 def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
-    """Returns each recording's cheapest path, the states (L,) of its frames from first to last state."""
+    """Returns each recording's cheapest path through all states: the states (L,) of its frames."""
     padded = pad_sequence(recordings, batch_first=True)
     costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
     total = torch.full((len(recordings), costs.shape[2] + 2), torch.inf)

@@ -16,7 +16,7 @@ BLOCKS = Blocks(dropout=0.1)
 
 
 class Recogniser(nn.Module):
-    """Maps padded frames (B, L, features) and lengths (B,) to log-probabilities (B, L, 1 + symbols).
+    """Maps frames (B, L, features) and lengths (B,) to log-probabilities (B, L, 1 + symbols).
 
     Symbol 0 is CTC's blank. A convolution embeds each frame with its neighbours.
     """
@@ -35,7 +35,7 @@ class Recogniser(nn.Module):
         return F.gelu(self.near(frames.transpose(1, 2))).transpose(1, 2)
 
     def weights(self, frames: Tensor) -> Tensor:
-        """Returns the last layer's weights (L, L) for frames (L, features), averaged over the heads."""
+        """Returns the last layer's head-averaged weights (L, L) for frames (L, features)."""
         return layer_weights(self.stack, self._embedded(frames[None]))[-1][0].mean(0)
 
 

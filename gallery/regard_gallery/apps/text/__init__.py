@@ -86,7 +86,10 @@ class App(Application):
         return torch.cat([model(*batch).softmax(-1) for batch in batches])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores logistic regression on words and pairs of words. Validation chooses its penalty."""
+        """Scores logistic regression on words and pairs of words.
+
+        Validation chooses its penalty.
+        """
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 

@@ -76,7 +76,10 @@ def bare(text: str) -> str:
 
 
 def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list[Pair]]:
-    """Holds out `count` English sentences. Also returns the pairs that share no sentence with them."""
+    """Holds out `count` English sentences.
+
+    Also returns the pairs that share no sentence with them.
+    """
     french: dict[str, list[str]] = defaultdict(list)
     for source, target in pairs:
         french[source].append(target)

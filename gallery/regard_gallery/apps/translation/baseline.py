@@ -39,7 +39,10 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
 
 
 def _spelling(texts: Iterable[str]) -> dict[str, str]:
-    """Maps lower-case words to their most frequent form inside sentences. Names keep their capital."""
+    """Maps lower-case words to their most frequent form inside sentences.
+
+    Names keep their capital.
+    """
     forms: dict[str, Counter[str]] = {}
     for text in texts:
         for form in WORD.findall(text)[1:]:

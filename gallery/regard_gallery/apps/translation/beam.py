@@ -26,9 +26,10 @@ def beam_search(
     """Returns the best sequence of each sample.
 
     Args:
-        step: `step(tokens, parents)`, both (samples * width,), returns log-probabilities of the next
-            token, (samples * width, words). Row i continues row parents[i] of the previous step and
-            reads tokens[i]. Rows of a sample are adjacent. In the first call, parents[i] is i.
+        step: `step(tokens, parents)`, both (samples * width,), returns the log-probabilities of the
+            next token, (samples * width, words). Row i continues row parents[i] of the previous
+            step and reads tokens[i]. Rows of a sample are adjacent. In the first call, parents[i]
+            is i.
         samples: the number of samples.
         start, end: the tokens before and after every sequence.
         width: the number of beams per sample; 1 is greedy search.

@@ -1,4 +1,4 @@
-"""An encoder-decoder for translation, with one embedding for both languages and rotary positions."""
+"""An encoder-decoder with one embedding for both languages and rotary positions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ class Translator(nn.Module):
         return states @ self.words.weight.T
 
     def writing(self, source: Sentences, width: int) -> Step:
-        """Returns the step function of a beam search. Encodes the source once and caches the output."""
+        """Returns the step function of a beam search.
+
+        Encodes the source once and caches the output.
+        """
         memory = self.stacks.decoder.remember(self.read(source).repeat_interleave(width, 0))
         context = Lengths(source.lengths.repeat_interleave(width))
         caches = self.stacks.decoder.new_caches(len(context.n))
