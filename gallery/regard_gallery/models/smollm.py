@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from . import _packages
@@ -15,18 +16,6 @@ from ._tokenizers import byte_level
 from .generate import LanguageModel
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 CONTROL = 3  # GGUF's type of control tokens
 
 
@@ -73,23 +62,21 @@ def _config(gguf: Gguf) -> Any:
 
 def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
     """Reads every tensor, under its name in Transformers."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        keys = LlamaForCausalLM(config).state_dict()  # type: ignore[no-untyped-call]
+    gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers).get_name
+    renamed = {gguf_name(key, try_suffixes=(".weight", ".bias")): key for key in keys}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = {}
     for name in gguf.tensors:
-        renamed, weight = _renamed(name), gguf.tensor(name)
-        state[renamed] = next((_halves(weight, n) for part, n in heads.items() if part in renamed), weight)
+        if name not in renamed:
+            raise ValueError(f"model: {name} is a tensor that this reader does not know")
+        key, weight = renamed[name], gguf.tensor(name)
+        state[key] = next((_halves(weight, n) for part, n in heads.items() if part in key), weight)
     return state
-
-
-def _renamed(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTSIDE:
-        return f"{OUTSIDE[stem]}.{kind}"
-    block, _, part = stem.partition(".")
-    layer, _, part = part.partition(".")
-    if block != "blk" or part not in LAYER:
-        raise ValueError(f"model: {name} is a tensor that this reader does not know")
-    return f"model.layers.{layer}.{LAYER[part]}.{kind}"
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:

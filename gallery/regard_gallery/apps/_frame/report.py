@@ -20,9 +20,9 @@ def table(kind: type[Application], report: Report) -> Table:
     """Builds a table of scores, baselines first. Several seeds show the mean and the range."""
     measures = kind.more + kind.less
     rows = Table("", *measures, title=kind.name)
-    own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
+    model = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
     for name, by_seed in report.scores.items():
-        label = own if name == OWN else name
+        label = model if name == OWN else name
         rows.add_row(label, *(_cell([scores[m] for scores in by_seed]) for m in measures))
     return rows
 

@@ -1,4 +1,4 @@
-"""Sizes of a stack of transformer blocks, as the models of several applications take them."""
+"""A stack of transformer blocks by its sizes, for the models of several applications."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.nn import Block, EncoderBlock, Stack
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of a stack of transformer blocks, and the stack itself."""
+    """Sizes from which `stack` builds transformer blocks."""
 
     d_model: int = 64
     heads: int = 4

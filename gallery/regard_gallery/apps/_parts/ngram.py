@@ -104,6 +104,6 @@ def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: 
 
 def _lookup(codes: Numbers, context: Numbers, tokens: Numbers, vocabulary: int) -> Numbers:
     """Returns the id of each n-gram, or UNSEEN."""
-    wanted = context * vocabulary + tokens
-    index = np.minimum(np.searchsorted(codes, wanted), len(codes) - 1)
-    return np.where((context != UNSEEN) & (codes[index] == wanted), index, UNSEEN)
+    query = context * vocabulary + tokens
+    index = np.minimum(np.searchsorted(codes, query), len(codes) - 1)
+    return np.where((context != UNSEEN) & (codes[index] == query), index, UNSEEN)

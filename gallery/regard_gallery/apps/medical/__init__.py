@@ -159,7 +159,7 @@ class App(Application):
         row, column = divmod(int(grey.argmax()), grey.shape[1])
         looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
         picture, axes = figure(9, 2.9, ncols=4)
-        titles = ("T1", "tissue in the data", "found", "where the marked patch looks")
+        titles = ("T1", "tissue in the data", "predicted tissue", "attention of the marked patch")
         for panel, title in zip(axes, titles, strict=True):
             panel.set_title(title, fontsize=9)
             panel.axis("off")
@@ -189,7 +189,7 @@ def levels(slices: Slices) -> Tensor:
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """Returns the least levels of grey and white matter that maximise the sum of both Dice."""
+    """Returns the lowest level of grey matter and that of white, chosen for the best sum of Dice."""
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)

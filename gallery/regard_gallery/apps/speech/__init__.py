@@ -116,8 +116,8 @@ class App(Application):
 
     def answer(self, model: nn.Module, request: str) -> str:
         heard = self._string(request)
-        found = greedy(model(heard.frames, heard.lengths), heard.lengths)[0]
-        return f"spoken {request}, heard {''.join(str(symbol - 1) for symbol in found)}"
+        symbols = greedy(model(heard.frames, heard.lengths), heard.lengths)[0]
+        return f"spoken {request}, heard {''.join(str(symbol - 1) for symbol in symbols)}"
 
     def _string(self, request: str) -> Strings:
         """Joins test recordings of these digits. A repeated digit takes the next recording."""

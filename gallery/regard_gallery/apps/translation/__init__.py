@@ -137,21 +137,21 @@ class App(Application):
         return -float(self.loss(model, self._batch(pairs)))
 
     def measure(self, model: nn.Module, held: list[Held]) -> Scores:
-        found = self.translate(model, [one.source for one in held])
-        return quality([self.text(written.tokens) for written in found], held)
+        translations = self.translate(model, [one.source for one in held])
+        return quality([self.text(written.tokens) for written in translations], held)
 
     def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
         """Each in French. Sentences of about the same length go together."""
         tokens = self._tokens([clean(text) for text in texts])
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
-        found: dict[int, Written] = {}
+        by_index: dict[int, Written] = {}
         for begin in range(0, len(order), BATCH):
-            some = order[begin : begin + BATCH]
-            longest = 2 * len(tokens[some[-1]]) + 8
-            source = self._source([tokens[i] for i in some])
+            chosen = order[begin : begin + BATCH]
+            longest = 2 * len(tokens[chosen[-1]]) + 8
+            source = self._source([tokens[i] for i in chosen])
             written = model.translate(source, width=BEAMS, longest=longest, penalty=PENALTY)  # type: ignore[operator]
-            found |= zip(some, written, strict=True)
-        return [found[i] for i in range(len(texts))]
+            by_index |= zip(chosen, written, strict=True)
+        return [by_index[i] for i in range(len(texts))]
 
     def text(self, tokens: list[int]) -> str:
         decoded: str = self.tokenizer.decode(tokens)
