@@ -1,1 +1,3 @@
-"""What proves Regard: pretrained models, applications on real data, and a comparison of mechanisms."""
+"""Demonstrations of Regard: pretrained models, applications on real data, and a comparison of
+attention mechanisms.
+"""

@@ -1,4 +1,4 @@
-"""Checks of arguments that models, applications and the comparison share."""
+"""Argument checks that models, applications and the comparison share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def describe(value: object) -> str:
-    """Returns a value as messages show it: a tensor by dtype and shape, others by type and repr."""
+    """Describes a value for error messages: tensors by dtype and shape, others by type and repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
-    """Returns an integer from `least` on; refuses a bool, a float or a tensor."""
+    """Returns `value`. Raises unless it is an int, not a bool, of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {describe(value)}")
     if value < least:
@@ -24,6 +24,6 @@ def count(name: str, value: Any, least: int = 0) -> int:
 
 
 def check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raises unless images are (B, *shape)."""
+    """Raises ValueError unless the images have the shape (B, *shape)."""
     if images.shape[1:] != shape:
         raise ValueError(f"images: expected (B, {', '.join(map(str, shape))}), got {describe(images)}")

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, for training, comparing and embedding."""
+"""A progress bar in the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from functools import partial
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields a function that takes `completed` or `advance`, and `description`. A full bar vanishes."""
+    """Yields a function that updates the bar: it takes `completed` or `advance`, and `description`.
+
+    The bar disappears when the context ends.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -124,21 +124,16 @@ def write_llama_gguf(path: Path, model: Any, words: list[str]) -> None:
 
 
 def _add_gguf_tensor(writer: Any, name: str, weight: Tensor, config: Any) -> None:
-    from regard_gallery.models import smollm
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-    stems = {new: old for old, new in smollm.OUTSIDE.items()}
-    stems |= {
-        f"model.layers.{i}.{new}": f"blk.{i}.{old}"
-        for i in range(config.num_hidden_layers)
-        for old, new in smollm.LAYER.items()
-    }
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     if name == "lm_head.weight":  # tied
         return
     if "q_proj" in name:
         weight = gguf_rows(weight, config.num_attention_heads)
     if "k_proj" in name:
         weight = gguf_rows(weight, config.num_key_value_heads)
-    writer.add_tensor(f"{stems[name.removesuffix('.weight')]}.weight", weight.numpy())
+    writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.numpy())
 
 
 def byte_tokenizer() -> Any:

@@ -53,12 +53,12 @@ def section(name: str, run: dict[str, Any]) -> str:
 def overview(name: str, run: dict[str, Any]) -> str:
     """Returns a row of the overview: the first measure of the best baseline and of Regard."""
     measure = run["measures"][0]
-    means = {who: mean(one[measure] for one in scores) for who, scores in run["scores"].items()}
-    own = means.pop(OWN)
-    rivals = [who for who in means if who not in run["peers"]]
+    means = {key: mean(one[measure] for one in scores) for key, scores in run["scores"].items()}
+    model = means.pop(OWN)
+    baselines = [key for key in means if key not in run["peers"]]
     pick = max if measure in run["more is better"] else min
-    rival = pick(rivals, key=lambda who: means[who])
-    cells = [measure, rival, f"{means[rival]:.4g}", f"{own:.4g}", f"{run['ratio']:.2f}x"]
+    best = pick(baselines, key=lambda key: means[key])
+    cells = [measure, best, f"{means[best]:.4g}", f"{model:.4g}", f"{run['ratio']:.2f}x"]
     return f"| [{name}](#{anchor(name)}) | {' | '.join(cells)} |"
 
 

@@ -1,7 +1,8 @@
-"""Applications on real data: each trains a small model of `regard.nn` parts beside a plain baseline.
+"""Applications on real data. Each trains a small model of `regard.nn` modules and compares it with
+simple baselines.
 
-`regard run NAME` runs one. Everything they share is in the private files here; an application is one file
-with a class `App`.
+`regard run NAME` runs one. An application is a package with a class `App`; `_frame` and `_parts`
+contain the code that several applications share.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ NAMES = {
 
 
 def find(name: str) -> type[Application]:
-    """The application of that name."""
+    """Returns the class of the application `name`."""
     if name not in NAMES:
         raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
-    found: type[Application] = import_module(f".{name}", __name__).App
-    return found
+    application: type[Application] = import_module(f".{name}", __name__).App
+    return application

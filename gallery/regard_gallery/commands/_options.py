@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 Attention = Literal["regard", "sdpa", "eager"]
 Cache = Literal["dense", "bf16", "int8", "int4"]
-AttentionOption = Annotated[Attention, typer.Option(help="What computes attention.")]
-CacheOption = Annotated[Cache, typer.Option(help="How keys and values are kept.")]
-MaxTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that have this share together.")]
+AttentionOption = Annotated[Attention, typer.Option(help="The implementation of attention.")]
+CacheOption = Annotated[Cache, typer.Option(help="The storage format of keys and values.")]
+MaxTokens = Annotated[int, typer.Option(help="The most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most probable token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the fewest tokens with this total probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 ModelOption = Annotated[
     Path | None,

@@ -1,4 +1,4 @@
-"""What `regard generate` and `regard chat` share."""
+"""Code that `regard generate` and `regard chat` share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def new_session(model: Path | None, attention: str, cache: str) -> Session:
 
 
 def stream(pieces: Iterable[str], session: Session, cache: str) -> None:
-    """The text as it comes, then what it took, which is no part of the output."""
+    """Writes the text to stdout as it arrives, then speed and cache size to stderr."""
     for piece in pieces:
         show(piece)
     show("\n")
-    took = session.report
-    written = f"{took.written} tokens, {took.speed:.1f} a second"
-    read = f"{took.read} tokens read in {took.reading:.2f} s"
-    typer.echo(f"{written}; {read}; cache {amount(took.cache_bytes)} ({cache})", err=True)
+    report = session.report
+    written = f"{report.written} tokens, {report.speed:.1f} a second"
+    read = f"{report.read} tokens read in {report.reading:.2f} s"
+    typer.echo(f"{written}; {read}; cache {amount(report.cache_bytes)} ({cache})", err=True)

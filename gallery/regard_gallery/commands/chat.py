@@ -17,7 +17,7 @@ from ._text import new_session, stream
 
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="One question; else they are read line by line.")
+        str | None, typer.Argument(help="One question. Default: read questions from stdin, one per line.")
     ] = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
@@ -27,24 +27,24 @@ def chat(
     model: options.ModelOption = None,
     attention: options.AttentionOption = "regard",
 ) -> None:
-    """Talk with SmolLM2-135M or a local chat model. Ctrl-C ends an answer, Ctrl-D the talk."""
+    """Chat with SmolLM2-135M or a local model. Ctrl-C ends an answer, Ctrl-D the conversation."""
     with one_line_errors():
         from ..models.generate import Conversation, Sampling
 
         sampling = Sampling(max_tokens, temperature, top_p, seed)
         session = new_session(model, attention, cache)
-        talk = Conversation(session)
+        conversation = Conversation(session)
         if prompt is not None:
-            stream(talk.say(prompt, sampling), session, cache)
+            stream(conversation.say(prompt, sampling), session, cache)
             return
-        for question in _typed():
+        for question in _questions():
             with _interruptible():
-                stream(talk.say(question, sampling), session, cache)
+                stream(conversation.say(question, sampling), session, cache)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C on a terminal ends the answer, not the talk."""
+    """Makes Ctrl-C on a terminal end the answer, not the conversation."""
     try:
         yield
     except KeyboardInterrupt:
@@ -53,8 +53,8 @@ def _interruptible() -> Iterator[None]:
         typer.echo()
 
 
-def _typed() -> Iterator[str]:
-    """Lines from the input that are not blank."""
+def _questions() -> Iterator[str]:
+    """Yields the lines of stdin that are not blank."""
     while True:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False, err=True)

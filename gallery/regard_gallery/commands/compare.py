@@ -24,14 +24,14 @@ def compare(
         bool, typer.Option("--quick", help="About two minutes: a smaller model, fewer steps.")
     ] = False,
     width: Annotated[int | None, typer.Option(min=1, help="d_model of all models.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of training, for each kind and seed.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=2, help="Trainings of each kind.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Read before decoding.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps per kind and seed.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=2, help="Training runs per kind.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt before decoding.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: PyTorch's number.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write all numbers into this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them into this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the results to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also plot the results into this file.")] = None,
 ) -> None:
-    """MHA, GQA, MQA, MLA, a window and linear attention at equal width, trained and timed here."""
+    """Train and time MHA, GQA, MQA, MLA, sliding-window and linear attention at equal width."""
     with one_line_errors():
         import torch
 
@@ -40,21 +40,21 @@ def compare(
         _check(json, plot)
         sizes, effort = QUICK if quick else FULL
         sizes = sizes if width is None else replace(sizes, width=width)
-        given = {"steps": steps, "seeds": seeds, "tokens": tokens}
-        effort = replace(effort, **{name: n for name, n in given.items() if n is not None})
+        options = {"steps": steps, "seeds": seeds, "tokens": tokens}
+        effort = replace(effort, **{name: n for name, n in options.items() if n is not None})
         if threads is not None:
             torch.set_num_threads(threads)
         with bar("", effort.ticks) as update:
-            found = measure(sizes, effort, progress=lambda what: update(description=what, advance=1))
-        tables().print(_table(found), _beside_the_notes(found), sep="\n")
+            measured = measure(sizes, effort, progress=lambda what: update(description=what, advance=1))
+        tables().print(_table(measured), _beside_the_notes(measured), sep="\n")
         if json is not None:
-            json.write_text(found.to_json(), encoding="utf-8")
+            json.write_text(measured.to_json(), encoding="utf-8")
         if plot is not None:
-            found.plot(str(plot))
+            measured.plot(str(plot))
 
 
 def _check(json: Path | None, plot: Path | None) -> None:
-    """Before the work, not after it."""
+    """Checks the output options before the models are trained."""
     for name, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{name}: expected a file in a directory that exists, got {path}")
@@ -69,15 +69,15 @@ def _empty_table(title: str, caption: str | None = None) -> Table:
     return Table("kind", title=title, box=MARKDOWN, caption=caption)
 
 
-def _table(found: Measured) -> Table:
+def _table(measured: Measured) -> Table:
     caption = (
         "parameters of attention in a layer, and of the model; cache: bytes / token; "
         "prefill, decode: tokens / s; loss: held out, nats / byte, by seeds"
     )
-    table = _empty_table(found.setting, caption)
+    table = _empty_table(measured.setting, caption)
     for name in ("layer", "model", "cache", "prefill", "decode", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in found.rows:
+    for row in measured.rows:
         table.add_row(
             row.kind, f"{row.attention_parameters:,}", f"{row.model_parameters:,}", f"{row.token_bytes:,.0f}",
             f"{row.prefill:,.0f}", f"{row.decode:,.0f}", f"{row.loss:.3f} ± {row.spread:.3f}",
@@ -85,16 +85,16 @@ def _table(found: Measured) -> Table:
     return table
 
 
-def _beside_the_notes(found: Measured) -> Table:
-    """Their words, and what was measured beside MHA."""
+def _beside_the_notes(measured: Measured) -> Table:
+    """Builds a table of the lecture notes' words and the measured ratios to MHA."""
     from ..compare import NOTES
 
-    table = _empty_table("The notes, and what was measured: times MHA's, or nats")
+    table = _empty_table("The lecture notes and the measurements: ratios to MHA, or nats")
     for name in NOTES:
         table.add_column(name)
     for kind in NOTES["quality"]:
-        shares = {name: found.values(name)[kind] / found.values(name)["MHA"] for name in NOTES}
+        shares = {name: measured.values(name)[kind] / measured.values(name)["MHA"] for name in NOTES}
         cells = (f"{NOTES[name][kind]}: {share:.2f}" for name, share in shares.items() if name != "quality")
-        table.add_row(kind, *cells, f"{NOTES['quality'][kind]}: {found[kind].loss:.3f}")
-    table.add_row("not found", *("; ".join(pairs) or "-" for pairs in found.denied().values()))
+        table.add_row(kind, *cells, f"{NOTES['quality'][kind]}: {measured[kind].loss:.3f}")
+    table.add_row("not found", *("; ".join(pairs) or "-" for pairs in measured.denied().values()))
     return table

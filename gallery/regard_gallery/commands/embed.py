@@ -15,24 +15,24 @@ from ._options import AttentionOption, EncoderOption
 
 
 def embed(
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts; else lines of the input.")] = None,
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts. Default: lines of stdin.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a .npy file instead of JSON lines.")] = None,
     model: EncoderOption = None,
     attention: AttentionOption = "regard",
 ) -> None:
-    """The vector of each text, of length 1: near vectors mean near things."""
+    """Embed texts as vectors of length 1. Texts of similar meaning have near vectors."""
     with one_line_errors():
-        wanted = texts or [line.rstrip("\n") for line in sys.stdin]
+        lines = texts or [line.rstrip("\n") for line in sys.stdin]
         quiet_offline()
         import numpy as np
 
         from ..models import minilm
 
-        vectors = minilm.load(model, attention=attention).embed(wanted)
+        vectors = minilm.load(model, attention=attention).embed(lines)
         if out is not None:
             with open(out, "wb") as file:
                 np.save(file, vectors.numpy(), allow_pickle=False)
-            typer.echo(f"{len(wanted)} vectors of {vectors.shape[1]} numbers in {out}", err=True)
+            typer.echo(f"{len(lines)} vectors of {vectors.shape[1]} numbers in {out}", err=True)
             return
         for vector in vectors.tolist():
             typer.echo(json.dumps(vector))

@@ -14,9 +14,7 @@ from ._text import new_session, stream
 
 
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; else it is read from the input.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue. Default: read from stdin.")] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -25,7 +23,7 @@ def generate(
     model: options.ModelOption = None,
     attention: options.AttentionOption = "regard",
 ) -> None:
-    """Continue a text, on SmolLM2-135M or a local model."""
+    """Continue a text with SmolLM2-135M or a local model."""
     with one_line_errors():
         from ..models.generate import Sampling, pieces
 

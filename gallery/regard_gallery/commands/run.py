@@ -13,18 +13,16 @@ StepAttention = Literal["regard", "torch"]
 
 
 def run(
-    name: Annotated[str | None, typer.Argument(help="The application; without it they are listed.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less data, few steps: a trial.")] = False,
-    attention: Annotated[StepAttention, typer.Option(help="What computes attention.")] = "regard",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many to average over, from --seed on.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="For checkpoints and pictures.")] = Path("build/apps"),
-    use: Annotated[str | None, typer.Option(help="Ask the model that was trained, instead.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The application. Default: list them.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A trial: less data, few steps.")] = False,
+    attention: Annotated[StepAttention, typer.Option(help="The implementation of attention.")] = "regard",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same results.")] = 0,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, counted from --seed.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoints and pictures.")] = Path("build/apps"),
+    use: Annotated[str | None, typer.Option(help="Run the trained model on this input.")] = None,
 ) -> None:
-    """Train an application on real data, beside a plain baseline; or use one that was trained."""
+    """Train an application on real data and compare it with baselines, or use a trained one."""
     with one_line_errors():
         from .. import apps
 

@@ -19,9 +19,9 @@ WIDTH = 100
 
 def search(
     files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8.")],
-    question: Annotated[str, typer.Option("--question", "-q", help="What to look for.")],
-    top: Annotated[int, typer.Option(help="How many passages to show.")] = 5,
-    size: Annotated[int, typer.Option(help="The most tokens in a passage.")] = 128,
+    question: Annotated[str, typer.Option("--question", "-q", help="The text to search for.")],
+    top: Annotated[int, typer.Option(help="Number of passages to show.")] = 5,
+    size: Annotated[int, typer.Option(help="Most tokens per passage.")] = 128,
     model: EncoderOption = None,
     attention: AttentionOption = "regard",
 ) -> None:
@@ -33,13 +33,12 @@ def search(
         from ..models.search import passages, rank
 
         embedder = minilm.load(model, attention=attention)
-        found = [part for source, text in texts.items() for part in passages(embedder, source, text, size)]
-        if not found:
+        parts = [part for source, text in texts.items() for part in passages(embedder, source, text, size)]
+        if not parts:
             raise ValueError("files: expected some text, got none")
-        wanted = [passage.text for passage in found]
-        with bar(f"{len(found)} passages", len(found)) as update:
-            vectors = embedder.embed(wanted, done=lambda count: update(advance=count))
-        for hit in rank(embedder.embed([question])[0], vectors, found, top):
+        with bar(f"{len(parts)} passages", len(parts)) as update:
+            vectors = embedder.embed([part.text for part in parts], done=lambda n: update(advance=n))
+        for hit in rank(embedder.embed([question])[0], vectors, parts, top):
             typer.echo(printable(f"{hit.score:.3f}  {hit.passage.source}:{hit.passage.line}"))
             for line in hit.passage.text.splitlines()[:SHOWN_LINES]:
                 typer.echo(printable(f"       {line[:WIDTH]}"))

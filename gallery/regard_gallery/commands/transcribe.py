@@ -14,15 +14,15 @@ from ._options import AttentionOption
 
 def transcribe(
     file: Annotated[Path, typer.Argument(help="A wav file in PCM.")],
-    words: Annotated[bool, typer.Option("--words", help="Show when each word was said.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw which moment each word was read from.")] = None,
-    beams: Annotated[int, typer.Option(help="How many texts are followed at a time.", min=1)] = 5,
+    words: Annotated[bool, typer.Option("--words", help="Print the times of each word.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw each word's attention over time.")] = None,
+    beams: Annotated[int, typer.Option(help="Number of beams.", min=1)] = 5,
     model: Annotated[
         Path | None, typer.Option(help="An English Whisper in CTranslate2's format; default tiny.en.")
     ] = None,
     attention: AttentionOption = "regard",
 ) -> None:
-    """Write down English speech with Whisper, and which moment each word was read from."""
+    """Transcribe English speech with Whisper, optionally with the times of each word."""
     with one_line_errors():
         quiet_offline()
         from ..models import transcribe as speech, whisper

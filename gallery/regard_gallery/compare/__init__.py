@@ -1,4 +1,4 @@
-"""Kinds of attention beside each other: small language models that differ in their attention alone."""
+"""Compares attention mechanisms in small language models that differ only in attention."""
 
 from ._measure import FULL, QUICK, Effort, Measured, Row, measure
 from ._models import KINDS, ByteModel, Sizes, layer, parameters

@@ -1,4 +1,4 @@
-"""What each kind of attention costs and how well it learns, at equal width."""
+"""Measures size, speed and loss of each kind of attention, at equal width."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CLEAR = 0.05  # less than this share of MHA's speed is no difference
+CLEAR = 0.05  # speeds that differ by less than this share of MHA's count as equal
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to train and to measure."""
+    """The extent of training and timing."""
 
-    steps: int = 400  # of training
+    steps: int = 400  # training steps
     seeds: int = 3
-    length: int = 256  # bytes of a line
-    batch: int = 4  # lines of a step
-    tokens: int = 4096  # read before decoding
-    rounds: int = 5  # of reading and writing
+    length: int = 256  # bytes per sequence
+    batch: int = 4  # sequences per step
+    tokens: int = 4096  # length of the prompt
+    rounds: int = 5  # repetitions of prefill and decoding
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
@@ -41,7 +41,7 @@ class Effort:
 
     @property
     def ticks(self) -> int:
-        """How often `measure` tells what it does."""
+        """The number of times that `measure` calls `progress`."""
         return len(KINDS) * (1 + self.rounds + self.seeds * self.steps)
 
 
@@ -51,16 +51,16 @@ QUICK = Sizes(128, layers=2), Effort(80, length=128, batch=8, tokens=2048, round
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one kind."""
+    """The results of one kind of attention."""
 
     kind: str
     attention_parameters: int  # of one layer
     model_parameters: int
-    cache_bytes: int  # of all layers, for the tokens that are read
-    token_bytes: float  # of that for each of them
-    prefill: float  # tokens in a second
-    decode: float
-    losses: tuple[float, ...]  # nats for each byte, by seed
+    cache_bytes: int  # of all layers, for the prompt
+    token_bytes: float  # cache bytes per token
+    prefill: float  # tokens per second
+    decode: float  # tokens per second
+    losses: tuple[float, ...]  # nats per byte, by seed
 
     @property
     def loss(self) -> float:
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row for each kind, and how it was found."""
+    """The results of all kinds, with the settings."""
 
     sizes: Sizes
     effort: Effort
@@ -94,17 +94,17 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """A column of the notes in numbers, for the kinds that they speak of."""
-        taken: dict[str, Callable[[Row], float]] = {
+        """Returns the measurements of a column of the lecture notes, for the kinds in the notes."""
+        columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
             "memory": lambda row: row.token_bytes,
             "inference": lambda row: row.decode,
             "quality": lambda row: -row.loss,
         }
-        return {kind: taken[column](self[kind]) for kind in NOTES[column]}
+        return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """By column of the notes, their orders that were not found."""
+        """Returns, by column of the notes, the orderings that the measurements do not show."""
         compared = [self[kind] for kind in NOTES["quality"]]
         margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}
         return {
@@ -113,12 +113,12 @@ class Measured:
         }
 
     def to_json(self) -> str:
-        found = asdict(self) | {"notes": NOTES, "not as in the notes": self.denied()}
-        about = {"torch": torch.__version__, "python": platform.python_version()}
-        return json.dumps(found | about, indent=2)
+        results = asdict(self) | {"notes": NOTES, "not as in the notes": self.denied()}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        return json.dumps(results | versions, indent=2)
 
     def plot(self, path: str | None = None) -> Figure:
-        """Five panels of bars, one for each column (needs the extra `plot`)."""
+        """Plots the results in five panels, and writes them to `path` (needs the extra `plot`)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(13, 3.4), layout="constrained")
@@ -149,7 +149,10 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
-    """Means with their spread, and a dot for each seed; bars would have to begin at zero."""
+    """Plots means with standard deviations, and a dot per seed.
+
+    Bars would have to start at zero.
+    """
     for row, colour in zip(rows, COLOURS, strict=False):
         axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)
         axes.plot(row.losses, [row.kind] * len(row.losses), "o", color="black", markersize=2.5)
@@ -157,12 +160,12 @@ def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def measure(sizes: Sizes, effort: Effort, *, progress: Callable[[str], None] = lambda step: None) -> Measured:
-    """Train and time models that differ in their attention alone.
+    """Trains and times models that differ only in their attention.
 
-    Speeds come first, of models that are not trained: time does not depend on weights.
+    Speeds are those of untrained models, because they do not depend on the weights.
 
     Args:
-        progress: told what comes next, `effort.ticks` times.
+        progress: called `effort.ticks` times with a description of the next step.
     """
     sides = decoded(
         KINDS, sizes, tokens=effort.tokens, rounds=effort.rounds,
@@ -179,8 +182,8 @@ def _row(side: Side, sizes: Sizes, effort: Effort, progress: Callable[[str], Non
             progress=lambda: progress(f"training, {side.kind}, seed {seed}"),
         )  # fmt: skip
 
-    kept = side.model.cache_bytes(effort.tokens)
+    cache = side.model.cache_bytes(effort.tokens)
     return Row(
-        side.kind, parameters(layer(side.kind, sizes)), parameters(side.model), kept, kept / effort.tokens,
+        side.kind, parameters(layer(side.kind, sizes)), parameters(side.model), cache, cache / effort.tokens,
         1 / side.to_read, 1 / side.to_write, tuple(loss(seed) for seed in range(effort.seeds)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A language model of bytes with one kind of attention."""
+"""A byte-level language model with one kind of attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Layer = Attention | LatentAttention | LinearAttention
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model. All kinds have them alike; `window` counts the token itself."""
+    """Sizes of a model, the same for all kinds. `window` includes the query's own position."""
 
     width: int = 256
     heads: int = 8
@@ -40,7 +40,7 @@ class Sizes:
 
 
 class ByteModel(nn.Module):
-    """Bytes (B, L) -> scores of each next byte (B, L, 256)."""
+    """Maps bytes (B, L) to logits of the next byte (B, L, 256)."""
 
     def __init__(self, kind: str, sizes: Sizes) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class ByteModel(nn.Module):
         return scores
 
     def new_caches(self, capacity: int) -> list[Any]:
-        """Empty ones of one sample. A window needs no more than its tokens."""
+        """Returns empty caches for one sample. Those of `window` hold only the window."""
         if self.kind != "window":
             return self.stack.new_caches(1, capacity)
         heads, D = self.sizes.heads, self.sizes.width // self.sizes.heads
         return [SlidingCache(1, heads, D, window=self.sizes.window) for _ in range(self.sizes.layers)]
 
     def cache_bytes(self, tokens: int) -> int:
-        """Of caches of one sample that hold so many."""
+        """Returns the size of the caches of one sample with `tokens` tokens."""
         return sum(cache.nbytes for cache in self.new_caches(tokens))
 
 
 def layer(kind: str, sizes: Sizes) -> Layer:
-    """MLA has DeepSeek's proportions: rank 4 D, rotary keys of D / 2."""
+    """Builds an attention layer. MLA has DeepSeek's proportions: rank 4 D, rotary keys of D / 2."""
     width, heads = sizes.width, sizes.heads
     D = width // heads
     if kind == "linear":

@@ -1,4 +1,4 @@
-"""The table of lecture notes: MHA, GQA, MQA and MLA in words, and which of their orders numbers deny."""
+"""A table from lecture notes that describes MHA, GQA, MQA and MLA in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
 
 
 def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
-    """Pairs that the notes put in an order which the values do not show, by more than the margin."""
+    """Returns the orderings of the notes that the values do not show by more than the margin."""
     return [
         f"{low} < {high}"
         for low, high in permutations(words, 2)

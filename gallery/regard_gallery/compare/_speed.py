@@ -1,4 +1,4 @@
-"""How fast a model reads a prompt and writes after it."""
+"""Times prefill and decoding."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ._models import ByteModel, Sizes
 
-LIMIT = 1e-4  # relative error of decoding beside one call, in float32 through all layers
+LIMIT = 1e-4  # largest relative error of decoding against one forward pass, in float32
 
 
 class Side:
-    """A model that has read a prompt (1, L) into its caches, with room for `steps` tokens after it."""
+    """A model and caches prefilled with a prompt (1, L), with room for `steps` more tokens."""
 
     def __init__(self, kind: str, sizes: Sizes, prompt: Tensor, steps: int) -> None:
         torch.manual_seed(0)
         self.kind, self.prompt, self.steps = kind, prompt, steps
         self.model = ByteModel(kind, sizes).eval()
-        self.to_read = self.to_write = float("inf")  # seconds for a token, the best so far
+        self.to_read = self.to_write = float("inf")  # best seconds per token so far
         self.caches: list[Any] = []
         self.read()
 
@@ -33,15 +33,18 @@ class Side:
         self.caches = caches
 
     def write(self, tokens: Tensor) -> Tensor:
-        """Scores after each of the tokens (1, L), one step for each; the caches stay as they are."""
+        """Decodes tokens (1, L) one by one and returns their logits.
+
+        Leaves the caches unchanged.
+        """
         caches = [cache.fork() for cache in self.caches]
         begin = perf_counter()
-        found = [self.model(token, caches) for token in tokens.split(1, 1)]
+        logits = [self.model(token, caches) for token in tokens.split(1, 1)]
         self.to_write = min(self.to_write, (perf_counter() - begin) / tokens.shape[1])
-        return torch.cat(found, 1)
+        return torch.cat(logits, 1)
 
     def check(self, tokens: Tensor) -> None:
-        """Writing gives what one call over all tokens gives."""
+        """Raises ArithmeticError unless decoding equals one forward pass over all tokens."""
         whole = self.model(torch.cat((self.prompt, tokens), 1))[:, self.prompt.shape[1] :]
         error = float((self.write(tokens) - whole).norm() / whole.norm())
         if not error < LIMIT:
@@ -53,9 +56,9 @@ def decoded(
     kinds: Sequence[str], sizes: Sizes, *, tokens: int, steps: int = 16, rounds: int = 5,
     progress: Callable[[str], None] = lambda kind: None,
 ) -> list[Side]:  # fmt: skip
-    """The models after `rounds` of reading so many tokens and of writing `steps` more.
+    """Times each kind: `rounds` times prefill of `tokens` tokens and decoding of `steps` tokens.
 
-    They take turns, so that a slow spell meets all of them.
+    The kinds take turns, so that other load on the machine affects all of them.
     """
     text = torch.randint(256, (1, tokens + steps), generator=torch.Generator().manual_seed(1))
     prompt, new = text.split((tokens, steps), 1)

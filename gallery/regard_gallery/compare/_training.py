@@ -1,4 +1,4 @@
-"""The loss of a model after a fixed number of steps."""
+"""Trains a model for a fixed number of steps and measures its loss."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from ._models import ByteModel, Sizes
 from ._text import source_code
 
-RATE, WARM = 3e-3, 0.1  # the highest rate of Adam, and the share of steps until then
-LOOKED_AT = 64  # lines of the text that is held out
+RATE, WARM = 3e-3, 0.1  # Adam's peak learning rate; share of the steps that are warmup
+EVALUATED = 64  # held-out sequences
 
 
 def trained(
     kind: str, sizes: Sizes, seed: int, steps: int, *, length: int = 128, batch: int = 8,
     progress: Callable[[], None] = lambda: None,
 ) -> float:  # fmt: skip
-    """The loss on text that is held out, in nats for each byte.
+    """Trains a model and returns its held-out loss in nats per byte.
 
-    All kinds meet the same batches in the same order, which the seed decides, as it does the first weights.
+    The seed determines the batches, the same for all kinds, and the initial weights.
     """
     torch.manual_seed(seed)
     model = ByteModel(kind, sizes)
-    train, others = source_code(length + 1)
+    train, held_out = source_code(length + 1)
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))
     order = torch.Generator().manual_seed(seed)
@@ -36,16 +36,16 @@ def trained(
         schedule.step()
         progress()
     with torch.no_grad():
-        chosen = others[:: max(len(others) // LOOKED_AT, 1)]
-        losses = [_loss(model, lines) * len(lines) for lines in chosen.split(batch)]
+        chosen = held_out[:: max(len(held_out) // EVALUATED, 1)]
+        losses = [_loss(model, sequences) * len(sequences) for sequences in chosen.split(batch)]
     return float(torch.stack(losses).sum() / len(chosen))
 
 
-def _loss(model: ByteModel, lines: Tensor) -> Tensor:
-    return F.cross_entropy(model(lines[:, :-1]).flatten(0, 1), lines[:, 1:].flatten())
+def _loss(model: ByteModel, sequences: Tensor) -> Tensor:
+    return F.cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
 
 
 def _share(step: int, steps: int) -> float:
-    """Of the highest rate: up in a line, and down to zero."""
+    """Returns the share of the peak learning rate: linear warmup, then linear decay to zero."""
     warm = max(1, round(WARM * steps))
     return (step + 1) / warm if step < warm else (steps - step) / max(1, steps - warm)

@@ -1,4 +1,6 @@
-"""CTranslate2's model.bin: variables one after the other, each with its name, shape, type and bytes."""
+"""Reads CTranslate2's model.bin, a sequence of variables: name, shape, type and bytes."""
+
+# By hand: CTranslate2's package writes this format and runs it, but does not expose the variables.
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ Variables = dict[str, np.ndarray[Any, Any]]
 
 
 class Model(NamedTuple):
-    spec: str  # the kind of model, "WhisperSpec"
-    variables: Variables  # views of the file, read-only
+    spec: str  # the kind of model, such as "WhisperSpec"
+    variables: Variables  # read-only views of the file
 
 
 def read(path: Path) -> Model:
-    """Every variable of the file, after all of it has been checked."""
+    """Reads all variables. Raises ValueError if any part of the file is malformed."""
     cursor = Cursor(path)
     version = cursor.count("I", "the version")
     if version != VERSION:

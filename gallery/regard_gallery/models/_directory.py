@@ -1,4 +1,4 @@
-"""Directories with models of transformers: only data is read from them, and nothing outside."""
+"""Checks a directory with a model of Transformers, so that loading it reads only data inside it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 from ._json import read_json
 
 CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
-# Names that would choose code or files: classes from a repository, kernels from the hub, weights elsewhere.
+# Keys that choose code or files: classes of a repository, kernels of the hub, weights elsewhere.
 CHOOSING = re.compile(
     r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
 )
-# How many layers transformers would build, one after the other, before it looks at a weight.
+# Keys of the number of layers, which Transformers builds before it reads any weights.
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(en|de)coder_layers")
 INDEX = "model.safetensors.index.json"
 
 
 def checked(path: Path) -> Path:
-    """`path`, if it holds a configuration that names no code, and weights in sound safetensors files."""
+    """Returns `path`. Raises ValueError unless the directory is safe to load.
+
+    The configuration must not name code, and the weights must be valid safetensors files.
+    """
     if not (path / "config.json").is_file():
         raise ValueError(f"model: expected a directory with a config.json, got {path}")
     if (path / "adapter_config.json").exists():
@@ -39,18 +42,18 @@ def checked(path: Path) -> Path:
 
 
 def _check_names(config: dict[str, Any], file: str) -> None:
-    """Nothing in the file, at any depth, says which code to run or where weights are. A null says nothing."""
+    """Raises ValueError if a key, at any depth, chooses code or files and its value is not null."""
     for name, value in _items(config):
         if value is not None and CHOOSING.fullmatch(name):
             raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
 
 
 def _check_layers(config: dict[str, Any], tensors: int) -> None:
-    """A layer without a tensor of its own is none."""
+    """Raises ValueError if the configuration has more layers than there are tensors."""
     for name, value in _items(config):
         if LAYERS.fullmatch(name) and type(value) is int and value > tensors:
-            most = f"at most as many layers as the weights have tensors, {tensors}"
-            raise ValueError(f"config.json: expected {most}, got {name} = {value}")
+            limit = f"at most as many layers as the weights have tensors, {tensors}"
+            raise ValueError(f"config.json: expected {limit}, got {name} = {value}")
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -65,7 +68,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_index(index: dict[str, Any], names: set[str]) -> None:
-    """Weights in several files are those that were checked."""
+    """Raises ValueError unless the index refers only to the checked files, `names`."""
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(type(x) is str and x in names for x in listed.values()):
         wanted = "a weight_map to the safetensors files beside it"

@@ -1,4 +1,4 @@
-"""Binary files, read within their size: no length is believed before it is compared with what is left."""
+"""Reads binary files. Every length is checked against the rest of the file before it is used."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class Cursor:
-    """A place in a file. Whoever asks for more than is left gets an error that says where, and no memory."""
+    """A read position in a file. Reading past the end raises ValueError with the position."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-        self.bytes = memoryview(whole)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        self.bytes = memoryview(mapped)
 
     @property
     def left(self) -> int:
@@ -26,20 +26,20 @@ class Cursor:
         return ValueError(f"{self.path.name}, byte {self.at}: {message}")
 
     def take(self, count: int, what: str) -> memoryview:
-        """The next `count` bytes, a view of the file."""
+        """Returns a view of the next `count` bytes."""
         if count > self.left:
             raise self.fault(f"{what} takes {count} bytes, but {self.left} are left of {self.size}")
         self.at += count
         return self.bytes[self.at - count : self.at]
 
     def number(self, form: str, what: str) -> int | float | bool:
-        """One number in the form of `struct`, little-endian."""
+        """Reads one little-endian number of a `struct` format."""
         (value,) = struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))
         number: int | float | bool = value
         return number
 
     def count(self, form: str, what: str) -> int:
-        """One unsigned number."""
+        """Reads one unsigned integer."""
         return int(self.number(form, what))
 
     def text(self, count: int, what: str) -> str:

@@ -1,4 +1,6 @@
-"""GGUF files: what is said about the model, and its tensors, dequantised when asked for."""
+"""Reads GGUF files: the model's metadata, and its tensors, which are dequantised on access."""
+
+# By hand: gguf's GGUFReader is much slower and checks no bounds (docs/decisions/0013-reading-gguf.md).
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ T = TypeVar("T")
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_RANK = 4
-# The kinds of values: their form in `struct`; strings and arrays have a length of their own.
+# The `struct` formats of values by kind. Strings and arrays begin with a length instead.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 
 class Stored(NamedTuple):
-    """A tensor as it lies in the file."""
+    """The location and type of a tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]  # as PyTorch counts, the last one contiguous
-    kind: int  # a number of gguf.GGMLQuantizationType
-    begin: int  # bytes from the start of the tensors
-    size: int
+    shape: tuple[int, ...]  # in PyTorch's order: the last dim is contiguous
+    kind: int  # a value of gguf.GGMLQuantizationType
+    begin: int  # offset in bytes from the start of the tensor data
+    size: int  # bytes
 
 
 class Gguf:
-    """A file whose header, and every place it speaks of, has been checked."""
+    """A GGUF file with a checked header: all tensors are aligned, disjoint and inside the file."""
 
     def __init__(self, path: Path) -> None:
         self._cursor = cursor = Cursor(path)
@@ -50,10 +52,13 @@ class Gguf:
         for _ in range(tensors):
             name = _new_name(cursor, "a tensor's name", self.tensors)
             self.tensors[name] = _stored(cursor, name)
-        self._start = self._checked_places(_alignment(cursor, self.values))
+        self._start = self._checked_start(_alignment(cursor, self.values))
 
-    def _checked_places(self, alignment: int) -> int:
-        """Where the tensors start. They must be aligned, inside the file, and apart."""
+    def _checked_start(self, alignment: int) -> int:
+        """Returns the start of the tensor data.
+
+        Raises ValueError for tensors at invalid offsets.
+        """
         cursor = self._cursor
         start = math.ceil(cursor.at / alignment) * alignment
         end = 0
@@ -68,7 +73,7 @@ class Gguf:
         return start
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """What the file says of `key`, which must be of this kind."""
+        """Returns the metadata of `key`. Raises ValueError if it is missing or has another type."""
         value = self.values.get(key, default)
         if value is None:
             raise self._cursor.fault(f"expected the value {key}, which is missing")
@@ -88,15 +93,15 @@ class Gguf:
         return self.tensors[name]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in float32."""
+        """Dequantises a tensor to float32."""
         from gguf.quants import dequantize
 
         stored = self._stored(name)
         begin = self._start + stored.begin
         raw = np.frombuffer(self._cursor.bytes[begin : begin + stored.size], np.uint8)
         rows = raw.reshape(*stored.shape[:-1], -1)
-        numbers = dequantize(rows, _kind(self._cursor, stored.kind, name))
-        return torch.from_numpy(np.array(numbers, np.float32, copy=not numbers.flags.writeable))
+        values = dequantize(rows, _kind(self._cursor, stored.kind, name))
+        return torch.from_numpy(np.array(values, np.float32, copy=not values.flags.writeable))
 
 
 def _new_name(cursor: Cursor, what: str, seen: dict[str, Any]) -> str:
@@ -121,7 +126,7 @@ def _value(cursor: Cursor, kind: int, key: str) -> Any:
 
 
 def _array(cursor: Cursor, key: str) -> Any:
-    """A list of strings, or numbers as they lie in the file."""
+    """Reads an array: a list of strings, or a NumPy view of the file."""
     kind, count = cursor.count("I", f"the kind of {key}"), cursor.count("Q", f"the length of {key}")
     if kind in FORMS:
         dtype = np.dtype("<" + FORMS[kind])

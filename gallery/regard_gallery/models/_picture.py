@@ -1,4 +1,4 @@
-"""A picture of an alignment: words from top to bottom, time from left to right."""
+"""Draws alignments: words from top to bottom, time from left to right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LETTERS = 24
 
 
 def draw(alignments: Sequence[Alignment], path: Path) -> None:
-    """Write the weights of every word, each row relative to its largest, with the word's time marked."""
+    """Draws the weights of every word, scaled to a maximum of 1, and marks the word's times."""
     from matplotlib.figure import Figure
 
     alignments = [alignment for alignment in alignments if alignment.words]

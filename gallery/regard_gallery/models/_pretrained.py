@@ -1,4 +1,4 @@
-"""Models of transformers from local data. Which attention they run is said by the caller, never by a file."""
+"""Loads models of Transformers from local data. Only the caller chooses the attention."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ ATTENTIONS = ("regard", "sdpa", "eager")
 
 
 def from_directory(kind: Any, path: Path, attention: str) -> tuple[Any, Any]:
-    """A model of the class `kind` and its tokenizer, from a directory that has been checked."""
+    """Checks a directory, and loads a model of the class `kind` and its tokenizer from it."""
     from transformers import AutoTokenizer
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    model = _whole(kind, checked(path), attention, use_safetensors=True, **local)
+    model = _load(kind, checked(path), attention, use_safetensors=True, **local)
     return model, AutoTokenizer.from_pretrained(path, **local)
 
 
 def from_state(kind: Any, config: Any, state: dict[str, Tensor], attention: str) -> Any:
-    """A model of the class `kind` with exactly these tensors."""
-    return _whole(kind, None, attention, ("unexpected_keys",), config=config, state_dict=state)
+    """Builds a model of the class `kind` with exactly these tensors."""
+    return _load(kind, None, attention, ("unexpected_keys",), config=config, state_dict=state)
 
 
-def _whole(kind: Any, where: Path | None, attention: str, more: tuple[str, ...] = (), **given: Any) -> Any:
-    """In evaluation, in float32. What transformers would draw at random, with a warning, is an error here."""
+def _load(kind: Any, path: Path | None, attention: str, faults: tuple[str, ...] = (), **options: Any) -> Any:
+    """Loads a model in float32, in eval mode.
+
+    Raises ValueError for missing tensors, which Transformers would initialise at random.
+    """
     try:
-        model, found = kind.from_pretrained(
-            where, attn_implementation=_implementation(attention), dtype=torch.float32,
-            output_loading_info=True, **given,
+        model, info = kind.from_pretrained(
+            path, attn_implementation=_implementation(attention), dtype=torch.float32,
+            output_loading_info=True, **options,
         )  # fmt: skip
-    except RuntimeError as error:  # tensors of other shapes than the configuration says
+    except RuntimeError as error:  # shapes differ from the configuration
         raise ValueError(f"model: {error}") from None
-    for fault in ("missing_keys", "mismatched_keys", *more):
-        if names := sorted(map(str, found[fault])):
+    for fault in ("missing_keys", "mismatched_keys", *faults):
+        if names := sorted(map(str, info[fault])):
             raise ValueError(f"model: {fault.replace('_', ' ')} in its weights: {', '.join(names[:5])}")
     return model.eval()
 

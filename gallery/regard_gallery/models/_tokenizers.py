@@ -1,4 +1,4 @@
-"""Tokenizers from data. The library behind them raises bare exceptions; here they name what was wrong."""
+"""Builds tokenizers. Turns the bare exceptions of `tokenizers` into ValueErrors with a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer in a tokenizer.json."""
+    """Reads a tokenizer.json."""
     from tokenizers import Tokenizer
 
     with _faults(path.name):
@@ -17,7 +17,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def byte_level(words: list[str], merges: list[str], *, control: list[str], **options: Any) -> Any:
-    """A tokenizer of transformers over bytes, in which every digit stands alone, as SmolLM2's does."""
+    """Builds a byte-level BPE tokenizer of Transformers that splits digits, as SmolLM2's does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,9 +34,9 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
 
 
 def trained(texts: Iterable[str], size: int, *, control: list[str], first_space: bool = True) -> Any:
-    """A tokenizer over bytes whose `size` tokens are learned from texts; those of `control` come first.
+    """Trains a byte-level BPE tokenizer with `size` tokens. The tokens of `control` come first.
 
-    A word begins with its space; with `first_space` the first one is given one, else a text stays as it is.
+    Words include the space before them. `first_space` adds one before the first word.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,7 +52,7 @@ def trained(texts: Iterable[str], size: int, *, control: list[str], first_space:
 
 
 def by_word(tokenizer: Any, tokens: Iterable[int]) -> list[list[int]]:
-    """Tokens over bytes by word: a word begins with a space."""
+    """Groups byte-level tokens by word. A word begins with a space."""
     groups: list[list[int]] = []
     for token in tokens:
         if groups and not (tokenizer.id_to_token(token) or "").startswith("Ġ"):

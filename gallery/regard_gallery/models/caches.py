@@ -1,4 +1,4 @@
-"""Caches for generation, by the name of what they keep."""
+"""Caches for generation, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# What regard.hf.Cache is told.
+# Options of regard.hf.Cache.
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "bf16": {"dtype": torch.bfloat16},
@@ -17,7 +17,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def maker(model: Any, kind: str = "dense") -> Callable[[], Any]:
-    """Makes empty caches for a model: ours where the model runs our attention, else that of transformers."""
+    """Returns a function that creates empty caches for a model.
+
+    Models with another attention than `regard` get the cache of Transformers.
+    """
     if kind not in KINDS:
         raise ValueError(f"cache: expected one of {', '.join(KINDS)}, got {kind!r}")
     attention = model.config._attn_implementation
@@ -26,8 +29,8 @@ def maker(model: Any, kind: str = "dense") -> Callable[[], Any]:
 
         return lambda: Cache(model.config, **KINDS[kind])
     if kind != "dense":
-        wanted = f"dense with attention {attention}"
-        raise ValueError(f"cache: expected {wanted}, got {kind}; regard has all kinds")
+        expected = f"dense with attention {attention}"
+        raise ValueError(f"cache: expected {expected}, got {kind}; regard has all kinds")
     from transformers import DynamicCache
 
     return lambda: DynamicCache(config=model.config)

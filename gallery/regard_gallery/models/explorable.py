@@ -1,4 +1,4 @@
-"""Models for the explorer: MiniLM from its package, a directory of Transformers, or a GGUF file."""
+"""Loads models for the explorer: MiniLM, a directory of Transformers, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from ._pretrained import from_directory
 
 
 def load(path: Path | None) -> tuple[Any, Any, str]:
-    """Returns the model, its tokenizer and its name. Nothing is downloaded, no code of a model is run."""
+    """Returns the model, its tokenizer and its name.
+
+    Downloads nothing and runs no code of a model.
+    """
     if path is None:
-        found = minilm.load()
-        return found.model, found.tokenizer, "all-MiniLM-L6-v2"
+        embedder = minilm.load()
+        return embedder.model, embedder.tokenizer, "all-MiniLM-L6-v2"
     if path.suffix == ".gguf":
         loaded = language.load(path)
         return loaded.model, loaded.tokenizer, path.stem

@@ -1,4 +1,4 @@
-"""Text, token by token: a model reads a prompt into its cache and writes on."""
+"""Text generation with a cache that is reused between prompts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model of transformers and its tokenizer."""
+    """A causal language model of Transformers and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the model expects around it."""
+        """Tokenizes a text, with the model's special tokens."""
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         return tokens
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a conversation up to the model's turn, by its own chat template."""
+        """Tokenizes a conversation up to the model's turn, with the model's chat template."""
         if not self.tokenizer.chat_template:
             raise ValueError("model: expected a tokenizer with a chat template, which this one lacks")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -34,7 +34,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        """The largest number of tokens that it reads; models without positions have no limit."""
+        """The largest number of positions. Models without positions have no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     @property
@@ -47,7 +47,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and how many at most. Temperature 0 takes the likeliest."""
+    """Sampling options. Temperature 0 takes the most probable token."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -65,33 +65,33 @@ class Sampling:
             raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {self.seed}")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token for logits (V,)."""
+        """Chooses a token from logits (V,)."""
         if self.temperature == 0:
             return int(logits.argmax())
-        chances, tokens = (logits.double() / self.temperature).softmax(-1).sort(descending=True, stable=True)
-        before = chances.cumsum(-1) - chances
-        drawn = chances.masked_fill(before >= self.top_p, 0).multinomial(1, generator=generator)
+        probs, tokens = (logits.double() / self.temperature).softmax(-1).sort(descending=True, stable=True)
+        before = probs.cumsum(-1) - probs
+        drawn = probs.masked_fill(before >= self.top_p, 0).multinomial(1, generator=generator)
         return int(tokens[drawn])
 
 
 @dataclass
 class Report:
-    """What reading and writing took."""
+    """Token counts, times and cache size of a generation."""
 
-    read: int = 0  # tokens
+    read: int = 0  # prompt tokens that were not in the cache
     reading: float = 0.0  # seconds
-    written: int = 0
-    writing: float = 0.0  # seconds, from the first new token on
+    written: int = 0  # generated tokens
+    writing: float = 0.0  # seconds after the first generated token
     cache_bytes: int = 0
 
     @property
     def speed(self) -> float:
-        """Tokens a second, without the first, which comes with the prompt."""
+        """Generated tokens per second, without the first, which belongs to the prefill."""
         return (self.written - 1) / self.writing if self.writing else 0.0
 
 
 class Session:
-    """A model, a cache, and the tokens that the cache holds. Texts that begin alike are read once."""
+    """A model and a cache. The prefix that a prompt shares with the cache is not read again."""
 
     def __init__(self, language: LanguageModel, new_cache: Callable[[], Any]) -> None:
         self.language, self.new_cache = language, new_cache
@@ -101,16 +101,16 @@ class Session:
     def _forget(self) -> None:
         self.cache: Any = self.new_cache()
         self.tokens: list[int] = []
-        self.whole = True  # no call was interrupted, which leaves more in some layers than in others
+        self.whole = True  # False after an interrupted call, which fills only some layers
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-        """New tokens behind `prompt`, until one that ends the text, which is not given."""
-        most, got = self.language.context, len(prompt)
-        if not 1 <= got <= most:
-            raise ValueError(f"prompt: expected from 1 to {most} tokens, which the model reads, got {got}")
-        return self._written(prompt, sampling)
+        """Yields generated tokens after `prompt`, up to and without a stop token."""
+        limit, got = self.language.context, len(prompt)
+        if not 1 <= got <= limit:
+            raise ValueError(f"prompt: expected from 1 to {limit} tokens, which the model reads, got {got}")
+        return self._generate(prompt, sampling)
 
-    def _written(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    def _generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
         self._rewind(prompt)
         stops = self.language.stops
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -131,23 +131,23 @@ class Session:
             report.writing = time.perf_counter() - first
 
     def _rewind(self, prompt: Sequence[int]) -> None:
-        """Keep what the cache shares with `prompt`, but leave at least one token to be read."""
+        """Crops the cache to its common prefix with `prompt`. Leaves at least one token to read."""
         if not self.whole:
             self._forget()
-        same = 0
-        while same < min(len(self.tokens), len(prompt) - 1) and self.tokens[same] == prompt[same]:
-            same += 1
-        if same == len(self.tokens):
+        common = 0
+        while common < min(len(self.tokens), len(prompt) - 1) and self.tokens[common] == prompt[common]:
+            common += 1
+        if common == len(self.tokens):
             return
         try:
-            self.cache.crop(same - len(self.tokens))
-            del self.tokens[same:]
-        except (NotImplementedError, ValueError, RuntimeError):  # a window has dropped what would be needed
+            self.cache.crop(common - len(self.tokens))
+            del self.tokens[common:]
+        except (NotImplementedError, ValueError, RuntimeError):  # a sliding cache dropped the prefix
             self._forget()
 
     @torch.inference_mode()
     def _read(self, tokens: Sequence[int]) -> Tensor:
-        """Logits (V,) behind the last of `tokens`."""
+        """Appends tokens to the cache and returns the logits (V,) of the next token."""
         ids = torch.tensor([list(tokens)])
         self.whole = False
         out = self.language.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -158,16 +158,17 @@ class Session:
 
 
 def cache_bytes(cache: Any) -> int:
-    """The memory of keys and values, in a cache of ours or of transformers."""
+    """Returns the size of the keys and values in a cache of Regard or Transformers."""
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)
     return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
 
 
 def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of `tokens` as they come. A character that takes several tokens is given when it is whole."""
+    """Yields the text of tokens as they arrive, in complete characters."""
+    # By hand: the DecodeStream of `tokenizers` drops an incomplete character at the end.
     seen: list[int] = []
-    start = shown = 0  # tokens from `start` give the context of those from `shown`
+    start = shown = 0  # text up to token `shown` was yielded; decoding begins at `start` for context
     for token in tokens:
         seen.append(token)
         before = tokenizer.decode(seen[start:shown], skip_special_tokens=True)
@@ -182,19 +183,22 @@ def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 @dataclass
 class Conversation:
-    """Turns of a user and a model, by the model's own chat template."""
+    """A conversation of a user and a model, in the model's chat template."""
 
     session: Session
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def say(self, text: str, sampling: Sampling) -> Iterator[str]:
-        """The answer, piece by piece. A turn that ends early keeps what was said; one that fails, nothing."""
+        """Yields the answer as it is generated.
+
+        An interrupted turn keeps the text so far. A turn that fails before any text is dropped.
+        """
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = self.session.language.encode_chat(asked)
-        said = {"role": "assistant", "content": ""}
+        answer = {"role": "assistant", "content": ""}
         for piece in pieces(tokenizer, self.session.generate(prompt, sampling)):
-            said["content"] += piece
-            self.messages = [*asked, said]
+            answer["content"] += piece
+            self.messages = [*asked, answer]
             yield piece
-        self.messages = [*asked, said]  # also an answer without words
+        self.messages = [*asked, answer]  # also if the answer is empty

@@ -1,4 +1,4 @@
-"""A language model by its place: the package of SmolLM2, a GGUF file, or a directory of transformers."""
+"""Loads language models: SmolLM2 from its package, a GGUF file, or a directory of Transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .generate import LanguageModel
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
-    """SmolLM2 without a path. Nothing is downloaded, no code of a model is run, no pickle is read."""
+    """Loads a language model, by default SmolLM2.
+
+    Downloads nothing, runs no code of a model and reads no pickle.
+    """
     if path is None or path.suffix == ".gguf":
         return smollm.load(path, attention=attention)
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Search by meaning: texts become passages, passages become vectors, and the nearest to a question win."""
+"""Semantic search: splits texts into passages and ranks them by the similarity of embeddings."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from .minilm import Embedder
 
 
 class Passage(NamedTuple):
-    """Some lines of a text."""
+    """Consecutive lines of a text."""
 
     source: str
-    line: int  # its first line, from 1
+    line: int  # number of the first line, from 1
     text: str
 
 
 class Hit(NamedTuple):
     passage: Passage
-    score: float  # the cosine of the angle between question and passage
+    score: float  # cosine similarity of question and passage
 
 
 def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> list[Passage]:
-    """Lines packed to at most `size` tokens; a blank line ends a passage that is at least half full."""
+    """Splits a text into passages of whole lines, each at most `size` tokens.
+
+    A blank line ends a passage that is at least half full.
+    """
     room = embedder.limit - embedder.tokenizer.num_special_tokens_to_add()
     if not 1 <= size <= room:
         raise ValueError(f"size: expected from 1 to {room} tokens, which the model reads, got {size}")
     packed: list[Passage] = []
-    held = 0  # tokens in the last passage
+    filled = 0  # tokens in the last passage
     for line, count in _short_lines(embedder, source, text, size):
         if not line.text.strip():
-            held = size if 2 * held >= size else held
-        elif packed and held + count <= size:
+            filled = size if 2 * filled >= size else filled
+        elif packed and filled + count <= size:
             packed[-1] = packed[-1]._replace(text=f"{packed[-1].text}\n{line.text}")
-            held += count
+            filled += count
         else:
             packed.append(line)
-            held = count
+            filled = count
     return packed
 
 
 def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Iterator[tuple[Passage, int]]:
-    """Each line with its number of tokens; a line of more than `size` in parts."""
+    """Yields each line and its number of tokens. Splits lines of more than `size` tokens."""
     lines = text.splitlines()
     if not lines:
         return
@@ -56,7 +59,10 @@ def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Itera
 
 
 def rank(question: Tensor, vectors: Tensor, found: Sequence[Passage], top: int) -> list[Hit]:
-    """The `top` passages nearest to the question (D,), best first; `vectors` are (len(found), D)."""
+    """Returns the `top` passages nearest to the question (D,), best first.
+
+    `vectors` (len(found), D) are the embeddings of the passages `found`.
+    """
     if top < 1:
         raise ValueError(f"top: expected at least 1, got {top}")
     best = (vectors @ question).topk(min(top, len(found)))

@@ -1,4 +1,4 @@
-"""SmolLM2 from a GGUF file, as transformers' LlamaForCausalLM."""
+"""Loads SmolLM2 from a GGUF file, as a LlamaForCausalLM of Transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from . import _packages
@@ -15,23 +16,11 @@ from ._tokenizers import byte_level
 from .generate import LanguageModel
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-CONTROL = 3  # a kind of tokens in GGUF
+CONTROL = 3  # GGUF's type of control tokens
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
-    """SmolLM2-135M-Instruct from its package, or a GGUF file of the same architecture."""
+    """Loads SmolLM2-135M-Instruct from its package, or a GGUF file of the same architecture."""
     from transformers import GenerationConfig, LlamaForCausalLM
 
     if path is None:
@@ -72,28 +61,26 @@ def _config(gguf: Gguf) -> Any:
 
 
 def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
-    """Every tensor of the file under its name in transformers."""
+    """Reads every tensor, under its name in Transformers."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        keys = LlamaForCausalLM(config).state_dict()  # type: ignore[no-untyped-call]
+    gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers).get_name
+    renamed = {gguf_name(key, try_suffixes=(".weight", ".bias")): key for key in keys}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = {}
     for name in gguf.tensors:
-        renamed, weight = _renamed(name), gguf.tensor(name)
-        state[renamed] = next((_halves(weight, n) for part, n in heads.items() if part in renamed), weight)
+        if name not in renamed:
+            raise ValueError(f"model: {name} is a tensor that this reader does not know")
+        key, weight = renamed[name], gguf.tensor(name)
+        state[key] = next((_halves(weight, n) for part, n in heads.items() if part in key), weight)
     return state
 
 
-def _renamed(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTSIDE:
-        return f"{OUTSIDE[stem]}.{kind}"
-    block, _, part = stem.partition(".")
-    layer, _, part = part.partition(".")
-    if block != "blk" or part not in LAYER:
-        raise ValueError(f"model: {name} is a tensor that this reader does not know")
-    return f"model.layers.{layer}.{LAYER[part]}.{kind}"
-
-
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """GGUF keeps the two channels of a rotated pair side by side, transformers in the halves of a head."""
+    """Reorders rotary channels: pairs are adjacent in GGUF, and in the halves of a head here."""
     pairs: Tensor = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
 

@@ -1,4 +1,4 @@
-"""Speech to text with Whisper, and which moment each word was read from."""
+"""Transcribes speech with Whisper, and aligns words with times."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ._tokenizers import by_word
 from .whisper import Whisper
 
 RATE = 16000
-WINDOW = 30 * RATE  # samples that the encoder sees
-FRAME = 320  # samples for each position of the encoder
-SMOOTHED = 7  # frames in the median filter
-# The defaults of OpenAI's program, whatever a model's files say: length penalty 1, and patience 1, an
-# end as soon as there are as many whole texts as beams.
+WINDOW = 30 * RATE  # samples per encoder input
+FRAME = 320  # samples per encoder position
+SMOOTHED = 7  # frames of the median filter
+# The defaults of OpenAI's program, which override the model's files: length penalty 1, and patience
+# 1, which stops as soon as there are as many finished texts as beams.
 BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
 
 class Segment(NamedTuple):
-    """Text that was heard between two moments, in seconds."""
+    """The text between two times, in seconds."""
 
     start: float
     end: float
@@ -36,33 +36,33 @@ class Word(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """Where the decoder looked while it wrote."""
+    """Words with their times, and the decoder's cross-attention."""
 
     words: tuple[Word, ...]
-    weights: Tensor  # (words, frames): the share of a word's attention
-    start: float  # of the first frame, in seconds
+    weights: Tensor  # (words, frames): each word's mean attention weights
+    start: float  # time of the first frame, in seconds
 
 
 def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Segment]:
-    """Segments of speech in samples (L,), 16,000 a second. More than 30 seconds are read window by window."""
+    """Transcribes samples (L,) at 16 kHz. More than 30 seconds are processed in windows."""
     if not len(samples):
         raise ValueError("samples: expected some sound, got none")
     is_long = len(samples) > WINDOW
     with torch.inference_mode():
-        found = whisper.model.generate(
+        generated = whisper.model.generate(
             **_features(samples, whole=is_long), num_beams=beams, do_sample=False,
             **(BEAM_SEARCH if beams > 1 else {}), return_timestamps=is_long, return_segments=is_long,
         )  # fmt: skip
     if not is_long:
-        return [_segment(whisper, 0.0, len(samples) / RATE, found[0].tolist())]
+        return [_segment(whisper, 0.0, len(samples) / RATE, generated[0].tolist())]
     return [
         _segment(whisper, float(part["start"]), float(part["end"]), part["tokens"].tolist())
-        for part in found["segments"][0]
+        for part in generated["segments"][0]
     ]
 
 
 def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
-    """The log-mel spectrum: of the first 30 seconds with silence behind, or of all."""
+    """Computes the log-mel spectrogram of all samples, or of 30 seconds, padded with silence."""
     from transformers import WhisperFeatureExtractor
 
     options: dict[str, Any] = {"return_tensors": "pt", "return_attention_mask": True}
@@ -79,9 +79,9 @@ def _segment(whisper: Whisper, start: float, end: float, tokens: list[int]) -> S
 
 
 def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
-    """The words of a segment and their times, from the exact cross attention of the alignment heads.
+    """Computes the times of a segment's words from the cross-attention of the alignment heads.
 
-    The cheapest path through the weights that never goes back in time gives each token its frames.
+    Dynamic time warping assigns frames to tokens.
     """
     heard = samples[round(segment.start * RATE) : round(segment.end * RATE)]
     groups = by_word(whisper.tokenizer, segment.tokens)
@@ -101,7 +101,10 @@ def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
 
 
 def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Weights (heads, tokens + 1, frames) of the alignment heads; the last row is that of the end."""
+    """Computes the weights (heads, tokens + 1, frames) of the alignment heads.
+
+    Row i belongs to the query that predicts token i; the last row predicts the end.
+    """
     special = whisper.model.generation_config
     before = [special.decoder_start_token_id, special.no_timestamps_token_id]
     ids = torch.tensor([[*before, *tokens]])
@@ -114,23 +117,24 @@ def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -
         name = whisper.model.config._attn_implementation
         raise ValueError(f"whisper: expected attention regard or eager, which give weights, got {name}")
     rows = torch.stack([layers[layer][0, head] for layer, head in whisper.alignment_heads])
-    # The row that reads a token writes the next one.
+    # A query predicts the token after its own.
     return rows[:, len(before) - 1 :, : max(1, -(-len(heard) // FRAME))]
 
 
 def _sharpened(weights: Tensor) -> Tensor:
-    """Each frame compared with what other tokens give it, and smoothed over time, as Whisper's authors do."""
+    """Standardises each frame over the tokens and applies a median filter, as OpenAI does."""
     spread, mean = torch.std_mean(weights, -2, keepdim=True, correction=0)
     scores = (weights - mean) / spread.clamp_min(1e-12)
-    around = SMOOTHED // 2
-    if scores.shape[-1] <= around:
+    half = SMOOTHED // 2
+    if scores.shape[-1] <= half:
         return scores
-    padded = torch.nn.functional.pad(scores, (around, around), mode="reflect")
+    padded = torch.nn.functional.pad(scores, (half, half), mode="reflect")
     return padded.unfold(-1, SMOOTHED, 1).median(-1).values
 
 
 def _first_frames(scores: Tensor) -> list[int]:
-    """For scores (rows, frames), the first frame of each row on the best path from corner to corner."""
+    """Returns each row's first frame on the best monotonic path through scores (rows, frames)."""
+    # By hand: the same algorithm in Transformers is private, and librosa depends on numba.
     rows, frames = scores.shape
     gain = scores.double().numpy()
     total = np.full((rows + 1, frames + 1), -np.inf)

@@ -1,4 +1,4 @@
-"""Whisper from CTranslate2's flat file, as transformers' WhisperForConditionalGeneration."""
+"""Loads Whisper from CTranslate2's format, as a WhisperForConditionalGeneration of Transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._json import read_json
 from ._pretrained import from_state
 from ._tokenizers import read_tokenizer
 
-# What CTranslate2's variables must say for transformers' model to be the same function.
+# Values of CTranslate2's variables with which the model of Transformers computes the same function.
 EXPECTED = {"pre_norm": 1, "scale_embeddings": 0, "start_from_zero_embedding": 0, "alibi": 0, "activation": 3}
 SPECIAL = {
     "eos_token_id": "<|endoftext|>",
@@ -25,7 +25,7 @@ SPECIAL = {
     "no_timestamps_token_id": "<|notimestamps|>",
 }
 ENGLISH_VOCABULARY = 51864
-# CTranslate2's name of a layer's part, transformers' name, and the projections that lie one behind the other.
+# A sublayer's name in CTranslate2, its name in Transformers, and its concatenated projections.
 SELF = ("self_attention", "self_attn", (("q_proj", "k_proj", "v_proj"), ("out_proj",)))
 CROSS = ("attention", "encoder_attn", (("q_proj",), ("k_proj", "v_proj"), ("out_proj",)))
 PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}
@@ -34,11 +34,11 @@ PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}
 class Whisper(NamedTuple):
     model: Any  # WhisperForConditionalGeneration
     tokenizer: Any  # tokenizers.Tokenizer
-    alignment_heads: tuple[tuple[int, int], ...]  # (layer, head) of the decoder's cross attention
+    alignment_heads: tuple[tuple[int, int], ...]  # (layer, head) of the decoder's cross-attention
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
-    """Whisper tiny.en from its package, or another English one in CTranslate2's format from a directory."""
+    """Loads Whisper tiny.en, or another English Whisper in CTranslate2's format."""
     from transformers import WhisperForConditionalGeneration
 
     if path is None:
@@ -57,19 +57,19 @@ def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
 
 
 class _Known(dict[str, Any]):
-    """Variables by name; one that is missing is a fault of the file."""
+    """Variables by name. Raises ValueError for a missing one."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"model.bin: expected the variable {name}, which is missing")
 
 
 def _config(variables: _ct2.Variables) -> Any:
-    """Sizes are those of the variables."""
+    """Derives the configuration from the shapes of the variables."""
     from transformers import WhisperConfig
 
     for name, value in EXPECTED.items():
-        if (found := variables[f"decoder/{name}"]) != value:
-            raise ValueError(f"model.bin: expected decoder/{name} {value}, got {found}")
+        if (stored := variables[f"decoder/{name}"]) != value:
+            raise ValueError(f"model.bin: expected decoder/{name} {value}, got {stored}")
     vocabulary, width = _shape(variables, "decoder/embeddings/weight", 2)
     if vocabulary != ENGLISH_VOCABULARY:
         raise ValueError(f"model.bin: expected {ENGLISH_VOCABULARY} tokens (English only), got {vocabulary}")
@@ -106,10 +106,10 @@ def _heads(variables: _ct2.Variables, part: str, width: int) -> int:
 def _alignment_heads(about: dict[str, Any], config: Any) -> tuple[tuple[int, int], ...]:
     layers, heads = config.decoder_layers, config.decoder_attention_heads
     listed = about.get("alignment_heads")
-    places = {(layer, head) for layer in range(layers) for head in range(heads)}
-    if not listed or not all(isinstance(pair, list) and tuple(pair) in places for pair in listed):
-        wanted = f"alignment_heads of {layers} layers with {heads} heads"
-        raise ValueError(f"config.json: expected {wanted}, got {listed!r}")
+    existing = {(layer, head) for layer in range(layers) for head in range(heads)}
+    if not listed or not all(isinstance(pair, list) and tuple(pair) in existing for pair in listed):
+        expected = f"alignment_heads of {layers} layers with {heads} heads"
+        raise ValueError(f"config.json: expected {expected}, got {listed!r}")
     return tuple((layer, head) for layer, head in listed)
 
 
@@ -139,12 +139,12 @@ def _tokens(about: dict[str, Any], name: str) -> list[int]:
 
 
 def _state(variables: _ct2.Variables, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its name in transformers, in float32."""
-    yield "model.decoder.embed_tokens.weight", _numbers(variables, "decoder/embeddings/weight")
+    """Yields every tensor in float32, under its name in Transformers."""
+    yield "model.decoder.embed_tokens.weight", _tensor(variables, "decoder/embeddings/weight")
     for name in ("conv1", "conv2"):
         yield from _split(variables, f"encoder/{name}", (f"model.encoder.{name}",))
     for part in PARTS:
-        positions = _numbers(variables, f"{part}/position_encodings/encodings")
+        positions = _tensor(variables, f"{part}/position_encodings/encodings")
         yield f"model.{part}.embed_positions.weight", positions
         yield from _norm(variables, f"{part}/layer_norm", f"model.{part}.layer_norm")
         for layer in range(getattr(config, f"{part}_layers")):
@@ -152,26 +152,29 @@ def _state(variables: _ct2.Variables, config: Any) -> Iterator[tuple[str, Tensor
 
 
 def _layer(variables: _ct2.Variables, part: str, layer: int) -> Iterator[tuple[str, Tensor]]:
-    there, here = f"{part}/layer_{layer}", f"model.{part}.layers.{layer}"
+    theirs, ours = f"{part}/layer_{layer}", f"model.{part}.layers.{layer}"
     for old, new, projections in PARTS[part]:
-        yield from _norm(variables, f"{there}/{old}/layer_norm", f"{here}.{new}_layer_norm")
+        yield from _norm(variables, f"{theirs}/{old}/layer_norm", f"{ours}.{new}_layer_norm")
         for i, names in enumerate(projections):
-            renamed = tuple(f"{here}.{new}.{name}" for name in names)
-            yield from _split(variables, f"{there}/{old}/linear_{i}", renamed)
-    yield from _norm(variables, f"{there}/ffn/layer_norm", f"{here}.final_layer_norm")
+            renamed = tuple(f"{ours}.{new}.{name}" for name in names)
+            yield from _split(variables, f"{theirs}/{old}/linear_{i}", renamed)
+    yield from _norm(variables, f"{theirs}/ffn/layer_norm", f"{ours}.final_layer_norm")
     for i, name in enumerate(("fc1", "fc2")):
-        yield from _split(variables, f"{there}/ffn/linear_{i}", (f"{here}.{name}",))
+        yield from _split(variables, f"{theirs}/ffn/linear_{i}", (f"{ours}.{name}",))
 
 
 def _norm(variables: _ct2.Variables, old: str, new: str) -> Iterator[tuple[str, Tensor]]:
-    yield f"{new}.weight", _numbers(variables, f"{old}/gamma")
-    yield f"{new}.bias", _numbers(variables, f"{old}/beta")
+    yield f"{new}.weight", _tensor(variables, f"{old}/gamma")
+    yield f"{new}.bias", _tensor(variables, f"{old}/beta")
 
 
 def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Weights and biases that lie one behind the other. Whisper's keys have no bias: theirs must be zero."""
-    weights = _numbers(variables, f"{old}/weight").chunk(len(names))
-    biases = _numbers(variables, f"{old}/bias").chunk(len(names))
+    """Splits concatenated weights and biases.
+
+    Biases of keys must be zero: Transformers has none.
+    """
+    weights = _tensor(variables, f"{old}/weight").chunk(len(names))
+    biases = _tensor(variables, f"{old}/bias").chunk(len(names))
     if not len(weights) == len(biases) == len(names):
         raise ValueError(f"model.bin: expected {len(names)} projections in {old}, got {len(weights)}")
     for name, weight, bias in zip(names, weights, biases, strict=True):
@@ -182,7 +185,7 @@ def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Itera
             raise ValueError(f"model.bin: expected no bias of keys in {old}, got one that is not zero")
 
 
-def _numbers(variables: _ct2.Variables, name: str) -> Tensor:
+def _tensor(variables: _ct2.Variables, name: str) -> Tensor:
     stored = variables[name]
     if stored.dtype.kind != "f":
         raise ValueError(f"model.bin: expected {name} in float16 or float32, got {stored.dtype.name}")

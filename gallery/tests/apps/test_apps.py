@@ -576,7 +576,7 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
     assert apps.load(Toy, options)[1].training is False
     with pytest.raises(ValueError, match="expected a checkpoint with seed = 4, got 0"):
         files.read(path, {"seed": 4}, ())
-    with pytest.raises(ValueError, match="expected a checkpoint that says its scores, threads; it does not"):
+    with pytest.raises(ValueError, match="expected a checkpoint with scores, threads, got one without"):
         files.read(path, {"seed": 0}, ("seed", "scores", "threads"))
     path.write_bytes(b"no")
     with pytest.raises(ValueError, match="expected a sound safetensors file"):

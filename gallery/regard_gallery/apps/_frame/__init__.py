@@ -1,1 +1,1 @@
-"""What applications share: options, training, checkpoints, runs and reports."""
+"""The framework of the applications: options, training, checkpoints, runs and reports."""

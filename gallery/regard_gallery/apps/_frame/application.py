@@ -1,4 +1,4 @@
-"""What an application says of itself. Training, checkpoints and reports do not differ between them."""
+"""The base class of applications, and the recipe by which they train."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Scores = dict[str, float]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: AdamW, whose rate rises for `warmup` steps and then falls as a cosine."""
+    """Training with AdamW: linear warmup over `warmup` steps, then cosine decay."""
 
     steps: int
     rate: float = 1e-3
     decay: float = 0.0
     warmup: int = 0
-    falls: bool = True  # else the rate stays
-    clip: float = 1.0  # of the gradient's norm
-    every: int = 100  # steps between validations, each of which leaves a file to resume from
+    falls: bool = True  # False: constant after the warmup
+    clip: float = 1.0  # largest gradient norm
+    every: int = 100  # steps between validations; each writes a checkpoint to resume from
 
 
 class Application(ABC):
-    """One task: its data, a model, what it is trained for, and the plain baselines it must beat.
+    """A task: data, a model, a loss, measures, and simple baselines that the model must beat.
 
-    With `quick` it is the same task on less of the same data, for tests. Whatever is random is drawn from
-    `seed`: the same seed gives the same split and the same model.
+    `quick` uses less of the same data, for tests. The seed determines everything random: the split,
+    the initial weights and the batches.
     """
 
     name: ClassVar[str]
-    more: ClassVar[tuple[str, ...]] = ()  # the names in `scores` of which more is better
-    less: ClassVar[tuple[str, ...]] = ()  # and those of which less is
-    peers: ClassVar[tuple[str, ...]] = ()  # of `baselines` those that stand beside it, not to be beaten
-    request: ClassVar[str]  # what `use` takes, for the help
-    seeds: ClassVar[int] = 1  # how many a full run averages over
-    full: ClassVar[Recipe]  # how a full run trains
-    trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # how a quick one does
-    tested: Any  # held-out data, as `measure` takes it
-    validated: Any  # likewise, apart from training and test
+    more: ClassVar[tuple[str, ...]] = ()  # measures for which higher is better
+    less: ClassVar[tuple[str, ...]] = ()  # measures for which lower is better
+    peers: ClassVar[tuple[str, ...]] = ()  # baselines listed for comparison, which need not be beaten
+    request: ClassVar[str]  # describes the argument of `use`, for error messages
+    seeds: ClassVar[int] = 1  # number of seeds of a full run
+    full: ClassVar[Recipe]  # of a full run
+    trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # of a quick run
+    tested: Any  # test data, as `measure` takes it
+    validated: Any  # validation data, as `measure` takes it
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         self.quick, self.seed = quick, seed
@@ -59,21 +59,21 @@ class Application(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model, with weights drawn from PyTorch's generator."""
+        """Returns a new model. PyTorch's global generator draws its weights."""
 
     @abstractmethod
     def batch(self, model: nn.Module, generator: torch.Generator) -> Any:
-        """What the next step is trained on. Only who learns from acting looks at the model."""
+        """Returns a training batch. Only reinforcement learning uses `model`, to act."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
     @abstractmethod
     def measure(self, model: nn.Module, held: Any) -> Scores:
-        """Returns the measures, `more` and `less`, on `tested` or `validated`."""
+        """Returns all measures in `more` and `less` on `held`, which is `tested` or `validated`."""
 
     def validation(self, model: nn.Module) -> float:
-        """Returns how good the model is in validation; more is better. The best model is kept."""
+        """Returns the validation score. Training keeps the weights with the highest."""
         first, *_ = self.more + self.less
         return self.measure(model, self.validated)[first] * self._sign(first)
 
@@ -85,31 +85,34 @@ class Application(ABC):
 
     @abstractmethod
     def baselines(self) -> dict[str, Scores]:
-        """The same measures of plain methods, by name."""
+        """Returns the measures of the baselines on the test data, by name."""
 
     @abstractmethod
     def draw(self, model: nn.Module, path: Path) -> None:
-        """A picture of what the model attends to, or of what it found."""
+        """Writes a picture of the model's attention or of its results."""
 
     def use(self, model: nn.Module, request: str) -> str:
-        """An answer of the trained model to a request of the command line."""
+        """Returns the trained model's answer to a request from the command line."""
         if not request.strip():
             raise ValueError(f"use: expected {self.request}, got nothing")
         return self.answer(model, request)
 
     @abstractmethod
     def answer(self, model: nn.Module, request: str) -> str:
-        """To a request that says something."""
+        """Returns the answer to a request that is not blank."""
 
     def number(self, request: str, among: Container[int]) -> int:
-        """The request as one of these numbers."""
+        """Parses the request as an integer. Raises ValueError unless it is in `among`."""
         if request.isascii() and request.isdecimal() and int(request) in among:
             return int(request)
-        here = f" (here {among[0]} to {among[-1]})" if isinstance(among, range) else ""
-        raise ValueError(f"use: expected {self.request}{here}, got {request!r}")
+        bounds = f" (here {among[0]} to {among[-1]})" if isinstance(among, range) else ""
+        raise ValueError(f"use: expected {self.request}{bounds}, got {request!r}")
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """What a full run must reach, and whether it has: better in every measure than all but `peers`."""
+        """Returns the goals of a full run and whether `own`, the model's scores, reaches them.
+
+        By default the model must beat every baseline but `peers` in every measure.
+        """
         return {
             f"{measure} better than {name}": (own[measure] - scores[measure]) * self._sign(measure) > 0
             for name, scores in baselines.items()
@@ -119,5 +122,5 @@ class Application(ABC):
 
 
 def shuffled(count: int, seed: int) -> Tensor:
-    """Returns a random order of 0, ..., count - 1."""
+    """Returns a random permutation of 0, ..., count - 1."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files: tensors, and beside them a JSON object that says what they are."""
+"""Checkpoints: safetensors files with a JSON object of metadata."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ class Checkpoint(NamedTuple):
 
 
 def prepare(folder: Path) -> None:
-    """Raise OSError now if nothing can be written there, not after minutes of training."""
+    """Creates the folder. Raises OSError if it is not writable, before minutes of training."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=folder):
         pass
 
 
 def write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """The whole file or none of it: an interruption leaves what was there before."""
+    """Writes a checkpoint atomically: an interruption leaves the previous file intact."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    new = path.with_suffix(".new")
-    alone = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
+    temporary = path.with_suffix(".new")
+    copies = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
     try:
-        save_file(alone, new, {"format": "pt", KEY: json.dumps(about)})
+        save_file(copies, temporary, {"format": "pt", KEY: json.dumps(about)})
     except SafetensorError as error:
         raise OSError(f"{path}: could not be written: {error}") from None
-    os.replace(new, path)
+    os.replace(temporary, path)
 
 
 def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Checkpoint:
-    """What `write` wrote, if its description has these values, and something for each name in `wanted`."""
+    """Reads a checkpoint of `write`.
+
+    Raises ValueError unless its metadata has the values in `expected` and all keys in `wanted`.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -57,7 +60,7 @@ def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Chec
         if about.get(key) != value:
             raise ValueError(f"{path}: expected a checkpoint with {key} = {value!r}, got {about.get(key)!r}")
     if missing := [key for key in wanted if key not in about]:
-        raise ValueError(f"{path}: expected a checkpoint that says its {', '.join(missing)}; it does not")
+        raise ValueError(f"{path}: expected a checkpoint with {', '.join(missing)}, got one without")
     return Checkpoint(tensors, about)
 
 
@@ -69,7 +72,7 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names begin so, without the beginning."""
+    """Returns the tensors whose names begin with `prefix`, and removes the prefix."""
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
@@ -78,9 +81,9 @@ def named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Its state, which for AdamW is tensors alone: "3.exp_avg"."""
+    """Flattens the optimizer's state into tensors with names such as "3.exp_avg"."""
     state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, own in state.items() for name, value in own.items()}
+    return {f"{index}.{name}": value for index, tensors in state.items() for name, value in tensors.items()}
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -1,20 +1,19 @@
-"""Data from packages: where it lies, and the one command that brings it if it is missing."""
+"""Access to the data files of the applications. Errors name the command that installs them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...models._packages import directory
 
 MAX_BYTES = 256 << 20
-FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # what `make data` brings
+FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # target of `make data`
 
 
 def package_file(package: str, *parts: str) -> Path:
-    """A file inside an installed package from PyPI, which is not imported."""
+    """Returns the path of a file in an installed package, without importing the package."""
     path = directory(package.replace("-", "_"), package, "data").joinpath(*parts)
     if not path.is_file():
         raise FileNotFoundError(f"{path.name}: expected in the package {package}, not found in {path.parent}")
@@ -22,7 +21,10 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
-    """The first of these places that is there: for data that is not in an installed package."""
+    """Returns the first path that exists.
+
+    Raises FileNotFoundError, which names `command`, if none does.
+    """
     for place in map(Path, places):
         if place.exists():
             return place
@@ -31,22 +33,14 @@ def first_of(places: Sequence[str | Path], what: str, command: str = "make data"
 
 
 def bounded(path: Path) -> Path:
-    """The file, if it has a size that is to be expected."""
+    """Returns `path`. Raises ValueError if the file is larger than MAX_BYTES."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{path}: expected at most {MAX_BYTES} bytes, got {size}")
     return path
 
 
-def parquet(path: Path, *columns: str) -> dict[str, list[Any]]:
-    """These columns of a Parquet file."""
-    from pyarrow.parquet import read_table
-
-    found: dict[str, list[Any]] = read_table(path, columns=list(columns), use_threads=False).to_pydict()
-    return found
-
-
 def rows(path: Path) -> list[list[str]]:
-    """The lines of a text file, cut into columns; the first, which names them, is left out."""
+    """Reads a tab-separated file. Skips the header line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [line.split("\t") for line in lines[1:]]

@@ -1,4 +1,4 @@
-"""What a run is told."""
+"""Options of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MANY = 2**31  # a seed times the longest run stays below 2^63
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run. `out` is where checkpoints and pictures go."""
+    """Options of a run. `out` is the folder of checkpoints and pictures."""
 
     quick: bool = False
     attention: str = "regard"
     resume: bool = False
     seed: int = 0
-    seeds: int | None = None  # how many, from `seed` on; default the application's own number
+    seeds: int | None = None  # number of seeds, counted from `seed`; None: the application's default
     out: Path = Path("build/apps")
 
     def __post_init__(self) -> None:
@@ -28,7 +28,7 @@ class Options:
             count("seeds", self.seeds, 1)
 
     def place(self, name: str, ending: str) -> Path:
-        """Of a file. Trials, and runs by PyTorch, do not replace what a full run left."""
+        """Returns the path of an output file. Quick and PyTorch runs have separate names."""
         kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
         return self.out / f"{name}{kind}{ending}"
 

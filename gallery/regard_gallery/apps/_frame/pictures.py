@@ -1,4 +1,4 @@
-"""Pictures of applications, in one look."""
+"""The common style of the applications' pictures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", 
 
 
 def figure(width: float = 7.6, height: float = 4.6, **options: Any) -> tuple[Figure, Any]:
-    """A figure and its axes; `options` go to `subplots`."""
+    """Returns a figure and its axes. `options` are passed to `subplots`."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), layout="constrained")
-    return made, made.subplots(**options)
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    return drawn, drawn.subplots(**options)
 
 
-def save(made: Figure, path: Path) -> None:
+def save(drawn: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path, dpi=110, metadata={"Software": None})
+    drawn.savefig(path, dpi=110, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""The same model with PyTorch's own attention, for `--attention torch` and the speed ratio."""
+"""Converts a model to PyTorch's attention, for `--attention torch` and the speed ratio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.positions import Rotary
 
 
 class PlainAttention(Attention):
-    """The projections of `Attention` around one call of `scaled_dot_product_attention`."""
+    """`Attention` that calls `scaled_dot_product_attention`."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if options.get("cu_seqlens") is not None:
@@ -37,7 +37,7 @@ class PlainAttention(Attention):
 
 
 class PlainGraphAttention(GraphAttention):
-    """`GraphAttention` with PyTorch's scatter operators and a tensor (E, H, d_head) of edge values."""
+    """`GraphAttention` by gather and scatter, which materialises a tensor (E, H, d_head)."""
 
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
         source, target = graph.edges
@@ -56,16 +56,16 @@ KINDS = {Attention: PlainAttention, GraphAttention: PlainGraphAttention}
 
 @lru_cache(maxsize=4)
 def _dense(mask: Mask, Lq: int, Lk: int) -> Tensor:
-    """All layers of a step ask for the same."""
+    """Materialises a mask. Cached, because all layers of a step use the same mask."""
     return mask.to_dense(Lq, Lk)
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model itself, each attention of Regard replaced by PyTorch's over the same parameters."""
-    found = [module for module in model.modules() if type(module) in KINDS]
-    if not found:
-        raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, found none")
-    for module in found:
+    """Replaces every attention layer by PyTorch's, in place. Parameters stay the same."""
+    layers = [module for module in model.modules() if type(module) in KINDS]
+    if not layers:
+        raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, got none")
+    for module in layers:
         module.__class__ = KINDS[type(module)]
     for module in model.modules():
         if hasattr(module, "packed"):  # SDPA needs the padding

@@ -1,4 +1,4 @@
-"""What a run prints: the numbers beside those of the baselines, goals, time, and where the files are."""
+"""The output of a run: scores, baselines, goals, times and paths."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .run import OWN, Report, load, run
 
 
 def table(kind: type[Application], report: Report) -> Table:
-    """The numbers, baselines first. Over several seeds: the mean, and how far apart they are."""
+    """Builds a table of scores, baselines first. Several seeds show the mean and the range."""
     measures = kind.more + kind.less
-    made = Table("", *measures, title=kind.name)
-    own = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
-    for name, found in report.scores.items():
-        shown = own if name == OWN else name
-        made.add_row(shown, *(_cell([scores[m] for scores in found]) for m in measures))
-    return made
+    rows = Table("", *measures, title=kind.name)
+    model = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
+    for name, by_seed in report.scores.items():
+        label = model if name == OWN else name
+        rows.add_row(label, *(_cell([scores[m] for scores in by_seed]) for m in measures))
+    return rows
 
 
 def _cell(values: list[float]) -> str:
@@ -33,7 +33,7 @@ def _cell(values: list[float]) -> str:
 
 
 def write(kind: type[Application], report: Report, options: Options) -> None:
-    """The numbers as JSON, for the gallery."""
+    """Writes the scores and times as JSON, from which docs/gallery.md is generated."""
     numbers = {
         "measures": kind.more + kind.less,
         "more is better": kind.more,
@@ -53,11 +53,11 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
 
 
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:
-    """What the command line does; 1 if a full run has not reached its goals."""
+    """Runs `regard run` and returns its exit code: 1 if a full run misses a goal."""
     show = Console(highlight=False, markup=False, soft_wrap=True).print
     if request is not None:
-        for name, given in (("resume", options.resume), ("seeds", options.seeds is not None)):
-            if given:
+        for name, is_set in (("resume", options.resume), ("seeds", options.seeds is not None)):
+            if is_set:
                 raise ValueError(f"{name}: expected nothing beside use, which trains nothing")
         app, model = load(kind, options)
         with torch.no_grad():
@@ -68,7 +68,7 @@ def command(kind: type[Application], options: Options, request: str | None = Non
     tables().print(table(kind, report))
     for goal, reached in report.goals.items():
         show(f"{'yes' if reached else 'NO '}  {goal}")
-    whole, trained = (mean(getattr(one, part) for one in report.outcomes) for part in ("whole", "seconds"))
+    whole, trained = (mean(getattr(one, span) for one in report.outcomes) for span in ("whole", "seconds"))
     show(f"each seed took {whole:.0f} s, of which training {trained:.0f} s")
     now = threads(torch.get_num_threads())
     show(f"a training step takes {1000 * report.step:.0f} ms with {now}, and with PyTorch's attention")

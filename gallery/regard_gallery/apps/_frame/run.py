@@ -1,4 +1,4 @@
-"""A run from data to report: train on each seed, compare with the baselines, draw, time the steps."""
+"""A complete run: trains with each seed, computes the baselines, draws and times training steps."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .application import Application, Scores
 from .options import Options
 from .training import about, step_times, train
 
-OWN = "Regard"  # the model's name among the baselines
-TIMING = 10.0  # seconds for the speed ratio
+OWN = "Regard"  # the key of the model's scores beside the baselines
+TIMING = 10.0  # seconds spent on measuring the speed ratio
 
 
 class Outcome(NamedTuple):
-    """Of one seed."""
+    """Scores and times of one seed."""
 
     scores: Scores
     baselines: dict[str, Scores]
-    seconds: float  # of training
-    whole: float  # seconds of loading, training, scoring and the baselines
+    seconds: float  # training
+    whole: float  # seconds: loading, training, scoring and baselines
     threads: int
 
 
 class Report(NamedTuple):
-    """What a run found."""
+    """The results of a run."""
 
     attention: str
-    outcomes: list[Outcome]  # of each seed
-    goals: dict[str, bool]  # whether the means over the seeds reach them
-    alone: int  # seeds whose own numbers reach all goals
-    step: float  # seconds of a training step, now
-    ratio: float  # time of a step with PyTorch's attention / with Regard's
+    outcomes: list[Outcome]  # one per seed
+    goals: dict[str, bool]  # whether the means over the seeds reach each goal
+    alone: int  # number of seeds that reach all goals individually
+    step: float  # seconds of a training step with Regard's attention
+    ratio: float  # step time with PyTorch's attention / with Regard's
     checkpoint: Path
     picture: Path
 
@@ -51,79 +51,79 @@ class Report(NamedTuple):
         return _scores(self.outcomes)
 
 
-def _scores(found: list[Outcome]) -> dict[str, list[Scores]]:
-    """Of each baseline, and last of the model, as OWN; one for each seed."""
-    each = [outcome.baselines | {OWN: outcome.scores} for outcome in found]
-    return {name: [one[name] for one in each] for name in each[0]}
+def _scores(outcomes: list[Outcome]) -> dict[str, list[Scores]]:
+    """Returns the scores by seed of every baseline and, under OWN, of the model."""
+    by_seed = [outcome.baselines | {OWN: outcome.scores} for outcome in outcomes]
+    return {name: [scores[name] for scores in by_seed] for name in by_seed[0]}
 
 
 def run(kind: type[Application], options: Options) -> Report:
-    """Train on every seed and compare. The model of the first seed is drawn and timed."""
+    """Trains and scores with every seed. Draws and times the model of the first seed."""
     files.prepare(options.out)
     count = options.seeds or (1 if options.quick else kind.seeds)
-    found = [_one(kind, seed, options) for seed in range(options.seed, options.seed + count)]
+    outcomes = [_run_seed(kind, seed, options) for seed in range(options.seed, options.seed + count)]
     app, model = load(kind, options)
     picture = options.place(kind.name, ".png")
     with torch.no_grad():
         app.draw(model, picture)
     times = step_times(app, model, 0.0 if options.quick else TIMING)
     return Report(
-        options.attention, found, _goals(app, found),
-        sum(all(_goals(app, [outcome]).values()) for outcome in found), times["regard"],
+        options.attention, outcomes, _goals(app, outcomes),
+        sum(all(_goals(app, [outcome]).values()) for outcome in outcomes), times["regard"],
         times["torch"] / times["regard"], options.checkpoint(kind.name), picture,
     )  # fmt: skip
 
 
-def _goals(app: Application, found: list[Outcome]) -> dict[str, bool]:
-    """Of the means over these."""
-    means = {name: averaged(scores) for name, scores in _scores(found).items()}
+def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
+    """Returns whether the mean scores over the outcomes reach each goal."""
+    means = {name: averaged(scores) for name, scores in _scores(outcomes).items()}
     return app.goals(means.pop(OWN), means)
 
 
-def _one(kind: type[Application], seed: int, options: Options) -> Outcome:
-    """Trained, or found finished, and scored."""
+def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
+    """Trains and scores with one seed. With `resume`, a finished checkpoint is only read."""
     began = perf_counter()
     app = kind(quick=options.quick, seed=seed)
     path = options.checkpoint(kind.name, seed)
-    unfinished, whose = path.with_suffix(".resume"), about(app, options.attention)
+    unfinished, expected = path.with_suffix(".resume"), about(app, options.attention)
     if not options.resume:
         unfinished.unlink(missing_ok=True)
     elif path.exists() and not unfinished.exists():
-        finished = files.read(path, whose, Outcome._fields).about
-        return Outcome(*(finished[part] for part in Outcome._fields))
+        finished = files.read(path, expected, Outcome._fields).about
+        return Outcome(*(finished[field] for field in Outcome._fields))
     loaded = perf_counter() - began
     title = f"{app.name}, seed {seed}"
     with bar(title, app.recipe.steps) as update:
 
-        def told(step: int, loss: float, best: float) -> None:
+        def progress(step: int, loss: float, best: float) -> None:
             update(completed=step, description=f"{title}  loss {loss:.3f}  best {best:.3f}")
 
-        state = train(app, unfinished, options.attention, told)
+        state = train(app, unfinished, options.attention, progress)
     began = perf_counter()
     with torch.no_grad():
         scores = app.scores(state.model)
     baselines = app.baselines()
     whole = loaded + state.seconds + perf_counter() - began
-    found = Outcome(scores, baselines, state.seconds, whole, torch.get_num_threads())
-    files.write(path, state.model.state_dict(), whose | found._asdict())
+    outcome = Outcome(scores, baselines, state.seconds, whole, torch.get_num_threads())
+    files.write(path, state.model.state_dict(), expected | outcome._asdict())
     unfinished.unlink()
-    return found
+    return outcome
 
 
 def load(kind: type[Application], options: Options) -> tuple[Application, nn.Module]:
-    """A model that `run` has trained, and the application it is for."""
+    """Loads the application and the model that `run` trained, from its checkpoint."""
     path = options.checkpoint(kind.name)
     if not path.exists():
-        kept = " --quick" * options.quick + " --attention torch" * (options.attention == "torch")
-        raise ValueError(f"{path}: expected a checkpoint; train one with `regard run {kind.name}{kept}`")
-    whose = {"application": kind.name, "quick": options.quick, "seed": options.seed}
-    tensors = files.read(path, whose, ()).tensors
+        flags = " --quick" * options.quick + " --attention torch" * (options.attention == "torch")
+        raise ValueError(f"{path}: expected a checkpoint; train one with `regard run {kind.name}{flags}`")
+    expected = {"application": kind.name, "quick": options.quick, "seed": options.seed}
+    tensors = files.read(path, expected, ()).tensors
     app = kind(quick=options.quick, seed=options.seed)
     model = app.model()
     files.restore(model, tensors)
     return app, model.eval()
 
 
-def averaged(found: list[Scores]) -> Scores:
-    """The mean over seeds of each measure."""
-    return {measure: mean(scores[measure] for scores in found) for measure in found[0]}
+def averaged(by_seed: list[Scores]) -> Scores:
+    """Returns the mean of each measure over the seeds."""
+    return {measure: mean(scores[measure] for scores in by_seed) for measure in by_seed[0]}

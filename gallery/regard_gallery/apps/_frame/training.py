@@ -1,4 +1,6 @@
-"""The training loop. A step depends on seed and number alone, so a run that was interrupted goes on alike."""
+"""The training loop. The randomness of a step depends only on the seed and the step number, so that
+a resumed run gives the same result as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,38 @@ from .application import Application, Recipe, Scores
 from .plain import plain
 
 ATTENTIONS = ("regard", "torch")
-Build = Callable[[], nn.Module] | None  # None: the model of the application
-Told = Callable[[int, float, float], None]  # steps done, the last loss, the best validation
+Build = Callable[[], nn.Module] | None  # None: the application's model
+Progress = Callable[[int, float, float], None]  # steps done, last loss, best validation score
 
 
 @dataclass
 class State:
-    """What a run must know to go on."""
+    """The state of a training run, from which it can be resumed."""
 
     model: nn.Module
     optimizer: AdamW
     step: int = 0
     seconds: float = 0.0
     best: float = -math.inf
-    kept: dict[str, Tensor] = field(default_factory=dict)  # the weights that were best in validation
+    best_weights: dict[str, Tensor] = field(default_factory=dict)  # with the best validation score
 
 
 def rival_scores(app: Application, rival: Build) -> Scores:
-    """Of another model, trained on the same data in the same way."""
+    """Trains another model with the application's data and recipe, and returns its scores."""
     model = train(app, None, "regard", lambda step, loss, best: None, rival).model
     with torch.no_grad():
         return app.scores(model)
 
 
-def train(app: Application, path: Path | None, attention: str, told: Told, build: Build = None) -> State:
-    """Train, and leave the best weights in the model. If the file `path` is there, go on from it.
+def train(app: Application, path: Path | None, attention: str, tick: Progress, build: Build = None) -> State:
+    """Trains a model and loads the best weights into it. Resumes from `path` if the file exists.
 
-    The file is written after each validation and stays until the caller has what it trained for. `build`
-    makes the model, if not the application's own.
+    Every validation writes `path`, and the caller deletes it. `tick` is called after every step.
+    `build` replaces the application's model.
     """
-    state, whose = begin(app, attention, build), about(app, attention)
+    state, metadata = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
-        _resume(state, path, whose)
+        _resume(state, path, metadata)
     recipe = app.recipe
     start, before = perf_counter(), state.seconds
     while state.step < recipe.steps:
@@ -59,31 +61,31 @@ def train(app: Application, path: Path | None, attention: str, told: Told, build
             _validate(app, state)
             state.seconds = before + perf_counter() - start
             if path is not None:
-                _save(state, path, whose)
-        told(state.step, loss, state.best)
-    state.model.load_state_dict(state.kept)
+                _save(state, path, metadata)
+        tick(state.step, loss, state.best)
+    state.model.load_state_dict(state.best_weights)
     state.model.eval()
     return state
 
 
 def begin(app: Application, attention: str, build: Build = None) -> State:
-    """A new model and its optimizer."""
+    """Returns a new model and its optimizer."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, got {attention!r}")
     torch.manual_seed(app.seed)
     model = app.model() if build is None else build()
     if attention == "torch":
         plain(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return State(model, AdamW(trained, lr=app.recipe.rate, weight_decay=app.recipe.decay, fused=True))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return State(model, AdamW(parameters, lr=app.recipe.rate, weight_decay=app.recipe.decay, fused=True))
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of a step, from 0 on."""
+    """Returns the learning rate of a step, counted from 0."""
     if step < recipe.warmup:
         return recipe.rate * (step + 1) / recipe.warmup
-    past = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.rate * (0.5 + 0.5 * math.cos(math.pi * past)) if recipe.falls else recipe.rate
+    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.rate * (0.5 + 0.5 * math.cos(math.pi * progress)) if recipe.falls else recipe.rate
 
 
 def _step(app: Application, state: State) -> float:
@@ -101,7 +103,7 @@ def _step(app: Application, state: State) -> float:
 
 
 def update(app: Application, model: nn.Module, optimizer: AdamW, batch: object) -> float:
-    """The whole of a training step but its data."""
+    """Runs forward, backward and the optimizer on a batch. Returns the loss."""
     loss = app.loss(model, batch)
     optimizer.zero_grad()
     loss.backward()
@@ -113,46 +115,46 @@ def update(app: Application, model: nn.Module, optimizer: AdamW, batch: object) 
 def _validate(app: Application, state: State) -> None:
     state.model.eval()
     with torch.no_grad():
-        found = app.validation(state.model)
-    if found > state.best or not state.kept:
-        state.best = found
-        state.kept = {name: value.detach().clone() for name, value in state.model.state_dict().items()}
+        score = app.validation(state.model)
+    if score > state.best or not state.best_weights:
+        state.best = score
+        state.best_weights = {name: x.detach().clone() for name, x in state.model.state_dict().items()}
 
 
 # Resuming
 
 
 def about(app: Application, attention: str) -> dict[str, object]:
-    """Whose checkpoint it is, and how it is trained."""
-    whose = {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
-    return whose | {"recipe": asdict(app.recipe)}
+    """Returns a checkpoint's metadata: the application, its options and the recipe."""
+    options = {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
+    return options | {"recipe": asdict(app.recipe)}
 
 
-def _save(state: State, path: Path, whose: dict[str, object]) -> None:
-    tensors = files.named(state.model.state_dict(), "model.") | files.named(state.kept, "best.")
+def _save(state: State, path: Path, metadata: dict[str, object]) -> None:
+    tensors = files.named(state.model.state_dict(), "model.") | files.named(state.best_weights, "best.")
     tensors |= files.named(files.of_optimizer(state.optimizer), "optimizer.")
-    files.write(path, tensors, whose | {"step": state.step, "seconds": state.seconds, "best": state.best})
+    files.write(path, tensors, metadata | {"step": state.step, "seconds": state.seconds, "best": state.best})
 
 
-def _resume(state: State, path: Path, whose: dict[str, object]) -> None:
-    tensors, found = files.read(path, whose, ("step", "seconds", "best"))
+def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
+    tensors, stored = files.read(path, metadata, ("step", "seconds", "best"))
     files.restore(state.model, files.part(tensors, "model."))
     files.restore_optimizer(state.optimizer, files.part(tensors, "optimizer."))
-    state.kept = files.part(tensors, "best.")
-    state.step, state.seconds, state.best = found["step"], found["seconds"], found["best"]
+    state.best_weights = files.part(tensors, "best.")
+    state.step, state.seconds, state.best = stored["step"], stored["seconds"], stored["best"]
 
 
 # Speed
 
 
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
-    """The shortest time of a whole training step with each attention, on the same batch, taking turns."""
+    """Times a training step with each attention, in turns on one batch. Returns the shortest."""
     batch = app.batch(model, torch.Generator().manual_seed(0))
 
     def step(attention: str) -> Callable[[], float]:
-        twin = begin(app, attention)
-        twin.model.load_state_dict(model.state_dict())
-        twin.model.train()
-        return lambda: update(app, twin.model, twin.optimizer, batch)
+        copy = begin(app, attention)
+        copy.model.load_state_dict(model.state_dict())
+        copy.model.train()
+        return lambda: update(app, copy.model, copy.optimizer, batch)
 
     return best_times({attention: step(attention) for attention in ATTENTIONS}, seconds)

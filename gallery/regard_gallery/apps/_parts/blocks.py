@@ -1,4 +1,4 @@
-"""The sizes that the models of applications have in common, and the stack of blocks they describe."""
+"""A stack of transformer blocks by its sizes, for the models of several applications."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.nn import Block, EncoderBlock, Stack
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of a stack of transformer blocks."""
+    """Sizes from which `stack` builds transformer blocks."""
 
     d_model: int = 64
     heads: int = 4
@@ -22,7 +22,7 @@ class Blocks:
     dropout: float = 0.0  # of the attention weights
 
     def stack(self, block: Callable[..., Block] = EncoderBlock, **options: Any) -> Stack:
-        """Returns a stack with a final LayerNorm. `options` go to every block."""
+        """Returns a stack with a final LayerNorm. `options` are passed to every block."""
         sizes = {"hidden": self.hidden, "dropout": self.dropout} | options
         blocks = (block(self.d_model, self.heads, **sizes) for _ in range(self.layers))
         return Stack(blocks, nn.LayerNorm(self.d_model))

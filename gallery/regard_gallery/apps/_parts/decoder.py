@@ -1,4 +1,4 @@
-"""A causal language model of today's parts: rotary positions, grouped heads, gated layers."""
+"""A causal language model with rotary positions, grouped-query attention and SwiGLU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ...models.generate import Sampling
 
 
 class Decoder(nn.Module):
-    """Tokens (B, L) -> scores of each token as the next one, (B, L, vocabulary).
+    """Maps tokens (B, L) to next-token logits (B, L, vocabulary).
 
-    With `near` every second layer, from the first, sees only that many tokens before its own. A new model's
-    layers add nothing yet, which makes its first steps faster.
+    With `near`, layers 0, 2, ... have a causal window of `near` tokens before the query. The output
+    projections are initialised to zero, which speeds up the first training steps.
     """
 
     def __init__(self, vocabulary: int, *, layers: int = 4, near: int | None = None) -> None:
@@ -37,14 +37,14 @@ class Decoder(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, caches: Sequence[CacheLike] | None = None) -> Tensor:
-        """With caches, `tokens` are those that are new."""
+        """Returns logits of `tokens`. With caches, `tokens` are the new tokens only."""
         scores: Tensor = self.stack(self.words(tokens), caches=caches) @ self.words.weight.T
         return scores
 
 
 @torch.inference_mode()
 def write(model: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """New tokens behind the prompt, which is read once into a cache of each layer."""
+    """Yields generated tokens. Prefills one cache per layer with the prompt."""
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.stack.new_caches(1, len(prompt) + sampling.max_tokens)
     new = list(prompt)

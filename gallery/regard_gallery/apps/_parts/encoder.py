@@ -1,4 +1,4 @@
-"""A BERT-style encoder of `regard.nn` parts that takes real MiniLM weights, and a classifier on top of it."""
+"""A BERT-style encoder of `regard.nn` modules that loads MiniLM's weights, and a classifier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ...models._json import read_json
 
 
 class TextEncoder(nn.Module):
-    """Tokens (B, L) -> states (B, L, d_model): word, place, then blocks with the norm after each part.
+    """Maps padded tokens (B, L) and lengths (B,) to states (B, L, d_model), with post-norm blocks.
 
-    The first n tokens of each sample are real. With `packed` the rest is left out, so that padding costs
-    nothing; the result is the same. `config` is the config.json of a BERT.
+    With `packed`, padding is removed before the blocks; the result is the same. `config` is the
+    config.json of a BERT.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -39,17 +39,17 @@ class TextEncoder(nn.Module):
             x = self._embedded(tokens, torch.arange(tokens.shape[1], device=tokens.device))
             padded: Tensor = self.stack(x, lengths=lengths)
             return padded
-        borders = packing.cu_seqlens(lengths)
-        x = self._embedded(packing.pack(tokens, lengths, dim=-1), packing.positions(borders))
-        return packing.unpack(self.stack(x, cu_seqlens=borders), borders, length=tokens.shape[1])
+        cu_seqlens = packing.cu_seqlens(lengths)
+        x = self._embedded(packing.pack(tokens, lengths, dim=-1), packing.positions(cu_seqlens))
+        return packing.unpack(self.stack(x, cu_seqlens=cu_seqlens), cu_seqlens, length=tokens.shape[1])
 
-    def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
-        x: Tensor = self.norm(self.words(tokens) + self.places(places))
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.norm(self.words(tokens) + self.places(positions))
         return x
 
 
 class TextClassifier(nn.Module):
-    """The mean of the encoder's states, and a linear layer: tokens (B, L) -> scores (B, classes)."""
+    """Classifies tokens (B, L) by a linear layer on the mean state. Returns logits (B, classes)."""
 
     def __init__(self, encoder: TextEncoder, classes: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TextClassifier(nn.Module):
         return out
 
     def freeze(self, layers: int) -> None:
-        """The embeddings and the first layers stay as they are."""
+        """Excludes the embeddings and the first `layers` blocks from training."""
         encoder = self.encoder
         for module in (encoder.words, encoder.places, encoder.norm, *encoder.stack.blocks[:layers]):
             module.requires_grad_(False)
@@ -74,7 +74,7 @@ class TextClassifier(nn.Module):
 
 
 def minilm() -> tuple[TextEncoder, Any]:
-    """The encoder with the weights of all-MiniLM-L6-v2, and its tokenizer."""
+    """Loads all-MiniLM-L6-v2: the encoder and its tokenizer."""
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
@@ -87,19 +87,22 @@ def minilm() -> tuple[TextEncoder, Any]:
 
 
 def from_bert(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Hugging Face's names -> those of `TextEncoder`. The vector of type 0 joins the places."""
+    """Renames a Hugging Face state dict for `TextEncoder`.
+
+    The embedding of token type 0 is added to the position embeddings.
+    """
     names = ("word", "position", "token_type")
-    words, places, types = (state[f"embeddings.{name}_embeddings.weight"] for name in names)
-    found = {"words.weight": words, "places.weight": places + types[0]}
+    words, positions, types = (state[f"embeddings.{name}_embeddings.weight"] for name in names)
+    renamed = {"words.weight": words, "places.weight": positions + types[0]}
     for end in ("weight", "bias"):
-        found[f"norm.{end}"] = state[f"embeddings.LayerNorm.{end}"]
+        renamed[f"norm.{end}"] = state[f"embeddings.LayerNorm.{end}"]
         for i in range(layers):
-            found |= _layer(state, f"encoder.layer.{i}.", f"stack.blocks.{i}.", end)
-    return found
+            renamed |= _layer(state, f"encoder.layer.{i}.", f"stack.blocks.{i}.", end)
+    return renamed
 
 
-def _layer(state: dict[str, Tensor], theirs: str, own: str, end: str) -> dict[str, Tensor]:
-    parts = [state[f"{theirs}attention.self.{name}.{end}"] for name in ("query", "key", "value")]
+def _layer(state: dict[str, Tensor], theirs: str, ours: str, end: str) -> dict[str, Tensor]:
+    qkv = [state[f"{theirs}attention.self.{name}.{end}"] for name in ("query", "key", "value")]
     renamed = {
         "attention.sublayer.out": "attention.output.dense",
         "attention.norm": "attention.output.LayerNorm",
@@ -107,12 +110,12 @@ def _layer(state: dict[str, Tensor], theirs: str, own: str, end: str) -> dict[st
         "feed_forward.sublayer.down": "output.dense",
         "feed_forward.norm": "output.LayerNorm",
     }
-    return {f"{own}attention.sublayer.qkv.{end}": torch.cat(parts)} | {
-        f"{own}{name}.{end}": state[f"{theirs}{other}.{end}"] for name, other in renamed.items()
+    return {f"{ours}attention.sublayer.qkv.{end}": torch.cat(qkv)} | {
+        f"{ours}{name}.{end}": state[f"{theirs}{other}.{end}"] for name, other in renamed.items()
     }
 
 
 def encode(tokenizer: Any, texts: Sequence[str], limit: int) -> list[Tensor]:
-    """The tokens of each text, with those that begin and end it; at most `limit`."""
+    """Tokenizes texts, with special tokens. Truncates each to `limit` tokens."""
     tokenizer.enable_truncation(limit)
-    return [torch.tensor(found.ids) for found in tokenizer.encode_batch(list(texts))]
+    return [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))]

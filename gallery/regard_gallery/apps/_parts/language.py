@@ -1,4 +1,6 @@
-"""What the two language models share: documents, tokens, bits per byte, n-grams to beat, writing on."""
+"""The base class of the language models: documents, tokens, bits per byte, n-gram baselines and
+generation.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,23 @@ from .._frame.pictures import BLUE, GREY, figure, save
 from .decoder import Decoder, write
 from .ngram import NGrams
 
-END = "<end>"  # of a document; token 0
-BYTES = 257  # and the end
+END = "<end>"  # end of a document; token 0
+BYTES = 257  # the vocabulary of bytes and END
 ORDER = 5
-VALIDATED = 30_000  # characters of each document
-AT_ONCE = 8  # sequences, in evaluation
-DRAWN = 400  # sequences
+VALIDATED = 30_000  # characters of each validation document
+AT_ONCE = 8  # sequences per evaluation batch
+DRAWN = 400  # sequences in the picture
 
 
 class LanguageApp(Application):
-    """A decoder on documents, of which some are held out, beside n-grams of the same tokens and of bytes."""
+    """Trains a decoder on documents, with n-grams of bytes and of the same tokens as baselines."""
 
     less = ("bits per byte",)
     vocabulary: ClassVar[int]
-    length: ClassVar[int]  # tokens of a sequence
-    sequences: ClassVar[int]  # of a batch
-    held_out: ClassVar[tuple[int, int]]  # documents for the test and for validation
-    near: ClassVar[int | None] = None  # of the decoder
+    length: ClassVar[int]  # tokens per sequence
+    sequences: ClassVar[int]  # per batch
+    held_out: ClassVar[tuple[int, int]]  # numbers of test and validation documents
+    near: ClassVar[int | None] = None  # the decoder's `near`
     full = Recipe(4000, rate=4e-3, decay=0.1, warmup=200, every=500)
     sampling: ClassVar[Sampling]
 
@@ -59,15 +61,15 @@ class LanguageApp(Application):
         self.tokens = self.encode(self.trained)
 
     def encode(self, texts: list[str]) -> Tensor:
-        """(n,): an end stands before the first document and after each."""
-        found = [[0], *([*own.ids, 0] for own in self.tokenizer.encode_batch(texts))]
-        return torch.tensor([token for own in found for token in own])
+        """Concatenates the tokens of all texts as (n,), with END first and after each text."""
+        documents = [[0], *([*encoding.ids, 0] for encoding in self.tokenizer.encode_batch(texts))]
+        return torch.tensor([token for tokens in documents for token in tokens])
 
     def model(self) -> nn.Module:
         return Decoder(self.size, near=self.near)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        """(B, length + 1), from anywhere in the training documents."""
+        """Draws sequences (B, length + 1) at random positions of the training documents."""
         begins = torch.randint(len(self.tokens) - self.length, (self.sequences,), generator=generator)
         return torch.stack([self.tokens[at : at + self.length + 1] for at in begins.tolist()])
 
@@ -79,18 +81,19 @@ class LanguageApp(Application):
         return {"bits per byte": float(bits) / count_bytes(held)}
 
     def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Of each token after the first, (n - 1,).
+        """Computes the bits of each token but the first, (n - 1,).
 
-        Sequences overlap by half, so that all but the first tokens have half a sequence and more before them.
+        Sequences overlap by half, so that all tokens but the first have at least half a sequence of
+        context.
         """
         half = self.length // 2
         padded = F.pad(tokens, (0, -(len(tokens) - 1) % half + half))
         sequences = padded[:-1].unfold(0, self.length, half)  # (n, length)
         following = padded[1:].unfold(0, self.length, half)
         pairs = zip(sequences.split(AT_ONCE), following.split(AT_ONCE), strict=True)
-        found = torch.cat([_bits(model(x), y) for x, y in pairs])
-        kept = torch.cat([found[0, :half], found[:, half:].flatten()])
-        return kept[: len(tokens) - 1]
+        by_sequence = torch.cat([_bits(model(x), y) for x, y in pairs])
+        bits = torch.cat([by_sequence[0, :half], by_sequence[:, half:].flatten()])
+        return bits[: len(tokens) - 1]
 
     def baselines(self) -> dict[str, Scores]:
         tested = self.encode(self.tested).numpy()
@@ -117,48 +120,52 @@ class LanguageApp(Application):
         return f"{text.rstrip()}\n\n({len(written)} tokens, {len(written) / seconds:.0f} a second)"
 
     def ended(self, request: str, written: str) -> int | None:
-        """The place where what was asked for is complete, if there is one."""
+        """Returns the index at which the generated text should end, or None to continue."""
         return None
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """How many bits a token takes, by how many are before it; n-grams look at four."""
+        """Plots the bits of a token against the length of its context, for decoder and n-grams."""
         tokens = self.encode(self.tested)
         begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
-        rows = tokens[begins[:, None] + torch.arange(self.length + 1)]  # (DRAWN, length + 1)
-        own = torch.cat([_bits(model(some[:, :-1]), some[:, 1:]) for some in rows.split(AT_ONCE)])
+        sequences = tokens[begins[:, None] + torch.arange(self.length + 1)]  # (DRAWN, length + 1)
+        batches = sequences.split(AT_ONCE)
+        by_model = torch.cat([_bits(model(batch[:, :-1]), batch[:, 1:]) for batch in batches])
         grams = NGrams(self.tokens.numpy(), self.size, ORDER)
-        other = torch.from_numpy(np.stack([grams.bits(row)[1:] for row in rows.numpy()]))
-        made, axes = figure(7.4, 3.8)
-        for bits, colour, label in ((other, GREY, f"{ORDER}-grams"), (own, BLUE, self.name)):
-            places, means = by_doubling(bits.mean(0))
-            axes.plot(places, means, color=colour, marker="o", markersize=4, label=label)
-        axes.set(xscale="log", xlabel="tokens before it", ylabel="bits of a token, held out")
+        by_grams = torch.from_numpy(np.stack([grams.bits(row)[1:] for row in sequences.numpy()]))
+        picture, axes = figure(7.4, 3.8)
+        for bits, colour, label in ((by_grams, GREY, f"{ORDER}-grams"), (by_model, BLUE, self.name)):
+            positions, means = by_doubling(bits.mean(0))
+            axes.plot(positions, means, color=colour, marker="o", markersize=4, label=label)
+        axes.set(xscale="log", xlabel="tokens of context", ylabel="bits per held-out token")
         axes.set_xticks(ticks := [2**i for i in range(int(math.log2(self.length)))], map(str, ticks))
         axes.minorticks_off()
         axes.legend(frameon=False)
-        save(made, path)
+        save(picture, path)
 
 
 def _bits(scores: Tensor, following: Tensor) -> Tensor:
-    """(B, L, vocabulary), (B, L) -> (B, L)"""
+    """Computes the bits (B, L) of the tokens `following` (B, L) from logits (B, L, vocabulary)."""
     return F.cross_entropy(scores.transpose(1, 2), following, reduction="none") / math.log(2)
 
 
 def count_bytes(texts: list[str]) -> int:
-    """An end of a document counts as one."""
+    """Counts the bytes of all texts. Each END counts as one byte."""
     return sum(len(text.encode()) + 1 for text in texts)
 
 
 def _bytes(texts: list[str]) -> Any:
-    """Bytes as tokens, with the same ends."""
-    found = [0]
+    """Returns the bytes of all texts as tokens 1 to 256, with END as in `encode`."""
+    tokens = [0]
     for text in texts:
-        found += [1 + byte for byte in text.encode()] + [0]
-    return np.array(found)
+        tokens += [1 + byte for byte in text.encode()] + [0]
+    return np.array(tokens)
 
 
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Means over places 1, 2 to 3, 4 to 7, and so on, at the middle of each; the rest is left out."""
-    borders = [2**i for i in range(int(math.log2(len(values) + 1)))]
-    means = [float(values[a - 1 : 2 * a - 1].mean()) for a in borders]
-    return [math.sqrt(a * (2 * a - 1)) for a in borders], means
+    """Averages values 1, 2 to 3, 4 to 7, and so on. Returns the geometric middles and the means.
+
+    Drops the values after the last complete range.
+    """
+    starts = [2**i for i in range(int(math.log2(len(values) + 1)))]
+    means = [float(values[a - 1 : 2 * a - 1].mean()) for a in starts]
+    return [math.sqrt(a * (2 * a - 1)) for a in starts], means

@@ -1,4 +1,4 @@
-"""The weights of each layer of a stack, for pictures."""
+"""Attention weights of every layer of a stack, for pictures."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from regard import evidence, weights
 from regard.facts import Rows
 from regard.nn import PreNorm, Stack
 
-Asked = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # (q, k, v) and options of a call
+Arguments = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # (q, k, v) and options of a call
 
 
 def layer_weights(stack: Stack, x: Tensor) -> list[Tensor]:
-    """For tokens x (..., L, d_model), (..., H, L, L) of each layer."""
-    return [weights(*qkv, **options) for qkv, options in _asked(stack, x)]
+    """Computes each layer's weights (..., H, L, L) for inputs x (..., L, d_model)."""
+    return [weights(*qkv, **options) for qkv, options in _arguments(stack, x)]
 
 
 def layer_rows(stack: Stack, x: Tensor, query: int) -> list[Tensor]:
-    """The weights of one query, (..., H, L) of each layer, at O(L) memory."""
-    wanted = Rows([query])
-    return [evidence(*qkv, wanted, **options)[0][..., 0, :] for qkv, options in _asked(stack, x)]
+    """Computes the attention weights (..., H, L) of one query in each layer, in O(L) memory."""
+    row = Rows([query])
+    return [evidence(*qkv, row, **options)[0][..., 0, :] for qkv, options in _arguments(stack, x)]
 
 
-def _asked(stack: Stack, x: Tensor) -> Iterator[Asked]:
-    """What each layer asks of attention."""
+def _arguments(stack: Stack, x: Tensor) -> Iterator[Arguments]:
+    """Yields the arguments of each layer's attention call."""
     for block in stack.blocks:
         residual = block.attention
         if not isinstance(residual, PreNorm):

@@ -1,4 +1,4 @@
-"""A vision transformer: an image is cut into patches, which attend to each other as words do."""
+"""A vision transformer: attention between the patches of an image."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BLOCKS = Blocks()
 
 
 class ViT(nn.Module):
-    """Images (B, channels, size, size) -> (B, outputs), read from a token that stands first ([CLS]).
+    """Maps images (B, channels, size, size) to (B, outputs), by a linear head on a class token.
 
-    `patches` makes (B, d_model, size / patch, size / patch) of the images, if not a linear map of each patch.
-    `place_scale` is the deviation of the first vectors of places: of the size of those of the patches, it is
-    known from the start where a patch is.
+    `patches` embeds images as (B, d_model, size / patch, size / patch); by default it is a linear
+    map of each patch. `place_scale` is the standard deviation of the initial position embeddings.
+    If it is as large as the patch embeddings, positions are distinguishable from the start.
     """
 
     def __init__(
@@ -40,14 +40,17 @@ class ViT(nn.Module):
         return out
 
     def tokens(self, images: Tensor) -> Tensor:
-        """(B, 1 + patches, d_model), row by row."""
+        """Returns the class token and the patches in row-major order, (B, 1 + patches, d_model)."""
         check_images(images, self.shape)
         patches = self.patches(images).flatten(2).transpose(1, 2)
         first = self.first.expand(len(images), 1, -1)
         return torch.cat([first, patches], 1) + self.places
 
     def looks(self, images: Tensor) -> Tensor:
-        """Where the first token looks in the last layer, mean of the heads: (B, side, side), of sum 1."""
+        """Returns the class token's weights on the patches, (B, side, side), with sum 1.
+
+        The weights are those of the last layer, averaged over its heads.
+        """
         last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
         on_patches = last[:, :, 1:].mean(1)
         shares = on_patches / on_patches.sum(-1, keepdim=True)
@@ -55,6 +58,6 @@ class ViT(nn.Module):
 
 
 def convolved(channels: int, d_model: int) -> nn.Sequential:
-    """Patches of 4 x 4 by two convolutions, each of which halves the image."""
+    """Returns a patch embedding for 4 x 4 patches: two convolutions of stride 2."""
     half = nn.Conv2d(channels, d_model // 2, 3, 2, 1)
     return nn.Sequential(half, nn.GELU(), nn.Conv2d(d_model // 2, d_model, 3, 2, 1))

@@ -1,8 +1,9 @@
-"""CartPole without velocities: a pole is balanced by memory, as one look does not say which way it falls.
+"""CartPole without velocities. A single observation does not show which way the pole falls, so the
+policy needs memory.
 
-The environment is gymnasium's CartPole-v1, an episode is at most 500 steps long, and of its four numbers the
-policy sees two: the place of the cart and the angle of the pole. It learns by acting (an advantage
-actor-critic).
+The environment is gymnasium's CartPole-v1, with episodes of at most 500 steps. The policy observes
+two of its four values, the position of the cart and the angle of the pole. It is trained as an
+advantage actor-critic.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from .._frame.pictures import BLUE, GREY, ORANGE, figure, save
 from .._frame.training import rival_scores
 from .model import HistoryPolicy
 
-SEEN = (0, 2)  # place and angle; 1 and 3 are their velocities
-UNITS = torch.tensor([1.0, 10.0])  # so that both are about 1
+SEEN = (0, 2)  # position and angle; 1 and 3 are their velocities
+UNITS = torch.tensor([1.0, 10.0])  # scales both to about 1
 ACTIONS = 2
-HISTORY = 7  # observations before the present one
-LIMIT, TRAINED_LIMIT = 500, 300  # steps of an episode, in the test and in training
+HISTORY = 7  # observations before the current one
+LIMIT, TRAINED_LIMIT = 500, 300  # most steps per episode, in the test and in training
 EPISODES, VALIDATED, TESTED, SOLVED = 24, 40, 20, 450.0
 DISCOUNT, TRACE = 0.99, 0.95
 ENTROPY = 0.001
-SPREAD = 0.1  # of the advantages; where all goes well they are noise, which is not made larger
+SPREAD = 0.1  # least divisor when advantages are normalised: small advantages are noise
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
 
 
 class Played(NamedTuple):
-    """Episodes that were acted out together, padded at the end."""
+    """A batch of episodes, padded at the end."""
 
     seen: Tensor  # (B, L, 2)
     actions: Tensor  # (B, L)
-    values: Tensor  # (B, L + 1), as the policy saw them while it acted
-    alive: Tensor  # (B, L) bool
-    fell: Tensor  # (B,) bool, else the time was up
+    values: Tensor  # (B, L + 1), the critic's estimates while acting
+    alive: Tensor  # (B, L) bool: False in the padding
+    fell: Tensor  # (B,) bool: False if the episode reached the step limit
 
     @property
     def lengths(self) -> Tensor:
@@ -51,7 +52,7 @@ class Played(NamedTuple):
 def play(
     model: nn.Module, episodes: int, seed: int, limit: int = LIMIT, generator: torch.Generator | None = None
 ) -> Played:
-    """Act, each action drawn from the policy by `generator`, or without one the best."""
+    """Plays episodes. Samples actions with `generator`, or takes the best ones if it is None."""
     import gymnasium
 
     world: Any = gymnasium.make_vec("CartPole-v1", episodes, "vector_entry_point", max_episode_steps=limit)
@@ -67,13 +68,13 @@ def play(
         state, _, terminated, truncated, _ = world.step(action.numpy())
         fell = fell | (alive & torch.from_numpy(terminated))
         alive = alive & ~torch.from_numpy(terminated | truncated)
-    seen, actions, values, lived = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+    seen, actions, values, alive = (torch.stack(column, 1) for column in zip(*steps, strict=True))
     last = model(observed(state)[:, None], caches)[1]
-    return Played(seen, actions, torch.cat([values, last], 1), lived, fell)
+    return Played(seen, actions, torch.cat([values, last], 1), alive, fell)
 
 
 def observed(state: Any) -> Tensor:
-    """(B, 2) of the environment's (B, 4)."""
+    """Returns the policy's observations (B, 2) of the environment's states (B, 4)."""
     return torch.from_numpy(state)[:, SEEN] * UNITS
 
 
@@ -84,22 +85,22 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def advantages(played: Played) -> Tensor:
-    """(B, L): how much better it went than the values foresaw, weighted over all horizons (GAE).
+    """Computes generalised advantage estimates (GAE), (B, L).
 
-    A step is worth 1 - DISCOUNT, so that the value of balancing for ever is 1. Who fell gets nothing more;
-    where the time was up the value of the last state stands for what would have come.
+    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. After a fall
+    there are no more rewards. At the step limit, the value of the last state replaces them.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)
     ends[torch.arange(B), played.lengths - 1] = True
-    goes_on = 1 - (ends & played.fell[:, None]).float()
-    found, following = torch.zeros(B, L), torch.zeros(B)
+    continues = 1 - (ends & played.fell[:, None]).float()
+    estimates, following = torch.zeros(B, L), torch.zeros(B)
     for t in reversed(range(L)):
-        gain = 1 - DISCOUNT + DISCOUNT * goes_on[:, t] * played.values[:, t + 1] - played.values[:, t]
-        following = gain + DISCOUNT * TRACE * (~ends[:, t]) * following
+        error = 1 - DISCOUNT + DISCOUNT * continues[:, t] * played.values[:, t + 1] - played.values[:, t]
+        following = error + DISCOUNT * TRACE * (~ends[:, t]) * following
         following = following * played.alive[:, t]
-        found[:, t] = following
-    return found
+        estimates[:, t] = following
+    return estimates
 
 
 class App(Application):
@@ -120,18 +121,18 @@ class App(Application):
         return play(model, EPISODES, seed, self.limits[0], generator)
 
     def loss(self, model: nn.Module, batch: Played) -> Tensor:
-        scores, values = (part[batch.alive] for part in model(batch.seen))
-        better = advantages(batch)[batch.alive]
-        returns = better + batch.values[:, :-1][batch.alive]
-        log_chances = scores.log_softmax(-1)
-        taken = log_chances.gather(-1, batch.actions[batch.alive][:, None])[:, 0]
-        normed = (better - better.mean()) / better.std().clamp(min=SPREAD)
-        entropy = -(log_chances.exp() * log_chances).sum(-1).mean()
-        gained: Tensor = (taken * normed).mean() + ENTROPY * entropy
-        return F.mse_loss(values, returns) - gained
+        logits, values = (output[batch.alive] for output in model(batch.seen))
+        advantage = advantages(batch)[batch.alive]
+        returns = advantage + batch.values[:, :-1][batch.alive]
+        log_probs = logits.log_softmax(-1)
+        taken = log_probs.gather(-1, batch.actions[batch.alive][:, None])[:, 0]
+        normalised = (advantage - advantage.mean()) / advantage.std().clamp(min=SPREAD)
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+        objective: Tensor = (taken * normalised).mean() + ENTROPY * entropy
+        return F.mse_loss(values, returns) - objective
 
     def measure(self, model: nn.Module, held: tuple[int, int]) -> Scores:
-        """The steps until the pole falls, in episodes in which the best action is taken."""
+        """Returns the mean number of steps until the pole falls, with the best actions."""
         episodes, seed = held
         lengths = play(model, episodes, seed + self.seed, self.limits[1]).lengths
         return {"return": lengths.double().mean().item()}
@@ -154,9 +155,9 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """An episode, and how much each layer's heads attend to each of the last observations."""
+        """Plots an episode, and each head's mean weight on the latest observations."""
         played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
-        made, (left, right) = figure(9, 3.6, ncols=2)
+        picture, (left, right) = figure(9, 3.6, ncols=2)
         place, angle = (played.seen[0] / UNITS).T
         left.plot(place.tolist(), color=BLUE, label="cart, metres from the middle")
         left.plot((angle.rad2deg() / 12).tolist(), color=ORANGE, label="pole, share of 12 degrees")
@@ -164,11 +165,11 @@ class App(Application):
         left.set(xlabel="step", title="one episode")
         left.legend(frameon=False, fontsize=8)
         self._draw_reach(model, played.seen[0], right)
-        save(made, path)
+        save(picture, path)
 
     def _draw_reach(self, model: nn.Module, seen: Tensor, axes: Any) -> None:
         for layer, weights in enumerate(model.weights(seen)):  # type: ignore[operator]
-            full = weights[:, HISTORY:]  # queries that have a whole history behind them
-            back = [full.diagonal(HISTORY - ago, -2, -1).mean(-1) for ago in range(HISTORY + 1)]
-            axes.plot(torch.stack(back).tolist(), color=(BLUE, ORANGE)[layer % 2], linewidth=1)
+            full = weights[:, HISTORY:]  # queries with a complete history
+            by_age = [full.diagonal(HISTORY - ago, -2, -1).mean(-1) for ago in range(HISTORY + 1)]
+            axes.plot(torch.stack(by_age).tolist(), color=(BLUE, ORANGE)[layer % 2], linewidth=1)
         axes.set(xlabel="steps ago", ylabel="mean weight", title="heads of layer 1 (blue), 2 (orange)")

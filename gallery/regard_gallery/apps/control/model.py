@@ -1,4 +1,4 @@
-"""A policy that acts on what it has seen so far: causal attention over the last observations."""
+"""A policy with causal attention over its latest observations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BLOCKS = Blocks(layers=2)
 
 
 class HistoryPolicy(nn.Module):
-    """Observations (B, L, observed) -> scores of the actions (B, L, actions) and values of the states (B, L).
+    """Maps observations (B, L, observed) to action logits (B, L, actions) and state values (B, L).
 
-    Each layer attends to the present and `history` observations before it. With 0 the policy has no memory.
+    Each layer attends to the current observation and the `history` observations before it.
     """
 
     def __init__(self, observed: int, actions: int, history: int, blocks: Blocks = BLOCKS) -> None:
@@ -30,10 +30,10 @@ class HistoryPolicy(nn.Module):
         self.act, self.value = nn.Linear(d_model, actions), nn.Linear(d_model, 1)
 
     def forward(self, seen: Tensor, caches: Sequence[CacheLike] | None = None) -> tuple[Tensor, Tensor]:
-        """With caches, `seen` are the observations that are new."""
+        """Returns logits and values. With caches, `seen` holds the new observations only."""
         states = self.stack(self.embed(seen), caches=caches)
         return self.act(states), self.value(states).squeeze(-1)
 
     def weights(self, seen: Tensor) -> list[Tensor]:
-        """What each layer attends to, for observations (L, observed): (heads, L, L)."""
+        """Returns each layer's weights (heads, L, L) for observations (L, observed)."""
         return layer_weights(self.stack, self.embed(seen))

@@ -1,13 +1,15 @@
-"""Emoji and their names: find the name of an image that was never seen, among the names of all such images.
+"""Emoji and their names: rank the names of all held-out emoji for a held-out image.
 
-Data: 1,906 emoji with names from npm's package `emoji-datasource-google`, and variants of them in colour of
-skin. Words are understood by MiniLM, whose weights stay; the image encoder is trained.
+Data: 1,906 emoji with names, and their skin tone variants, from the npm package
+`emoji-datasource-google`. MiniLM, which is not trained, encodes the names. The image encoder is
+trained.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -25,11 +27,11 @@ from .model import CLIP, contrast
 
 PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
 SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384
-BATCH, SHIFT = 128, 2  # pixels
-TESTED, VALIDATED = 0.2, 0.1  # of the families
-LIMIT = 64  # tokens of a name
+BATCH, SHIFT = 128, 2  # images; pixels
+TESTED, VALIDATED = 0.2, 0.1  # shares of the families
+LIMIT = 64  # most tokens of a name
 AMONG, TIMES_CHANCE = 5, 10
-# Code points that join, or that turn a person into another: man, woman, child, colour of skin, direction.
+# Code points that join others or choose a variant of a person: gender, age, skin tone, direction.
 BESIDE = (
     "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
     "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
@@ -39,7 +41,7 @@ BESIDE = (
 class Emoji(NamedTuple):
     unified: str  # code points in hex, "1F3C3-200D-2640"
     name: str
-    files: tuple[str, ...]  # its image, then variants in colour of skin
+    files: tuple[str, ...]  # the image, then its skin tone variants
 
     @property
     def text(self) -> str:
@@ -47,47 +49,48 @@ class Emoji(NamedTuple):
 
     @property
     def family(self) -> str:
-        """What a man, a woman and a person running have in common."""
+        """The code points that all variants of a person share, such as those of "running"."""
         points = [point for point in self.unified.split("-") if point not in BESIDE]
         return "-".join(points) or "a person"
 
 
 def emoji() -> tuple[Path, list[Emoji]]:
-    """The folder of the images, and what they are."""
+    """Returns the folder of the images and the list of emoji."""
     folder = first_of(PLACES, "emoji", "make data (or npm install emoji-datasource-google)")
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
-    found = []
-    for one in listed:
-        if one["category"] == "Component" or not one["has_img_google"]:
+    known = []
+    for entry in listed:
+        if entry["category"] == "Component" or not entry["has_img_google"]:
             continue
-        skins = [skin["image"] for skin in one.get("skin_variations", {}).values() if skin["has_img_google"]]
-        found.append(Emoji(one["unified"], one["name"].lower(), (one["image"], *skins)))
-    return folder / "img" / "google" / "64", found
+        variants = entry.get("skin_variations", {}).values()
+        skins = [skin["image"] for skin in variants if skin["has_img_google"]]
+        known.append(Emoji(entry["unified"], entry["name"].lower(), (entry["image"], *skins)))
+    return folder / "img" / "google" / "64", known
 
 
 def read_image(path: Path) -> Tensor:
-    """(3, SIZE, SIZE) on white, from -1 to 1."""
+    """Reads an image on a white background as (3, SIZE, SIZE), scaled to [-1, 1]."""
     import numpy as np
     from PIL import Image
 
     with Image.open(bounded(path)) as stored:
-        colours = stored.convert("RGBA")
-    white = Image.new("RGBA", colours.size, "white")
-    small = Image.alpha_composite(white, colours).convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX)
+        image = stored.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    small = Image.alpha_composite(white, image).convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX)
     return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 class Part(NamedTuple):
-    """Emoji with what the model is given of them."""
+    """One part of the data split: emoji, their images and the embeddings of their names."""
 
     emoji: list[Emoji]
     images: Tensor  # (n, 3, SIZE, SIZE), of all variants
-    first: Tensor  # (len(emoji) + 1,): where the images of each begin
-    sentences: Tensor  # (len(emoji), SENTENCE), the names as MiniLM understands them
+    first: Tensor  # (len(emoji) + 1,): the index of each emoji's first image, and n
+    sentences: Tensor  # (len(emoji), SENTENCE): MiniLM's embeddings of the names
 
     @property
     def plain(self) -> Tensor:
-        """The first image of each."""
+        """The first image of each emoji, without skin tone."""
         return self.images[self.first[:-1]]
 
 
@@ -98,40 +101,43 @@ class App(Application):
     full = Recipe(steps=1200, rate=1e-3, decay=0.1, warmup=40, every=60)
 
     def load(self) -> None:
-        folder, found = emoji()
-        found = found[::20] if self.quick else found
+        folder, known = emoji()
+        known = known[::20] if self.quick else known
         self._encoder, self._tokenizer = minilm()
-        families = sorted({one.family for one in found})
+        families = sorted({one.family for one in known})
         order = shuffled(len(families), self.seed).tolist()
         tested, validated = (round(share * len(families)) for share in (TESTED, TESTED + VALIDATED))
-        part = {families[place]: (i >= tested) + (i >= validated) for i, place in enumerate(order)}
-        split = [[one for one in found if part[one.family] == which] for which in range(3)]
-        self.tested, self.validated = (self._part(folder, own, skins=False) for own in split[:2])
+        part = {families[index]: (i >= tested) + (i >= validated) for i, index in enumerate(order)}
+        split = [[one for one in known if part[one.family] == which] for which in range(3)]
+        self.tested, self.validated = (self._part(folder, chosen, skins=False) for chosen in split[:2])
         self.trained = self._part(folder, split[2], skins=True)
 
     def _part(self, folder: Path, chosen: list[Emoji], *, skins: bool) -> Part:
         files = [one.files if skins else one.files[:1] for one in chosen]
-        images = torch.stack([read_image(folder / name) for own in files for name in own])
-        first = torch.tensor([0, *(len(own) for own in files)]).cumsum(0)
+        images = torch.stack([read_image(folder / name) for names in files for name in names])
+        first = torch.tensor([0, *map(len, files)]).cumsum(0)
         return Part(chosen, images, first, self.embed([one.name for one in chosen]))
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """(len(texts), SENTENCE): the mean of MiniLM's states, scaled to length 1."""
-        found = []
+        """Embeds texts with MiniLM: the mean state, scaled to length 1, (len(texts), SENTENCE)."""
+        sums = []
         for begin in range(0, len(texts), BATCH):
             tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))
-            found.append(self._encoder.eval()(tokens, lengths).sum(1))  # zeros in the padding
-        return F.normalize(torch.cat(found), dim=-1)
+            sums.append(self._encoder.eval()(tokens, lengths).sum(1))  # states of padding are zero
+        return F.normalize(torch.cat(sums), dim=-1)
 
     def model(self) -> nn.Module:
-        """Images go where MiniLM has their names: a projection of names would have to be learned from few."""
+        """Returns a CLIP model that embeds images in MiniLM's space.
+
+        Texts are not projected: there are too few names to learn a projection from.
+        """
         blocks = Blocks(STATES, dropout=0.1)
         image = ViT(SIZE, PATCH, SENTENCE, blocks, channels=3, patches=convolved(3, STATES))
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Different emoji, each in a random colour of skin, all shifted by some pixels; and their names."""
+        """Draws distinct emoji with random skin tones, all shifted by one random offset."""
         part = self.trained
         chosen = torch.randperm(len(part.emoji), generator=generator)[:BATCH]
         begin, end = part.first[chosen], part.first[chosen + 1]
@@ -143,22 +149,25 @@ class App(Application):
         return contrast(model(*batch))
 
     def validation(self, model: nn.Module) -> float:
-        """The mean of 1 / rank, which says more than recall on so few."""
-        found = model(self.validated.plain, self.validated.sentences)
-        return (1 / ranks(found)).mean().item()
+        """Returns the mean reciprocal rank, which is less noisy than recall on few images."""
+        scores = model(self.validated.plain, self.validated.sentences)
+        return (1 / ranks(scores)).mean().item()
 
     def measure(self, model: nn.Module, held: Part) -> Scores:
         return {"recall@5": recall(model(held.plain, held.sentences))}
 
     def baselines(self) -> dict[str, Scores]:
-        """The names nearest by MiniLM to that of the training image with the nearest pixels."""
+        """Scores chance, and names ranked by their similarity to the name of the nearest image.
+
+        The nearest image is the training image with the nearest pixels.
+        """
         part = self.trained
         pixels = torch.cdist(self.tested.plain.flatten(1), part.images.flatten(1)).argmin(1)
         owner = torch.searchsorted(part.first, pixels, right=True) - 1
         by_pixels = part.sentences[owner] @ self.tested.sentences.T
         chance = min(1.0, AMONG / len(self.tested.emoji))
-        found = {"chance": chance, "the name of the nearest image": recall(by_pixels)}
-        return {name: {"recall@5": value} for name, value in found.items()}
+        recalls = {"chance": chance, "the name of the nearest image": recall(by_pixels)}
+        return {name: {"recall@5": value} for name, value in recalls.items()}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
         chance = baselines["chance"]["recall@5"]
@@ -166,7 +175,7 @@ class App(Application):
         return many | super().goals(own, baselines)
 
     def answer(self, model: nn.Module, request: str) -> str:
-        """The emoji whose images, not names, are nearest to the words; those of the test were never seen."""
+        """Lists the emoji whose images, not names, are nearest to the request."""
         if (tokens := len(encode(self._tokenizer, [request], len(request) + 2)[0])) > LIMIT:
             raise ValueError(f"use: expected at most {LIMIT} tokens, got {tokens}")
         sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]
@@ -179,31 +188,30 @@ class App(Application):
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Images never seen, and the names found for them, the right one marked."""
+        """Draws held-out images with their best names, the right one in bold."""
         scores = model(self.tested.plain, self.tested.sentences)
         shown = torch.arange(0, len(scores), max(1, len(scores) // 8))[:8]
-        made, axes = figure(9, 2.6, nrows=2, ncols=8)
+        picture, axes = figure(9, 2.6, nrows=2, ncols=8)
         for (above, below), i in zip(axes.T, shown.tolist(), strict=False):
             above.imshow((self.tested.plain[i].permute(1, 2, 0) + 1).numpy() / 2)
             best = scores[i].topk(min(AMONG, len(scores))).indices.tolist()
             for line, j in enumerate(best):
                 weight = "bold" if j == i else "normal"
-                name = self.tested.emoji[j].name
-                below.text(0, 0.9 - 0.2 * line, _short(name), fontsize=7, weight=weight)
+                name = shorten(self.tested.emoji[j].name, 20, placeholder="…")
+                below.text(0, 0.9 - 0.2 * line, name, fontsize=7, weight=weight)
         for one in axes.flat:
             one.axis("off")
-        save(made, path)
+        save(picture, path)
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """(n,): at which place, from 1 on, the own text stands for each image, for scores (n, n)."""
+    """Returns the rank (n,), from 1, of each image's own text, for scores (n, n).
+
+    Ties count against it.
+    """
     return (scores >= scores.diagonal()[:, None]).sum(1).double()
 
 
 def recall(scores: Tensor) -> float:
-    """The share of images whose own text is among the first five; ties count against it."""
+    """Returns the share of images whose own text is among the best five."""
     return (ranks(scores) <= AMONG).double().mean().item()
-
-
-def _short(name: str, letters: int = 20) -> str:
-    return name if len(name) <= letters else f"{name[: letters - 1]}…"

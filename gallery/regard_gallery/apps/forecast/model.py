@@ -1,4 +1,4 @@
-"""Forecasts of a time series from its past and from what is known beforehand: linear, and with attention."""
+"""Forecasters of a time series from its past and from known future covariates."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .._parts.blocks import Blocks
 
 
 class LinearForecaster(nn.Module):
-    """Series (B, past + ahead, channels) -> the next `ahead` values of channel 0, (B, ahead).
+    """Maps series (B, past + ahead, channels) to the next `ahead` values of channel 0, (B, ahead).
 
-    A linear map of the moving average, one of the rest (DLinear; Zeng et al., 2023), and one of the other
-    channels, which are known beforehand.
+    The forecast is the sum of three linear maps: of the moving average, of the remainder (DLinear;
+    Zeng et al., 2023), and of the other channels, whose future is known.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, window: int = 25) -> None:
@@ -25,25 +25,25 @@ class LinearForecaster(nn.Module):
         self.past, self.window = past, window
         self.slow, self.fast = nn.Linear(past, ahead), nn.Linear(past, ahead)
         self.known = nn.Linear((channels - 1) * (past + ahead), ahead)
-        for part in (self.slow, self.fast, self.known):
-            nn.init.zeros_(part.weight)
-            nn.init.zeros_(part.bias)
+        for linear in (self.slow, self.fast, self.known):
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
 
     def forward(self, series: Tensor) -> Tensor:
         past, known = series[:, : self.past, 0], series[:, :, 1:].flatten(1)
         mean = past.mean(1, keepdim=True)
         x = past - mean
-        ends = F.pad(x[:, None], (self.window // 2, self.window // 2), mode="replicate")
-        slow = F.avg_pool1d(ends, self.window, 1)[:, 0]
+        padded = F.pad(x[:, None], (self.window // 2, self.window // 2), mode="replicate")
+        slow = F.avg_pool1d(padded, self.window, 1)[:, 0]
         out: Tensor = self.slow(slow) + self.fast(x - slow) + self.known(known) + mean
         return out
 
 
 class PatchForecaster(nn.Module):
-    """The same shapes. Attention between patches corrects a linear forecast.
+    """Corrects a linear forecast by attention between patches, with the shapes of LinearForecaster.
 
-    Each `patch` steps are a token. Channel 0 is scaled by its own past and must be 0 in the future, whose
-    tokens hold the other channels. The correction begins as nothing.
+    A token is a patch of `patch` time steps. Channel 0 is standardised by its past and must be 0 in
+    the future. The correction is 0 at initialisation.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, patch: int = 8) -> None:
@@ -68,5 +68,5 @@ class PatchForecaster(nn.Module):
         x = torch.cat([scaled[..., None], series[..., 1:]], -1)
         tokens = self.embed(x.unflatten(1, (-1, self.patch)).flatten(2)) + self.places  # (B, tokens, d_model)
         change = self.out(self.stack(tokens)[:, -self.ahead // self.patch :]).flatten(1)  # (B, ahead)
-        found: Tensor = self.line(series) + change * spread
-        return found
+        forecast: Tensor = self.line(series) + change * spread
+        return forecast

@@ -1,7 +1,8 @@
-"""Papers of Cora: the subject of each from its words and from what cites it, with 20 labels a subject.
+"""Papers of Cora: the subject of each from its words and citations, with 20 labels per subject.
 
-Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. A seed is a
-random split; the 83.0 % of the paper on GAT are for one fixed split, which is not in the package.
+Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. The
+seed draws a random split. The 83.0 % of the GAT paper are for one fixed split, which is not in the
+package.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from regard.nn import Graph
 
 from .._frame.application import Application, Recipe, Scores, shuffled
-from .._frame.data import package_file, parquet
+from .._frame.data import package_file
 from .._frame.pictures import COLOURS, GREY, figure, save
 from .._frame.training import rival_scores
 from .model import DROPOUT, GAT, drop
@@ -34,23 +36,25 @@ PEER = "GAT of PyTorch Geometric"
 
 
 class Cora(NamedTuple):
-    papers: list[int]  # their numbers in the data
-    x: Tensor  # (n, words), sparse; a row sums to 1
+    papers: list[int]  # numbers of the papers in the data
+    x: Tensor  # (n, words), sparse; rows sum to 1
     y: Tensor  # (n,)
     graph: Graph
 
 
 def cora() -> Cora:
-    """The papers, with citations in both directions."""
-    nodes = parquet(package_file(*PACKAGE, "cora_nodes.parquet.gzip"), "nodeId", "subject", "features")
-    links = parquet(package_file(*PACKAGE, "cora_rels.parquet.gzip"), "sourceNodeId", "targetNodeId")
-    place = {paper: i for i, paper in enumerate(nodes["nodeId"])}
-    ends = [[place[paper] for paper in links[side]] for side in ("sourceNodeId", "targetNodeId")]
-    edges = torch.tensor(ends)
-    words = torch.tensor(nodes["features"], dtype=torch.float32)
+    """Reads the papers, with citations as edges in both directions."""
+    from pandas import Index, read_parquet  # type: ignore[import-untyped]
+
+    files = [package_file(*PACKAGE, f"cora_{kind}.parquet.gzip") for kind in ("nodes", "rels")]
+    nodes, links = map(read_parquet, files)
+    index = Index(nodes["nodeId"])
+    ends = [index.get_indexer(links[side]) for side in ("sourceNodeId", "targetNodeId")]
+    edges = torch.from_numpy(np.stack(ends))
+    words = torch.from_numpy(np.stack(nodes["features"])).float()
     x = (words / words.sum(1, keepdim=True).clamp_min(1)).to_sparse()
     both = torch.cat([edges, edges.flip(0)], 1).unique(dim=1)
-    return Cora(nodes["nodeId"], x, torch.tensor(nodes["subject"]), Graph(both, len(place)))
+    return Cora(index.tolist(), x, torch.tensor(nodes["subject"].tolist()), Graph(both, len(index)))
 
 
 class App(Application):
@@ -84,15 +88,15 @@ class App(Application):
         return F.cross_entropy(scores[batch], self.data.y[batch])
 
     def validation(self, model: nn.Module) -> float:
-        """Accuracy, and the loss among equals."""
+        """Returns the accuracy. The loss breaks ties."""
         scores = model(self.data.x, self.data.graph)[self.validated]
         y = self.data.y[self.validated]
         right = (scores.argmax(-1) == y).double().mean()
         return float(right - 1e-3 * F.cross_entropy(scores, y))
 
     def measure(self, model: nn.Module, held: Tensor) -> Scores:
-        found = model(self.data.x, self.data.graph)[held].argmax(-1)
-        return {"accuracy": (found == self.data.y[held]).double().mean().item()}
+        predicted = model(self.data.x, self.data.graph)[held].argmax(-1)
+        return {"accuracy": (predicted == self.data.y[held]).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
         rivals = {"MLP without edges": MLP, PEER: Geometric}
@@ -107,10 +111,10 @@ class App(Application):
 
     def answer(self, model: nn.Module, request: str) -> str:
         paper = self.data.papers.index(self.number(request, self.data.papers))
-        chances = model(self.data.x, self.data.graph)[paper].softmax(-1)
-        lines = [f"paper {request}: {SUBJECTS[int(chances.argmax())]} with {chances.max():.0%}"]
+        probs = model(self.data.x, self.data.graph)[paper].softmax(-1)
+        lines = [f"paper {request}: {SUBJECTS[int(probs.argmax())]} with {probs.max():.0%}"]
         lines[0] += f"; in the data {self._subject(paper)}. It attends to"
-        for other, weight in sorted(self._looked_at(model, paper), key=lambda pair: -pair[1]):
+        for other, weight in sorted(self._attended(model, paper), key=lambda pair: -pair[1]):
             what = "itself" if other == paper else f"paper {self.data.papers[other]}: {self._subject(other)}"
             lines.append(f"  {weight:6.1%}  {what}")
         return "\n".join(lines)
@@ -118,33 +122,35 @@ class App(Application):
     def _subject(self, paper: int) -> str:
         return SUBJECTS[int(self.data.y[paper])]
 
-    def _looked_at(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
-        """The papers it attends to in the first layer, with their weight on average over the heads."""
+    def _attended(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
+        """Returns the papers that `paper` attends to in layer 1, with head-averaged weights."""
         source, target = self.data.graph.edges
         w = model.first.weights(self.data.x, self.data.graph).mean(0)  # type: ignore[operator, union-attr]
         into = target == paper
         return list(zip(source[into].tolist(), w[into].tolist(), strict=True))
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """The test paper with 12 neighbours or the most below, and how much it attends to each."""
-        many = self.data.graph.edges[1].bincount()[self.tested]
-        paper = int(self.tested[torch.where(many <= 13, many, 0).argmax()])
-        seen = [pair for pair in self._looked_at(model, paper) if pair[0] != paper]
-        found = model(self.data.x, self.data.graph).argmax(-1)
-        angles = torch.linspace(0, 2 * torch.pi, len(seen) + 1)[:-1]
-        made, axes = figure(6, 5.6)
-        for (other, weight), x, y in zip(seen, angles.cos().tolist(), angles.sin().tolist(), strict=True):
+        """Draws a test paper's attention to its neighbours, at most 12 of them."""
+        degrees = self.data.graph.edges[1].bincount()[self.tested]
+        paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])
+        neighbours = [pair for pair in self._attended(model, paper) if pair[0] != paper]
+        predicted = model(self.data.x, self.data.graph).argmax(-1)
+        angles = torch.linspace(0, 2 * torch.pi, len(neighbours) + 1)[:-1]
+        picture, axes = figure(6, 5.6)
+        for (other, weight), x, y in zip(
+            neighbours, angles.cos().tolist(), angles.sin().tolist(), strict=True
+        ):
             axes.plot([0, x], [0, y], color=GREY, linewidth=40 * weight, zorder=1, solid_capstyle="butt")
-            axes.scatter(x, y, s=420, color=COLOURS[int(found[other])], zorder=2)
+            axes.scatter(x, y, s=420, color=COLOURS[int(predicted[other])], zorder=2)
             axes.annotate(f"{weight:.0%}", (1.2 * x, 1.2 * y), ha="center", va="center", fontsize=9)
-        axes.scatter(0, 0, s=900, color=COLOURS[int(found[paper])], zorder=2)
+        axes.scatter(0, 0, s=900, color=COLOURS[int(predicted[paper])], zorder=2)
         axes.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
         axes.set_title("What one paper of Cora attends to; colours are predicted subjects", fontsize=10)
         axes.axis("off")
-        save(made, path)
+        save(picture, path)
 
 
-# Baselines: another model, the same data, split and training
+# Baselines: other models with the same data, split and training
 
 
 class MLP(nn.Module):
@@ -159,11 +165,11 @@ class MLP(nn.Module):
 
 
 class Geometric(nn.Module):
-    """The same layers by PyTorch Geometric."""
+    """`GAT` with the layers of PyTorch Geometric."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
-        with warnings.catch_warnings():  # its own, when it is imported
+        with warnings.catch_warnings():  # PyTorch Geometric warns on import
             warnings.simplefilter("ignore")
             from torch_geometric.nn import GATConv
         self.first = GATConv(features, 8, 8, dropout=DROPOUT)

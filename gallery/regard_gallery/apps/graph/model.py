@@ -1,4 +1,4 @@
-"""A graph attention network: nodes of a graph are classified by their own features and their neighbours'."""
+"""A graph attention network, which classifies the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DROPOUT = 0.6
 
 
 class GAT(nn.Module):
-    """Two layers of graph attention, as in Velickovic et al. (2018): 8 heads of 8, then one of classes."""
+    """Two graph attention layers (Velickovic et al., 2018): 8 heads of 8 channels, then one."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -20,15 +20,15 @@ class GAT(nn.Module):
         self.second = GraphAttention(64, classes, mean=True, dropout=DROPOUT)
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Features (n, d), dense or sparse -> scores of the classes (n, classes)."""
+        """Maps dense or sparse features (n, d) to logits (n, classes)."""
         x = F.elu(self.first(drop(x, self.training), graph))
         out: Tensor = self.second(drop(x, self.training), graph)
         return out
 
 
 def drop(x: Tensor, training: bool) -> Tensor:
-    """Dropout, of the stored entries alone if x is sparse: the others are 0 anyway."""
+    """Applies dropout. For sparse x, only to its stored entries."""
     if not x.is_sparse:
         return F.dropout(x, DROPOUT, training)
-    kept = F.dropout(x.values(), DROPOUT, training)
-    return torch.sparse_coo_tensor(x.indices(), kept, x.shape, is_coalesced=True, check_invariants=False)
+    values = F.dropout(x.values(), DROPOUT, training)
+    return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)

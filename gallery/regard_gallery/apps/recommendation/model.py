@@ -1,4 +1,4 @@
-"""A causal transformer over what a user has seen: which item comes next (SASRec, Kang and McAuley, 2018)."""
+"""SASRec (Kang and McAuley, 2018): a causal transformer that predicts a user's next item."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PADDING = 0
 
 
 class SASRec(nn.Module):
-    """Items (B, L), 0 in front where there are fewer -> scores of each as the next one, (B, L, items + 1).
+    """Maps items (B, L), padded with 0 on the left, to next-item logits (B, L, items + 1).
 
-    Places are counted from the end, so that the latest item is always at the same one.
+    Positions count from the end, so that the latest item always has the same position embedding.
     """
 
     def __init__(self, items: int, length: int, d_model: int = 64, *, dropout: float = 0.3) -> None:
@@ -35,7 +35,7 @@ class SASRec(nn.Module):
         return self.score(self.states(seen))
 
     def states(self, seen: Tensor) -> Tensor:
-        """(B, L, d_model)"""
+        """Computes the states (B, L, d_model)."""
         L = seen.shape[1]
         x = self.dropout(self.items(seen) + self.places.weight[-L:])
         real = seen != PADDING
@@ -43,5 +43,5 @@ class SASRec(nn.Module):
         return out
 
     def score(self, states: Tensor) -> Tensor:
-        """(..., d_model) -> (..., items + 1), by the items' own vectors."""
+        """Maps states (..., d_model) to logits (..., items + 1) with the item embeddings."""
         return states @ self.items.weight.T + self.bias

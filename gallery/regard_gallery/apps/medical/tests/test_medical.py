@@ -47,10 +47,10 @@ def test_volume(tmp_path: Path) -> None:
 
 
 def test_unsound_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected bytes in 3 dims, got 3 dims \(2, 3, 4\) of type 4"):
+    with pytest.raises(ValueError, match=r"expected bytes in 3 dims, got int16 \(2, 3, 4\)"):
         volume(nifti(tmp_path / "a.nii.gz", (2, 3, 4), kind=4))
     (tmp_path / "b.nii.gz").write_bytes(gzip.compress(bytes(400)))
-    with pytest.raises(ValueError, match=r"b.nii.gz: expected a NIfTI-1 file"):
+    with pytest.raises(ValueError, match=r"b.nii.gz: expected a NIfTI file"):
         volume(tmp_path / "b.nii.gz")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard_gallery.apps._parts.blocks import Blocks
-from regard_gallery.apps.speech import Recordings, cut, distance, errors, strings
+from regard_gallery.apps.speech import Recordings, cut, errors, strings
 from regard_gallery.apps.speech.baseline import Templates, of_recordings, of_words
 from regard_gallery.apps.speech.model import Recogniser, ctc, greedy
 
@@ -60,12 +60,6 @@ def test_errors_are_counted_by_digit() -> None:
     heard = strings(of, [torch.tensor([0]), torch.tensor([1, 2]), torch.tensor([3, 4, 5])])
     assert errors([[5], [5, 2], [3, 4, 10]], heard) == 0.0
     assert errors([[], [5, 5, 2], [3, 7, 10]], heard) == pytest.approx(3 / 6)  # left out, inserted, changed
-
-
-def test_distance() -> None:
-    assert distance([], [1, 2]) == 2
-    assert distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
-    assert distance([1, 1], [1, 1, 1]) == 1
 
 
 def test_every_recording_is_in_one_string() -> None:
