@@ -16,9 +16,8 @@ Temperature = Annotated[float, typer.Option(help="0 takes the most probable toke
 TopP = Annotated[float, typer.Option(help="Sample from the fewest tokens with this total probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 ModelOption = Annotated[
-    Path | None,
-    typer.Option(help="A local directory with safetensors, or a GGUF file; default SmolLM2-135M."),
+    Path | None, typer.Option(help="A directory with safetensors, or a GGUF file. Default: SmolLM2-135M.")
 ]
 EncoderOption = Annotated[
-    Path | None, typer.Option(help="A local sentence-transformers directory; default MiniLM.")
+    Path | None, typer.Option(help="A local sentence-transformers directory. Default: MiniLM.")
 ]

@@ -19,14 +19,10 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One question. Default: read questions from stdin, one per line.")
     ] = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
-    cache: options.CacheOption = "dense",
-    model: options.ModelOption = None,
+    max_tokens: options.MaxTokens = 512, temperature: options.Temperature = 0.0, top_p: options.TopP = 1.0,
+    seed: options.Seed = 0, cache: options.CacheOption = "dense", model: options.ModelOption = None,
     attention: options.AttentionOption = "regard",
-) -> None:
+) -> None:  # fmt: skip
     """Chat with SmolLM2-135M or a local model. Ctrl-C ends an answer, Ctrl-D the conversation."""
     with one_line_errors():
         from ..models.generate import Conversation, Sampling

@@ -17,9 +17,8 @@ from ._options import AttentionOption, EncoderOption
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts. Default: lines of stdin.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a .npy file instead of JSON lines.")] = None,
-    model: EncoderOption = None,
-    attention: AttentionOption = "regard",
-) -> None:
+    model: EncoderOption = None, attention: AttentionOption = "regard",
+) -> None:  # fmt: skip
     """Embed texts as vectors of length 1. Texts of similar meaning have near vectors."""
     with one_line_errors():
         lines = texts or [line.rstrip("\n") for line in sys.stdin]

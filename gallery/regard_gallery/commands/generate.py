@@ -15,14 +15,10 @@ from ._text import new_session, stream
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Default: read from stdin.")] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
-    cache: options.CacheOption = "dense",
-    model: options.ModelOption = None,
+    max_tokens: options.MaxTokens = 256, temperature: options.Temperature = 0.0, top_p: options.TopP = 1.0,
+    seed: options.Seed = 0, cache: options.CacheOption = "dense", model: options.ModelOption = None,
     attention: options.AttentionOption = "regard",
-) -> None:
+) -> None:  # fmt: skip
     """Continue a text with SmolLM2-135M or a local model."""
     with one_line_errors():
         from ..models.generate import Sampling, pieces

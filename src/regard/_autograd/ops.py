@@ -245,9 +245,7 @@ attention_forward = _define(
     _forward_shapes,
 )
 attention_backward = _define(
-    f"attention_backward({CALL}, {SAVED}, {DY}, bool[] wanted) -> ({GRADIENTS})",
-    backward,
-    _backward_shapes,
+    f"attention_backward({CALL}, {SAVED}, {DY}, bool[] wanted) -> ({GRADIENTS})", backward, _backward_shapes
 )
 attention_jvp = _define(f"attention_jvp({CALL}, {TANGENTS}) -> (Tensor tout, Tensor tlse)", jvp, _jvp_shapes)
 attention_double_backward = _define(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,22 +15,14 @@ if TYPE_CHECKING:
     from ..cost import LayerSpec, ModelSpec, TotalCost, Work
 
 
-class Kind(str, Enum):
-    heads = "heads"
-    latent = "latent"
-    absorbed = "absorbed"
-    longformer = "longformer"
-    bigbird = "bigbird"
-    linformer = "linformer"
-    performer = "performer"
-    linear = "linear"
+Kind = Literal["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
 
 
 def cost(
     config: Annotated[
         Path | None, typer.Argument(help="A Hugging Face config.json or its directory. Default: one layer.")
     ] = None,
-    kind: Annotated[Kind, typer.Option(help="The type of the layer, without a config.")] = Kind.heads,
+    kind: Annotated[Kind, typer.Option(help="The type of the layer, without a config.")] = "heads",
     width: Annotated[int, typer.Option(min=1, help="d_model of the layer.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads, for --kind heads.")] = None,
@@ -71,17 +62,17 @@ def _layer(
     from .. import cost
     from ..masks import Causal
 
-    if kind is not Kind.heads and (kv_heads, window, sinks) != (None, None, 0):
+    if kind != "heads" and (kv_heads, window, sinks) != (None, None, 0):
         raise ValueError("--kv-heads, --window, --sinks: expected only with --kind heads")
     if sinks and window is None:
         raise ValueError("--sinks: expected only with --window")
-    if kind is Kind.heads:
+    if kind == "heads":
         return cost.AttentionSpec(width, heads, kv_heads, mask=Causal(), window=window, sinks=sinks)
-    if kind in (Kind.latent, Kind.absorbed):
-        return cost.LatentSpec(width, heads, absorbed=kind is Kind.absorbed, mask=Causal())
-    others: dict[Kind, type[LayerSpec]] = {
-        Kind.longformer: cost.LongformerSpec, Kind.bigbird: cost.BigBirdSpec,
-        Kind.linformer: cost.LinformerSpec, Kind.performer: cost.PerformerSpec, Kind.linear: cost.LinearSpec,
+    if kind in ("latent", "absorbed"):
+        return cost.LatentSpec(width, heads, absorbed=kind == "absorbed", mask=Causal())
+    others: dict[str, type[LayerSpec]] = {
+        "longformer": cost.LongformerSpec, "bigbird": cost.BigBirdSpec,
+        "linformer": cost.LinformerSpec, "performer": cost.PerformerSpec, "linear": cost.LinearSpec,
     }  # fmt: skip
     return others[kind](width, heads)
 

@@ -18,8 +18,7 @@ WARNING = (
 def explore(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to show; two can be compared.")] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(help="A local directory with safetensors, or a GGUF file. Default: MiniLM."),
+        Path | None, typer.Option(help="A local directory with safetensors, or a GGUF file. Default: MiniLM.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,

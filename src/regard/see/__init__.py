@@ -1,13 +1,12 @@
 """Records and draws what each attention head of a model does, without storing n x n weights."""
 
-from ._capture import Capture as Capture, capture as capture, read as read, record as record
-from ._curves import (
-    distances as distances,
-    entropy as entropy,
-    mask as mask,
-    rollout as rollout,
-    token as token,
-)
-from ._layer import Head as Head, Key as Key, Layer as Layer, Link as Link
-from ._maps import entropy_map as entropy_map, grid as grid, heatmap as heatmap
-from ._roles import ROLES as ROLES, Role as Role
+from ._capture import Capture, capture, read, record
+from ._curves import distances, entropy, mask, rollout, token
+from ._layer import Head, Key, Layer, Link
+from ._maps import entropy_map, grid, heatmap
+from ._roles import ROLES, Role
+
+__all__ = [
+    "ROLES", "Capture", "Head", "Key", "Layer", "Link", "Role", "capture", "distances", "entropy",
+    "entropy_map", "grid", "heatmap", "mask", "read", "record", "rollout", "token",
+]  # fmt: skip
