@@ -29,7 +29,10 @@ NEAR = ("same-origin", "none")  # none: the address was typed, or opened by anot
 
 
 class Guard:
-    """ASGI middleware that checks Host, origin and secret. A 403 says which check failed."""
+    """ASGI middleware that checks Host, origin and secret. A 403 says which check failed.
+
+    By hand: Starlette's TrustedHostMiddleware ignores the port and repeated Host headers.
+    """
 
     def __init__(self, app: ASGIApp, port: int, host: str | None = None) -> None:
         self._app = app
