@@ -1,4 +1,4 @@
-"""Tests of packed and jagged sequences: each gives its result alone, and none influences another."""
+"""Tests of packed and jagged sequences: results match each sequence alone."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def sequences(qkv: list[Tensor], sizes_q: list[int], sizes_k: list[int]) -> list
 
 def by_sequence(qkv: list[Tensor], sizes_q: list[int], sizes_k: list[int], **options: Any) -> list[Any]:
     """Computes each sequence alone with the reference implementation."""
-    parts = sequences(qkv, sizes_q, sizes_k)
-    return [regard.attention(*part, impl="reference", **options) for part in parts]
+    split = sequences(qkv, sizes_q, sizes_k)
+    return [regard.attention(*sequence, impl="reference", **options) for sequence in split]
 
 
 def joined(outs: list[Tensor]) -> Tensor:
@@ -139,8 +139,8 @@ def test_offset_per_sequence(offset: list[int], impl: str) -> None:
         impl=impl,
     )
     alone = [
-        regard.attention(*part, mask=M.Causal(), offset=start, impl="reference")
-        for part, start in zip(sequences(qkv, sizes_q, sizes_k), offset, strict=True)
+        regard.attention(*sequence, mask=M.Causal(), offset=start, impl="reference")
+        for sequence, start in zip(sequences(qkv, sizes_q, sizes_k), offset, strict=True)
     ]
     assert_close(out, joined(alone), rtol=1e-10, atol=1e-10)
 

@@ -1,4 +1,4 @@
-"""Tests of caches: decoding matches full attention, failed calls change nothing, memory is as documented."""
+"""Tests of caches: decoding matches full attention, failed calls change nothing, memory use."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_quantization_error_of_zeros_and_wrong_arguments() -> None:
 def test_dequantised_values_are_close(kind: str, levels: int, channels: int) -> None:
     """Rounding loses up to half a step in each group.
 
-    With 4 bits it loses a little more, because the least-squares fit moves the ends of the range inwards.
+    With 4 bits it loses a little more: the least-squares fit moves the ends of the range inwards.
     """
     x = torch.randn(4, 3, 50, channels) * torch.logspace(-2, 2, 50)[:, None] + 3
     dequantised = kept(kind, x)

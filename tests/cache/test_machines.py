@@ -296,7 +296,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def attend_without_append(self, data: Any) -> None:
-        """Compares the output of the last query of each sequence, which depends on all stored keys."""
+        """Compares the outputs of the last queries, which depend on all stored keys."""
         cache, samples = self.draw_cache(data)
         ids = [sequence_id for sequence_id, sample in samples.items() if sample[0].shape[1]]
         if ids:

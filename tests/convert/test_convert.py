@@ -201,7 +201,7 @@ def shuffled_and_rotated(module: Attention, kv_heads: int) -> Attention:
 
 @pytest.mark.parametrize("rule", POSITIONS)
 def test_aligned_recovers_heads_that_are_shuffled_and_rotated(rule: str) -> None:
-    """Alignment is lossless for these heads, whatever their order and rotation. Averaging is not."""
+    """Alignment is lossless for any order and rotation of these heads. Averaging is not."""
     module, x = shuffled_and_rotated(attention(rule=rule), 2), tokens()
     after, report = convert.to_grouped(module, 2, "aligned", calibration=x)
     assert report.verdict == "equivalent"
@@ -310,7 +310,7 @@ def test_heads_with_zero_keys() -> None:
 
 
 def test_low_rank_tokens_need_only_a_low_rank() -> None:
-    """Tokens in a 12-dimensional subspace have keys and values of rank 12, which calibration finds."""
+    """Tokens in a 12-dimensional subspace need a latent of rank 12, which calibration finds."""
     module, x = attention(6, bias=False), tokens(8) @ torch.randn(48, 12) @ torch.randn(12, 48)
     _, report = convert.to_latent(module, 12, calibration=x)
     assert report.verdict == "equivalent"

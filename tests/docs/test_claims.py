@@ -1,4 +1,4 @@
-"""Runs the experiments of docs/claims and docs/why at small sizes and checks what their pages state."""
+"""Runs the experiments of docs/claims and docs/why at small sizes and checks their pages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load() -> Iterator[Callable[[str], Any]]:
 
 @pytest.fixture
 def measure(load: Callable[[str], Any]) -> Callable[..., Any]:
-    """Returns a function that runs an experiment and compares its claim and verdict with the page."""
+    """Returns a function that runs an experiment and checks its claim and verdict on the page."""
 
     def run(name: str, **sizes: Any) -> Any:
         finding = load(name).measure(**sizes)

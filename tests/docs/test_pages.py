@@ -1,4 +1,4 @@
-"""Checks that Python blocks of the README and docs/ run and that links to files and headings resolve.
+"""Checks that Python blocks of the README and docs/ run and that local links resolve.
 
 The blocks of a page run in order and share one namespace.
 """

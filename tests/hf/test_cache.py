@@ -78,10 +78,10 @@ def sequence(L: int) -> dict[str, Tensor]:
 def check_steps(name: str, cache: Any, model: Any, L: int, sizes: list[int]) -> None:
     batch = sequence(L)
     with torch.no_grad():
-        whole = model(**batch, use_cache=False).logits
+        expected = model(**batch, use_cache=False).logits
     steps = by_chunks(model, cache, batch, sizes)
     real = batch["attention_mask"].bool()
-    assert_close(steps[real], whole[real], rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+    assert_close(steps[real], expected[real], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @each_exact_cache()
@@ -142,8 +142,8 @@ def test_reduced_precision_caches_are_close(options: dict[str, Any], limit: floa
     model, batch = lively("llama", "regard"), sequence(28)
     cache, full = Cache(model.config, **options), Cache(model.config)
     real = batch["attention_mask"].bool()
-    steps, whole = (by_chunks(model, past, batch, [20, 1])[real] for past in (cache, full))
-    assert 0 < float((steps - whole).norm() / whole.norm()) < limit
+    steps, expected = (by_chunks(model, past, batch, [20, 1])[real] for past in (cache, full))
+    assert 0 < float((steps - expected).norm() / expected.norm()) < limit
 
 
 @pytest.mark.parametrize(("options", "share"), [({"dtype": torch.bfloat16}, 1 / 2), ({"bits": 8}, 34 / 128)])
@@ -203,9 +203,9 @@ def test_crop_and_deepcopy() -> None:
         return torch.cat(logits, 1)[real]
 
     with torch.no_grad():
-        whole = model(**batch, use_cache=False).logits[:, 20:][real]
+        expected = model(**batch, use_cache=False).logits[:, 20:][real]
     for past in (cache, copied):
-        assert_close(remaining_logits(past), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+        assert_close(remaining_logits(past), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or a negative number, got 3"):
         cache.crop(3)
 
@@ -243,9 +243,9 @@ def test_methods_of_an_empty_cache() -> None:
 
 def test_encoder_decoder_cache() -> None:
     model = lively("whisper", "regard")
-    inputs_ = {"input_features": torch.randn(2, 8, 100)}
+    features = {"input_features": torch.randn(2, 8, 100)}
     ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
-    options = {**inputs_, "max_new_tokens": 12, "do_sample": False}
+    options = {**features, "max_new_tokens": 12, "do_sample": False}
     expected, out = (model.generate(**options, past_key_values=cache) for cache in (None, ours))
     assert torch.equal(out, expected)
 

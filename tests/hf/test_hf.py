@@ -38,7 +38,7 @@ def at_real_tokens(x: Tensor, batch: dict[str, Tensor]) -> Tensor:
 @each(SWITCHED)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_logits_and_gradients_match_eager(name: str, side: str) -> None:
-    """Within the tolerance of Transformers' own tests."""
+    """Logits and gradients agree within the tolerance of Transformers' tests."""
     if name in ("clip", "t5") and side == "left":
         pytest.skip("pools or crosses over to tokens that are padding here")
     batch = inputs(name, side)
@@ -146,13 +146,13 @@ def test_user_masks_are_applied(kind: str) -> None:
 @torch.no_grad()
 def test_packed_sequences_by_positions_or_cu_seqlens() -> None:
     model, sizes = made("llama", "regard"), [5, 11, 7]
-    parts = [tokens(1, n) for n in sizes]
+    sequences = [tokens(1, n) for n in sizes]
     row = {
-        "input_ids": torch.cat(parts, 1),
+        "input_ids": torch.cat(sequences, 1),
         "position_ids": torch.cat([torch.arange(n) for n in sizes])[None],
     }
     cu_seqlens = torch.tensor([0, 5, 16, 23], dtype=torch.int32)
-    alone = torch.cat([model(input_ids=part).logits for part in parts], 1)
+    alone = torch.cat([model(input_ids=sequence).logits for sequence in sequences], 1)
     packed_options = {
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens.clone(),
@@ -212,11 +212,11 @@ def test_different_cu_seqlens_without_a_mask() -> None:
         cu_seq_lens_q=cu_seqlens[0],
         cu_seq_lens_k=cu_seqlens[1],
     )
-    parts = [
+    expected = [
         regard.attention(q[:, :, :1], k[:, :, :4], k[:, :, :4]),
         regard.attention(q[:, :, 1:], k[:, :, 4:], k[:, :, 4:]),
     ]
-    assert_close(out.transpose(1, 2), torch.cat(parts, 2))
+    assert_close(out.transpose(1, 2), torch.cat(expected, 2))
 
 
 def test_a_missing_mask_function_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def real_tokens(B: int, L: int, kind: str) -> Tensor | None:
 
 
 def draw_sizes(rng: random.Random) -> dict[str, Any]:
-    """Draws sizes as caches pass them: queries after the cached keys, a key offset, unused slots."""
+    """Draws sizes as caches pass them: queries after cached keys, a key offset, unused slots."""
     Lq, past, unused = rng.randint(1, 40), rng.choice([0, 0, rng.randint(1, 40)]), rng.choice([0, 0, 5])
     kv_offset = rng.choice([0, 0, rng.randint(0, past)])
     return {

@@ -1,4 +1,4 @@
-"""Tests of the mask converters: attention under the converted mask matches PyTorch under the original."""
+"""Tests of the mask converters: attention with a converted mask matches PyTorch's."""
 
 from __future__ import annotations
 

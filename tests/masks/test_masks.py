@@ -1,4 +1,4 @@
-"""Tests of masks: dense form, mask programs, value semantics (equality, hash, copies) and errors."""
+"""Tests of masks: dense form, mask programs, value semantics (equality, hash, copies), errors."""
 
 from __future__ import annotations
 

@@ -279,8 +279,8 @@ LAYOUTS = [torch.jagged, torch.strided]
 
 
 def nested(sizes: list[int], layout: torch.layout, width: int = E) -> tuple[Tensor, list[Tensor]]:
-    parts = [torch.randn(n, width) for n in sizes]
-    return torch.nested.nested_tensor(parts, layout=layout), parts
+    sequences = [torch.randn(n, width) for n in sizes]
+    return torch.nested.nested_tensor(sequences, layout=layout), sequences
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -288,13 +288,13 @@ def nested(sizes: list[int], layout: torch.layout, width: int = E) -> tuple[Tens
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_multihead_of_nested_tensors(layout: torch.layout, cross: bool, is_causal: bool) -> None:
     _, ours = modules({"batch_first": True})
-    q, parts = nested([5, 2, 7], layout)
-    k, context_parts = nested([3, 8, 4], layout) if cross else (q, parts)
+    q, sequences = nested([5, 2, 7], layout)
+    k, contexts = nested([3, 8, 4], layout) if cross else (q, sequences)
     out, w = ours(q, k, k, is_causal=is_causal)
     assert out.layout is layout
-    for s, (x, y, out_part) in enumerate(zip(parts, context_parts, out.unbind(), strict=True)):
+    for s, (x, y, sequence_out) in enumerate(zip(sequences, contexts, out.unbind(), strict=True)):
         expected, expected_w = ours(x, y, y, is_causal=is_causal)
-        assert_close(out_part, expected)
+        assert_close(sequence_out, expected)
         assert_close(w[s, : len(x), : len(y)], expected_w)
         assert not w[s, len(x) :].any()
         assert not w[s, :, len(y) :].any()
@@ -302,11 +302,11 @@ def test_multihead_of_nested_tensors(layout: torch.layout, cross: bool, is_causa
 
 def test_gradients_of_nested_tensors() -> None:
     _, ours = modules({"batch_first": True})
-    x, parts = nested([5, 2, 7], torch.jagged)
+    x, sequences = nested([5, 2, 7], torch.jagged)
     ours(x, x, x, need_weights=False)[0].values().sum().backward()
     grad = ours.in_proj_weight.grad.clone()
     ours.zero_grad()
-    sum(ours(part, part, part, need_weights=False)[0].sum() for part in parts).backward()
+    sum(ours(sequence, sequence, sequence, need_weights=False)[0].sum() for sequence in sequences).backward()
     assert rel_l2(grad, ours.in_proj_weight.grad) < 1e-5
 
 
@@ -571,7 +571,7 @@ def test_packed_cross_attention() -> None:
     )  # fmt: skip
     assert_close(out, expected)
     for layout in LAYOUTS:
-        nest = [torch.nested.nested_tensor(parts, layout=layout) for parts in (xs, contexts)]
+        nest = [torch.nested.nested_tensor(sequences, layout=layout) for sequences in (xs, contexts)]
         assert_close(torch.cat(module(*nest).unbind()), expected)
 
 
@@ -602,7 +602,7 @@ def test_decoding_with_a_cache(rule: str) -> None:
     x = torch.randn(2, 9, 24)
     cache = ListCache(torch.zeros(2, dtype=torch.int64))
     with torch.no_grad():
-        steps = [module(part, cache=cache) for part in x.split((4, 1, 3, 1), 1)]
+        steps = [module(chunk, cache=cache) for chunk in x.split((4, 1, 3, 1), 1)]
         assert_close(torch.cat(steps, 1), module(x))
 
 
@@ -612,7 +612,7 @@ def test_new_cache() -> None:
     cache = module.new_cache(3, capacity=6)
     assert cache.nbytes == 3 * 6 * 2 * (6 + 5) * 8
     with torch.no_grad():
-        steps = [module(part, cache=cache) for part in x.split((4, 1, 1), 1)]
+        steps = [module(chunk, cache=cache) for chunk in x.split((4, 1, 1), 1)]
         assert_close(torch.cat(steps, 1), module(x))
     with pytest.raises(ValueError, match="new_cache: expected self-attention, got kv_model = 10"):
         regard.nn.CrossAttention(24, 4, 10).new_cache(3)

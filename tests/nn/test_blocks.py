@@ -124,7 +124,7 @@ def test_decoding_with_caches_matches_one_call() -> None:
     model, x = decoder().eval(), torch.randn(2, 9, D)
     layer_caches = caches(model)
     with torch.no_grad():
-        steps = [model(part, caches=layer_caches) for part in x.split((4, 1, 1, 3), 1)]
+        steps = [model(chunk, caches=layer_caches) for chunk in x.split((4, 1, 1, 3), 1)]
     assert_close(torch.cat(steps, 1), model(x))
     assert len(layer_caches[0]) == 9
 

@@ -24,7 +24,7 @@ def random_graph(nodes: int = N, edges: int = E, **options: bool) -> Graph:
 
 
 def dense_layer(layer: GraphAttention, x: Tensor, random_graph: Graph) -> Tensor:
-    """Computes the formula with a dense (nodes, nodes) weight matrix. Duplicate edges count once."""
+    """Computes the layer with a dense (nodes, nodes) weight matrix. Duplicate edges count once."""
     h = layer.project(x).unflatten(-1, (layer.heads, -1)).transpose(0, 1)  # (H, n, C)
     a, b = (h @ vector[:, :, None] for vector in (layer.source, layer.target))
     scores = F.leaky_relu(b + a.mT, layer.slope)  # (H, target, source)

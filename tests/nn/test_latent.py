@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], YaRN | None]] = {
 
 
 def twins(case: str) -> tuple[LatentAttention, Any, Any]:
-    """Returns our module and Hugging Face's with the same random weights, and the rotary embedding."""
+    """Returns our module, Hugging Face's with the same random weights, and its rotary embedding."""
     options, scaling = CASES[case]
     theirs, table = deepseek(**options)
     for p in theirs.parameters():

@@ -37,10 +37,10 @@ def layer(name: str, **options: Any) -> LinearAttention:
 def test_decoding_matches_one_call(name: str) -> None:
     module, x = layer(name).eval(), torch.randn(2, 50, 24)
     with torch.no_grad():
-        whole = module(x)
+        expected = module(x)
         cache = module.new_cache(2)
         steps = [module(chunk, cache=cache) for chunk in x.split((40, 1, 1, 1, 7), 1)]
-    assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+    assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
     assert len(cache) == 50
     assert cache.nbytes == module.new_cache(2).nbytes
 

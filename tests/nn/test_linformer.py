@@ -1,4 +1,4 @@
-"""Compares LinformerAttention with the `linformer` package on the same weights and with the formula."""
+"""Compares LinformerAttention with the `linformer` package and with the formula."""
 
 from __future__ import annotations
 

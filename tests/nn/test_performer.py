@@ -102,7 +102,7 @@ def package() -> Any:
 def their_attention(ours: PerformerAttention, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Returns the package's attention with our projection.
 
-    Its softmax epsilon is set to 0, because it is relative to another quantity than ours.
+    Its softmax epsilon is set to 0, because that epsilon is relative to another quantity.
     """
     module = package()
     monkeypatch.setattr(module, "softmax_kernel", functools.partial(module.softmax_kernel, eps=0))
@@ -251,9 +251,9 @@ def test_bfloat16() -> None:
 
 
 def test_a_seed_gives_the_same_features() -> None:
-    one, same, other = (PerformerAttention(WIDTH, HEADS, seed=seed) for seed in (4, 4, 5))
-    assert torch.equal(one.projection, same.projection)
-    assert not torch.equal(one.projection, other.projection)
+    first_module, same_seed, other_seed = (PerformerAttention(WIDTH, HEADS, seed=seed) for seed in (4, 4, 5))
+    assert torch.equal(first_module.projection, same_seed.projection)
+    assert not torch.equal(first_module.projection, other_seed.projection)
     torch.manual_seed(9)
     first = PerformerAttention(WIDTH, HEADS).projection
     torch.manual_seed(9)

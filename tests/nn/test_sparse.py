@@ -1,4 +1,4 @@
-"""Compares Longformer and BigBird with Hugging Face on the same weights and with dense attention."""
+"""Compares Longformer and BigBird with Hugging Face and with dense attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def real_rows(L: int, lengths: Tensor) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Computes attention with a dense mask. q (B, H, Lq, D), keep broadcastable to (B, H, Lq, Lk)."""
+    """Computes attention with a mask. q (B, H, Lq, D), keep broadcastable to (B, H, Lq, Lk)."""
     s = (q @ k.mT) * q.shape[-1] ** -0.5
     return s.masked_fill(~keep, -torch.inf).softmax(-1) @ v
 
@@ -155,7 +155,7 @@ def test_longformer_matches_dense_attention(
 
 
 def test_many_global_tokens_use_projected_keys() -> None:
-    """Above a number of global tokens the keys of all tokens are projected. Both forms agree."""
+    """Above a threshold, the keys of all tokens are projected. Both forms agree."""
     module = LongformerAttention(WIDTH, HEADS, window=3).eval()
     threshold = int(WIDTH * 6 / (WIDTH - 6))
     assert module._absorbs(threshold - 1)
@@ -316,7 +316,7 @@ def test_bigbird_with_a_table_compiles_in_one_graph() -> None:
     ],
 )
 def test_meta_device(make: Any) -> None:
-    """Modules on the meta device compute shapes, so models can be built before weights are loaded."""
+    """On the meta device, models can be built before their weights are loaded."""
     module = make()
     assert module(torch.empty(2, 20, WIDTH, device="meta")).shape == (2, 20, WIDTH)
     assert f"heads={HEADS}" in repr(module)
@@ -383,7 +383,7 @@ def test_bigbird_matches_hugging_face(L: int) -> None:
 
 
 def test_bigbird_of_hugging_face_in_evaluation() -> None:
-    """In evaluation its random blocks are all block 0, whose keys count 4 times for non-global blocks."""
+    """In evaluation all random blocks are block 0: its keys count 4 times for non-global blocks."""
     L, block = 160, 8
     theirs = their_bigbird(block, L).eval()
     x, real = torch.randn(1, L, WIDTH), torch.ones(1, L, dtype=torch.bool)

@@ -86,7 +86,7 @@ def test_learned_positions_beyond_the_table() -> None:
 
 
 def hf_frequencies(dims: int, base: float, **rope: Any) -> tuple[Tensor, float]:
-    """Returns `inv_freq` and the attention factor of a Hugging Face Llama with these RoPE parameters."""
+    """Returns `inv_freq` and the attention factor of a Hugging Face Llama."""
     pytest.importorskip("transformers")
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
