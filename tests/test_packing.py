@@ -1,4 +1,4 @@
-"""Packed and jagged sequences: each gives what it gives alone, and none can touch another."""
+"""Tests of packed and jagged sequences: results match each sequence alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CROSS = {
     "decoding": ([1, 1, 1], [30, 7, 19]),
 }
 LENGTHS = {name: (n, n) for name, n in SELF.items()} | CROSS
-# Every shape on the kernels of this library, a few on the others, for the ways that lead to them.
+# impl="auto" runs all shapes; the other implementations run two.
 TRAINED = [
     pytest.param(sizes, impl, id=f"{name}-{impl}")
     for name, sizes in LENGTHS.items()
@@ -49,12 +49,12 @@ def double(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tokens(sizes_q: list[int], sizes_k: list[int]) -> list[Tensor]:
-    """q (total_q, HQ, D), k (total_k, HKV, D), v (total_k, HKV, DV)."""
+    """Returns packed q (total_q, HQ, D), k (total_k, HKV, D) and v (total_k, HKV, DV)."""
     q, k = sum(sizes_q), sum(sizes_k)
     return [double(q, HQ, D), double(k, HKV, D, seed=1), double(k, HKV, DV, seed=2)]
 
 
-def borders(sizes: list[int]) -> Tensor:
+def cu_seqlens_of(sizes: list[int]) -> Tensor:
     return packing.cu_seqlens(sizes)
 
 
@@ -80,32 +80,34 @@ OPTIONS: dict[str, Callable[[], Options]] = {
 
 
 def sequences(qkv: list[Tensor], sizes_q: list[int], sizes_k: list[int]) -> list[tuple[Tensor, ...]]:
-    """(q, k, v) of each sequence, as (H, L, D)."""
+    """Splits packed q, k, v into (q, k, v) of each sequence, each (H, L, D)."""
     split = [x.transpose(0, 1).split(n, 1) for x, n in zip(qkv, (sizes_q, sizes_k, sizes_k), strict=True)]
     return list(zip(*split, strict=True))
 
 
 def by_sequence(qkv: list[Tensor], sizes_q: list[int], sizes_k: list[int], **options: Any) -> list[Any]:
-    """Each sequence alone, from the specification."""
-    parts = sequences(qkv, sizes_q, sizes_k)
-    return [regard.attention(*part, impl="reference", **options) for part in parts]
+    """Computes each sequence alone with the reference implementation."""
+    split = sequences(qkv, sizes_q, sizes_k)
+    return [regard.attention(*sequence, impl="reference", **options) for sequence in split]
 
 
 def joined(outs: list[Tensor]) -> Tensor:
-    """(H, L, D) each -> (total, H, D)."""
+    """Packs the results of the sequences: (H, L, D) each -> (total, H, D)."""
     return torch.cat([out.transpose(0, 1) for out in outs])
 
 
-# The result
+# Results
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
-def test_each_sequence_is_as_alone(sizes: tuple[list[int], list[int]], mask: M.Mask | None) -> None:
+def test_each_sequence_matches_the_sequence_alone(
+    sizes: tuple[list[int], list[int]], mask: M.Mask | None
+) -> None:
     qkv = tokens(*sizes)
     for make_options in OPTIONS.values():
         options = make_options()
-        out = packing.varlen_attention(*qkv, *map(borders, sizes), mask=mask, **options)
+        out = packing.varlen_attention(*qkv, *map(cu_seqlens_of, sizes), mask=mask, **options)
         assert_close(out, joined(by_sequence(qkv, *sizes, mask=mask, **options)), rtol=1e-10, atol=1e-10)
         assert out.is_contiguous()
 
@@ -115,7 +117,9 @@ def test_each_sequence_is_as_alone(sizes: tuple[list[int], list[int]], mask: M.M
 @pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
 def test_lse(sizes: tuple[list[int], list[int]], mask: M.Mask, impl: str) -> None:
     qkv = tokens(*sizes)
-    out, lse = packing.varlen_attention(*qkv, *map(borders, sizes), mask=mask, return_lse=True, impl=impl)
+    out, lse = packing.varlen_attention(
+        *qkv, *map(cu_seqlens_of, sizes), mask=mask, return_lse=True, impl=impl
+    )
     expected = by_sequence(qkv, *sizes, mask=mask, return_lse=True)
     assert_close(out, joined([o for o, _ in expected]), rtol=1e-10, atol=1e-10)
     assert_close(lse, torch.cat([x for _, x in expected], 1), rtol=1e-10, atol=1e-10)
@@ -123,15 +127,20 @@ def test_lse(sizes: tuple[list[int], list[int]], mask: M.Mask, impl: str) -> Non
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("offset", [[0, 4, -2, 1], [5, 5, 5, 5], [0, -14, 0, 1]], ids=str)
-def test_an_offset_for_each_sequence(offset: list[int], impl: str) -> None:
+def test_offset_per_sequence(offset: list[int], impl: str) -> None:
     sizes_q, sizes_k = CROSS["more keys"]
     qkv = tokens(sizes_q, sizes_k)
     out = packing.varlen_attention(
-        *qkv, borders(sizes_q), borders(sizes_k), causal=True, offset=torch.tensor(offset), impl=impl
+        *qkv,
+        cu_seqlens_of(sizes_q),
+        cu_seqlens_of(sizes_k),
+        causal=True,
+        offset=torch.tensor(offset),
+        impl=impl,
     )
     alone = [
-        regard.attention(*part, mask=M.Causal(), offset=at, impl="reference")
-        for part, at in zip(sequences(qkv, sizes_q, sizes_k), offset, strict=True)
+        regard.attention(*sequence, mask=M.Causal(), offset=start, impl="reference")
+        for sequence, start in zip(sequences(qkv, sizes_q, sizes_k), offset, strict=True)
     ]
     assert_close(out, joined(alone), rtol=1e-10, atol=1e-10)
 
@@ -139,35 +148,35 @@ def test_an_offset_for_each_sequence(offset: list[int], impl: str) -> None:
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("shape", [(HQ, 1, 1), (1, "k"), ("q", 1), (HQ, "q", "k"), ("k",)], ids=str)
 @pytest.mark.parametrize("name", ["some", "more keys"])
-def test_a_bias_lies_over_the_row(name: str, shape: tuple[Any, ...], impl: str) -> None:
+def test_bias_over_all_packed_tokens(name: str, shape: tuple[Any, ...], impl: str) -> None:
     sizes_q, sizes_k = LENGTHS[name]
     q, k, v = tokens(sizes_q, sizes_k)
     total = {"q": len(q), "k": len(k)}
     bias = double(*(total.get(n, n) for n in shape))
     out = packing.varlen_attention(
-        q, k, v, borders(sizes_q), borders(sizes_k), causal=True, bias=bias, impl=impl
+        q, k, v, cu_seqlens_of(sizes_q), cu_seqlens_of(sizes_k), causal=True, bias=bias, impl=impl
     )
-    # The same as one dense mask and bias over the whole rectangle.
+    # Reference: one dense block-diagonal mask and the bias over all tokens.
     keep = torch.block_diag(
         *(M.Causal().to_dense(n, m).double() for n, m in zip(sizes_q, sizes_k, strict=True))
     )
-    rows = (x.transpose(0, 1) for x in (q, k, v))
-    expected = regard.attention(*rows, mask=keep.bool(), bias=bias, impl="reference")
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    expected = regard.attention(*heads_first, mask=keep.bool(), bias=bias, impl="reference")
     assert_close(out, expected.transpose(0, 1), rtol=1e-10, atol=1e-10)
 
 
 def test_causal_and_window_are_masks() -> None:
     sizes_q, sizes_k = CROSS["more keys"]
-    qkv, cu = tokens(sizes_q, sizes_k), (borders(sizes_q), borders(sizes_k))
+    qkv, cu = tokens(sizes_q, sizes_k), (cu_seqlens_of(sizes_q), cu_seqlens_of(sizes_k))
 
-    def same(expected: M.Mask, **options: Any) -> bool:
+    def equals(expected: M.Mask, **options: Any) -> bool:
         out = packing.varlen_attention(*qkv, *cu, **options)
         return torch.equal(out, packing.varlen_attention(*qkv, *cu, mask=expected))
 
-    assert same(M.Causal(), causal=True)
-    assert same(M.Window(3), window=3)
-    assert same(M.Window(None, 2), window=(None, 2))
-    assert same(M.Causal() & M.Window(3, 3) & M.Dilated(2), causal=True, window=(3, 3), mask=M.Dilated(2))
+    assert equals(M.Causal(), causal=True)
+    assert equals(M.Window(3), window=3)
+    assert equals(M.Window(None, 2), window=(None, 2))
+    assert equals(M.Causal() & M.Window(3, 3) & M.Dilated(2), causal=True, window=(3, 3), mask=M.Dilated(2))
 
 
 @pytest.mark.parametrize("mask", [M.Causal(), M.prefix_lm(3)], ids=["row", "one by one"])
@@ -177,12 +186,14 @@ def test_dropout_follows_the_seed(mask: M.Mask) -> None:
     q[9:18], k[9:18], v[9:18] = q[:9], k[:9], v[:9]
 
     def run(seed: int | None, impl: str = "auto") -> Tensor:
-        return packing.varlen_attention(q, k, v, borders(sizes), mask=mask, dropout=0.5, seed=seed, impl=impl)
+        return packing.varlen_attention(
+            q, k, v, cu_seqlens_of(sizes), mask=mask, dropout=0.5, seed=seed, impl=impl
+        )
 
     assert torch.equal(run(3), run(3))
     assert not torch.equal(run(3), run(4))
     assert_close(run(3), run(3, "reference"), rtol=1e-10, atol=1e-10)
-    assert not torch.equal(run(3)[:9], run(3)[9:18])  # equal sequences draw their own patterns
+    assert not torch.equal(run(3)[:9], run(3)[9:18])  # equal sequences draw different patterns
     torch.manual_seed(1)
     first = run(None)
     torch.manual_seed(1)
@@ -193,7 +204,7 @@ def test_dropout_follows_the_seed(mask: M.Mask) -> None:
 @pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
 def test_other_dtypes(sizes: tuple[list[int], list[int]], dtype: torch.dtype, rtol: float) -> None:
     qkv = [x.to(dtype) for x in tokens(*sizes)]
-    out = packing.varlen_attention(*qkv, *map(borders, sizes), causal=True)
+    out = packing.varlen_attention(*qkv, *map(cu_seqlens_of, sizes), causal=True)
     expected = joined(by_sequence([x.double() for x in qkv], *sizes, mask=M.Causal()))
     assert out.dtype is dtype
     assert_close(out.double(), expected, rtol=rtol, atol=rtol)
@@ -208,7 +219,7 @@ def test_any_lengths(pairs: list[tuple[int, int]], square: bool, name: str) -> N
     sizes_q = [n for n, _ in pairs]
     sizes_k = sizes_q if square else [m for _, m in pairs]
     qkv = tokens(sizes_q, sizes_k)
-    out = packing.varlen_attention(*qkv, borders(sizes_q), borders(sizes_k), mask=MASKS[name])
+    out = packing.varlen_attention(*qkv, cu_seqlens_of(sizes_q), cu_seqlens_of(sizes_k), mask=MASKS[name])
     expected = joined(by_sequence(qkv, sizes_q, sizes_k, mask=MASKS[name]))
     assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
@@ -217,62 +228,65 @@ def test_any_lengths(pairs: list[tuple[int, int]], square: bool, name: str) -> N
 
 
 def leaves(qkv: list[Tensor], options: Options) -> tuple[list[Tensor], Options]:
-    """Copies that require grad, of q, k, v and what the options hold; the options made anew with them."""
-    found = [x.detach().clone().requires_grad_() for x in qkv]
-    fresh = dict(options)
+    """Copies q, k, v and the tensors of the options as leaves that require grad.
+
+    Returns the leaves and options that use them.
+    """
+    tensors = [x.detach().clone().requires_grad_() for x in qkv]
+    new_options = dict(options)
     bias = options.get("bias")
     if isinstance(bias, scores.Alibi):
-        found.append(bias.slopes.clone().requires_grad_())
-        fresh["bias"] = scores.Alibi(found[-1])
+        tensors.append(bias.slopes.clone().requires_grad_())
+        new_options["bias"] = scores.Alibi(tensors[-1])
     elif isinstance(bias, scores.RelativeBias):
-        found.append(bias.table.clone().requires_grad_())
-        fresh["bias"] = scores.RelativeBias(found[-1], max_distance=bias.max_distance)
+        tensors.append(bias.table.clone().requires_grad_())
+        new_options["bias"] = scores.RelativeBias(tensors[-1], max_distance=bias.max_distance)
     for name in ("sink", "bias"):
         if isinstance(options.get(name), Tensor):
-            found.append(options[name].clone().requires_grad_())
-            fresh[name] = found[-1]
-    return found, fresh
+            tensors.append(options[name].clone().requires_grad_())
+            new_options[name] = tensors[-1]
+    return tensors, new_options
 
 
 @pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(3, 2), M.prefix_lm(4)], ids=str)
 @pytest.mark.parametrize(("sizes", "impl"), TRAINED)
-def test_gradients_are_those_of_each_sequence(
+def test_gradients_match_each_sequence_alone(
     sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: str
 ) -> None:
     qkv = tokens(*sizes)
     dout = double(len(qkv[0]), HQ, DV, seed=3)
     for name, make_options in OPTIONS.items():
         if impl == "torch" and name in ("softcap", "sink"):
-            continue  # SDPA has no way to ask for them
+            continue  # SDPA supports neither
         ours, options = leaves(qkv, make_options())
-        out = packing.varlen_attention(*ours[:3], *map(borders, sizes), mask=mask, impl=impl, **options)
+        out = packing.varlen_attention(*ours[:3], *map(cu_seqlens_of, sizes), mask=mask, impl=impl, **options)
         theirs, options = leaves(qkv, make_options())
         expected = joined(by_sequence(theirs[:3], *sizes, mask=mask, **options))
         assert_close(out, expected, rtol=1e-10, atol=1e-10)
-        for a, e in zip(
+        for grad, expected_grad in zip(
             torch.autograd.grad(out, ours, dout, allow_unused=True, materialize_grads=True),
             torch.autograd.grad(expected, theirs, dout, allow_unused=True, materialize_grads=True),
             strict=True,
         ):
-            assert_close(a, e, rtol=1e-9, atol=1e-9)
+            assert_close(grad, expected_grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("impl", TRAINING)
 @pytest.mark.parametrize("shape", [(1, "k"), (HQ, "q", "k")], ids=str)
 @pytest.mark.parametrize("name", ["some", "more keys"])
-def test_gradient_of_a_bias_over_the_row(name: str, shape: tuple[Any, ...], impl: str) -> None:
+def test_gradient_of_a_bias_over_all_packed_tokens(name: str, shape: tuple[Any, ...], impl: str) -> None:
     sizes_q, sizes_k = LENGTHS[name]
     q, k, v = tokens(sizes_q, sizes_k)
     total = {"q": len(q), "k": len(k)}
     bias = double(*(total.get(n, n) for n in shape)).requires_grad_()
-    cu = borders(sizes_q), borders(sizes_k)
+    cu = cu_seqlens_of(sizes_q), cu_seqlens_of(sizes_k)
     dout = double(len(q), HQ, DV, seed=3)
     out = packing.varlen_attention(q, k, v, *cu, causal=True, bias=bias, impl=impl)
     keep = torch.block_diag(
         *(M.Causal().to_dense(n, m).double() for n, m in zip(sizes_q, sizes_k, strict=True))
     )
-    rows = (x.transpose(0, 1) for x in (q, k, v))
-    expected = regard.attention(*rows, mask=keep.bool(), bias=bias, impl="reference").transpose(0, 1)
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    expected = regard.attention(*heads_first, mask=keep.bool(), bias=bias, impl="reference").transpose(0, 1)
     assert_close(torch.autograd.grad(out, bias, dout)[0], torch.autograd.grad(expected, bias, dout)[0],
                  rtol=1e-9, atol=1e-9)  # fmt: skip
 
@@ -285,17 +299,17 @@ ISOLATED = {
     "row, other keys": (([5, 19, 40, 3, 16], [9, 30, 2, 50, 1]), None),
     "one by one": (([5, 19, 40, 3, 16], [9, 30, 42, 50, 1]), M.Causal()),
 }
-CHANGED = 2  # the sequence that is disturbed
+CHANGED = 2  # the index of the disturbed sequence
 
 
 def rows_of(sizes: list[int], inside: bool) -> Tensor:
-    """Which tokens belong to the disturbed sequence, or to the others."""
+    """Returns a mask (total,) of the tokens inside or outside the disturbed sequence."""
     ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     return (ids == CHANGED) if inside else (ids != CHANGED)
 
 
-def disturbed(x: Tensor, sizes: list[int], with_: float | Tensor) -> Tensor:
-    return torch.where(rows_of(sizes, True)[:, None, None], torch.as_tensor(with_, dtype=x.dtype), x)
+def disturbed(x: Tensor, sizes: list[int], replacement: float | Tensor) -> Tensor:
+    return torch.where(rows_of(sizes, True)[:, None, None], torch.as_tensor(replacement, dtype=x.dtype), x)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
@@ -306,12 +320,12 @@ def test_values_of_one_sequence_do_not_reach_others(
     sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: str, which: int, dtype: torch.dtype
 ) -> None:
     qkv = [x.to(dtype) for x in tokens(*sizes)]
-    own = (sizes[0], sizes[1], sizes[1])[which]
+    token_sizes = (sizes[0], sizes[1], sizes[1])[which]
     others = rows_of(sizes[0], False)
-    cu = [borders(n) for n in sizes]
+    cu = [cu_seqlens_of(n) for n in sizes]
     before = packing.varlen_attention(*qkv, *cu, mask=mask, impl=impl)
-    for with_ in (0.0, 1e4, -3.0, double(*qkv[which].shape, seed=9)):
-        changed = [disturbed(x, own, with_) if i == which else x for i, x in enumerate(qkv)]
+    for replacement in (0.0, 1e4, -3.0, double(*qkv[which].shape, seed=9)):
+        changed = [disturbed(x, token_sizes, replacement) if i == which else x for i, x in enumerate(qkv)]
         after = packing.varlen_attention(*changed, *cu, mask=mask, impl=impl)
         assert torch.equal(after[others], before[others])
         assert not torch.equal(after, before)
@@ -324,11 +338,13 @@ def test_gradients_of_one_sequence_do_not_reach_others(
     sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: str, which: int
 ) -> None:
     inputs = [*tokens(*sizes), double(sum(sizes[0]), HQ, DV, seed=3)]
-    own = (sizes[0], sizes[1], sizes[1], sizes[0])
-    others = [rows_of(n, False) for n in own]
+    token_sizes = (sizes[0], sizes[1], sizes[1], sizes[0])
+    others = [rows_of(n, False) for n in token_sizes]
     before = gradients(inputs, sizes, mask, impl)
-    for with_ in (0.0, 1e4, double(*inputs[which].shape, seed=9)):
-        changed = [disturbed(x, own[i], with_) if i == which else x for i, x in enumerate(inputs)]
+    for replacement in (0.0, 1e4, double(*inputs[which].shape, seed=9)):
+        changed = [
+            disturbed(x, token_sizes[i], replacement) if i == which else x for i, x in enumerate(inputs)
+        ]
         after = gradients(changed, sizes, mask, impl)
         assert all(torch.equal(a[o], b[o]) for a, b, o in zip(after, before, others, strict=False))
         assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -337,14 +353,14 @@ def test_gradients_of_one_sequence_do_not_reach_others(
 def gradients(
     inputs: list[Tensor], sizes: tuple[list[int], list[int]], mask: Any, impl: str
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v."""
+    """Returns the gradients of q, k and v."""
     qkv = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-    out = packing.varlen_attention(*qkv, *map(borders, sizes), mask=mask, impl=impl)
+    out = packing.varlen_attention(*qkv, *map(cu_seqlens_of, sizes), mask=mask, impl=impl)
     return torch.autograd.grad(out, qkv, inputs[3])
 
 
-# NaN and Inf: rows that share a panel with a poisoned key are computed anew in double precision, which may
-# round differently. Sequences that are computed one by one share nothing.
+# NaN and Inf: rows that share a panel with a non-finite key are recomputed in double precision, which may
+# round differently. Sequences that are computed one by one share no panel.
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -354,7 +370,7 @@ def gradients(
 def test_nan_in_one_sequence_does_not_reach_others(name: str, impl: str, which: int, poison: float) -> None:
     sizes, mask = ISOLATED[name]
     qkv, others = tokens(*sizes), rows_of(sizes[0], False)
-    cu = [borders(n) for n in sizes]
+    cu = [cu_seqlens_of(n) for n in sizes]
     before = packing.varlen_attention(*qkv, *cu, mask=mask, impl=impl)
     qkv[which] = disturbed(qkv[which], (sizes[0], sizes[1], sizes[1])[which], poison)
     after = packing.varlen_attention(*qkv, *cu, mask=mask, impl=impl)
@@ -368,22 +384,22 @@ def test_nan_in_one_sequence_does_not_reach_others(name: str, impl: str, which: 
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_nan_in_one_sequence_does_not_reach_gradients_of_others(name: str, impl: str, which: int) -> None:
     sizes, mask = ISOLATED[name]
-    own = (sizes[0], sizes[1], sizes[1])
+    token_sizes = (sizes[0], sizes[1], sizes[1])
     inputs = [*tokens(*sizes), double(sum(sizes[0]), HQ, DV, seed=3)]
     before = gradients(inputs, sizes, mask, impl)
-    inputs[which] = disturbed(inputs[which], own[which], NAN)
+    inputs[which] = disturbed(inputs[which], token_sizes[which], NAN)
     after = gradients(inputs, sizes, mask, impl)
     assert not all(x.isfinite().all() for x in after)
-    for a, b, n in zip(after, before, own, strict=True):
+    for a, b, n in zip(after, before, token_sizes, strict=True):
         others = rows_of(n, False)
         assert_close(a[others], b[others], rtol=1e-13, atol=1e-13)
         assert torch.equal(a[others], b[others]) or name != "one by one"
 
 
-# Borders, packed and padded
+# cu_seqlens, pack and unpack
 
 
-def test_borders() -> None:
+def test_cu_seqlens_lengths_and_positions() -> None:
     cu = packing.cu_seqlens(torch.tensor([3, 0, 2]))
     assert cu.dtype is torch.int32
     assert cu.tolist() == [0, 3, 3, 5]
@@ -403,68 +419,70 @@ LAYOUTS = {
 }
 
 
-def padded_batch(N: int, L: int, rest: tuple[int, ...], dim: int) -> Tensor:
-    """Numbers that are all different and never 0, as (N, ..., L, ...)."""
-    shape = [N, *rest]
+def padded_batch(N: int, L: int, other_dims: tuple[int, ...], dim: int) -> Tensor:
+    """Returns distinct non-zero numbers of shape (N, ..., L, ...), with L at `dim`."""
+    shape = [N, *other_dims]
     shape.insert(len(shape) + dim + 1, L)
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(list(LAYOUTS)))
-def test_pack_takes_the_first_tokens_and_unpack_puts_them_back(
-    sizes: list[int], more: int, layout: str
+def test_pack_keeps_the_first_tokens_and_unpack_restores_them(
+    sizes: list[int], padding: int, layout: str
 ) -> None:
-    rest, dim = LAYOUTS[layout]
-    L = max(sizes) + more
-    x = padded_batch(len(sizes), L, rest, dim)
+    other_dims, dim = LAYOUTS[layout]
+    L = max(sizes) + padding
+    x = padded_batch(len(sizes), L, other_dims, dim)
     packed = packing.pack(x, sizes, dim=dim)
     assert torch.equal(packed, torch.cat([s.narrow(dim, 0, n) for s, n in zip(x, sizes, strict=True)], dim))
-    back = packing.unpack(packed, borders(sizes), length=L, dim=dim)
+    unpacked = packing.unpack(packed, cu_seqlens_of(sizes), length=L, dim=dim)
     real = torch.arange(L) < torch.tensor(sizes)[:, None]
-    front = x.movedim(dim, 1)
-    assert torch.equal(back.movedim(dim, 1), front * real.view(*real.shape, *(1,) * len(rest)))
-    assert packing.unpack(packed, borders(sizes), dim=dim).shape[dim] == max(sizes)
-    assert torch.equal(packing.pack(back, torch.tensor(sizes), dim=dim), packed)
+    tokens_first = x.movedim(dim, 1)
+    assert torch.equal(
+        unpacked.movedim(dim, 1), tokens_first * real.view(*real.shape, *(1,) * len(other_dims))
+    )
+    assert packing.unpack(packed, cu_seqlens_of(sizes), dim=dim).shape[dim] == max(sizes)
+    assert torch.equal(packing.pack(unpacked, torch.tensor(sizes), dim=dim), packed)
 
 
 @given(st.integers(1, 5), st.integers(0, 6), st.integers(0, 2**30 - 1), st.sampled_from(list(LAYOUTS)))
 def test_keep_may_have_padding_anywhere(N: int, L: int, bits: int, layout: str) -> None:
-    rest, dim = LAYOUTS[layout]
+    other_dims, dim = LAYOUTS[layout]
     keep = torch.tensor([(bits >> i) & 1 == 1 for i in range(N * L)], dtype=torch.bool).view(N, L)
-    x = padded_batch(N, L, rest, dim)
+    x = padded_batch(N, L, other_dims, dim)
     packed = packing.pack(x, keep=keep, dim=dim)
-    front = x.movedim(dim, 1)
-    assert torch.equal(packed.movedim(dim, 0), front[keep])
-    back = packing.unpack(packed, keep=keep, dim=dim)
-    assert torch.equal(back.movedim(dim, 1), front * keep.view(N, L, *(1,) * len(rest)))
+    tokens_first = x.movedim(dim, 1)
+    assert torch.equal(packed.movedim(dim, 0), tokens_first[keep])
+    unpacked = packing.unpack(packed, keep=keep, dim=dim)
+    assert torch.equal(unpacked.movedim(dim, 1), tokens_first * keep.view(N, L, *(1,) * len(other_dims)))
 
 
 def test_pack_and_unpack_have_gradients() -> None:
-    sizes, cu = [2, 0, 3], borders([2, 0, 3])
-    for rest, dim in LAYOUTS.values():
-        x = padded_batch(3, 4, rest, dim).double().requires_grad_()
+    sizes, cu = [2, 0, 3], cu_seqlens_of([2, 0, 3])
+    for other_dims, dim in LAYOUTS.values():
+        x = padded_batch(3, 4, other_dims, dim).double().requires_grad_()
         y = packing.pack(x, sizes, dim=dim).detach().requires_grad_()
         assert torch.autograd.gradcheck(lambda x, dim=dim: packing.pack(x, sizes, dim=dim), x)
         assert torch.autograd.gradcheck(lambda y, dim=dim: packing.unpack(y, cu, length=4, dim=dim), y)
         assert torch.autograd.gradgradcheck(lambda x, dim=dim: packing.pack(x, sizes, dim=dim).square(), x)
 
 
-def test_nothing_is_left_unwritten(poison: None) -> None:
+def test_all_outputs_are_written(poison: None) -> None:
     x = packing.unpack(torch.ones(5, 2), [0, 2, 2, 5], length=4)
     assert x.sum() == 10
     sizes = [3, 0, 5]
     qkv = tokens(sizes, sizes)
     for mask in (M.Causal(), M.prefix_lm(2)):
-        assert packing.varlen_attention(*qkv, borders(sizes), mask=mask).isfinite().all()
+        assert packing.varlen_attention(*qkv, cu_seqlens_of(sizes), mask=mask).isfinite().all()
 
 
-def test_a_padded_batch_through_the_row() -> None:
-    """Pack, attend, unpack: the real rows are those of the padded batch."""
+def test_packed_attention_matches_a_padded_batch() -> None:
+    """Pack, attend and unpack: real rows match attention over the padded batch."""
     sizes = torch.tensor([5, 0, 17, 8])
     q, k, v = double(4, HQ, 17, D), double(4, HKV, 17, D, seed=1), double(4, HKV, 17, DV, seed=2)
     cu = packing.cu_seqlens(sizes)
-    rows = (packing.pack(x, sizes).transpose(0, 1) for x in (q, k, v))
-    out = packing.unpack(packing.varlen_attention(*rows, cu, causal=True), cu, dim=-3).transpose(1, 2)
+    packed = (packing.pack(x, sizes).transpose(0, 1) for x in (q, k, v))
+    out = packing.unpack(packing.varlen_attention(*packed, cu, causal=True), cu, dim=-3).transpose(1, 2)
     padded = regard.attention(q, k, v, mask=M.Causal() & M.Lengths(sizes))
     real = (torch.arange(17) < sizes[:, None])[:, None, :, None]
     assert_close(out, torch.where(real, padded, 0.0), rtol=1e-10, atol=1e-10)
@@ -474,7 +492,7 @@ def test_a_padded_batch_through_the_row() -> None:
 
 
 def jagged(x: Tensor, cu: Tensor) -> Tensor:
-    """(total, H, D) -> (N, H, j, D), a view as after a projection."""
+    """Returns a jagged view as after a projection: (total, H, D) -> (N, H, j, D)."""
     return torch.nested.nested_tensor_from_jagged(x, cu).transpose(1, 2)
 
 
@@ -483,7 +501,7 @@ def jagged(x: Tensor, cu: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
 def test_jagged(sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: str) -> None:
     qkv = tokens(*sizes)
-    cu_q, cu_k = (borders(n).long() for n in sizes)
+    cu_q, cu_k = (cu_seqlens_of(n).long() for n in sizes)
     q, k, v = jagged(qkv[0], cu_q), jagged(qkv[1], cu_k), jagged(qkv[2], cu_k.clone())
     bias = scores.Alibi.standard(HQ, dtype=torch.float64)
     options: Options = {"mask": mask, "bias": bias, "impl": impl}
@@ -500,36 +518,36 @@ def test_jagged(sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: s
 @pytest.mark.parametrize("mask", [None, M.Causal(), M.prefix_lm(4)], ids=str)
 @pytest.mark.parametrize(("sizes", "impl"), TRAINED)
 def test_jagged_gradients(sizes: tuple[list[int], list[int]], mask: M.Mask | None, impl: str) -> None:
-    """Through the projection of a model: (N, j, H * D) -> heads -> attention -> (N, j, H * Dv)."""
+    """Splits and joins heads as a model does: (N, j, H * D) -> attention -> (N, j, H * Dv)."""
     qkv = tokens(*sizes)
-    cu = [borders(sizes[0]).long(), *[borders(sizes[1]).long()] * 2]
+    cu = [cu_seqlens_of(sizes[0]).long(), *[cu_seqlens_of(sizes[1]).long()] * 2]
     dout = double(len(qkv[0]), HQ * DV, seed=3)
     ours = [
-        torch.nested.nested_tensor_from_jagged(x.flatten(1), c).requires_grad_()
-        for x, c in zip(qkv, cu, strict=True)
+        torch.nested.nested_tensor_from_jagged(x.flatten(1), offsets).requires_grad_()
+        for x, offsets in zip(qkv, cu, strict=True)
     ]
     q, k, v = (x.unflatten(-1, y.shape[1:]).transpose(1, 2) for x, y in zip(ours, qkv, strict=True))
     out = regard.attention(q, k, v, mask=mask, impl=impl).transpose(1, 2).flatten(-2)
-    found = torch.autograd.grad(out.values(), ours, dout)
+    grads = torch.autograd.grad(out.values(), ours, dout)
     theirs = [x.requires_grad_() for x in qkv]
     expected = joined(by_sequence(theirs, *sizes, mask=mask)).flatten(1)
-    for a, e in zip(found, torch.autograd.grad(expected, theirs, dout), strict=True):
-        assert a.is_nested
-        assert_close(a.values(), e.flatten(1), rtol=1e-9, atol=1e-9)
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected, theirs, dout), strict=True):
+        assert grad.is_nested
+        assert_close(grad.values(), expected_grad.flatten(1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("impl", TRAINING)
 def test_jagged_sequences_do_not_reach_each_other(impl: str) -> None:
     sizes = [5, 19, 40, 3]
-    qkv, cu = tokens(sizes, sizes), borders(sizes).long()
+    qkv, cu = tokens(sizes, sizes), cu_seqlens_of(sizes).long()
     others = rows_of(sizes, False)
 
     def result(inputs: list[Tensor]) -> list[Tensor]:
-        rows = [x.detach().clone().requires_grad_() for x in inputs]
-        q, k, v = (jagged(x, cu) for x in rows)
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        q, k, v = (jagged(x, cu) for x in leaves)
         out = regard.attention(q, k, v, mask=M.Causal(), impl=impl)
         out.values().square().sum().backward()
-        return [out.values().transpose(0, 1)[others], *(x.grad[others] for x in rows if x.grad is not None)]
+        return [out.values().transpose(0, 1)[others], *(x.grad[others] for x in leaves if x.grad is not None)]
 
     before = result(qkv)
     after = result([disturbed(x, sizes, 7.0) for x in qkv])
@@ -537,61 +555,61 @@ def test_jagged_sequences_do_not_reach_each_other(impl: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-# What is remembered
+# Cached plans and compilation
 
 
-def test_a_plan_made_in_inference_mode_can_be_saved_for_backward() -> None:
+def test_a_plan_built_in_inference_mode_supports_backward() -> None:
     sizes = [4, 11, 2]
-    qkv, numbers = tokens(sizes, sizes), (0, 4, 15, 17)
+    qkv, cu_seqlens = tokens(sizes, sizes), (0, 4, 15, 17)
     with torch.inference_mode():
-        packing.varlen_attention(*qkv, list(numbers), causal=True)
+        packing.varlen_attention(*qkv, list(cu_seqlens), causal=True)
     hits = _packed._plan.cache_info().hits
-    plan = _packed._plan(numbers, numbers, M.Causal(), None, False, torch.device("cpu"))
+    plan = _packed._plan(cu_seqlens, cu_seqlens, M.Causal(), None, False, torch.device("cpu"))
     assert _packed._plan.cache_info().hits == hits + 1
     assert plan.row is not None
     assert not any(x.is_inference() for x in plan.row.lower().tensors)
 
 
 def test_fake_tensors() -> None:
-    """Shapes alone, without reading the borders; and nothing fake is remembered."""
+    """Fake tensors give shapes without reading cu_seqlens, and no fake tensor is cached."""
     sizes = [4, 11, 3]
-    qkv, cu = tokens(sizes, sizes), borders(sizes)
+    qkv, cu = tokens(sizes, sizes), cu_seqlens_of(sizes)
     with FakeTensorMode() as mode:
         fake, fake_cu = [mode.from_tensor(x) for x in qkv], mode.from_tensor(cu)
         out = packing.varlen_attention(*fake, fake_cu, causal=True)
         assert out.shape == (18, HQ, DV)
         assert packing.varlen_attention(*fake, fake_cu, fake_cu + 0).shape == out.shape
-        for refused in ({"offset": 1, "causal": True}, {"mask": M.Prefix(1)}):
+        for options in ({"offset": 1, "causal": True}, {"mask": M.Prefix(1)}):
             with pytest.raises(NotImplementedError, match=r"cannot be read under torch\.compile"):
-                packing.varlen_attention(*fake, fake_cu, **refused)
+                packing.varlen_attention(*fake, fake_cu, **options)
     expected = joined(by_sequence(qkv, sizes, sizes, mask=M.Causal()))
     assert_close(packing.varlen_attention(*qkv, cu, causal=True), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_compiled_without_a_break() -> None:
+def test_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
         return packing.varlen_attention(q, k, v, cu, causal=True) * 2
 
     def nested(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        rows = (jagged(x, cu) for x in (q, k, v))
-        return regard.attention(*rows, mask=M.Causal()).values().transpose(0, 1) * 2
+        qkv_jagged = (jagged(x, cu) for x in (q, k, v))
+        return regard.attention(*qkv_jagged, mask=M.Causal()).values().transpose(0, 1) * 2
 
     for function in (varlen, nested):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         for sizes in ([3, 17, 5], [9, 2, 4, 11]):
-            qkv, cu = [x.requires_grad_() for x in tokens(sizes, sizes)], borders(sizes).long()
+            qkv, cu = [x.requires_grad_() for x in tokens(sizes, sizes)], cu_seqlens_of(sizes).long()
             out, expected = compiled(*qkv, cu), function(*qkv, cu)
             assert torch.equal(out, expected)
             dout = double(*out.shape, seed=3)
-            for a, e in zip(
+            for grad, expected_grad in zip(
                 torch.autograd.grad(out, qkv, dout), torch.autograd.grad(expected, qkv, dout), strict=True
             ):
-                assert torch.equal(a, e)
+                assert torch.equal(grad, expected_grad)
 
 
-def test_borders_may_change_in_place() -> None:
+def test_cu_seqlens_may_change_in_place() -> None:
     qkv, cu = tokens([10], [10]), torch.tensor([0, 4, 10])
     packing.varlen_attention(*qkv, cu, causal=True)
     cu[1] = 7
@@ -665,7 +683,7 @@ def test_jagged_messages() -> None:
     three = torch.nested.nested_tensor_from_jagged(Q, torch.tensor([0, 2, 3, 5])).transpose(1, 2)
     other = torch.nested.nested_tensor_from_jagged(Q, torch.tensor([0, 3, 5])).transpose(1, 2)
     dense = torch.zeros(2, 2, 3, 4)
-    expect = [
+    cases = [
         ((flat, flat, flat), {}, ValueError, r"q: expected \(N, H, j, D\) with ragged j"),
         ((x, flat, x), {}, ValueError, r"k: expected \(N, H, j, D\)"),
         ((x.flatten(1, 1), x, dense), {}, TypeError, "v: expected a nested tensor of layout torch.jagged"),
@@ -681,16 +699,16 @@ def test_jagged_messages() -> None:
         ((x, x, x), {"bias": torch.zeros(2, 1, 1)}, TypeError, "bias: expected scores.Alibi"),
         ((x, x, x), {"mask": torch.ones(1, 1) > 0}, TypeError, "mask: expected a mask that applies"),
     ]
-    for qkv, options, error, message in expect:
+    for qkv, options, error, message in cases:
         with pytest.raises(error, match=message):
             regard.attention(*qkv, **options)
-    for verb in (regard.weights, regard.plan):
+    for function in (regard.weights, regard.plan):
         with pytest.raises(TypeError, match="q: expected a dense"):
-            verb(x, x, x)
+            function(x, x, x)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-def test_strided_nested_tensors_are_refused() -> None:
+def test_strided_nested_tensors_are_rejected() -> None:
     x = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)])
     with pytest.raises(TypeError, match=r"q: expected a dense .* layout=torch\.jagged"):
         regard.attention(x, x, x)

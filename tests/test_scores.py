@@ -1,4 +1,4 @@
-"""ALiBi and the relative bias of T5, against their published formulas."""
+"""Compares ALiBi and T5's relative bias with their published formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def distance(Lq: int, Lk: int, offset: int) -> Tensor:
 
 
 def t5_bucket(relative_position: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
-    """The formula of T5, relative_position = key - query."""
+    """Computes T5's buckets by its published formula. relative_position = key - query."""
     result = torch.zeros_like(relative_position)
     if bidirectional:
         buckets //= 2
@@ -47,7 +47,7 @@ def test_standard_slopes() -> None:
 
 
 @pytest.mark.parametrize("L", ODD)
-def test_alibi_is_the_distance_times_a_slope(L: int) -> None:
+def test_alibi_is_slope_times_distance(L: int) -> None:
     slopes = torch.rand(3)
     for offset in (None, 0, -2, 9):
         start = 4 if offset is None else offset
@@ -56,7 +56,7 @@ def test_alibi_is_the_distance_times_a_slope(L: int) -> None:
 
 
 @pytest.mark.parametrize("score", [Alibi(torch.rand(3)), RelativeBias(torch.randn(32, 3))], ids=repr)
-def test_an_offset_for_each_sample(score: Alibi | RelativeBias) -> None:
+def test_offset_per_sample(score: Alibi | RelativeBias) -> None:
     offsets = torch.tensor([0, 5])
     dense = score.dense(3, 4, offsets)
     assert dense.shape == (2, 3, 3, 4)
@@ -72,7 +72,7 @@ def test_an_offset_for_each_sample(score: Alibi | RelativeBias) -> None:
 @pytest.mark.parametrize(
     ("buckets", "max_distance"), [(32, 128), (32, 20), (64, 256), (16, 1000), (8, 5), (4, 3), (128, 800)]
 )
-def test_buckets_are_those_of_t5(bidirectional: bool, buckets: int, max_distance: int) -> None:
+def test_buckets_match_t5(bidirectional: bool, buckets: int, max_distance: int) -> None:
     bias = RelativeBias(torch.randn(buckets, 2), bidirectional=bidirectional, max_distance=max_distance)
     distances = torch.arange(-3 * max_distance, 3 * max_distance + 1)
     assert torch.equal(bias.bucket(distances), t5_bucket(-distances, bidirectional, buckets, max_distance))
@@ -106,7 +106,7 @@ def test_by_distance() -> None:
     assert torch.equal(bias.dense(Lq, Lk, offset), by_distance[:, distance(Lq, Lk, offset) - lo])
 
 
-def test_parameters_learn() -> None:
+def test_parameters_get_gradients() -> None:
     slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
     table = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda s: Alibi(s).dense(3, 4), slopes)
@@ -116,10 +116,10 @@ def test_parameters_learn() -> None:
     assert RelativeBias(table).table is table
 
 
-# Values
+# Value semantics
 
 
-def test_values() -> None:
+def test_equality_hash_copies_and_repr() -> None:
     slopes, table = torch.rand(2), torch.randn(8, 2)
     scores = [Alibi(slopes), RelativeBias(table, max_distance=9), RelativeBias(table, bidirectional=False)]
     for score in scores:
@@ -130,7 +130,7 @@ def test_values() -> None:
         assert score.to("meta").dense(3, 4).device.type == "meta"
     assert Alibi(slopes) != Alibi(slopes + 1)
     assert Alibi(Parameter(slopes)) == Alibi(Parameter(slopes.clone()))
-    assert Alibi(slopes.to("meta")) != Alibi(slopes.to("meta"))  # values that nobody can compare
+    assert Alibi(slopes.to("meta")) != Alibi(slopes.to("meta"))  # meta tensors have no values to compare
     assert repr(scores[0]) == "Alibi(<float32 (2,)>)"
     assert repr(scores[1]) == "RelativeBias(<float32 (8, 2)>, bidirectional=True, max_distance=9)"
 

@@ -1,4 +1,4 @@
-"""Time and peak memory of calls."""
+"""Tests of the measurements of time and peak memory."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ needs_peaks = pytest.mark.skipif(
 )
 
 
-def test_calls_take_turns_and_the_shortest_time_counts() -> None:
+def test_best_times_alternates_calls_and_keeps_the_minimum() -> None:
     order: list[str] = []
-    slow = iter((0.05, 0.0, 0.0))
+    delays = iter((0.05, 0.0, 0.0))
 
     def first() -> None:
         order.append("first")
-        sleep(next(slow))
+        sleep(next(delays))
 
-    found = best_times({"first": first, "second": lambda: order.append("second")}, 0.0)
+    times = best_times({"first": first, "second": lambda: order.append("second")}, 0.0)
     assert order == ["first", "second"] * 3
-    assert 0 <= found["first"] < 0.05
-    assert found["second"] >= 0
+    assert 0 <= times["first"] < 0.05
+    assert times["second"] >= 0
 
 
 @needs_peaks
-def test_memory_counts_what_is_allocated() -> None:
+def test_peak_memory_counts_allocations() -> None:
     size = 64 * 2**20
-    found = peak_memory(lambda: torch.ones(size, dtype=torch.uint8))
-    assert found is not None
-    assert size <= found < 1.5 * size
+    peak = peak_memory(lambda: torch.ones(size, dtype=torch.uint8))
+    assert peak is not None
+    assert size <= peak < 1.5 * size
 
 
 @needs_peaks
-def test_an_error_of_the_call_is_raised() -> None:
+def test_peak_memory_raises_errors_of_the_call() -> None:
     with pytest.raises(ZeroDivisionError):
         peak_memory(lambda: 1 // 0)
 
 
-def test_where_the_system_does_not_tell_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_none_without_system_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "REFS", Path("no such file"))
     assert peak_memory(lambda: 1 // 0) is None

@@ -1,4 +1,4 @@
-"""Caches: step by step equals all at once; a failed call changes nothing; memory is what is said."""
+"""Tests of caches: decoding matches full attention, failed calls change nothing, memory use."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch
 every_cache = pytest.mark.parametrize("kind", KINDS)
 
 
-def run(cache: Cache, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], **options: Any) -> Tensor:
-    """All tokens in chunks of these sizes, over and over."""
+def attend_in_chunks(
+    cache: Cache, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], **options: Any
+) -> Tensor:
+    """Attends to all tokens in chunks whose sizes cycle through `sizes`. Returns (B, H, N, Dv)."""
     outs, begin, N = [], 0, q.shape[2]
     while begin < N:
         end = min(begin + sizes[len(outs) % len(sizes)], N)
@@ -52,7 +54,7 @@ def run(cache: Cache, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], **optio
     return torch.cat(outs, 2)
 
 
-def step_by_step(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
+def decode_token_by_token(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
     for i in range(q.shape[2]):
         attend(cache, *(x[:, :, i : i + 1] for x in (q, k, v)))
 
@@ -67,35 +69,35 @@ def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         assert torch.equal(x, after[name]), name
 
 
-# Step by step
+# Decoding
 
 
 @pytest.mark.parametrize("kind", ["growing", "fixed", "sliding", "streaming", "int8", "int4"])
-def test_extend_is_append_and_shows_what_queries_see(kind: str) -> None:
-    """A token like the one before skips the checks; another one does not."""
-    one, other = new(kind), new(kind)
+def test_extend_matches_append_and_returns_the_stored_keys(kind: str) -> None:
+    """A token that resembles the previous one skips the checks. Any other token must be checked."""
+    extended, appended = new(kind), new(kind)
     _, k, v = tokens(kind, 2, 90)
     for i, j in [(0, 5), *((i, i + 1) for i in range(5, 80)), (80, 83), (83, 84), (84, 85)]:
-        rows = one.rows_with(j - i)
-        stored = one.extend(k[:, :, i:j], v[:, :, i:j])
-        append(other, k[:, :, i:j], v[:, :, i:j])
+        rows = extended.rows_with(j - i)
+        stored = extended.extend(k[:, :, i:j], v[:, :, i:j])
+        append(appended, k[:, :, i:j], v[:, :, i:j])
         assert stored.length == rows
         assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], kept(kind, k[:, :, i:j]))
-        assert_same(content(one), content(other))
+        assert_same(content(extended), content(appended))
     with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
-        one.extend(k[:, :, 85:86], v[:, :, 85:86].double())
+        extended.extend(k[:, :, 85:86], v[:, :, 85:86].double())
     with pytest.raises(RuntimeError, match="k: expected requires_grad=False"):
-        one.extend(k[:, :, 85:86].requires_grad_(), v[:, :, 85:86])
-    assert len(one) == 85
+        extended.extend(k[:, :, 85:86].requires_grad_(), v[:, :, 85:86])
+    assert len(extended) == 85
 
 
 @every_cache
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("sizes", [[1], [3], [17], [1, 17, 3]], ids=str)
-def test_step_by_step_equals_all_at_once(kind: str, dtype: torch.dtype, sizes: list[int]) -> None:
+def test_chunked_decoding_matches_full_attention(kind: str, dtype: torch.dtype, sizes: list[int]) -> None:
     q, k, v = tokens(kind, 2, 53, dtype)
     cache = new(kind, 2, dtype)
-    out = run(cache, q, k, v, sizes)
+    out = attend_in_chunks(cache, q, k, v, sizes)
     assert out.dtype is dtype
     assert rel_l2(out, expected(kind, q, k, v)) < LIMITS[dtype]
     assert len(cache) == 53
@@ -104,26 +106,26 @@ def test_step_by_step_equals_all_at_once(kind: str, dtype: torch.dtype, sizes: l
 
 @every_cache
 def test_samples_of_different_length(kind: str) -> None:
-    """Chunks with padding: each sample is what it would be alone, and padding gives zeros."""
+    """Ragged chunks: each sample matches the same sample alone, and padded rows are zero."""
     counts = [[5, 0, 17], [1, 1, 1], [0, 9, 3], [1, 1, 1], [17, 2, 30], [1, 1, 1]]
     B, total = 3, [sum(column) for column in zip(*counts, strict=True)]
     q, k, v = tokens(kind, B, max(total))
-    cache, at = new(kind, B), [0] * B
+    cache, starts = new(kind, B), [0] * B
     outs: list[list[Tensor]] = [[] for _ in range(B)]
     for step in counts:
         L = max(step)
-        rows = [[min(at[b] + i, max(total) - 1) for i in range(L)] for b in range(B)]
-        chunk = [torch.stack([x[b, :, rows[b]] for b in range(B)]) for x in (q, k, v)]
+        indices = [[min(starts[b] + i, max(total) - 1) for i in range(L)] for b in range(B)]
+        chunk = [torch.stack([x[b, :, indices[b]] for b in range(B)]) for x in (q, k, v)]
         lengths = None if min(step) == L else step
         out, lse = attend(cache, *chunk, lengths=lengths, return_lse=True)
-        for b, m in enumerate(step):
-            outs[b].append(out[b, :, :m])
-            assert not out[b, :, m:].any()
-            assert (lse[b, :, m:] == -torch.inf).all()
-            at[b] += m
+        for b, count in enumerate(step):
+            outs[b].append(out[b, :, :count])
+            assert not out[b, :, count:].any()
+            assert (lse[b, :, count:] == -torch.inf).all()
+            starts[b] += count
     assert cache.lengths.tolist() == total
-    for b, n in enumerate(total):
-        alone = expected(kind, *(x[b : b + 1, :, :n] for x in (q, k, v)))
+    for b, length in enumerate(total):
+        alone = expected(kind, *(x[b : b + 1, :, :length] for x in (q, k, v)))
         assert rel_l2(torch.cat(outs[b], 1)[None], alone) < LIMITS[torch.float32]
 
 
@@ -148,44 +150,44 @@ def test_options(kind: str, name: str) -> None:
         pytest.skip("a latent has no default scale")
     options = OPTIONS[name]()
     q, k, v = tokens(kind, 2, 53)
-    out = run(new(kind), q, k, v, [1, 3, 17], **options)
-    wide = {key: x for key, x in options.items() if key != "bias"}
+    out = attend_in_chunks(new(kind), q, k, v, [1, 3, 17], **options)
+    options64 = {key: x for key, x in options.items() if key != "bias"}
     if "bias" in options:
-        wide["bias"] = options["bias"].dense(53, 53).double()
+        options64["bias"] = options["bias"].dense(53, 53).double()
     if "sink" in options:
-        wide["sink"] = options["sink"].double()
-    assert rel_l2(out, expected(kind, q, k, v, **wide)) < LIMITS[torch.float32]
+        options64["sink"] = options["sink"].double()
+    assert rel_l2(out, expected(kind, q, k, v, **options64)) < LIMITS[torch.float32]
 
 
 @every_cache
 def test_window_counts_the_query_itself(kind: str) -> None:
     q, k, v = tokens(kind, 2, 40)
-    out = run(new(kind), q, k, v, [1, 17], window=5)
+    out = attend_in_chunks(new(kind), q, k, v, [1, 17], window=5)
     assert rel_l2(out, expected(kind, q, k, v, mask=M.Window(4))) < LIMITS[torch.float32]
 
 
 @every_cache
-def test_biases_at_different_lengths(kind: str) -> None:
+def test_biases_of_samples_of_different_length(kind: str) -> None:
     q, k, v = tokens(kind, 2, 41)
     cache, bias = new(kind), relative()
     append(cache, *(x[:, :, :31] for x in (k, v)), lengths=[31, 4])
-    pieces = [torch.stack([x[0, :, 31:36], x[1, :, 4:9]]) for x in (q, k, v)]
-    out = attend(cache, *pieces, bias=bias)
+    chunk = [torch.stack([x[0, :, 31:36], x[1, :, 4:9]]) for x in (q, k, v)]
+    out = attend(cache, *chunk, bias=bias)
     for b, n in ((0, 36), (1, 9)):
-        own = (x[b : b + 1, :, :n] for x in (q, k, v))
-        alone = expected(kind, *own, bias=bias.dense(n, n).double())
+        sample = (x[b : b + 1, :, :n] for x in (q, k, v))
+        alone = expected(kind, *sample, bias=bias.dense(n, n).double())
         assert rel_l2(out[b : b + 1], alone[:, :, n - 5 :]) < LIMITS[torch.float32]
 
 
 @pytest.mark.parametrize("kind", ["growing", "paged", "int8", "latent"])
-def test_tensors_for_mask_and_bias(kind: str) -> None:
+def test_mask_and_bias_tensors(kind: str) -> None:
     q, k, v = tokens(kind, 2, 20)
     keep, bias = torch.rand(2, H, 3, 20) < 0.7, torch.randn(H, 3, 20)
     cache = new(kind)
     append(cache, k[:, :, :17], v[:, :, :17])
     out = attend(cache, *(x[:, :, 17:] for x in (q, k, v)), mask=keep, bias=bias)
-    wanted = expected(kind, q[:, :, 17:], k, v, mask=M.Dense(keep), bias=bias.double())
-    assert rel_l2(out, wanted) < LIMITS[torch.float32]
+    reference = expected(kind, q[:, :, 17:], k, v, mask=M.Dense(keep), bias=bias.double())
+    assert rel_l2(out, reference) < LIMITS[torch.float32]
 
 
 @every_cache
@@ -194,19 +196,19 @@ def test_lse(kind: str) -> None:
     cache = new(kind)
     append(cache, k[:, :, :29], v[:, :, :29])
     _, lse = attend(cache, *(x[:, :, 29:] for x in (q, k, v)), return_lse=True)
-    _, wanted = expected(kind, q, k, v, return_lse=True)
-    assert_close(lse, wanted[:, :, 29:])
+    _, reference = expected(kind, q, k, v, return_lse=True)
+    assert_close(lse, reference[:, :, 29:])
 
 
 @every_cache
 def test_fewer_queries_than_tokens(kind: str) -> None:
-    """The queries are the last tokens: of a prompt often only the last one is asked for."""
+    """The queries belong to the last tokens: a prefill often needs only the last output."""
     q, k, v = tokens(kind, 2, 23)
     cache = new(kind)
-    wanted = expected(kind, q, k, v)[:, :, -1:]
-    assert rel_l2(attend(cache, q[:, :, -1:], k, v), wanted) < LIMITS[torch.float32]
+    reference = expected(kind, q, k, v)[:, :, -1:]
+    assert rel_l2(attend(cache, q[:, :, -1:], k, v), reference) < LIMITS[torch.float32]
     scale = {"scale": 0.3}
-    assert rel_l2(cache.attend(q[:, :, -1:], **scale), wanted) < LIMITS[torch.float32]
+    assert rel_l2(cache.attend(q[:, :, -1:], **scale), reference) < LIMITS[torch.float32]
     assert len(cache) == 23
 
 
@@ -225,8 +227,8 @@ def test_positions() -> None:
 
 
 @every_cache
-def test_checks_are_not_skipped_by_a_step_that_looks_like_the_last(kind: str) -> None:
-    """Steps that repeat take a shorter way; it must see what has changed."""
+def test_repeated_steps_are_still_checked(kind: str) -> None:
+    """Repeated steps take a fast path, which must notice changed arguments."""
     q, k, v = tokens(kind, 2, 1)
     cache = new(kind)
     for _ in range(2):
@@ -270,66 +272,66 @@ BYTES = {
 def test_nbytes(kind: str) -> None:
     q, k, v = tokens(kind, 2, 70)
     cache = new(kind)
-    run(cache, q, k, v, [3])
+    attend_in_chunks(cache, q, k, v, [3])
     assert cache.nbytes == BYTES[kind](128 if kind == "growing" else 96)
 
 
-class Written(TorchDispatchMode):
-    """Counts the elements that operators write to tensors that are there, or copy to new ones."""
+class WriteCounter(TorchDispatchMode):
+    """Counts the elements that operators write to existing tensors or copy to new ones."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
-        if any(part in name for part in ("copy", "clone", "cat", "index", "stack", "fill", "gather")):
+        if any(fragment in name for fragment in ("copy", "clone", "cat", "index", "stack", "fill", "gather")):
             self.count += args[0].numel() if isinstance(args[0], Tensor) else sum(x.numel() for x in args[0])
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "latent"])
-def test_no_old_key_is_copied(kind: str) -> None:
+def test_decoding_copies_no_stored_keys(kind: str) -> None:
     q, k, v = tokens(kind, 2, 512)
     cache = new(kind, capacity=512)
-    where = [part.data_ptr() for part in cache._content.storage.tensors.values()]
-    with Written() as written:
-        step_by_step(cache, q, k, v)
-    assert [part.data_ptr() for part in cache._content.storage.tensors.values()] == where
-    assert written.count == k.numel() + (0 if kind == "latent" else v.numel())
+    pointers = [tensor.data_ptr() for tensor in cache._content.storage.tensors.values()]
+    with WriteCounter() as writes:
+        decode_token_by_token(cache, q, k, v)
+    assert [tensor.data_ptr() for tensor in cache._content.storage.tensors.values()] == pointers
+    assert writes.count == k.numel() + (0 if kind == "latent" else v.numel())
 
 
 def test_growing_copies_each_key_less_than_twice() -> None:
     _, k, v = tokens("growing", 2, 512)
     cache = new("growing")
-    with Written() as written:
+    with WriteCounter() as writes:
         for i in range(512):
             cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
-    assert written.count < 2 * (k.numel() + v.numel())
+    assert writes.count < 2 * (k.numel() + v.numel())
 
 
 def test_sliding_memory_is_bounded_and_copies_are_few() -> None:
     q, k, v = tokens("streaming", 1, 600)
     cache = C.SlidingCache(1, Hkv, D, Dv, window=32, sinks=4)
     assert cache.spare == 16
-    before = cache.nbytes
-    with Written() as written:
-        step_by_step(cache, q, k, v)
-    assert cache.nbytes == before
-    assert written.count < (1 + (4 + 32 + 16) / 16) * (k.numel() + v.numel())
+    nbytes = cache.nbytes
+    with WriteCounter() as writes:
+        decode_token_by_token(cache, q, k, v)
+    assert cache.nbytes == nbytes
+    assert writes.count < (1 + (4 + 32 + 16) / 16) * (k.numel() + v.numel())
 
 
 @pytest.mark.parametrize("kind", ["growing", "sliding", "streaming", "int4", "latent"])
-def test_no_other_storage_is_kept_alive(kind: str) -> None:
+def test_replaced_storage_is_freed(kind: str) -> None:
     q, k, v = tokens(kind, 2, 80)
     cache = new(kind)
     attend(cache, *(x[:, :, :1] for x in (q, k, v)))
     first = weakref.ref(next(iter(cache._content.storage.tensors.values())))
-    twin = cache.fork()
+    fork = cache.fork()
     cache.reorder([1, 0])
     assert first() is None
     second = weakref.ref(next(iter(cache._content.storage.tensors.values())))
     append(cache, k[:, :, 1:], v[:, :, 1:])
     assert (second() is None) == (kind in ("growing", "sliding", "streaming"))
-    assert len(twin) == 1
+    assert len(fork) == 1
 
 
 def test_a_latent_has_no_default_scale() -> None:
@@ -339,7 +341,7 @@ def test_a_latent_has_no_default_scale() -> None:
     assert len(cache) == 0
 
 
-def test_values_of_a_latent_lie_in_the_keys() -> None:
+def test_latent_values_are_a_view_of_the_keys() -> None:
     cache = new("latent")
     append(cache, *tokens("latent", 2, 5)[1:])
     stored = cache._content.storage.stored(5)
@@ -354,15 +356,15 @@ def test_values_of_a_latent_lie_in_the_keys() -> None:
 @pytest.mark.parametrize(("bits", "limit"), [(8, 0.01), (4, 0.12)])
 def test_quantization_error(bits: int, limit: float) -> None:
     q, k, v = torch.randn(1, 8, 4, 128), torch.randn(1, 2, 1024, 128), torch.randn(1, 2, 1024, 128)
-    found = C.quantization_error(k, v, q, bits=bits)
-    assert found.out is not None
-    assert limit / 3 < found.out < limit
-    assert 0 < found.k < limit
-    assert 0 < found.v < limit
-    assert C.quantization_error(k, v, bits=bits) == found._replace(out=None)
+    errors = C.quantization_error(k, v, q, bits=bits)
+    assert errors.out is not None
+    assert limit / 3 < errors.out < limit
+    assert 0 < errors.k < limit
+    assert 0 < errors.v < limit
+    assert C.quantization_error(k, v, bits=bits) == errors._replace(out=None)
 
 
-def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
+def test_quantization_error_of_zeros_and_wrong_arguments() -> None:
     q, zeros = torch.randn(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
     assert C.quantization_error(zeros, zeros, q) == (8, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="mask: expected no options of attention without q"):
@@ -373,34 +375,37 @@ def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
 @pytest.mark.parametrize("channels", [32, 37, 5, 1])
-def test_codes_are_near(kind: str, levels: int, channels: int) -> None:
-    """Half a step in each group; a little more with 4 bits, where least squares moves the ends inwards."""
+def test_dequantised_values_are_close(kind: str, levels: int, channels: int) -> None:
+    """Rounding loses up to half a step in each group.
+
+    With 4 bits it loses a little more: the least-squares fit moves the ends of the range inwards.
+    """
     x = torch.randn(4, 3, 50, channels) * torch.logspace(-2, 2, 50)[:, None] + 3
-    y = kept(kind, x)
+    dequantised = kept(kind, x)
     for group in range(0, channels, 32):
-        part = x[..., group : group + 32]
+        values = x[..., group : group + 32]
         if kind == "int8":
-            step = 2 * part.abs().amax(-1) / levels
+            step = 2 * values.abs().amax(-1) / levels
         else:
-            step = (part.amax(-1) - part.amin(-1)) / levels
-        error = (y[..., group : group + 32] - part).abs().amax(-1)
-        assert (error <= 1.01 * step + 2e-3 * part.abs().amax(-1)).all()
+            step = (values.amax(-1) - values.amin(-1)) / levels
+        error = (dequantised[..., group : group + 32] - values).abs().amax(-1)
+        assert (error <= 1.01 * step + 2e-3 * values.abs().amax(-1)).all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_codes_of_odd_numbers(kind: str) -> None:
-    same = kept(kind, torch.full((2, 40), 2.5))
-    assert_close(same, torch.full((2, 40), 2.5), rtol=1e-3)
+def test_quantising_constant_zero_and_non_finite_groups(kind: str) -> None:
+    constant = kept(kind, torch.full((2, 40), 2.5))
+    assert_close(constant, torch.full((2, 40), 2.5), rtol=1e-3)
     assert not kept(kind, torch.zeros(2, 40)).any()
-    for bad in (torch.nan, torch.inf, 1e9):
+    for value in (torch.nan, torch.inf, 1e9):
         x = torch.ones(1, 64)
-        x[0, 3] = bad
-        y = kept(kind, x)
-        assert y[0, :32].isnan().any(), "what cannot be kept must show"
-        assert y[0, 32:].isfinite().all()
+        x[0, 3] = value
+        dequantised = kept(kind, x)
+        assert dequantised[0, :32].isnan().any(), "a group that cannot be encoded must contain NaN"
+        assert dequantised[0, 32:].isfinite().all()
 
 
-# What can go wrong
+# Errors
 
 
 def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[Cache], Any]]]:
@@ -421,22 +426,22 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "heads": (ValueError, "heads", lambda c: attend(c, q[:, :5], k, v)),
         "window": (ValueError, "window", lambda c: attend(c, q, k, v, window=0)),
         "mask": (TypeError, "mask", lambda c: attend(c, q, k, v, mask=torch.ones(3, 3))),
-        "half of it": (ValueError, "k, v: expected both|lengths: expected None", _half),
+        "incomplete inputs": (ValueError, "k, v: expected both|lengths: expected None", _omit_input),
         "crop": (ValueError, "n: expected at most", lambda c: c.crop(10**6)),
         "crop more": (ValueError, "n: expected at most", lambda c: c.crop(-40)),
         "reorder": (ValueError, "index: expected", lambda c: c.reorder([0, 7])),
         "state": (ValueError, "state: expected the tensors", lambda c: c.load_state_dict({})),
-        "state shape": (ValueError, "(state|lengths): expected", lambda c: c.load_state_dict(_odd(c))),
+        "state shape": (ValueError, "(state|lengths): expected", lambda c: c.load_state_dict(_bad_state(c))),
     }  # fmt: skip
 
 
-def _half(cache: Cache) -> None:
+def _omit_input(cache: Cache) -> None:
     if isinstance(cache, C.LatentCache):
         cache.attend(torch.zeros(2, H, 1, D), scale=1.0, lengths=[1, 1])
     cache.attend(torch.zeros(2, H, 1, D), torch.zeros(2, Hkv, 1, D))
 
 
-def _odd(cache: Cache) -> dict[str, Tensor]:
+def _bad_state(cache: Cache) -> dict[str, Tensor]:
     state = content(cache)
     name = next(iter(state))
     return state | {name: state[name][..., 1:]}
@@ -450,48 +455,48 @@ def test_a_failed_call_changes_nothing(kind: str, call: str) -> None:
     error, message, fail = failing_calls(kind)[call]
     cache = new(kind)
     append(cache, *tokens(kind, 2, 20)[1:], lengths=[20, 9])
-    before, memory, shown = content(cache), cache.nbytes, repr(cache)
+    before, nbytes, text = content(cache), cache.nbytes, repr(cache)
     with pytest.raises(error, match=message):
         fail(cache)
     assert_same(before, content(cache))
-    assert (cache.nbytes, repr(cache)) == (memory, shown)
+    assert (cache.nbytes, repr(cache)) == (nbytes, text)
 
 
 @every_cache
-def test_whatever_attention_raises_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every length around the edges where rows grow, move or get a new page."""
-    import regard.cache._attend as core
+def test_an_error_in_attention_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lengths cover the points where storage grows, shifts or takes a new page."""
+    import regard.cache._attend as attend_module
 
     def fail(*args: Any, **options: Any) -> Tensor:
         raise MemoryError("no room")
 
     cache = new(kind)
     q, k, v = tokens(kind, 2, 70)
-    for n in range(0, 70, 7):
-        piece = [x[:, :, n : n + 7] for x in (q, k, v)]
-        before, memory, shown = content(cache), cache.nbytes, repr(cache)
+    for start in range(0, 70, 7):
+        chunk = [x[:, :, start : start + 7] for x in (q, k, v)]
+        before, nbytes, text = content(cache), cache.nbytes, repr(cache)
         with monkeypatch.context() as patch:
-            patch.setattr(core, "attend_stored", fail)
+            patch.setattr(attend_module, "attend_stored", fail)
             with pytest.raises(MemoryError):
-                attend(cache, *piece)
+                attend(cache, *chunk)
         assert_same(before, content(cache))
-        assert (cache.nbytes, repr(cache)) == (memory, shown)
-        out = attend(cache, *piece)
-        assert rel_l2(out, expected(kind, *(x[:, :, : n + 7] for x in (q, k, v)))[:, :, n:]) < 2e-6
+        assert (cache.nbytes, repr(cache)) == (nbytes, text)
+        out = attend(cache, *chunk)
+        assert rel_l2(out, expected(kind, *(x[:, :, : start + 7] for x in (q, k, v)))[:, :, start:]) < 2e-6
 
 
 @pytest.mark.parametrize("kind", ["fixed", "int8", "latent", "paged"])
-def test_full(kind: str) -> None:
+def test_full_caches_raise(kind: str) -> None:
     q, k, v = tokens(kind, 2, 33)
     cache = new(kind, capacity=32)
     append(cache, k[:, :, :30], v[:, :, :30])
     before = content(cache)
-    full = {
+    messages = {
         "paged": "PagedCache is full: 2 pages of 16 tokens needed, 0 of 4 are free",
         "latent": "LatentCache is full: 33 tokens needed, capacity 32, of which 2 are free",
     }
-    wanted = full.get(kind, "Cache is full: 33 tokens needed, capacity 32, of which 2 are free")
-    with pytest.raises(ValueError, match=wanted):
+    message = messages.get(kind, "Cache is full: 33 tokens needed, capacity 32, of which 2 are free")
+    with pytest.raises(ValueError, match=message):
         attend(cache, *(x[:, :, 30:] for x in (q, k, v)))
     assert_same(before, content(cache))
     attend(cache, *(x[:, :, 30:32] for x in (q, k, v)))
@@ -525,7 +530,7 @@ def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], messag
 @pytest.mark.parametrize(
     "options", [{"mask": M.Prefix(2)}, {"mask": M.Dense(torch.ones(1, 1, dtype=torch.bool))}]
 )
-def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) -> None:
+def test_sliding_rejects_masks_of_absolute_positions(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="mask: expected a mask of distances in a SlidingCache"):
         attend(new("sliding"), *tokens("sliding", 2, 1), **options)
     with pytest.raises(TypeError, match=r"bias: expected scores\.Alibi"):
@@ -533,7 +538,7 @@ def test_sliding_refuses_masks_of_places_that_are_gone(options: dict[str, Any]) 
 
 
 @every_cache
-def test_gradients_are_never_dropped_in_silence(kind: str) -> None:
+def test_keys_that_require_grad_raise(kind: str) -> None:
     q, k, v = tokens(kind, 2, 3)
     cache = new(kind)
     with pytest.raises(RuntimeError, match="expected requires_grad=False, because a cache keeps no gradient"):
@@ -548,23 +553,23 @@ def test_gradients_are_never_dropped_in_silence(kind: str) -> None:
 
 
 @every_cache
-def test_queries_may_learn_whatever_is_written_later(kind: str) -> None:
+def test_later_writes_do_not_change_gradients_of_queries(kind: str) -> None:
     q, k, v = tokens(kind, 2, 6)
     slopes = torch.rand(H)
-    found = []
+    grads = []
     for later in (False, True):
         cache, leaves = new(kind), [x.clone().requires_grad_() for x in (q, slopes)]
         out = attend(cache, leaves[0], k, v, bias=scores.Alibi(leaves[1]))
         if later:
             cache.crop(4)
             attend(cache, q[:, :, :3], 10 * k[:, :, :3], 10 * v[:, :, :3])
-        found.append(torch.autograd.grad(out.square().sum(), leaves))
-    for a, b in zip(*found, strict=True):
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
 
 
 @every_cache
-def test_made_in_inference_mode(kind: str) -> None:
+def test_caches_created_in_inference_mode(kind: str) -> None:
     with torch.inference_mode():
         cache = new(kind)
         attend(cache, *tokens(kind, 2, 70))
@@ -574,11 +579,11 @@ def test_made_in_inference_mode(kind: str) -> None:
     assert len(cache) == 72
 
 
-# Whole caches
+# Reordering, copies and state dicts
 
 
 @pytest.mark.parametrize("kind", ["growing", "sliding", "int4", "latent"])
-def test_reorder_may_change_the_number_of_samples(kind: str) -> None:
+def test_reorder_may_change_the_batch_size(kind: str) -> None:
     q, k, v = tokens(kind, 3, 40)
     cache = new(kind, 1)
     append(cache, k[:1, :, :30], v[:1, :, :30])
@@ -587,37 +592,37 @@ def test_reorder_may_change_the_number_of_samples(kind: str) -> None:
     for x in (q, k, v):
         x[:, :, :30] = x[:1, :, :30].clone()
     v = k[..., :Dv] if kind == "latent" else v
-    out = run(cache, *(x[:, :, 30:] for x in (q, k, v)), sizes=[1])
+    out = attend_in_chunks(cache, *(x[:, :, 30:] for x in (q, k, v)), sizes=[1])
     assert rel_l2(out, expected(kind, q, k, v)[:, :, 30:]) < LIMITS[torch.float32]
 
 
 @every_cache
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_a_copy_goes_its_own_way(kind: str, copied: Callable[[Cache], Cache]) -> None:
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_are_independent(kind: str, make_copy: Callable[[Cache], Cache]) -> None:
     q, k, v = tokens(kind, 2, 12)
     cache = new(kind)
-    run(cache, *(x[:, :, :8] for x in (q, k, v)), sizes=[3])
-    twin = copied(cache)
+    attend_in_chunks(cache, *(x[:, :, :8] for x in (q, k, v)), sizes=[3])
+    copied = make_copy(cache)
     before = content(cache)
-    out = run(twin, *(x[:, :, 8:] for x in (q, k, v)), sizes=[1])
+    out = attend_in_chunks(copied, *(x[:, :, 8:] for x in (q, k, v)), sizes=[1])
     assert rel_l2(out, expected(kind, q, k, v)[:, :, 8:]) < LIMITS[torch.float32]
     assert_same(before, content(cache))
 
 
 @every_cache
-def test_states_are_tensors_and_go_through_safetensors(kind: str, tmp_path: Any) -> None:
+def test_state_dicts_survive_safetensors(kind: str, tmp_path: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    cache, again = new(kind), new(kind)
+    cache, restored = new(kind), new(kind)
     append(cache, *tokens(kind, 2, 30)[1:], lengths=[30, 11])
     safetensors.save_file(cache.state_dict(), tmp_path / "cache")
-    again.load_state_dict(safetensors.load_file(tmp_path / "cache"))
-    assert_same(content(cache), content(again))
-    piece = tokens(kind, 2, 2)
-    assert torch.equal(attend(cache, *piece), attend(again, *piece))
+    restored.load_state_dict(safetensors.load_file(tmp_path / "cache"))
+    assert_same(content(cache), content(restored))
+    chunk = tokens(kind, 2, 2)
+    assert torch.equal(attend(cache, *chunk), attend(restored, *chunk))
 
 
 @every_cache
-def test_a_state_is_a_snapshot(kind: str) -> None:
+def test_state_dict_is_a_snapshot(kind: str) -> None:
     cache = new(kind)
     append(cache, *tokens(kind, 2, 9)[1:])
     state = cache.state_dict()
@@ -627,23 +632,23 @@ def test_a_state_is_a_snapshot(kind: str) -> None:
     assert_same(before, state)
 
 
-def test_rollback_is_always_possible() -> None:
+def test_rollback_at_every_length() -> None:
     q, k, v = tokens("streaming", 2, 100)
     cache = new("streaming")
     for n in range(0, 100, 2):
         append(cache, k[:, :, n : n + 2], v[:, :, n : n + 2])
         cache.crop(-2)
         out = attend(cache, *(x[:, :, n : n + 2] for x in (q, k, v)))
-        wanted = expected("streaming", *(x[:, :, : n + 2] for x in (q, k, v)))[:, :, n:]
-        assert rel_l2(out, wanted) < LIMITS[torch.float32]
+        reference = expected("streaming", *(x[:, :, : n + 2] for x in (q, k, v)))[:, :, n:]
+        assert rel_l2(out, reference) < LIMITS[torch.float32]
     with pytest.raises(ValueError, match="n: expected to drop at most 2 of 100 tokens"):
         cache.crop(40)
     cache.crop(SINKS)
-    out = run(cache, *(x[:, :, SINKS:] for x in (q, k, v)), sizes=[5])
+    out = attend_in_chunks(cache, *(x[:, :, SINKS:] for x in (q, k, v)), sizes=[5])
     assert rel_l2(out, expected("streaming", q, k, v)[:, :, SINKS:]) < LIMITS[torch.float32]
 
 
-def test_reprs_say_what_is_there() -> None:
+def test_repr() -> None:
     cache = new("fixed")
     append(cache, *tokens("fixed", 2, 5)[1:], lengths=[5, 2])
     assert repr(cache) == (
@@ -659,26 +664,26 @@ def test_reprs_say_what_is_there() -> None:
 # Pages
 
 
-def test_equal_beginnings_are_stored_once() -> None:
+def test_shared_prefixes_are_stored_once() -> None:
     q, k, v = tokens("paged", 1, 60)
     cache = new("paged", 1, capacity=160)
     append(cache, k[:, :, :40], v[:, :, :40])
     assert cache.free_pages == 10 - 3
-    twin = cache.add(like=0)
+    fork = cache.add(like=0)
     short = cache.add(like=0, tokens=35)
     assert cache.free_pages == 10 - 3
     assert cache.lengths.tolist() == [40, 40, 35]
-    out = cache.attend(q[:, :, 40:41], k[:, :, 40:41], v[:, :, 40:41], ids=[twin], scale=0.3)
+    out = cache.attend(q[:, :, 40:41], k[:, :, 40:41], v[:, :, 40:41], ids=[fork], scale=0.3)
     assert cache.free_pages == 10 - 4, "the page that was not full is copied, the others stay shared"
     assert rel_l2(out, expected("paged", *(x[:, :, :41] for x in (q, k, v)))[:, :, 40:]) < 2e-6
-    other = [torch.randn_like(x[:, :, :25]) for x in (q, k, v)]
-    out = attend(cache, *other, ids=[short])
-    whole = [torch.cat([x[:, :, :35], y], 2) for x, y in zip((q, k, v), other, strict=True)]
-    assert rel_l2(out, expected("paged", *whole)[:, :, 35:]) < 2e-6
+    continuation = [torch.randn_like(x[:, :, :25]) for x in (q, k, v)]
+    out = attend(cache, *continuation, ids=[short])
+    full_sequence = [torch.cat([x[:, :, :35], y], 2) for x, y in zip((q, k, v), continuation, strict=True)]
+    assert rel_l2(out, expected("paged", *full_sequence)[:, :, 35:]) < 2e-6
     out = attend(cache, *(x[:, :, 40:] for x in (q, k, v)), ids=[0])
     assert rel_l2(out, expected("paged", q, k, v)[:, :, 40:]) < 2e-6
-    for name in (0, twin, short):
-        cache.free(name)
+    for sequence_id in (0, fork, short):
+        cache.free(sequence_id)
     assert cache.free_pages == 10
     assert cache.ids == ()
 
@@ -690,8 +695,8 @@ def test_many_sequences_in_one_call_in_any_order() -> None:
     for b, n in enumerate(lengths):
         cache.append(k[b : b + 1, :, :n], v[b : b + 1, :, :n], ids=[cache.add()])
     order = [3, 0, 4, 2]
-    piece = [torch.stack([x[b, :, lengths[b] : lengths[b] + 2] for b in order]) for x in (q, k, v)]
-    out = attend(cache, *piece, ids=order)
+    chunk = [torch.stack([x[b, :, lengths[b] : lengths[b] + 2] for b in order]) for x in (q, k, v)]
+    out = attend(cache, *chunk, ids=order)
     for row, b in enumerate(order):
         n = lengths[b] + 2
         alone = expected("paged", *(x[b : b + 1, :, :n] for x in (q, k, v)))
@@ -707,7 +712,7 @@ def test_beams_share_pages() -> None:
     assert cache.free_pages == before + 4
 
 
-def test_a_forgotten_fork_gives_its_pages_back() -> None:
+def test_a_deleted_fork_frees_its_pages() -> None:
     cache = new("paged", 1, capacity=160)
     append(cache, *tokens("paged", 1, 20)[1:])
     fork = cache.fork()
@@ -734,7 +739,7 @@ def test_a_forgotten_fork_gives_its_pages_back() -> None:
         (lambda c: c.load_state_dict(c.state_dict() | {"ids": torch.tensor([1, 1])}), "ids without repeats"),
     ],
 )
-def test_wrong_sequences(call: Callable[[Cache], Any], message: str) -> None:
+def test_wrong_sequence_ids(call: Callable[[Cache], Any], message: str) -> None:
     cache = new("paged")
     append(cache, *tokens("paged", 2, 20)[1:])
     before = content(cache)
@@ -743,7 +748,7 @@ def test_wrong_sequences(call: Callable[[Cache], Any], message: str) -> None:
     assert_same(before, content(cache))
 
 
-def test_a_state_that_does_not_fit() -> None:
+def test_loading_a_state_that_needs_more_pages() -> None:
     large, small = new("paged", 2, capacity=64), new("paged", 2, capacity=32)
     append(large, *tokens("paged", 2, 40)[1:])
     append(small, *tokens("paged", 2, 30)[1:])
@@ -757,8 +762,10 @@ def test_a_state_that_does_not_fit() -> None:
 @every_cache
 def test_the_signature_of_attend_names_every_option(kind: str) -> None:
     parameters = inspect.signature(type(new(kind)).attend).parameters
-    named = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY} - {"ids"}
-    assert named == {"return_lse", *ScaledKeywords.__annotations__}
+    keyword_only = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY} - {
+        "ids"
+    }
+    assert keyword_only == {"return_lse", *ScaledKeywords.__annotations__}
     assert {p.kind for p in parameters.values()}.isdisjoint({inspect.Parameter.VAR_KEYWORD})
     assert parameters["impl"].default == "auto"
 
@@ -768,13 +775,13 @@ def test_every_kind_is_tested() -> None:
         "KVCache", "SlidingCache", "PagedCache", "QuantizedCache", "LatentCache"
     }  # fmt: skip
     assert set(EXACT) | {"int8", "int4"} == set(KINDS)
-    elsewhere = {"LinearCache"}  # it keeps no keys: test_linear_modules.py
+    elsewhere = {"LinearCache"}  # stores no keys; tested in tests/nn/test_linear.py
     assert {name for name in dir(regard.cache) if name.endswith("Cache")} - elsewhere == {
         type(new(kind)).__name__ for kind in KINDS
     }
 
 
-def test_start_is_the_place_that_all_samples_share() -> None:
+def test_start_is_the_common_length() -> None:
     cache, k = C.KVCache(2, 1, 4), torch.randn(2, 1, 3, 4)
     assert cache.start == 0
     cache.append(k, k)

@@ -1,4 +1,4 @@
-"""Caches beside the plainest model of one: all tokens of every sample in a list. Any order of calls."""
+"""Stateful tests: random calls of a cache, compared with a model that keeps all tokens in lists."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ counts = st.one_of(st.integers(0, 3), st.integers(0, 20))
 
 
 class Fault(Exception):
-    """What a backend may raise."""
+    """Stands for any error that a backend raises."""
 
 
-def failing(*args: Any, **options: Any) -> Tensor:
+def raise_fault(*args: Any, **options: Any) -> Tensor:
     raise Fault
 
 
-def with_fault(call: Callable[[], Any]) -> None:
+def call_with_fault(call: Callable[[], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "attend_stored", failing)
-        with pytest.raises((Fault, ValueError)):  # ValueError: it was full before
+        patch.setattr(core, "attend_stored", raise_fault)
+        with pytest.raises((Fault, ValueError)):  # ValueError if the cache is full
             call()
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
 
 
-def joined(sample: Sample, new: Sample) -> Sample:
+def extended(sample: Sample, new: Sample) -> Sample:
     return [torch.cat([a, b], 1) for a, b in zip(sample, new, strict=True)]
 
 
 class Machine(RuleBasedStateMachine):
-    """Caches of rows: B samples that are appended to together."""
+    """Tests caches whose B samples are appended to together."""
 
     kind: str
 
@@ -55,72 +55,78 @@ class Machine(RuleBasedStateMachine):
     def begin(self, B: int) -> None:
         torch.manual_seed(0)
         self.cache: Cache = new(self.kind, B, DTYPE)
-        self.samples: list[Sample] = [self.nothing() for _ in range(B)]
-        self.peaks = [0] * B  # how long the samples have been; a rollback counts from there
+        self.samples: list[Sample] = [self.empty_sample() for _ in range(B)]
+        self.peaks = [0] * B  # the longest length so far; rollback counts from it
 
-    def nothing(self) -> Sample:
+    def empty_sample(self) -> Sample:
         return [x[0] for x in tokens(self.kind, 1, 0, DTYPE)]
 
     def chunk(self, lengths: list[int]) -> tuple[list[Tensor], list[Sample]]:
-        """New tokens for all samples, and what of them each sample gets."""
+        """Returns padded new tokens (q, k, v) and the tokens that each sample appends."""
         q, k, v = tokens(self.kind, len(lengths), max(lengths), DTYPE)
         return [q, k, v], [[x[b, :, :m] for x in (q, k, v)] for b, m in enumerate(lengths)]
 
-    def drawn(self, data: Any, ragged: bool) -> list[int]:
+    def draw_lengths(self, data: Any, ragged: bool) -> list[int]:
         B = len(self.samples)
         return data.draw(st.lists(counts, min_size=B, max_size=B)) if ragged else [data.draw(counts)] * B
 
     def fits(self, lengths: list[int]) -> bool:
-        most = max(sample[0].shape[1] + m for sample, m in zip(self.samples, lengths, strict=True))
-        return self.cache.capacity is None or self.kind in ("sliding", "streaming") or most <= 96
+        max_length = max(sample[0].shape[1] + m for sample, m in zip(self.samples, lengths, strict=True))
+        return self.cache.capacity is None or self.kind in ("sliding", "streaming") or max_length <= 96
 
-    @rule(data=st.data(), ragged=st.booleans(), look=st.booleans(), fault=st.integers(0, 4))
-    def feed(self, data: Any, ragged: bool, look: bool, fault: int) -> None:
-        lengths = self.drawn(data, ragged)
-        chunk, parts = self.chunk(lengths)
+    @rule(data=st.data(), ragged=st.booleans(), with_queries=st.booleans(), fault=st.integers(0, 4))
+    def feed(self, data: Any, ragged: bool, with_queries: bool, fault: int) -> None:
+        lengths = self.draw_lengths(data, ragged)
+        chunk, new_tokens = self.chunk(lengths)
         options = {"lengths": lengths} if ragged else {}
         before = self.cache.state_dict()
         if not self.fits(lengths):
             with pytest.raises(ValueError, match="is full"):
                 append(self.cache, *chunk[1:], **options)
-            assert same(before, self.cache.state_dict())
+            assert equal_states(before, self.cache.state_dict())
             return
         if not fault:
-            with_fault(lambda: attend(self.cache, *chunk, **options))
-            assert same(before, self.cache.state_dict())
-        found = attend(self.cache, *chunk, **options) if look else append(self.cache, *chunk[1:], **options)
-        self.samples = [joined(sample, new) for sample, new in zip(self.samples, parts, strict=True)]
+            call_with_fault(lambda: attend(self.cache, *chunk, **options))
+            assert equal_states(before, self.cache.state_dict())
+        out = (
+            attend(self.cache, *chunk, **options)
+            if with_queries
+            else append(self.cache, *chunk[1:], **options)
+        )
+        self.samples = [extended(sample, tail) for sample, tail in zip(self.samples, new_tokens, strict=True)]
         self.peaks = [max(p, x[0].shape[1]) for p, x in zip(self.peaks, self.samples, strict=True)]
-        if look:
-            self.check(found, lengths)
+        if with_queries:
+            self.check(out, lengths)
 
-    def check(self, found: Tensor, lengths: list[int]) -> None:
-        for out, sample, m in zip(found, self.samples, lengths, strict=True):
-            n = sample[0].shape[1]
-            alone = expected(self.kind, *(x[None] for x in sample))[0, :, n - m :]
-            assert_close(out[:, :m], alone, **CLOSE)
-            assert not out[:, m:].any()
+    def check(self, outs: Tensor, lengths: list[int]) -> None:
+        for out, sample, new_length in zip(outs, self.samples, lengths, strict=True):
+            length = sample[0].shape[1]
+            alone = expected(self.kind, *(x[None] for x in sample))[0, :, length - new_length :]
+            assert_close(out[:, :new_length], alone, **CLOSE)
+            assert not out[:, new_length:].any()
 
     @rule(data=st.data())
     def crop(self, data: Any) -> None:
         lengths = [sample[0].shape[1] for sample in self.samples]
-        left = [data.draw(st.integers(max(0, n - 4), n) | st.integers(0, n)) for n in lengths]
+        new_lengths = [data.draw(st.integers(max(0, n - 4), n) | st.integers(0, n)) for n in lengths]
         before = self.cache.state_dict()
         try:
-            self.cache.crop(left)
+            self.cache.crop(new_lengths)
         except ValueError:
             assert self.kind in ("sliding", "streaming")
-            assert any(p - m > 2 and m > self.cache.sinks for p, m in zip(self.peaks, left, strict=True))
-            assert same(before, self.cache.state_dict())
+            assert any(
+                p - m > 2 and m > self.cache.sinks for p, m in zip(self.peaks, new_lengths, strict=True)
+            )
+            assert equal_states(before, self.cache.state_dict())
         else:
-            pairs = zip(self.samples, left, strict=True)
+            pairs = zip(self.samples, new_lengths, strict=True)
             self.samples = [[x[:, :m] for x in sample] for sample, m in pairs]
             if self.kind in ("sliding", "streaming"):
-                again = zip(self.peaks, left, strict=True)
-                self.peaks = [m if m <= self.cache.sinks else peak for peak, m in again]
+                peak_pairs = zip(self.peaks, new_lengths, strict=True)
+                self.peaks = [m if m <= self.cache.sinks else peak for peak, m in peak_pairs]
 
     @rule(m=st.integers(0, 2))
-    def take_back(self, m: int) -> None:
+    def roll_back(self, m: int) -> None:
         pairs = zip(self.samples, self.peaks, strict=True)
         m = min(m, *(sample[0].shape[1] - max(0, peak - 2) for sample, peak in pairs))
         if m > 0:
@@ -134,22 +140,22 @@ class Machine(RuleBasedStateMachine):
         self.samples = [self.samples[b] for b in index]
         self.peaks = [self.peaks[b] for b in index]
 
-    @rule(other=st.booleans())
-    def fork(self, other: bool) -> None:
+    @rule(use_fork=st.booleans())
+    def fork(self, use_fork: bool) -> None:
         twin = self.cache.fork()
-        self.cache, twin = (twin, self.cache) if other else (self.cache, twin)
+        self.cache, twin = (twin, self.cache) if use_fork else (self.cache, twin)
         before = self.cache.state_dict()
-        two = [2] * len(self.samples)
-        if self.fits(two):
-            append(twin, *self.chunk(two)[0][1:])
+        lengths = [2] * len(self.samples)
+        if self.fits(lengths):
+            append(twin, *self.chunk(lengths)[0][1:])
         twin.reorder([0])
         twin.reset()
-        assert same(before, self.cache.state_dict())
+        assert equal_states(before, self.cache.state_dict())
 
     @rule()
     def reset(self) -> None:
         self.cache.reset()
-        self.samples = [self.nothing() for _ in self.samples]
+        self.samples = [self.empty_sample() for _ in self.samples]
         self.peaks = [0] * len(self.samples)
 
     @rule()
@@ -157,7 +163,7 @@ class Machine(RuleBasedStateMachine):
         state = self.cache.state_dict()
         self.cache = new(self.kind, len(self.samples), DTYPE)
         self.cache.load_state_dict(state)
-        assert same(state, self.cache.state_dict())
+        assert equal_states(state, self.cache.state_dict())
 
     @invariant()
     def counts_agree(self) -> None:
@@ -169,130 +175,135 @@ class Machine(RuleBasedStateMachine):
 
 
 class PagedMachine(RuleBasedStateMachine):
-    """Sequences in pages: added, freed and shared one by one."""
+    """Tests PagedCache: sequences are added, freed and shared one at a time."""
 
     @initialize()
     def begin(self) -> None:
         torch.manual_seed(0)
         self.caches = [C.PagedCache(14, Hkv, D, Dv, dtype=DTYPE)]
-        self.held: list[dict[int, Sample]] = [{}]
+        self.models: list[dict[int, Sample]] = [{}]
 
-    def one(self, data: Any) -> tuple[C.PagedCache, dict[int, Sample]]:
-        at = data.draw(st.integers(0, len(self.caches) - 1))
-        return self.caches[at], self.held[at]
+    def draw_cache(self, data: Any) -> tuple[C.PagedCache, dict[int, Sample]]:
+        index = data.draw(st.integers(0, len(self.caches) - 1))
+        return self.caches[index], self.models[index]
 
-    def some(self, data: Any, held: dict[int, Sample]) -> list[int]:
-        return data.draw(st.lists(st.sampled_from(sorted(held)), min_size=1, unique=True))
+    def draw_ids(self, data: Any, samples: dict[int, Sample]) -> list[int]:
+        return data.draw(st.lists(st.sampled_from(sorted(samples)), min_size=1, unique=True))
 
     @rule(data=st.data())
     def add(self, data: Any) -> None:
-        cache, held = self.one(data)
-        if len(held) < 5:
-            held[cache.add()] = [x[0] for x in tokens("paged", 1, 0, DTYPE)]
+        cache, samples = self.draw_cache(data)
+        if len(samples) < 5:
+            samples[cache.add()] = [x[0] for x in tokens("paged", 1, 0, DTYPE)]
 
     @rule(data=st.data())
     def share(self, data: Any) -> None:
-        cache, held = self.one(data)
-        if held and len(held) < 5:
-            like = data.draw(st.sampled_from(sorted(held)))
-            n = data.draw(st.integers(0, held[like][0].shape[1]))
+        cache, samples = self.draw_cache(data)
+        if samples and len(samples) < 5:
+            like = data.draw(st.sampled_from(sorted(samples)))
+            n = data.draw(st.integers(0, samples[like][0].shape[1]))
             free = cache.free_pages
-            held[cache.add(like=like, tokens=n)] = [x[:, :n] for x in held[like]]
+            samples[cache.add(like=like, tokens=n)] = [x[:, :n] for x in samples[like]]
             assert cache.free_pages == free
 
     @rule(data=st.data())
     def free(self, data: Any) -> None:
-        cache, held = self.one(data)
-        if held:
-            name = data.draw(st.sampled_from(sorted(held)))
-            cache.free(name)
-            del held[name]
+        cache, samples = self.draw_cache(data)
+        if samples:
+            sequence_id = data.draw(st.sampled_from(sorted(samples)))
+            cache.free(sequence_id)
+            del samples[sequence_id]
 
     @rule(data=st.data(), ragged=st.booleans(), fault=st.booleans())
     def feed(self, data: Any, ragged: bool, fault: bool) -> None:
-        cache, held = self.one(data)
-        if not held:
+        cache, samples = self.draw_cache(data)
+        if not samples:
             return
-        ids = self.some(data, held)
+        ids = self.draw_ids(data, samples)
         B = len(ids)
         lengths = data.draw(st.lists(counts, min_size=B, max_size=B)) if ragged else [data.draw(counts)] * B
         chunk = tokens("paged", B, max(lengths), DTYPE)
         options: dict[str, Any] = {"ids": ids, "scale": SCALE} | ({"lengths": lengths} if ragged else {})
         before = self.states()
         if fault:
-            with_fault(lambda: cache.attend(*chunk, **options))
+            call_with_fault(lambda: cache.attend(*chunk, **options))
             self.assert_unchanged(before)
         try:
-            found: Any = cache.attend(*chunk, **options)
-        except ValueError:  # full, as nothing else is wrong with the call
+            outs: Any = cache.attend(*chunk, **options)
+        except ValueError:  # the cache is full; the call is valid otherwise
             self.assert_unchanged(before)
             assert cache.free_pages < 3 * B
             return
-        for b, (name, m) in enumerate(zip(ids, lengths, strict=True)):
-            held[name] = joined(held[name], [x[b, :, :m] for x in chunk])
-            n = held[name][0].shape[1]
-            alone = expected("paged", *(x[None] for x in held[name]))[0, :, n - m :]
-            assert_close(found[b, :, :m], alone, **CLOSE)
+        for b, (sequence_id, m) in enumerate(zip(ids, lengths, strict=True)):
+            samples[sequence_id] = extended(samples[sequence_id], [x[b, :, :m] for x in chunk])
+            n = samples[sequence_id][0].shape[1]
+            alone = expected("paged", *(x[None] for x in samples[sequence_id]))[0, :, n - m :]
+            assert_close(outs[b, :, :m], alone, **CLOSE)
 
     def states(self) -> list[dict[str, Tensor]]:
         return [cache.state_dict() for cache in self.caches]
 
     def assert_unchanged(self, before: list[dict[str, Tensor]]) -> None:
-        assert all(same(a, b) for a, b in zip(before, self.states(), strict=True))
+        assert all(equal_states(a, b) for a, b in zip(before, self.states(), strict=True))
 
     @rule(data=st.data())
     def crop(self, data: Any) -> None:
-        cache, held = self.one(data)
-        if held:
-            ids = self.some(data, held)
-            left = [data.draw(st.integers(0, held[name][0].shape[1])) for name in ids]
+        cache, samples = self.draw_cache(data)
+        if samples:
+            ids = self.draw_ids(data, samples)
+            left = [data.draw(st.integers(0, samples[sequence_id][0].shape[1])) for sequence_id in ids]
             cache.crop(left, ids=ids)
-            for name, m in zip(ids, left, strict=True):
-                held[name] = [x[:, :m] for x in held[name]]
+            for sequence_id, m in zip(ids, left, strict=True):
+                samples[sequence_id] = [x[:, :m] for x in samples[sequence_id]]
 
     @rule(data=st.data())
     def reorder(self, data: Any) -> None:
-        cache, held = self.one(data)
-        if held:
-            ids = self.some(data, held)
+        cache, samples = self.draw_cache(data)
+        if samples:
+            ids = self.draw_ids(data, samples)
             rows = st.integers(0, len(ids) - 1)
             index = data.draw(st.lists(rows, min_size=len(ids), max_size=len(ids)))
             cache.reorder(index, ids=ids)
-            held.update({name: held[ids[row]] for name, row in dict(zip(ids, index, strict=True)).items()})
+            samples.update(
+                {
+                    sequence_id: samples[ids[row]]
+                    for sequence_id, row in dict(zip(ids, index, strict=True)).items()
+                }
+            )
 
     @precondition(lambda self: len(self.caches) < 3)
     @rule(data=st.data())
     def fork(self, data: Any) -> None:
-        cache, held = self.one(data)
+        cache, samples = self.draw_cache(data)
         self.caches.append(cache.fork())
-        self.held.append(dict(held))
+        self.models.append(dict(samples))
 
     @precondition(lambda self: len(self.caches) > 1)
     @rule()
-    def forget(self) -> None:
+    def drop_last_fork(self) -> None:
         self.caches.pop()
-        self.held.pop()
+        self.models.pop()
 
     @rule(data=st.data())
     def save_and_restore(self, data: Any) -> None:
-        cache, _ = self.one(data)
+        cache, _ = self.draw_cache(data)
         state = cache.state_dict()
         cache.load_state_dict(state)
-        assert same(state, cache.state_dict())
-        elsewhere = C.PagedCache(14, Hkv, D, Dv, dtype=DTYPE)
-        elsewhere.load_state_dict(state)
-        assert same(state, elsewhere.state_dict())
+        assert equal_states(state, cache.state_dict())
+        restored = C.PagedCache(14, Hkv, D, Dv, dtype=DTYPE)
+        restored.load_state_dict(state)
+        assert equal_states(state, restored.state_dict())
 
     @rule(data=st.data())
-    def look_again(self, data: Any) -> None:
-        """All content, through the last query of each sequence."""
-        cache, held = self.one(data)
-        ids = [name for name, sample in held.items() if sample[0].shape[1]]
+    def attend_without_append(self, data: Any) -> None:
+        """Compares the outputs of the last queries, which depend on all stored keys."""
+        cache, samples = self.draw_cache(data)
+        ids = [sequence_id for sequence_id, sample in samples.items() if sample[0].shape[1]]
         if ids:
-            q = torch.stack([held[name][0][:, -1:] for name in ids])
-            found = cache.attend(q, ids=ids, scale=SCALE)
-            for out, name in zip(found, ids, strict=True):
-                alone = expected("paged", *(x[None] for x in held[name]))[0, :, -1:]
+            q = torch.stack([samples[sequence_id][0][:, -1:] for sequence_id in ids])
+            outs = cache.attend(q, ids=ids, scale=SCALE)
+            for out, sequence_id in zip(outs, ids, strict=True):
+                alone = expected("paged", *(x[None] for x in samples[sequence_id]))[0, :, -1:]
                 assert_close(out, alone, **CLOSE)
 
     @invariant()
@@ -304,17 +315,17 @@ class PagedMachine(RuleBasedStateMachine):
         for cache in self.caches:
             for sequence in cache._sequences.values():
                 assert len(sequence.pages) == -(-sequence.length // 16)
-                for number in sequence.pages:
-                    users[number] += 1
+                for page in sequence.pages:
+                    users[page] += 1
         assert pool.users == users
-        assert sorted(pool.free) == [number for number, n in enumerate(users) if not n]
+        assert sorted(pool.free) == [page for page, n in enumerate(users) if not n]
 
     @invariant()
     def lengths_agree(self) -> None:
         if hasattr(self, "caches"):
-            for cache, held in zip(self.caches, self.held, strict=True):
-                assert cache.ids == tuple(held)
-                assert cache.lengths.tolist() == [sample[0].shape[1] for sample in held.values()]
+            for cache, samples in zip(self.caches, self.models, strict=True):
+                assert cache.ids == tuple(samples)
+                assert cache.lengths.tolist() == [sample[0].shape[1] for sample in samples.values()]
 
 
 def test_case(name: str, machine: type[RuleBasedStateMachine], **fields: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Conversion: swapped, grouped and latent attention; the report; files."""
+"""Tests of conversion: replaced, grouped and latent attention; verification, reports and files."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def attention(kv_heads: int = 6, rule: str = "none", **options: Any) -> Attentio
 
 
 def tokens(B: int = 8, L: int = 33) -> Tensor:
-    """Tokens whose directions are of different sizes, as those of models are."""
+    """Returns tokens (B, L, 48) whose principal directions differ in scale, as in real models."""
     basis, _ = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(7)))
     return torch.randn(B, L, 48) * torch.linspace(0.05, 2, 48) @ basis
 
 
-# Swapping
+# Replacing
 
 
 class Encoder(nn.Module):
-    """Two layers and one attention that stands at two places."""
+    """A model of two layers and one attention module that is registered under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ NAMES = ("layers.layers.0.self_attn", "layers.layers.1.self_attn", "shared")
 @pytest.mark.parametrize("training", [False, True])
 def test_replace_and_restore(training: bool, padded: bool) -> None:
     model, x = Encoder().train(training), torch.randn(3, 7, 16)
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    for attend in (m for m in model.modules() if isinstance(m, nn.MultiheadAttention)):
-        attend.dropout = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for attention in (m for m in model.modules() if isinstance(m, nn.MultiheadAttention)):
+        attention.dropout = 0.0
     padding = torch.arange(7) >= torch.tensor([7, 4, 5])[:, None] if padded else None
     real = slice(None) if padding is None else ~padding
     parameters, state = list(model.parameters()), set(model.state_dict())
@@ -105,7 +105,7 @@ def test_hooks_and_optimizers_survive() -> None:
     assert not torch.equal(model.in_proj_weight, before)
 
 
-def test_a_subclass_is_refused_before_anything_changes() -> None:
+def test_a_subclass_is_rejected_before_anything_changes() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
@@ -118,35 +118,35 @@ def test_a_subclass_is_refused_before_anything_changes() -> None:
 # Verifying
 
 
-def test_verify_leaves_parts_in_their_mode() -> None:
+def test_verify_keeps_training_modes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].eval()
     convert.verify(model, torch.randn(5, 4))
-    assert [part.training for part in model.modules()] == [True, True, False]
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_verify() -> None:
     model = Encoder()
     convert.replace_attention(model)
-    found = convert.verify(model, torch.randn(2, 9, 16))
-    assert 0 < found.output < 1e-5
-    assert 0 < found.gradient < 1e-5
-    assert found.output < 4 * found.plain_output
-    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    differences = convert.verify(model, torch.randn(2, 9, 16))
+    assert 0 < differences.output < 1e-5
+    assert 0 < differences.gradient < 1e-5
+    assert differences.output < 4 * differences.plain_output
+    assert set(differences.gradients) == {name for name, _ in model.named_parameters()}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
-    assert "from float64" in str(found)
+    assert "from float64" in str(differences)
 
 
-def test_verify_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_detects_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Encoder(), torch.randn(2, 9, 16)
     convert.replace_attention(model)
-    right = regard.nn.multihead.attention
-    monkeypatch.setattr(regard.nn.multihead, "attention", lambda *a, **o: right(*a, **o) * 1.01)
-    found = convert.verify(model, {"x": x})
-    assert found.output > 1e-4 > found.plain_output
-    assert found.gradient > 1e-4 > found.plain_gradient
-    assert convert.verify(model, (x, None)).output == found.output
+    original = regard.nn.multihead.attention
+    monkeypatch.setattr(regard.nn.multihead, "attention", lambda *a, **o: original(*a, **o) * 1.01)
+    differences = convert.verify(model, {"x": x})
+    assert differences.output > 1e-4 > differences.plain_output
+    assert differences.gradient > 1e-4 > differences.plain_gradient
+    assert convert.verify(model, (x, None)).output == differences.output
 
 
 # Grouped heads
@@ -154,7 +154,7 @@ def test_verify_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["mean", "first", "aligned"])
 @pytest.mark.parametrize("rule", POSITIONS)
-def test_as_many_heads_change_nothing(rule: str, method: str) -> None:
+def test_keeping_all_heads_changes_nothing(rule: str, method: str) -> None:
     module, x = attention(rule=rule), tokens()
     after, report = convert.to_grouped(module, 6, method, calibration=x)
     assert report.exact < 1e-5
@@ -162,7 +162,7 @@ def test_as_many_heads_change_nothing(rule: str, method: str) -> None:
     assert rel_l2(after(x), module(x)) < 1e-6
 
 
-def test_mean_is_the_mean_of_neighbours() -> None:
+def test_mean_averages_neighbouring_heads() -> None:
     module = attention(bias=False)
     after, _ = convert.to_grouped(module, 2)
     k = module.qkv.weight[48:96].view(2, 3, 8, 48)
@@ -172,46 +172,51 @@ def test_mean_is_the_mean_of_neighbours() -> None:
     assert torch.equal(first.qkv.weight[:48], module.qkv.weight[:48])
 
 
-def disguised(module: Attention, kv_heads: int) -> Attention:
-    """Heads that are equal in groups, but out of order and each turned in a way that changes no score."""
+def shuffled_and_rotated(module: Attention, kv_heads: int) -> Attention:
+    """Returns a module whose key heads are equal in groups, but shuffled and rotated.
+
+    The rotations change no score.
+    """
     from regard.convert._parts import Parts, channels, parts_of, regrouped
 
-    parts, turning, n = parts_of(module), channels(module), module.kv_heads
+    parts, rotary, n = parts_of(module), channels(module), module.kv_heads
     shuffled = torch.randperm(n)
     K, V, Q, O = (x.clone() for x in (parts.k, parts.v, parts.q, parts.out))
-    share = module.heads // n
-    for place, head in enumerate(shuffled.tolist()):
-        twin = shuffled[place % kv_heads]
+    group_size = module.heads // n
+    for index, head in enumerate(shuffled.tolist()):
+        source = shuffled[index % kv_heads]
         G = torch.eye(8).double()
-        angle = torch.rand(len(turning.first)).double() * 6
-        G[turning.first, turning.first] = G[turning.second, turning.second] = angle.cos()
-        G[turning.second, turning.first] = angle.sin()
-        G[turning.first, turning.second] = -angle.sin()
-        m = len(turning.unrotated)
-        G[turning.unrotated[:, None], turning.unrotated], _ = torch.linalg.qr(torch.randn(m, m).double())
+        angle = torch.rand(len(rotary.first)).double() * 6
+        G[rotary.first, rotary.first] = G[rotary.second, rotary.second] = angle.cos()
+        G[rotary.second, rotary.first] = angle.sin()
+        G[rotary.first, rotary.second] = -angle.sin()
+        m = len(rotary.unrotated)
+        G[rotary.unrotated[:, None], rotary.unrotated], _ = torch.linalg.qr(torch.randn(m, m).double())
         Gv, _ = torch.linalg.qr(torch.randn(10, 10).double())
-        K[head], V[head] = G @ parts.k[twin], Gv @ parts.v[twin]
-        for h in range(share * head, share * head + share):
+        K[head], V[head] = G @ parts.k[source], Gv @ parts.v[source]
+        for h in range(group_size * head, group_size * head + group_size):
             Q[h], O[h] = G @ parts.q[h], parts.out[h] @ Gv.T
     return regrouped(module, Parts(Q, K, V, O))
 
 
 @pytest.mark.parametrize("rule", POSITIONS)
-def test_aligned_finds_heads_that_are_equal_but_turned(rule: str) -> None:
-    """Nothing is lost where nothing need be, whatever the order and the rotations; neighbours' means lose."""
-    module, x = disguised(attention(rule=rule), 2), tokens()
+def test_aligned_recovers_heads_that_are_shuffled_and_rotated(rule: str) -> None:
+    """Alignment is lossless for any order and rotation of these heads. Averaging is not."""
+    module, x = shuffled_and_rotated(attention(rule=rule), 2), tokens()
     after, report = convert.to_grouped(module, 2, "aligned", calibration=x)
     assert report.verdict == "equivalent"
     assert rel_l2(after(x), module(x)) < 1e-5
     assert report.held_out is not None
-    assert max(*report.held_out.heads, *report.held_out.weights) < 1e-5  # heads are compared with themselves
-    _, mean = convert.to_grouped(module, 2, calibration=x)
-    assert mean.held_out is not None
-    assert mean.held_out.output > 0.1
-    assert "needs training; do not deploy" in mean.verdict
+    assert (
+        max(*report.held_out.heads, *report.held_out.weights) < 1e-5
+    )  # each head is compared with its original
+    _, mean_report = convert.to_grouped(module, 2, calibration=x)
+    assert mean_report.held_out is not None
+    assert mean_report.held_out.output > 0.1
+    assert "needs training; do not deploy" in mean_report.verdict
 
 
-def test_aligned_loses_less_than_mean_and_mean_than_first() -> None:
+def test_aligned_has_less_error_than_mean_and_mean_than_first() -> None:
     module, x = attention(rule="halves"), tokens()
     reports = [convert.to_grouped(module, 2, m, calibration=x)[1] for m in ("aligned", "mean", "first")]
     errors = [report.held_out.output for report in reports if report.held_out]
@@ -230,7 +235,7 @@ def test_multihead_becomes_grouped(make: Any, bias: bool) -> None:
     assert fewer.kv_heads == 3
 
 
-def test_what_else_a_module_has_stays() -> None:
+def test_other_options_of_a_module_are_kept() -> None:
     module = attention(sink=True, gate=True, softcap=5.0, qk_norm=nn.RMSNorm)
     nn.init.normal_(module.sink)
     after, report = convert.to_grouped(module, 3, calibration=tokens())
@@ -240,7 +245,7 @@ def test_what_else_a_module_has_stays() -> None:
     assert after.sink is not module.sink
 
 
-def test_without_tokens_there_is_no_verdict_for_use() -> None:
+def test_without_calibration_nothing_is_measured() -> None:
     _, report = convert.to_grouped(attention(), 2)
     assert report.verdict == "not measured: pass calibration tokens; do not deploy"
     assert report.exact < 1e-5
@@ -263,7 +268,7 @@ def test_full_rank_changes_nothing(rule: str, kv_heads: int) -> None:
 
 
 def test_full_rank_of_many_heads() -> None:
-    """Eight key heads of ordinary size; the rank is that of the tokens then."""
+    """With eight key heads of ordinary size, the full rank is the width of the tokens."""
     module = Attention(256, 16, kv_heads=8, head_dim=32, position=Rotary(32), mask=M.Causal()).eval()
     x = torch.randn(4, 64, 256)
     _, report = convert.to_latent(module, calibration=x)
@@ -283,7 +288,7 @@ def test_error_falls_as_the_rank_grows(rule: str) -> None:
     assert errors[-1] < 1e-5
 
 
-def test_error_falls_as_more_channels_turn() -> None:
+def test_error_falls_with_more_rotary_channels() -> None:
     module, x = attention(3, "halves"), tokens(16)
     errors = []
     for dims in (0, 4, 12, 20, 24):
@@ -293,8 +298,8 @@ def test_error_falls_as_more_channels_turn() -> None:
     assert errors[-1] < 1e-5
 
 
-def test_heads_without_keys() -> None:
-    """Scores of zero at every step of the way."""
+def test_heads_with_zero_keys() -> None:
+    """Zero keys give zero scores at every step of the conversion."""
     module = attention(3, "halves")
     with torch.no_grad():
         module.qkv.weight[48:72].zero_()
@@ -304,24 +309,24 @@ def test_heads_without_keys() -> None:
         assert report.verdict == "equivalent"
 
 
-def test_low_rank_tokens_need_a_low_rank_alone() -> None:
-    """Tokens of 12 directions have keys and values of 12, found from calibration."""
+def test_low_rank_tokens_need_only_a_low_rank() -> None:
+    """Tokens in a 12-dimensional subspace need a latent of rank 12, which calibration finds."""
     module, x = attention(6, bias=False), tokens(8) @ torch.randn(48, 12) @ torch.randn(12, 48)
     _, report = convert.to_latent(module, 12, calibration=x)
     assert report.verdict == "equivalent"
-    _, less = convert.to_latent(module, 8, calibration=x)
-    assert less.held_out is not None
-    assert less.held_out.output > 1e-3
+    _, smaller = convert.to_latent(module, 8, calibration=x)
+    assert smaller.held_out is not None
+    assert smaller.held_out.output > 1e-3
 
 
 @pytest.mark.parametrize("rule", POSITIONS)
-def test_reported_bytes_are_those_of_caches(rule: str) -> None:
+def test_reported_bytes_match_the_caches(rule: str) -> None:
     module, x = attention(3, rule), tokens(4, 21)
     dims = 0 if rule == "none" else 4
     after, report = convert.to_latent(module, 20, dims, calibration=x, held_out=x[:2])
-    before = KVCache(2, 3, 8, 10, capacity=21)
-    latent = after.new_cache(2, capacity=21)
-    assert (report.bytes_before, report.bytes_after) == (before.nbytes, latent.nbytes)
+    kv_cache = KVCache(2, 3, 8, 10, capacity=21)
+    latent_cache = after.new_cache(2, capacity=21)
+    assert (report.bytes_before, report.bytes_after) == (kv_cache.nbytes, latent_cache.nbytes)
     assert report.tokens == 42
     assert report.bytes_before == 42 * 3 * (8 + 10) * 4
     assert report.bytes_after == 42 * (20 + dims) * 4
@@ -336,19 +341,19 @@ def test_a_converted_module_decodes() -> None:
     after, _ = convert.to_latent(module, 20, 8, calibration=x)
     cache = after.new_cache(2)
     with torch.no_grad():
-        steps = [after(part, cache=cache) for part in x.split((8, 1, 1, 3), 1)]
+        steps = [after(chunk, cache=cache) for chunk in x.split((8, 1, 1, 3), 1)]
         assert rel_l2(torch.cat(steps, 1), after(x)) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Rounding to 16 bits is an error of the result, not of the plumbing."""
+    """Rounding to 16 bits changes the output error, but not the error at full size."""
     module, x = attention(3, "halves").to(dtype), tokens()
     after, report = convert.to_latent(module, calibration=x)
-    grouped, fewer = convert.to_grouped(module, 1, "aligned", calibration=x)
-    for made, found in ((after, report), (grouped, fewer)):
-        assert made.out.weight.dtype == dtype
-        assert found.exact < 1e-5
+    grouped, grouped_report = convert.to_grouped(module, 1, "aligned", calibration=x)
+    for converted, conversion_report in ((after, report), (grouped, grouped_report)):
+        assert converted.out.weight.dtype == dtype
+        assert conversion_report.exact < 1e-5
     assert report.held_out is not None
     assert report.held_out.output < {torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     assert report.bytes_before == report.tokens * 3 * 18 * dtype.itemsize
@@ -357,17 +362,17 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 # The report
 
 
-def test_errors_by_head_name_the_head() -> None:
-    """One head's queries are changed: it alone is named, its weights alone have moved."""
+def test_errors_are_reported_by_head() -> None:
+    """Changes the queries of one head. Only that head is reported, and only its weights differ."""
     module, x = attention(3, "halves"), tokens()
     changed = copy.deepcopy(module)
     with torch.no_grad():
-        for part in (changed.qkv.weight, changed.qkv.bias):
-            part[32:40].mul_(2)  # the queries of head 4
+        for parameter in (changed.qkv.weight, changed.qkv.bias):
+            parameter[32:40].mul_(2)  # the queries of head 4
     errors = compare(module, changed, list(range(6)), x)
     assert not any(errors.values)
-    for of_heads in (errors.heads, errors.weights, errors.scores, errors.kl):
-        assert [head for head, error in enumerate(of_heads) if error > 0] == [4]
+    for by_head in (errors.heads, errors.weights, errors.scores, errors.kl):
+        assert [head for head, error in enumerate(by_head) if error > 0] == [4]
     assert errors.worst_head == 4
     assert errors.scores[4] == pytest.approx(1, rel=1e-6)  # twice the scores
     out, new = module(x), changed(x)
@@ -375,36 +380,36 @@ def test_errors_by_head_name_the_head() -> None:
     assert errors.token == divmod(int((new - out).norm(dim=-1).argmax()), x.shape[1])
 
 
-def test_values_are_compared_after_the_last_projection() -> None:
-    """Turned values that the last projection turns back are no error; other values of one key head are."""
+def test_values_are_compared_after_the_output_projection() -> None:
+    """Rotated values that the output projection rotates back are no error. Scaled values are."""
     module, x = attention(3), tokens()
-    turned, scaled = copy.deepcopy(module), copy.deepcopy(module)
+    rotated, scaled = copy.deepcopy(module), copy.deepcopy(module)
     G, _ = torch.linalg.qr(torch.randn(10, 10))
     first = 6 * 8 + 3 * 8  # the values of key head 0, which heads 0 and 1 read
     with torch.no_grad():
-        for part in (turned.qkv.weight, turned.qkv.bias):
-            part[first : first + 10] = G @ part[first : first + 10]
-        turned.out.weight[:, :20] = (turned.out.weight[:, :20].unflatten(1, (2, 10)) @ G.T).flatten(1)
+        for parameter in (rotated.qkv.weight, rotated.qkv.bias):
+            parameter[first : first + 10] = G @ parameter[first : first + 10]
+        rotated.out.weight[:, :20] = (rotated.out.weight[:, :20].unflatten(1, (2, 10)) @ G.T).flatten(1)
         scaled.qkv.weight[first : first + 10] *= 1.5
         scaled.qkv.bias[first : first + 10] *= 1.5
-    assert max(compare(module, turned, list(range(6)), x).values) < 1e-6
+    assert max(compare(module, rotated, list(range(6)), x).values) < 1e-6
     errors = compare(module, scaled, list(range(6)), x)
     assert errors.values[:2] == pytest.approx((0.5, 0.5), rel=1e-5)
     assert not any(errors.values[2:] + errors.scores + errors.kl)
 
 
-def test_scores_count_up_to_a_constant_of_a_row() -> None:
-    """A bias of the keys adds the same to all scores of a query."""
+def test_scores_are_compared_up_to_a_constant_per_row() -> None:
+    """A bias of the keys adds one constant to all scores of a query."""
     module, x = attention(6), tokens(2)
     shifted = copy.deepcopy(module)
     with torch.no_grad():
-        shifted.qkv.bias[48:96] += 3  # of all keys
+        shifted.qkv.bias[48:96] += 3  # the bias of all keys
     errors = compare(module, shifted, list(range(6)), x)
     assert max(errors.scores) < 1e-5
     assert max(errors.kl) < 1e-9
 
 
-def test_kl_and_scores_are_those_of_the_weights() -> None:
+def test_kl_and_score_errors_match_their_formulas() -> None:
     module, x = attention(6), tokens(1)
     after, report = convert.to_grouped(module, 2, calibration=tokens(4), held_out=x)
     p, new = (
@@ -417,18 +422,18 @@ def test_kl_and_scores_are_those_of_the_weights() -> None:
     s = q @ k.repeat_interleave(3, 0).mT
     q, k, _ = (y[0].double() for y in module.arguments(x)[0])
     exact = q @ k.mT
-    below = torch.ones(33, 33).tril()
+    causal = torch.ones(33, 33).tril()
 
     def centred(s: Tensor) -> Tensor:
-        return (s - (s * below).sum(-1, keepdim=True) / below.sum(-1, keepdim=True)) * below
+        return (s - (s * causal).sum(-1, keepdim=True) / causal.sum(-1, keepdim=True)) * causal
 
     error = (centred(s) - centred(exact)).flatten(1).norm(dim=1) / centred(exact).flatten(1).norm(dim=1)
     assert report.held_out.scores == pytest.approx(error.tolist(), rel=1e-6)
 
 
-def test_the_spectrum_is_that_of_what_is_cut() -> None:
-    narrow = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # tokens of six directions, and a bias
-    _, report = convert.to_latent(attention(3), 8, calibration=narrow)
+def test_spectrum() -> None:
+    low_rank = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # tokens of rank 6; the bias adds one
+    _, report = convert.to_latent(attention(3), 8, calibration=low_rank)
     spectrum = report.spectrum
     assert spectrum is not None
     assert len(spectrum.heads) == 3
@@ -445,24 +450,24 @@ def test_the_spectrum_is_that_of_what_is_cut() -> None:
     assert min(report.spectrum.kept_by_head) < report.spectrum.kept() < max(report.spectrum.kept_by_head)
 
 
-def test_needles_are_found_until_rotation_is_left_out() -> None:
+def test_needles_are_lost_without_rotation() -> None:
     module, x = attention(3, "halves"), tokens(8, 16)
-    whole = convert.to_latent(module, calibration=x)[1].needles
-    assert [needle.length for needle in whole] == [16, 64]
-    assert all(needle.before == needle.after > 0.9 for needle in whole)
-    none = convert.to_latent(module, rope_dims=0, calibration=x)[1].needles
-    assert [needle.before for needle in none] == [needle.before for needle in whole]
-    assert none[1].after < none[1].before
+    full = convert.to_latent(module, calibration=x)[1].needles
+    assert [needle.length for needle in full] == [16, 64]
+    assert all(needle.before == needle.after > 0.9 for needle in full)
+    unrotated = convert.to_latent(module, rope_dims=0, calibration=x)[1].needles
+    assert [needle.before for needle in unrotated] == [needle.before for needle in full]
+    assert unrotated[1].after < unrotated[1].before
     assert convert.to_grouped(module, 1)[1].needles == ()
 
 
-def test_needles_follow_heads_that_changed_places() -> None:
+def test_needles_follow_reordered_heads() -> None:
     module, x = attention(6, "none"), tokens(4, 16)
     _, report = convert.to_grouped(module, 6, "aligned", calibration=x)
     assert all(needle.before == needle.after > 0.9 for needle in report.needles)
 
 
-def test_a_step_of_decoding_and_where_absorbed_pays() -> None:
+def test_decode_cost_and_the_length_where_absorbing_pays_off() -> None:
     module = attention(6)
     after, report = convert.to_latent(module, 16, calibration=tokens())
     old, new = report.decode
@@ -498,7 +503,7 @@ def test_origin_names_source_tokens_and_tensors(tmp_path: Path) -> None:
     assert grouped.tensors["qkv.weight"] == ("qkv.weight", "qkv.bias")
 
 
-def test_a_digest_sees_names_dtypes_shapes_and_numbers() -> None:
+def test_digest_depends_on_names_dtypes_shapes_and_values() -> None:
     x = torch.arange(6.0)
     states = [
         {"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.double()}, {"a": x + 1}, {"a": x.bfloat16()},
@@ -509,12 +514,12 @@ def test_a_digest_sees_names_dtypes_shapes_and_numbers() -> None:
     assert convert.digest({"a": x.view(2, 3).T.contiguous().T}) == convert.digest({"a": x.view(2, 3)})
 
 
-def test_report_is_text_and_table() -> None:
+def test_report_as_text_and_table() -> None:
     rich = pytest.importorskip("rich.console")
     module = attention(3, "halves")
     _, report = convert.to_latent(module, 8, 4, calibration=tokens())
     text = str(report)
-    for part in (
+    for phrase in (
         "3 key heads -> a latent of 8 + 4",
         "at full size: differs by",
         "bytes",
@@ -527,11 +532,11 @@ def test_report_is_text_and_table() -> None:
         f"sha256 {convert.digest(module.state_dict())}",
         "verdict",
     ):
-        assert part in text
+        assert phrase in text
     console = rich.Console(width=100, record=True, file=io.StringIO())
     console.print(report)
-    shown = " ".join(console.export_text().split())
-    for part in (
+    printed = " ".join(console.export_text().split())
+    for phrase in (
         "do not deploy",
         "weights moved",
         "of scores",
@@ -539,26 +544,30 @@ def test_report_is_text_and_table() -> None:
         f"{report.bytes_after:,}",
         f"{report.exact:.1e}",
     ):
-        assert part in shown
+        assert phrase in printed
 
 
 def test_smallest_size_within_a_tolerance() -> None:
     _, report = convert.to_latent(attention(3, "none"), 8, calibration=tokens(16), tolerance=0.3)
-    found = report.smallest()
-    assert found is not None
-    assert found.error <= 0.3
-    assert all(p.error > 0.3 for p in report.curve if p.nbytes < found.nbytes)
+    smallest = report.smallest()
+    assert smallest is not None
+    assert smallest.error <= 0.3
+    assert all(p.error > 0.3 for p in report.curve if p.nbytes < smallest.nbytes)
     assert report.smallest(0.0) is None
-    after, again = convert.to_latent(attention(3, "none"), found.size, calibration=tokens(16), tolerance=1.0)
-    assert again.verdict == "usable without training at tolerance 1"
-    assert after.rank == found.size
+    after, second_report = convert.to_latent(
+        attention(3, "none"), smallest.size, calibration=tokens(16), tolerance=1.0
+    )
+    assert second_report.verdict == "usable without training at tolerance 1"
+    assert after.rank == smallest.size
 
 
-def test_a_broken_conversion_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_conversion_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.convert import _latent
 
-    right = _latent._rotary_split
-    monkeypatch.setattr(_latent, "_rotary_split", lambda *a: right(*a)._replace(key=right(*a).key * 1.01))
+    original = _latent._rotary_split
+    monkeypatch.setattr(
+        _latent, "_rotary_split", lambda *a: original(*a)._replace(key=original(*a).key * 1.01)
+    )
     _, report = convert.to_latent(attention(3, "halves"), calibration=tokens())
     assert report.verdict.startswith("broken: even at full size, results differ by")
 
@@ -576,7 +585,10 @@ def model(d: int = 48) -> Stack:
 def test_all_layers_of_a_model() -> None:
     before, x = model().eval(), tokens()
     after, report = convert.convert_layers(
-        before, lambda m, seen, unseen: convert.to_latent(m, calibration=seen, held_out=unseen), x[:6], x[6:]
+        before,
+        lambda m, calibration, held_out: convert.to_latent(m, calibration=calibration, held_out=held_out),
+        x[:6],
+        x[6:],
     )
     assert report.output < 1e-5
     assert list(report.layers) == ["blocks.0.attention.sublayer", "blocks.1.attention.sublayer"]
@@ -587,7 +599,7 @@ def test_all_layers_of_a_model() -> None:
     assert "whole model: error" in str(report)
     assert report.verdict == "equivalent"
     assert report.skipped == ()
-    # A model is judged by its own error: small ones of layers add up.
+    # The verdict uses the error of the whole model, because small errors of layers add up.
     assert "needs training; do not deploy" in dataclasses.replace(report, output=0.2).verdict
     assert "needs training; do not deploy" in str(dataclasses.replace(report, output=0.2))
     name, layer = next(iter(report.layers.items()))
@@ -597,7 +609,7 @@ def test_all_layers_of_a_model() -> None:
         convert.convert_layers(nn.Linear(3, 3), lambda *_: None, x, x)
 
 
-def test_layers_that_are_not_converted_are_named() -> None:
+def test_skipped_layers_are_reported() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -610,7 +622,10 @@ def test_layers_that_are_not_converted_are_named() -> None:
 
     x = tokens()
     _, report = convert.convert_layers(
-        Both().eval(), lambda m, seen, unseen: convert.to_grouped(m, 1, calibration=seen), x, x
+        Both().eval(),
+        lambda m, calibration, held_out: convert.to_grouped(m, 1, calibration=calibration),
+        x,
+        x,
     )
     assert list(report.layers) == ["own"]
     assert report.skipped == ("torchs",)
@@ -634,27 +649,27 @@ MODULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_files_keep_all(kind: str, tmp_path: Path) -> None:
+def test_saved_modules_load_unchanged(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     module = MODULES[kind]()
     convert.save(module, tmp_path / "attention.safetensors")
-    again = convert.load(tmp_path / "attention.safetensors")
+    loaded = convert.load(tmp_path / "attention.safetensors")
     x = torch.randn(2, 7, module.d_model, dtype=module.out.weight.dtype)
-    assert torch.equal(again(x), module(x))
-    assert repr(again) == repr(module)
+    assert torch.equal(loaded(x), module(x))
+    assert repr(loaded) == repr(module)
 
 
-def test_files_with_other_names(tmp_path: Path) -> None:
+def test_files_with_unknown_tensors(tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     path = tmp_path / "attention.safetensors"
     module = MODULES["grouped"]()
     convert.save(module, path)
     state = torch_files.load_file(path)
     with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
-        about = file.metadata()
-    assert json.loads(about["regard"])["kv_heads"] == 2
+        metadata = file.metadata()
+    assert json.loads(metadata["regard"])["kv_heads"] == 2
     state["other"] = state.pop("out.bias")
-    torch_files.save_file(state, path, about)
+    torch_files.save_file(state, path, metadata)
     with pytest.raises(RuntimeError, match=r"nothing was loaded; expected also out.bias; got also other"):
         convert.load(path)
     torch_files.save_file(state, path)
@@ -672,13 +687,13 @@ def test_files_with_other_names(tmp_path: Path) -> None:
         ({"d_model": 2**40}, r"nothing was loaded; .*expected shape"),
     ],
 )
-def test_files_with_other_descriptions(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_files_with_wrong_metadata(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     path = tmp_path / "attention.safetensors"
     convert.save(MODULES["grouped"](), path)
     with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()["regard"])
-    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(about | change)})
+        metadata = json.loads(file.metadata()["regard"])
+    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(metadata | change)})
     with pytest.raises((ValueError, RuntimeError), match=message):
         convert.load(path)
 

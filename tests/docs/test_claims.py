@@ -1,4 +1,4 @@
-"""The experiments of docs/claims and docs/why in a short form: they find what their pages say."""
+"""Runs the experiments of docs/claims and docs/why at small sizes and checks their pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], Any]]:
-    """The experiment with this name. Afterwards modules and paths are as before: others have such names."""
+    """Returns a function that imports an experiment by name.
+
+    Restores `sys.path` and `sys.modules` afterwards, because other modules have the same names.
+    """
     path = list(sys.path)
     sys.path[:0] = [str(CLAIMS), str(WHY)]
     yield import_module
@@ -45,8 +48,8 @@ def load() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def found(load: Callable[[str], Any]) -> Callable[..., Any]:
-    """What the experiment finds; its claim and verdict must be those of the page."""
+def measure(load: Callable[[str], Any]) -> Callable[..., Any]:
+    """Returns a function that runs an experiment and checks its claim and verdict on the page."""
 
     def run(name: str, **sizes: Any) -> Any:
         finding = load(name).measure(**sizes)
@@ -60,7 +63,7 @@ def found(load: Callable[[str], Any]) -> Callable[..., Any]:
     return run
 
 
-def test_every_experiment_has_its_row(load: Callable[[str], Any]) -> None:
+def test_every_experiment_has_a_row(load: Callable[[str], Any]) -> None:
     files = {p.stem for p in CLAIMS.glob("*.py")} - {"every", "finding", "formula"}
     every = load("every")
     assert files == set(every.NAMES)
@@ -68,13 +71,13 @@ def test_every_experiment_has_its_row(load: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["head_flops", "worked_example", "softmax_example", "parameters"])
-def test_arithmetic_is_as_the_page_has_it(load: Callable[[str], Any], name: str) -> None:
+def test_arithmetic_rows_match_the_page(load: Callable[[str], Any], name: str) -> None:
     every = load("every")
     page = (CLAIMS / "README.md").read_text(encoding="utf-8")
     assert every.row(name, load(name).measure()) == every.rows(page)[name]
 
 
-def test_every_replaces_rows(
+def test_every_script_replaces_rows(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     every, page = load("every"), tmp_path / "README.md"
@@ -92,15 +95,15 @@ def test_every_replaces_rows(
 # Claims that are right
 
 
-def test_variance(found: Callable[..., Any]) -> None:
+def test_variance(measure: Callable[..., Any]) -> None:
     for d_k in (16, 64):
-        numbers = found("variance", samples=20_000, d_k=d_k).numbers
+        numbers = measure("variance", samples=20_000, d_k=d_k).numbers
         assert abs(numbers["Var[q.k]"] - d_k) < 4 * numbers["expected scatter"]
         assert math.isclose(numbers["Var[q.k]"], d_k * numbers["after scaling"], rel_tol=1e-9)
 
 
-def test_row_sums(found: Callable[..., Any]) -> None:
-    numbers = found("row_sums", n=64).numbers
+def test_row_sums(measure: Callable[..., Any]) -> None:
+    numbers = measure("row_sums", n=64).numbers
     assert numbers["farthest from 1"] < 1e-6
     assert numbers["a row that sees nothing"] == 0
     assert 0 < numbers["with a sink of 3, mean"] < 1
@@ -108,28 +111,28 @@ def test_row_sums(found: Callable[..., Any]) -> None:
 
 
 @needs_core
-def test_quadratic_time(found: Callable[..., Any], load: Callable[[str], Any]) -> None:
-    numbers = found("quadratic_time", longest=256, seconds=0.0).numbers
+def test_quadratic_time(measure: Callable[..., Any], load: Callable[[str], Any]) -> None:
+    numbers = measure("quadratic_time", longest=256, seconds=0.0).numbers
     assert numbers["exponents of operations"] == (2, 1)
     assert load("quadratic_time").operations(1000, 64) == 4 * 1000**2 * 64
     assert all(map(math.isfinite, numbers["exponents of time"]))
 
 
-def test_weight_count(found: Callable[..., Any]) -> None:
-    counts = found("weight_count").numbers["weights"]
+def test_weight_count(measure: Callable[..., Any]) -> None:
+    counts = measure("weight_count").numbers["weights"]
     assert list(counts.values()) == [1_048_576, 16_777_216, 10_000_000_000]
 
 
-def test_head_flops(found: Callable[..., Any]) -> None:
-    numbers = found("head_flops", n=96, d=64).numbers
+def test_head_flops(measure: Callable[..., Any]) -> None:
+    numbers = measure("head_flops", n=96, d=64).numbers
     assert set(numbers["FLOPs by heads"].values()) == {8 * 96 * 64**2 + 4 * 96**2 * 64}
     assert numbers["exponentials by heads"]["16"] == 16 * 96**2
 
 
 @needs_core
 @needs_peaks
-def test_flash_memory(found: Callable[..., Any]) -> None:
-    numbers = found("flash_memory", longest=2048).numbers
+def test_flash_memory(measure: Callable[..., Any]) -> None:
+    numbers = measure("flash_memory", longest=2048).numbers
     ours, formula = numbers["growth at the last doubling"]
     assert ours < 2.5
     assert formula > 3
@@ -139,8 +142,8 @@ def test_flash_memory(found: Callable[..., Any]) -> None:
 # Claims that are wrong or incomplete
 
 
-def test_worked_example(found: Callable[..., Any]) -> None:
-    numbers = found("worked_example").numbers
+def test_worked_example(measure: Callable[..., Any]) -> None:
+    numbers = measure("worked_example").numbers
     assert numbers["X W_1^Q"] == [[0.0, 1.45], [-0.95, -0.45]]
     assert numbers["X W_2^Q"] == [[2.05, -0.5], [-0.27, 0.94]]
     assert numbers["entries that agree"] == 0
@@ -149,8 +152,8 @@ def test_worked_example(found: Callable[..., Any]) -> None:
     torch.testing.assert_close(first, torch.tensor(numbers["X W_1^Q"]))
 
 
-def test_softmax_example(found: Callable[..., Any]) -> None:
-    numbers = found("softmax_example").numbers
+def test_softmax_example(measure: Callable[..., Any]) -> None:
+    numbers = measure("softmax_example").numbers
     right = torch.tensor([2.3, 9.1, 0.5], dtype=torch.float64).softmax(0)
     assert numbers["softmax"] == pytest.approx(right.tolist(), rel=1e-12)
     assert [round(x, 4) for x in numbers["softmax"]] == [0.0011, 0.9987, 0.0002]
@@ -158,16 +161,16 @@ def test_softmax_example(found: Callable[..., Any]) -> None:
     assert not numbers["printed one keeps the order"]
 
 
-def test_parameters(found: Callable[..., Any]) -> None:
-    numbers = found("parameters").numbers
+def test_parameters(measure: Callable[..., Any]) -> None:
+    numbers = measure("parameters").numbers
     for name in ("nn.MultiheadAttention", "regard.nn.Attention"):
         assert all(count == 4 * int(d) ** 2 for d, count in numbers[f"{name}, by d"].items())
         biased = numbers[f"{name} with biases"].items()
         assert all(count == 4 * int(d) ** 2 + 4 * int(d) for d, count in biased)
 
 
-def test_sequence_first(found: Callable[..., Any]) -> None:
-    numbers = found("sequence_first").numbers
+def test_sequence_first(measure: Callable[..., Any]) -> None:
+    numbers = measure("sequence_first").numbers
     assert numbers["weights of the printed one"] == [3, 7, 4, 4]
     assert numbers["weights that are meant"] == [3, 4, 7, 7]
     assert numbers["influence of other tokens, printed"] == 0
@@ -176,8 +179,8 @@ def test_sequence_first(found: Callable[..., Any]) -> None:
     assert numbers["relative error, meant"] < 1e-12
 
 
-def test_masked_row(found: Callable[..., Any]) -> None:
-    numbers = found("masked_row").numbers
+def test_masked_row(measure: Callable[..., Any]) -> None:
+    numbers = measure("masked_row").numbers
     assert numbers["largest entry of the row, -1e9"] > 0.1
     assert numbers["its distance from the mean of V"] < 1e-6
     assert math.isnan(numbers["entry of the row, -inf"])
@@ -186,16 +189,16 @@ def test_masked_row(found: Callable[..., Any]) -> None:
     assert numbers["float16 refuses -1e9"]
 
 
-def test_unused_mask(found: Callable[..., Any]) -> None:
-    numbers = found("unused_mask").numbers
+def test_unused_mask(measure: Callable[..., Any]) -> None:
+    numbers = measure("unused_mask").numbers
     for fault in ("future on past", "call to call in evaluation"):
         assert numbers[f"{fault}, printed"] > 0.01
         assert numbers[f"{fault}, regard.nn"] == 0
 
 
 @needs_transformers
-def test_clip_towers(found: Callable[..., Any]) -> None:
-    numbers = found("clip_towers", steps=60).numbers
+def test_clip_towers(measure: Callable[..., Any]) -> None:
+    numbers = measure("clip_towers", steps=60).numbers
     assert numbers["queries and keys of all attentions"] == [(6, 6), (17, 17)]
     assert numbers["change of an image's vector by another text"] == 0
     assert numbers["matched before training"] < 0.5
@@ -203,9 +206,9 @@ def test_clip_towers(found: Callable[..., Any]) -> None:
 
 
 @needs_minilm
-def test_subspaces(found: Callable[..., Any], load: Callable[[str], Any]) -> None:
+def test_subspaces(measure: Callable[..., Any], load: Callable[[str], Any]) -> None:
     pytest.importorskip("safetensors")
-    numbers = found("subspaces", layers=1).numbers
+    numbers = measure("subspaces", layers=1).numbers
     assert all(mean > 32 / 384 for mean in numbers["mean overlap"].values())
     assert numbers["random subspaces"] == pytest.approx(32 / 384, rel=0.05)
     orthogonal = torch.linalg.qr(torch.randn(384, 384, dtype=torch.float64)).Q
@@ -214,8 +217,8 @@ def test_subspaces(found: Callable[..., Any], load: Callable[[str], Any]) -> Non
     assert largest < 1e-10
 
 
-def test_comparison(found: Callable[..., Any]) -> None:
-    numbers = found("comparison", tokens=24, rounds=1, steps=1, seeds=2).numbers
+def test_comparison(measure: Callable[..., Any]) -> None:
+    numbers = measure("comparison", tokens=24, rounds=1, steps=1, seeds=2).numbers
     elements = {"MHA": 1024, "GQA-4": 512, "MQA": 128, "MLA": 4 * 64 + 32}
     assert numbers["memory"] == {kind: 4 * count for kind, count in elements.items()}
     assert numbers["parameters"]["MHA"] == 4 * 512**2
@@ -226,8 +229,8 @@ def test_comparison(found: Callable[..., Any]) -> None:
 
 
 @needs_core
-def test_parallel_heads(found: Callable[..., Any]) -> None:
-    numbers = found("parallel_heads", n=512, width=64, seconds=0.0).numbers
+def test_parallel_heads(measure: Callable[..., Any]) -> None:
+    numbers = measure("parallel_heads", n=512, width=64, seconds=0.0).numbers
     assert numbers["one head in two halves, apart"] == 0
     assert numbers["tasks by heads"]["1"] > 1
     assert torch.get_num_threads() == 1
@@ -245,7 +248,7 @@ def test_scale(load: Callable[[str], Any]) -> None:
         assert row["scaled"].slope > 0.1
 
 
-def test_slopes_are_those_of_the_softmax(load: Callable[[str], Any]) -> None:
+def test_slopes_match_the_softmax_jacobian(load: Callable[[str], Any]) -> None:
     scores = torch.randn(7, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(0), scores)
     torch.testing.assert_close(load("scale").slopes(scores.softmax(0)), jacobian.norm())
@@ -259,25 +262,25 @@ def test_softmax(load: Callable[[str], Any]) -> None:
 
 
 def test_qkv(load: Callable[[str], Any]) -> None:
-    found = load("qkv").measure()
-    assert found["separate"] == {"next token": 1, "capital": 1}
-    assert found["tied"]["next token"] < 1
-    assert found["tied"]["capital"] < 0.5
+    accuracies = load("qkv").measure()
+    assert accuracies["separate"] == {"next token": 1, "capital": 1}
+    assert accuracies["tied"]["next token"] < 1
+    assert accuracies["tied"]["capital"] < 0.5
 
 
-@pytest.mark.parametrize(("heads", "least", "most"), [(1, 0.0, 0.2), (4, 0.9, 1.0)])
-def test_heads(load: Callable[[str], Any], heads: int, least: float, most: float) -> None:
+@pytest.mark.parametrize(("heads", "lower", "upper"), [(1, 0.0, 0.2), (4, 0.9, 1.0)])
+def test_heads(load: Callable[[str], Any], heads: int, lower: float, upper: float) -> None:
     experiment = load("heads")
     tokens = torch.arange(10)[None]
     assert experiment.before(tokens)[0, 0].tolist() == [3, 2, 1, 0]
-    assert least <= experiment.named(experiment.train(heads, steps=300)) <= most
+    assert lower <= experiment.named(experiment.train(heads, steps=300)) <= upper
 
 
 def test_sequences(load: Callable[[str], Any]) -> None:
-    found = load("sequences").measure(n=64)
-    assert found["recurrence"]["far / near"] < 1e-10
-    assert found["convolution"] == {"far / near": 0, "reach": 4 * 2}
-    assert found["attention"]["far / near"] > 0.05
-    assert found["attention"]["reach"] == 63
+    results = load("sequences").measure(n=64)
+    assert results["recurrence"]["far / near"] < 1e-10
+    assert results["convolution"] == {"far / near": 0, "reach": 4 * 2}
+    assert results["attention"]["far / near"] > 0.05
+    assert results["attention"]["reach"] == 63
     work = load("sequences").multiplications(1024, 512)
-    assert work["attention"] == 2 * 4 * 1024 * 512**2  # at n = 2 d the projections are half of it
+    assert work["attention"] == 2 * 4 * 1024 * 512**2  # at n = 2 d the projections take half

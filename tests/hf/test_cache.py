@@ -1,4 +1,4 @@
-"""Caches of Transformers with our attention, and our caches behind the interface of Transformers."""
+"""Tests of Transformers' caches with our attention and of our cache in Transformers' interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support import assert_close
 from support.hf import DECODERS, each, inputs, lively, made, padding, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOM = 320
+CAPACITY = 320
 
 
-class Rounded(cache_utils.QuantizedLayer):  # type: ignore[misc]
-    """The quantized layer of Transformers, with codes of its own that lose nothing."""
+class LosslessQuantizedLayer(cache_utils.QuantizedLayer):  # type: ignore[misc]
+    """Transformers' quantised layer with lossless codes."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(residual_length=8)
@@ -37,10 +37,10 @@ class Rounded(cache_utils.QuantizedLayer):  # type: ignore[misc]
 EXACT: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: hf.DynamicCache(),
     "dynamic sliding": lambda config: hf.DynamicCache(config=config),
-    "static": lambda config: hf.StaticCache(config=config, max_cache_len=ROOM),
-    "quantized": lambda config: cache_utils.Cache(layer_class_to_replicate=Rounded),
+    "static": lambda config: hf.StaticCache(config=config, max_cache_len=CAPACITY),
+    "quantized": lambda config: cache_utils.Cache(layer_class_to_replicate=LosslessQuantizedLayer),
     "ours": lambda config: Cache(config),
-    "ours, with room": lambda config: Cache(config, capacity=ROOM),
+    "ours, with room": lambda config: Cache(config, capacity=CAPACITY),
 }
 OURS = {
     "bfloat16": ({"dtype": torch.bfloat16}, 0.02),
@@ -49,72 +49,72 @@ OURS = {
 }
 
 
-def exact() -> pytest.MarkDecorator:
+def each_exact_cache() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("make", EXACT.values(), ids=list(EXACT))
 
 
 @torch.no_grad()
-def by_chunks(model: Any, cache: Any, given: dict[str, Tensor], sizes: list[int]) -> Tensor:
-    """The logits (B, L, V) when tokens come in parts."""
-    found, start = [], 0
-    while start < given["input_ids"].shape[1]:
-        end = start + sizes[len(found) % len(sizes)]
-        part = {
-            "input_ids": given["input_ids"][:, start:end],
-            "attention_mask": given["attention_mask"][:, :end],
+def by_chunks(model: Any, cache: Any, batch: dict[str, Tensor], sizes: list[int]) -> Tensor:
+    """Returns the logits (B, L, V) of a model that gets the tokens in chunks."""
+    logits, start = [], 0
+    while start < batch["input_ids"].shape[1]:
+        end = start + sizes[len(logits) % len(sizes)]
+        chunk = {
+            "input_ids": batch["input_ids"][:, start:end],
+            "attention_mask": batch["attention_mask"][:, :end],
         }
-        places = given["position_ids"][:, start:end]
-        found.append(model(**part, position_ids=places, past_key_values=cache).logits)
+        position_ids = batch["position_ids"][:, start:end]
+        logits.append(model(**chunk, position_ids=position_ids, past_key_values=cache).logits)
         start = end
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 def sequence(L: int) -> dict[str, Tensor]:
     keep = padding(2, L, "left")
-    places = (keep.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": tokens(2, L), "attention_mask": keep, "position_ids": places}
+    position_ids = (keep.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens(2, L), "attention_mask": keep, "position_ids": position_ids}
 
 
 def check_steps(name: str, cache: Any, model: Any, L: int, sizes: list[int]) -> None:
-    given = sequence(L)
+    batch = sequence(L)
     with torch.no_grad():
-        whole = model(**given, use_cache=False).logits
-    steps = by_chunks(model, cache, given, sizes)
-    real = given["attention_mask"].bool()
-    assert_close(steps[real], whole[real], rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+        expected = model(**batch, use_cache=False).logits
+    steps = by_chunks(model, cache, batch, sizes)
+    real = batch["attention_mask"].bool()
+    assert_close(steps[real], expected[real], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@exact()
+@each_exact_cache()
 @each(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
 @pytest.mark.parametrize("sizes", [[3, 1, 1], [17, 1, 1, 1, 1, 1, 1], [1]], ids=str)
-def test_steps_are_the_whole(name: str, make: Callable[[Any], Any], sizes: list[int]) -> None:
-    """In chunks, past the edge of the window (7) and of the chunk (5)."""
+def test_chunked_logits_match_one_call(name: str, make: Callable[[Any], Any], sizes: list[int]) -> None:
+    """Chunks of input cross the edges of the window (7) and of chunked attention (5)."""
     model = lively(name, "regard")
     check_steps(name, make(model.config), model, 28, sizes)
 
 
-@exact()
+@each_exact_cache()
 @each(["gemma3", "llama", "gpt_oss"], set())
-def test_many_steps(name: str, make: Callable[[Any], Any]) -> None:
+def test_many_decode_steps_match_one_call(name: str, make: Callable[[Any], Any]) -> None:
     model = lively(name, "regard")
     check_steps(name, make(model.config), model, 17 + 256, [17, *[1] * 256])
 
 
 def generated(model: Any, cache: Any, count: int = 64, **options: Any) -> Tensor:
-    """No token comes twice: else small models choose the same one again and again."""
+    """Generates tokens without repeats: small models otherwise repeat one token."""
     torch.manual_seed(1)
-    given = {
+    arguments = {
         **inputs("llama", "left"),
         "max_new_tokens": count,
         "do_sample": False,
         "no_repeat_ngram_size": 1,
     }
-    found: Tensor = model.generate(**given, past_key_values=cache, **options)
-    return found
+    out: Tensor = model.generate(**arguments, past_key_values=cache, **options)
+    return out
 
 
 @each(DECODERS, {"gemma3"})
-def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> None:
+def test_greedy_tokens_match_eager_with_every_exact_cache(name: str) -> None:
     model = lively(name, "eager")
     expected = generated(model, None)
     assert len(set(expected[0, 23:].tolist())) == 64
@@ -124,30 +124,30 @@ def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> N
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_our_cache_gives_plain_tensors_to_other_implementations(implementation: str) -> None:
+def test_our_cache_works_with_other_implementations(implementation: str) -> None:
     model = lively("llama", implementation)
     expected = generated(model, None, 12)
     assert torch.equal(generated(model, Cache(model.config), 12), expected)
 
 
-def test_beams_and_several_answers() -> None:
+def test_beam_search_with_several_sequences() -> None:
     model = lively("gemma3", "regard")
     caches = (None, Cache(model.config))
-    found = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
-    assert torch.equal(*found)
+    outs = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
+    assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize(("options", "near"), OURS.values(), ids=list(OURS))
-def test_smaller_numbers(options: dict[str, Any], near: float) -> None:
-    model, given = lively("llama", "regard"), sequence(28)
+@pytest.mark.parametrize(("options", "limit"), OURS.values(), ids=list(OURS))
+def test_reduced_precision_caches_are_close(options: dict[str, Any], limit: float) -> None:
+    model, batch = lively("llama", "regard"), sequence(28)
     cache, full = Cache(model.config, **options), Cache(model.config)
-    real = given["attention_mask"].bool()
-    steps, whole = (by_chunks(model, held, given, [20, 1])[real] for held in (cache, full))
-    assert 0 < float((steps - whole).norm() / whole.norm()) < near
+    real = batch["attention_mask"].bool()
+    steps, expected = (by_chunks(model, past, batch, [20, 1])[real] for past in (cache, full))
+    assert 0 < float((steps - expected).norm() / expected.norm()) < limit
 
 
 @pytest.mark.parametrize(("options", "share"), [({"dtype": torch.bfloat16}, 1 / 2), ({"bits": 8}, 34 / 128)])
-def test_smaller_numbers_take_less_memory(options: dict[str, Any], share: float) -> None:
+def test_reduced_precision_caches_take_less_memory(options: dict[str, Any], share: float) -> None:
     config = hf.LlamaConfig(num_hidden_layers=1)
     caches = [Cache(config, capacity=64), Cache(config, capacity=64, **options)]
     for cache in caches:
@@ -155,24 +155,24 @@ def test_smaller_numbers_take_less_memory(options: dict[str, Any], share: float)
     assert caches[1].nbytes == share * caches[0].nbytes
 
 
-# How it keeps tokens
+# Storage
 
 
-def test_no_old_key_is_copied_and_none_is_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_copies_no_stored_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively("llama", "regard")
     cache = Cache(model.config, capacity=64)
-    given = sequence(28)
-    by_chunks(model, cache, {key: x[:, :20] for key, x in given.items()}, [20])
-    where = [part.data_ptr() for layer in cache.layers for part in layer.held.stored()[:2]]
-    monkeypatch.setattr(Stored, "dense", None)  # to call it would raise
-    rest = {"input_ids": tokens(2, 1), "past_key_values": cache}
+    batch = sequence(28)
+    by_chunks(model, cache, {key: x[:, :20] for key, x in batch.items()}, [20])
+    pointers = [tensor.data_ptr() for layer in cache.layers for tensor in layer.held.stored()[:2]]
+    monkeypatch.setattr(Stored, "dense", None)  # a call would raise
+    next_token = {"input_ids": tokens(2, 1), "past_key_values": cache}
     with torch.no_grad():
-        model(**rest, attention_mask=given["attention_mask"][:, :21])
-    assert [part.data_ptr() for layer in cache.layers for part in layer.held.stored()[:2]] == where
+        model(**next_token, attention_mask=batch["attention_mask"][:, :21])
+    assert [tensor.data_ptr() for layer in cache.layers for tensor in layer.held.stored()[:2]] == pointers
     assert cache.get_seq_length() == 21
 
 
-def test_a_window_bounds_the_memory() -> None:
+def test_a_window_bounds_memory() -> None:
     model = lively("gemma3", "regard")
     cache = Cache(model.config)
     by_chunks(model, cache, sequence(200), [1])
@@ -182,30 +182,30 @@ def test_a_window_bounds_the_memory() -> None:
     assert sliding.get_mask_sizes(1)[1] > 150
 
 
-def test_taking_back_and_copies() -> None:
-    model, given = lively("gemma3", "regard"), sequence(28)
-    real = given["attention_mask"].bool()[:, 20:]
+def test_crop_and_deepcopy() -> None:
+    model, batch = lively("gemma3", "regard"), sequence(28)
+    real = batch["attention_mask"].bool()[:, 20:]
     cache = Cache(model.config, rollback=4)
-    first = {key: x[:, :24] for key, x in given.items()}
+    first = {key: x[:, :24] for key, x in batch.items()}
     by_chunks(model, cache, first, [20, 1])
     cache.crop(-4)
     cache.crop(0)
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     assert cache.get_seq_length() == 20
 
-    def rest(held: Any) -> Tensor:
-        found = []
+    def remaining_logits(past: Any) -> Tensor:
+        logits = []
         for i in range(20, 28):
-            one = {key: given[key][:, i : i + 1] for key in ("input_ids", "position_ids")}
+            token = {key: batch[key][:, i : i + 1] for key in ("input_ids", "position_ids")}
             with torch.no_grad():
-                out = model(**one, attention_mask=given["attention_mask"][:, : i + 1], past_key_values=held)
-            found.append(out.logits)
-        return torch.cat(found, 1)[real]
+                out = model(**token, attention_mask=batch["attention_mask"][:, : i + 1], past_key_values=past)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[real]
 
     with torch.no_grad():
-        whole = model(**given, use_cache=False).logits[:, 20:][real]
-    for held in (cache, twin):
-        assert_close(rest(held), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+        expected = model(**batch, use_cache=False).logits[:, 20:][real]
+    for past in (cache, copied):
+        assert_close(remaining_logits(past), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or a negative number, got 3"):
         cache.crop(3)
 
@@ -226,7 +226,7 @@ def test_selecting_and_repeating_samples() -> None:
     assert (cache.get_seq_length(), cache.layers[0].get_mask_sizes(3)) == (0, (3, 0))
 
 
-def test_an_empty_cache_answers() -> None:
+def test_methods_of_an_empty_cache() -> None:
     cache = Cache(made("gemma3", "eager").config, bits=8)
     assert (cache.nbytes, cache.get_seq_length(), cache.get_mask_sizes(4, 0)) == (0, 0, (4, 0))
     assert cache.layers[0].keys is None
@@ -241,13 +241,13 @@ def test_an_empty_cache_answers() -> None:
     assert "QuantizedCache" in repr(cache)
 
 
-def test_encoder_and_decoder() -> None:
+def test_encoder_decoder_cache() -> None:
     model = lively("whisper", "regard")
-    given = {"input_features": torch.randn(2, 8, 100)}
+    features = {"input_features": torch.randn(2, 8, 100)}
     ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
-    options = {**given, "max_new_tokens": 12, "do_sample": False}
-    expected, found = (model.generate(**options, past_key_values=cache) for cache in (None, ours))
-    assert torch.equal(found, expected)
+    options = {**features, "max_new_tokens": 12, "do_sample": False}
+    expected, out = (model.generate(**options, past_key_values=cache) for cache in (None, ours))
+    assert torch.equal(out, expected)
 
 
 def test_layers_that_are_not_attention_raise() -> None:
@@ -258,21 +258,21 @@ def test_layers_that_are_not_attention_raise() -> None:
 
 
 def test_weights_and_dropout_with_our_cache() -> None:
-    model, given = lively("gemma3", "regard"), sequence(28)
-    found = []
+    model, batch = lively("gemma3", "regard"), sequence(28)
+    attentions = []
     for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
-        first = {key: x[:, :20] for key, x in given.items()}
+        first = {key: x[:, :20] for key, x in batch.items()}
         by_chunks(model, cache, first, [20])
-        one = {key: given[key][:, 20:21] for key in ("input_ids", "position_ids")}
+        token = {key: batch[key][:, 20:21] for key in ("input_ids", "position_ids")}
         with torch.no_grad():
             out = model(
-                **one,
-                attention_mask=given["attention_mask"][:, :21],
+                **token,
+                attention_mask=batch["attention_mask"][:, :21],
                 past_key_values=cache,
                 output_attentions=True,
             )
-        found.append(out.attentions[1])
-    assert_close(found[1], found[0], rtol=0, atol=1e-6)
+        attentions.append(out.attentions[1])
+    assert_close(attentions[1], attentions[0], rtol=0, atol=1e-6)
     for layer in model.train().model.layers:
         layer.self_attn.attention_dropout = 0.5
     with torch.no_grad():
@@ -281,17 +281,17 @@ def test_weights_and_dropout_with_our_cache() -> None:
 
 @pytest.mark.full
 def test_compiled_models() -> None:
-    model, given = lively("gemma3", "regard"), inputs("gemma3", "left")
-    real = given["attention_mask"].bool()
+    model, batch = lively("gemma3", "regard"), inputs("gemma3", "left")
+    real = batch["attention_mask"].bool()
     with torch.no_grad():
-        expected = model(**given, use_cache=False).logits[real]
+        expected = model(**batch, use_cache=False).logits[real]
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert_close(compiled(**given, use_cache=False).logits[real], expected)
-    text = model.generate(**given, max_new_tokens=6, do_sample=False)
+        assert_close(compiled(**batch, use_cache=False).logits[real], expected)
+    expected_tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)
     model.forward = torch.compile(model.forward, backend="eager")
     for cache in (hf.StaticCache(config=model.config, max_cache_len=40), Cache(model.config)):
-        found = model.generate(**given, max_new_tokens=6, do_sample=False, past_key_values=cache)
-        assert torch.equal(found, text)
+        out = model.generate(**batch, max_new_tokens=6, do_sample=False, past_key_values=cache)
+        assert torch.equal(out, expected_tokens)
 
 
 def test_training_with_our_cache_raises() -> None:

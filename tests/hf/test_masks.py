@@ -1,4 +1,4 @@
-"""The masks of Transformers as values: the same pairs of tokens, and nothing of size Lq x Lk."""
+"""Compares our masks for Transformers with its dense masks; ours hold no tensor of size Lq x Lk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ids(B: int, L: int, first: int = 0) -> Tensor:
-    """(B, L): ascending in steps of 0 or 1."""
+    """Returns ids (B, L) that ascend in steps of 0 or 1."""
     return (torch.rand(B, L) < 0.3).cumsum(1) + first
 
 
@@ -52,7 +52,7 @@ def blocks(B: int, L: int, W: int) -> Any:
 
 
 def prefix(B: int, L: int, W: int) -> Any:
-    """A function of the user's own."""
+    """Returns a mask function that combines a user's function with the causal one."""
     return hf.or_masks(hf.causal_mask_function, lambda b, h, q, kv: kv < W)
 
 
@@ -68,45 +68,45 @@ def real_tokens(B: int, L: int, kind: str) -> Tensor | None:
     return {"left": at >= n, "right": at < n + 1, "holes": torch.rand(B, L) < 0.7, "all": at >= 0 * n}[kind]
 
 
-def frame(rng: random.Random) -> dict[str, Any]:
-    """Sizes as caches give them: queries behind the keys held, keys from some offset on, room behind them."""
-    Lq, past, room = rng.randint(1, 40), rng.choice([0, 0, rng.randint(1, 40)]), rng.choice([0, 0, 5])
+def draw_sizes(rng: random.Random) -> dict[str, Any]:
+    """Draws sizes as caches pass them: queries after cached keys, a key offset, unused slots."""
+    Lq, past, unused = rng.randint(1, 40), rng.choice([0, 0, rng.randint(1, 40)]), rng.choice([0, 0, 5])
     kv_offset = rng.choice([0, 0, rng.randint(0, past)])
     return {
-        "batch_size": rng.randint(1, 3), "q_length": Lq, "kv_length": past - kv_offset + Lq + room,
+        "batch_size": rng.randint(1, 3), "q_length": Lq, "kv_length": past - kv_offset + Lq + unused,
         "q_offset": past, "kv_offset": kv_offset,
     }  # fmt: skip
 
 
 def check(kind: Callable[[int, int, int], Any], rng: random.Random) -> int:
-    given = frame(rng)
-    tokens = given["kv_offset"] + given["kv_length"]
-    B, W = given["batch_size"], rng.randint(1, 12)
+    sizes = draw_sizes(rng)
+    tokens = sizes["kv_offset"] + sizes["kv_length"]
+    B, W = sizes["batch_size"], rng.randint(1, 12)
     function = kind(B, tokens, W)
     keep = real_tokens(B, tokens, rng.choice(["none", "left", "right", "holes", "all"]))
-    own = {"mask_function": function, "attention_mask": keep, "use_vmap": kind is prefix}
+    mask_options = {"mask_function": function, "attention_mask": keep, "use_vmap": kind is prefix}
     skips = {"allow_is_bidirectional_skip": kind in (everything, around)}
     if kind is around:
         skips["local_size"] = W
-    expected = hf.sdpa_mask(**given, **own, allow_is_causal_skip=False)
+    expected = hf.sdpa_mask(**sizes, **mask_options, allow_is_causal_skip=False)
     if rng.random() < 0.5:
-        given["q_offset"] = torch.tensor(given["q_offset"])  # as static caches have it
-    found = mask_tensor(**given, **own, **skips, dtype=torch.float32, config=None)
-    if found is None:
-        assert given["q_length"] == 1 or skips["allow_is_bidirectional_skip"]
+        sizes["q_offset"] = torch.tensor(sizes["q_offset"])  # static caches pass a tensor
+    mask = mask_tensor(**sizes, **mask_options, **skips, dtype=torch.float32, config=None)
+    if mask is None:
+        assert sizes["q_length"] == 1 or skips["allow_is_bidirectional_skip"]
         assert expected.all()
         return expected.numel()
-    assert isinstance(found, MaskTensor)
-    assert found.shape == expected.shape
-    assert torch.equal(found.dense(), expected), (kind.__name__, given, W)
-    if kind is not prefix and found.mask is not None:
-        assert all(x.numel() <= 3 * 90 for x in found.mask.lower().tensors)
+    assert isinstance(mask, MaskTensor)
+    assert mask.shape == expected.shape
+    assert torch.equal(mask.dense(), expected), (kind.__name__, sizes, W)
+    if kind is not prefix and mask.mask is not None:
+        assert all(x.numel() <= 3 * 90 for x in mask.mask.lower().tensors)
     return expected.numel()
 
 
 @pytest.mark.parametrize("times", [60, pytest.param(600, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_same_pairs_as_transformers(kind: Callable[[int, int, int], Any], times: int) -> None:
+def test_masks_match_transformers(kind: Callable[[int, int, int], Any], times: int) -> None:
     rng = random.Random(kind.__name__)
     assert sum(check(kind, rng) for _ in range(times)) > 1000 * times // 4
 
@@ -116,26 +116,26 @@ def test_window_and_chunk_at_every_offset(W: int) -> None:
     for past in range(28):
         for kind in (window, chunk):
             function = kind(1, 40, W)
-            given = {"batch_size": 1, "q_length": 12, "kv_length": 12 + past, "q_offset": past}
-            expected = hf.sdpa_mask(**given, mask_function=function, allow_is_causal_skip=False)
-            found = mask_tensor(**given, mask_function=function)
-            assert found is not None
-            assert torch.equal(found.clone(), expected)
+            sizes = {"batch_size": 1, "q_length": 12, "kv_length": 12 + past, "q_offset": past}
+            expected = hf.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+            mask = mask_tensor(**sizes, mask_function=function)
+            assert mask is not None
+            assert torch.equal(mask.clone(), expected)
 
 
 def atoms(mask: Mask) -> list[Mask]:
     return [atom for child in mask._children() for atom in atoms(child)] or [mask]
 
 
-def test_what_is_known_is_not_dense() -> None:
+def test_known_mask_functions_need_no_dense_mask() -> None:
     keep = torch.arange(50) >= torch.tensor([[0], [7]])
     for kind in (window, chunk, packed, blocks):
-        found: Any = mask_tensor(2, 50, 50, mask_function=kind(2, 50, 5), attention_mask=keep)
-        assert not any(isinstance(atom, Dense) for atom in atoms(found.mask))
-        assert max(x.numel() for x in found.mask.lower().tensors) <= 100
+        mask: Any = mask_tensor(2, 50, 50, mask_function=kind(2, 50, 5), attention_mask=keep)
+        assert not any(isinstance(atom, Dense) for atom in atoms(mask.mask))
+        assert max(x.numel() for x in mask.mask.lower().tensors) <= 100
 
 
-def test_one_query_that_sees_all_needs_no_mask() -> None:
+def test_a_query_that_attends_to_all_keys_needs_no_mask() -> None:
     assert mask_tensor(2, 1, 9, q_offset=8) is None
     assert mask_tensor(2, 1, 9, q_offset=8, mask_function=hf.sliding_window_causal_mask_function(9)) is None
     assert (
@@ -144,17 +144,17 @@ def test_one_query_that_sees_all_needs_no_mask() -> None:
     assert mask_tensor(2, 1, 9, q_offset=8, allow_is_causal_skip=False) is not None
 
 
-# Tensors that stand for others
+# MaskTensor
 
 
-def stand_in() -> MaskTensor:
-    found = mask_tensor(2, 4, 4)
-    assert isinstance(found, MaskTensor)
-    return found
+def causal_mask_tensor() -> MaskTensor:
+    mask = mask_tensor(2, 4, 4)
+    assert isinstance(mask, MaskTensor)
+    return mask
 
 
-def test_operations_see_the_dense_tensor() -> None:
-    mask, expected = stand_in(), torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4)
+def test_operations_use_the_dense_tensor() -> None:
+    mask, expected = causal_mask_tensor(), torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4)
     assert (mask.dtype, tuple(mask.shape), mask.ndim, mask.device.type) == (
         torch.bool,
         (2, 1, 4, 4),
@@ -168,7 +168,7 @@ def test_operations_see_the_dense_tensor() -> None:
     assert type(mask.clone()) is Tensor
 
 
-def test_a_stand_in_cannot_be_changed_in_place() -> None:
+def test_a_mask_tensor_cannot_be_changed_in_place() -> None:
     with pytest.raises(RuntimeError, match=r"MaskTensor stands for a tensor .* change a clone"):
-        stand_in().fill_(True)
-    assert torch.zeros(2, 1, 4, 4).copy_(stand_in()).sum() == 20
+        causal_mask_tensor().fill_(True)
+    assert torch.zeros(2, 1, 4, 4).copy_(causal_mask_tensor()).sum() == 20

@@ -1,4 +1,4 @@
-"""Converters, checked against what PyTorch computes with the other library's form of the mask."""
+"""Tests of the mask converters: attention with a converted mask matches PyTorch's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, H, Lq, D), torch.randn(B, H, Lk, D), torch.randn(B, H, Lk, D)
 
 
-def textbook(q: Tensor, k: Tensor, v: Tensor, given: M.Arguments) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias) v over the keys the mask allows."""
+def textbook(q: Tensor, k: Tensor, v: Tensor, arguments: M.Arguments) -> Tensor:
+    """Computes softmax(q k^T / sqrt(D) + bias) v over the keys that the mask allows."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    if given.bias is not None:
-        scores = scores + given.bias
-    if given.mask is not None:
-        scores = scores.masked_fill(~given.mask.to_dense(q.shape[-2], k.shape[-2], given.offset), -torch.inf)
+    if arguments.bias is not None:
+        scores = scores + arguments.bias
+    if arguments.mask is not None:
+        scores = scores.masked_fill(
+            ~arguments.mask.to_dense(q.shape[-2], k.shape[-2], arguments.offset), -torch.inf
+        )
     return scores.softmax(-1).nan_to_num() @ v
 
 
@@ -56,14 +58,14 @@ def test_from_sdpa(kind: str) -> None:
 @varied
 def test_to_sdpa(mask: M.Mask) -> None:
     q, k, v = qkv()
-    there = M.to_sdpa(mask, Lq, Lk, heads=H)
-    torch.testing.assert_close(sdpa(q, k, v, there), textbook(q, k, v, M.Arguments(mask)))
-    back = M.from_sdpa(there).mask
-    assert back is not None
-    assert torch.equal(back.to_dense(Lq, Lk), mask.to_dense(Lq, Lk))
+    sdpa_mask = M.to_sdpa(mask, Lq, Lk, heads=H)
+    torch.testing.assert_close(sdpa(q, k, v, sdpa_mask), textbook(q, k, v, M.Arguments(mask)))
+    restored = M.from_sdpa(sdpa_mask).mask
+    assert restored is not None
+    assert torch.equal(restored.to_dense(Lq, Lk), mask.to_dense(Lq, Lk))
 
 
-def test_from_sdpa_refuses_both() -> None:
+def test_from_sdpa_rejects_mask_with_is_causal() -> None:
     with pytest.raises(ValueError, match="attn_mask and is_causal: expected at most one of them, got both"):
         M.from_sdpa(torch.ones(2, 2).bool(), is_causal=True)
 
@@ -72,7 +74,7 @@ def test_from_sdpa_refuses_both() -> None:
 
 
 def mha_module() -> nn.MultiheadAttention:
-    """Identity projections, so that it is attention on the given vectors."""
+    """Returns a module with identity projections: it computes attention on its raw inputs."""
     module = nn.MultiheadAttention(H * D, H, batch_first=True, bias=False)
     eye = torch.eye(H * D)
     with torch.no_grad():
@@ -93,7 +95,7 @@ def run_mha(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> Tensor
 def test_from_mha(float_attn: bool, padding: str, shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
     attn = torch.rand(shape) > 0.7
-    attn[..., 2] = False  # so that every row sees something
+    attn[..., 2] = False  # no fully masked rows
     attn = torch.randn(shape).masked_fill(attn, -torch.inf) if float_attn else attn
     ignored = {
         "none": None,
@@ -102,25 +104,29 @@ def test_from_mha(float_attn: bool, padding: str, shape: tuple[int, ...]) -> Non
         "both": [[1, 0, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 0, 0]],
         "holes": [[1, 0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 1, 0]],
     }[padding]
-    keys = None if ignored is None else torch.tensor(ignored) != 0
-    there = keys.float().masked_fill(keys, -torch.inf) if keys is not None and float_attn else keys
-    expected = run_mha(q, k, v, attn_mask=attn, key_padding_mask=there)
-    torch.testing.assert_close(textbook(q, k, v, M.from_mha(attn, keys, heads=H)), expected)
-    torch.testing.assert_close(textbook(q, k, v, M.from_mha(attn, there, heads=H)), expected)
+    ignored_keys = None if ignored is None else torch.tensor(ignored) != 0
+    padding_mask = (
+        ignored_keys.float().masked_fill(ignored_keys, -torch.inf)
+        if ignored_keys is not None and float_attn
+        else ignored_keys
+    )
+    expected = run_mha(q, k, v, attn_mask=attn, key_padding_mask=padding_mask)
+    torch.testing.assert_close(textbook(q, k, v, M.from_mha(attn, ignored_keys, heads=H)), expected)
+    torch.testing.assert_close(textbook(q, k, v, M.from_mha(attn, padding_mask, heads=H)), expected)
 
 
 @varied
 def test_to_mha(mask: M.Mask) -> None:
     q, k, v = qkv()
     mask = mask | M.Prefix(1)
-    there = M.to_mha(mask, B, H, Lq, Lk)
-    torch.testing.assert_close(run_mha(q, k, v, attn_mask=there), textbook(q, k, v, M.Arguments(mask)))
-    back = M.from_mha(there, heads=H).mask
-    assert back is not None
-    assert torch.equal(*torch.broadcast_tensors(back.to_dense(Lq, Lk), mask.to_dense(Lq, Lk)))
+    mha_mask = M.to_mha(mask, B, H, Lq, Lk)
+    torch.testing.assert_close(run_mha(q, k, v, attn_mask=mha_mask), textbook(q, k, v, M.Arguments(mask)))
+    restored = M.from_mha(mha_mask, heads=H).mask
+    assert restored is not None
+    assert torch.equal(*torch.broadcast_tensors(restored.to_dense(Lq, Lk), mask.to_dense(Lq, Lk)))
 
 
-def test_mha_causal_and_faults() -> None:
+def test_mha_causal_and_errors() -> None:
     assert M.from_mha(is_causal=True) == (M.Causal(), None, 0)
     assert M.from_mha() == (None, None, None)
     with pytest.raises(ValueError, match=r"\(B \* heads, Lq, Lk\) with `heads`, got bool .* heads = None"):
@@ -147,8 +153,8 @@ def test_mha_causal_and_faults() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_hf_2d(rows: list[list[int]], expected: M.Mask, dtype: torch.dtype) -> None:
-    there = torch.tensor(rows).to(dtype)
-    mask = M.from_hf_2d(there)
+    attention_mask = torch.tensor(rows).to(dtype)
+    mask = M.from_hf_2d(attention_mask)
     assert mask == expected
     assert M.to_hf_2d(mask, 3).tolist() == rows
 
@@ -156,13 +162,13 @@ def test_hf_2d(rows: list[list[int]], expected: M.Mask, dtype: torch.dtype) -> N
 @given(
     st.integers(0, 4).flatmap(lambda L: st.lists(st.lists(st.booleans(), min_size=L, max_size=L), min_size=1))
 )
-def test_padding_keeps_every_pattern(rows: list[list[bool]]) -> None:
+def test_padding_represents_every_pattern(rows: list[list[bool]]) -> None:
     keep = torch.tensor(rows, dtype=torch.bool)
     dense = M.padding(keep).to_dense(1, keep.shape[-1])
     assert torch.equal(dense.expand(len(rows), 1, 1, -1)[:, 0, 0], keep)
 
 
-def test_hf_2d_faults() -> None:
+def test_hf_2d_errors() -> None:
     with pytest.raises(ValueError, match=r"attention_mask: expected 0 \(padding\) or 1 \(real token\)"):
         M.from_hf_2d(torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match=r"shape \(B, L\), got int64 tensor of shape \(2,\)"):
@@ -174,19 +180,19 @@ def test_hf_2d_faults() -> None:
 @varied
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16])
 def test_hf_4d(mask: M.Mask, dtype: torch.dtype | None) -> None:
-    there = M.to_hf_4d(mask, Lq, Lk, heads=H, dtype=dtype)
-    assert there.ndim == 4
-    assert there.dtype == (dtype or torch.bool)
-    back = M.from_hf_4d(there)
-    assert back.bias is None
-    assert back.mask is not None
-    assert torch.equal(*torch.broadcast_tensors(back.mask.to_dense(Lq, Lk), mask.to_dense(Lq, Lk)))
+    attention_mask = M.to_hf_4d(mask, Lq, Lk, heads=H, dtype=dtype)
+    assert attention_mask.ndim == 4
+    assert attention_mask.dtype == (dtype or torch.bool)
+    restored = M.from_hf_4d(attention_mask)
+    assert restored.bias is None
+    assert restored.mask is not None
+    assert torch.equal(*torch.broadcast_tensors(restored.mask.to_dense(Lq, Lk), mask.to_dense(Lq, Lk)))
 
 
 def test_hf_4d_additive() -> None:
     lowest = torch.finfo(torch.float32).min
-    doubly = torch.tensor([0.0, lowest, 2 * lowest, -torch.inf]).reshape(1, 1, 1, 4)
-    mask = M.from_hf_4d(doubly).mask
+    additive = torch.tensor([0.0, lowest, 2 * lowest, -torch.inf]).reshape(1, 1, 1, 4)
+    mask = M.from_hf_4d(additive).mask
     assert mask is not None
     assert mask.to_dense(1, 4).flatten().tolist() == [True, False, False, False]
     bias = torch.randn(1, 1, 2, 3)
@@ -199,28 +205,31 @@ def test_hf_4d_additive() -> None:
 
 
 def test_cu_seqlens_of_packed_tokens() -> None:
-    borders = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
-    mask = M.from_cu_seqlens(borders)
+    cu_seqlens = torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+    mask = M.from_cu_seqlens(cu_seqlens)
     assert mask == M.Documents([0, 0, 1, 1, 1, 2])
-    q_borders, k_borders = M.to_cu_seqlens(mask)
-    assert q_borders.dtype == torch.int32
-    assert torch.equal(q_borders, borders)
-    assert torch.equal(k_borders, borders)
+    cu_seqlens_q, cu_seqlens_k = M.to_cu_seqlens(mask)
+    assert cu_seqlens_q.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens)
+    assert torch.equal(cu_seqlens_k, cu_seqlens)
     q = torch.randn(6, D)
     packed = textbook(q, q, q, M.Arguments(mask & M.Causal()))
-    alone = [sdpa(part, part, part, is_causal=True) for part in q.split([2, 3, 1])]
+    alone = [sdpa(sequence, sequence, sequence, is_causal=True) for sequence in q.split([2, 3, 1])]
     torch.testing.assert_close(packed, torch.cat(alone))
 
 
 def test_cu_seqlens_of_queries_and_keys() -> None:
-    q_borders, k_borders = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 4, 6])
-    mask = M.from_cu_seqlens(q_borders, k_borders)
-    there = M.to_cu_seqlens(mask)
-    assert [borders.tolist() for borders in there] == [[0, 2, 2, 5], [0, 1, 4, 6]]
-    assert [b.tolist() for b in M.to_cu_seqlens(M.Documents([5, 5, 3], [5, 3, 3]))] == [[0, 2, 3], [0, 1, 3]]
+    cu_seqlens_q, cu_seqlens_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 4, 6])
+    mask = M.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
+    converted = M.to_cu_seqlens(mask)
+    assert [cu_seqlens.tolist() for cu_seqlens in converted] == [[0, 2, 2, 5], [0, 1, 4, 6]]
+    assert [cu_seqlens.tolist() for cu_seqlens in M.to_cu_seqlens(M.Documents([5, 5, 3], [5, 3, 3]))] == [
+        [0, 2, 3],
+        [0, 1, 3],
+    ]
 
 
-def test_cu_seqlens_faults() -> None:
+def test_cu_seqlens_errors() -> None:
     with pytest.raises(ValueError, match="q_ids: expected contiguous documents, got an id that comes back"):
         M.to_cu_seqlens(M.Documents([0, 1, 0]))
     with pytest.raises(ValueError, match="same order of documents"):
@@ -229,9 +238,9 @@ def test_cu_seqlens_faults() -> None:
         M.to_cu_seqlens(M.Documents([[0, 1], [0, 1]]))
     with pytest.raises(TypeError, match="mask: expected Documents, got Causal"):
         M.to_cu_seqlens(M.Causal())  # type: ignore[arg-type]
-    for wrong in ([1, 2], [0, 3, 2]):
+    for cu_seqlens in ([1, 2], [0, 3, 2]):
         with pytest.raises(ValueError, match="cu_seqlens_q: expected to start with 0 and not decrease"):
-            M.from_cu_seqlens(torch.tensor(wrong))
+            M.from_cu_seqlens(torch.tensor(cu_seqlens))
     with pytest.raises(ValueError, match=r"\(N \+ 1,\)"):
         M.from_cu_seqlens(torch.tensor([0.0, 2.0]))
     with pytest.raises(ValueError, match="cu_seqlens_k: expected the shape of cu_seqlens_q"):
@@ -243,7 +252,7 @@ def test_cu_seqlens_faults() -> None:
 
 @given(mask_strategy())
 @settings(max_examples=50)
-def test_flex_mask_mod_means_the_same(case: Case) -> None:
+def test_flex_mask_mod_matches_dense(case: Case) -> None:
     mod = M.to_flex_mask_mod(case.mask, case.Lq, case.Lk, case.offset, batch=case.batch)
     dense = create_mask(mod, case.B, case.heads, case.Lq, case.Lk, device="cpu")
     assert torch.equal(dense, case.dense())
@@ -252,8 +261,8 @@ def test_flex_mask_mod_means_the_same(case: Case) -> None:
 @given(mask_strategy(batches=((2,),), depth=1))
 def test_flex_round_trip(case: Case) -> None:
     block_mask = M.to_flex(case.mask, case.Lq, case.Lk, case.offset, batch=2, heads=case.heads, block=4)
-    back = M.from_flex(block_mask).to_dense(case.Lq, case.Lk)
-    assert torch.equal(back.expand(2, case.heads, case.Lq, case.Lk), case.dense())
+    restored = M.from_flex(block_mask).to_dense(case.Lq, case.Lk)
+    assert torch.equal(restored.expand(2, case.heads, case.Lq, case.Lk), case.dense())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -267,27 +276,29 @@ def test_flex_attention_agrees(mask: M.Mask) -> None:
 
 
 def test_from_flex_finds_blocks() -> None:
-    numbers, indices = (
+    counts, indices = (
         torch.tensor([[[1, 2]]], dtype=torch.int32),
         torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32),
     )
-    plain = BlockMask.from_kv_blocks(numbers, indices, BLOCK_SIZE=4, seq_lengths=(7, 8))
+    without_mask_mod = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=4, seq_lengths=(7, 8))
     table = torch.tensor([[False, True], [True, True]])
-    assert M.from_flex(plain) == M.Blocks(table, 4)
-    whole = create_block_mask(lambda b, h, q, k: k // 4 != q // 4, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
-    assert M.from_flex(whole) == M.Blocks(~torch.eye(2).bool(), 4)
+    assert M.from_flex(without_mask_mod) == M.Blocks(table, 4)
+    full_blocks = create_block_mask(
+        lambda b, h, q, k: k // 4 != q // 4, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4
+    )
+    assert M.from_flex(full_blocks) == M.Blocks(~torch.eye(2).bool(), 4)
     causal = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=(4, 8))
     assert M.from_flex(causal) == M.Dense(torch.ones(8, 8).tril().bool())
 
 
-def test_to_flex_needs_to_know_the_batch() -> None:
+def test_to_flex_requires_the_batch_size() -> None:
     with pytest.raises(ValueError, match="broadcastable to batch"):
         M.to_flex(M.Lengths([1, 2]), 3, 3)
     with pytest.raises(ValueError, match="batch: expected B with an offset for each sample"):
         M.to_flex(M.Causal(), 3, 3, torch.tensor([0, 1]))
 
 
-def test_lists_are_taken_and_other_things_named() -> None:
+def test_converters_accept_lists_and_name_wrong_arguments() -> None:
     assert M.from_sdpa([[True, False]]).mask == M.Dense(torch.tensor([[True, False]]))
     assert M.from_hf_2d([[1, 1, 0]]) == M.from_hf_2d(torch.tensor([[1, 1, 0]]))
     assert M.from_cu_seqlens([0, 4, 7]) == M.from_cu_seqlens(torch.tensor([0, 4, 7]))

@@ -1,4 +1,4 @@
-"""Drawings of masks: what the text says, and that images and HTML come out."""
+"""Tests of mask drawings: text, images and HTML."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from regard import masks as M
 
 
 def body(text: str) -> list[str]:
-    """The rows of the matrix without their labels."""
+    """Returns the rows of the drawn matrix without their labels."""
     lines = (line.lstrip() for line in text.splitlines()[3:])
     return [line.split(" ", 1)[1] for line in lines if line[:1].isdigit()]
 
 
-def test_each_pair_is_a_cell() -> None:
+def test_small_masks_draw_one_cell_per_pair() -> None:
     text = M.Causal().draw(3, 3)
     assert text.splitlines()[0] == "Causal()"
     assert text.splitlines()[1] == "3 queries x 3 keys, offset 0, 66.7 % may attend"
@@ -27,14 +27,14 @@ def test_each_pair_is_a_cell() -> None:
 
 @pytest.mark.parametrize("L", [1, 3, 17, 63, 65, 1000])
 @pytest.mark.parametrize("width", [20, 79])
-def test_drawings_fit(L: int, width: int) -> None:
+def test_drawings_fit_the_width(L: int, width: int) -> None:
     lines = M.Window(3, 2).draw(L, L, width=width).splitlines()
-    drawn = [line for line in lines[3:] if "pairs" not in line]
-    assert max(map(len, drawn)) <= width
-    assert len(drawn) <= width // 2
+    rows = [line for line in lines[3:] if "pairs" not in line]
+    assert max(map(len, rows)) <= width
+    assert len(rows) <= width // 2
 
 
-def test_cells_of_many_pairs() -> None:
+def test_large_masks_draw_many_pairs_per_cell() -> None:
     text = M.Causal().draw(400, 400, width=24)
     rows = body(text)
     assert rows[0] == "▒▒" + "· " * 8 + "·"
@@ -61,11 +61,11 @@ def test_rows_are_labelled_by_position() -> None:
         (M.Blocks(torch.ones(2, 3).bool(), 4), "8 queries x 12 keys"),
     ],
 )
-def test_sizes_are_guessed(mask: M.Mask, sizes: str) -> None:
+def test_default_sizes_come_from_the_mask(mask: M.Mask, sizes: str) -> None:
     assert sizes in mask.draw()
 
 
-def test_heads_and_samples() -> None:
+def test_draw_one_head_and_sample() -> None:
     mask = M.PerHead([M.Causal(), M.Prefix(1)]) & M.Lengths([2, 3])
     assert body(mask.draw(3, 3, head=1, sample=0)) == ["██· ·"] * 3
     assert "(head 1) (sample 0)" in mask.draw(3, 3, head=1)
@@ -101,7 +101,7 @@ def test_images_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         M.Causal().image()
 
 
-def test_notebooks_show_an_svg() -> None:
+def test_html_contains_an_svg() -> None:
     html = (M.Window(1) | M.Prefix(1))._repr_html_()
     assert "<svg" in html
     assert "32 queries x 32 keys" in html

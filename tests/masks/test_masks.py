@@ -1,4 +1,4 @@
-"""What masks mean, that their programs mean the same, and that they behave as values."""
+"""Tests of masks: dense form, mask programs, value semantics (equality, hash, copies), errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ODD = (1, 3, 17, 63, 65)
 
 
 def examples() -> list[M.Mask]:
-    """One mask of every kind, for B = 2, H = 3, Lq = 5, Lk = 7."""
+    """Returns one mask of every kind, for B = 2, H = 3, Lq = 5, Lk = 7."""
     return [
         M.Causal(),
         M.Window(2, 1),
@@ -47,23 +47,23 @@ each_example = pytest.mark.parametrize("mask", EXAMPLES, ids=[repr(m) for m in E
 
 
 @given(mask_strategy())
-def test_the_program_means_what_the_mask_means(case: Case) -> None:
+def test_program_matches_dense_mask(case: Case) -> None:
     program = case.mask.lower()
     tensors = program.bind(case.batch)
     assert all(len(t) in (1, case.B) and t.is_contiguous() for t in tensors)
-    read = program_interpreter.dense(
+    interpreted = program_interpreter.dense(
         program.code, tensors, case.B, case.heads, case.Lq, case.Lk, case.offsets
     )
-    assert torch.equal(read, case.dense())
+    assert torch.equal(interpreted, case.dense())
 
 
 @given(mask_strategy())
-def test_a_generated_mask_passes_its_checks(case: Case) -> None:
+def test_check_accepts_generated_masks(case: Case) -> None:
     case.mask.check(case.batch, case.heads, case.Lq, case.Lk, case.offset)
 
 
 @given(mask_strategy())
-def test_generated_masks_are_values(case: Case) -> None:
+def test_copies_of_generated_masks_are_equal(case: Case) -> None:
     for twin in (pickle.loads(pickle.dumps(case.mask)), copy.deepcopy(case.mask), case.mask.to("cpu")):
         assert twin == case.mask
         assert hash(twin) == hash(case.mask)
@@ -72,7 +72,7 @@ def test_generated_masks_are_values(case: Case) -> None:
 
 
 @pytest.mark.parametrize("L", ODD)
-def test_causal_is_lower_right_by_default(L: int) -> None:
+def test_causal_is_bottom_right_aligned_by_default(L: int) -> None:
     assert torch.equal(M.Causal().to_dense(L, L), torch.ones(L, L).tril().bool())
     assert torch.equal(M.Causal().to_dense(L, L + 4), torch.ones(L, L + 4).tril(4).bool())
     assert torch.equal(M.Causal().to_dense(L, L + 4, offset=0), torch.ones(L, L + 4).tril().bool())
@@ -86,7 +86,7 @@ def test_window(L: int, left: int | None, right: int | None) -> None:
     assert torch.equal(M.Window(left, right).to_dense(L, L), expected)
 
 
-def test_an_offset_for_each_sample() -> None:
+def test_offset_per_sample() -> None:
     mask, offsets = M.Causal(), torch.tensor([0, 2, 9])
     dense = mask.to_dense(3, 5, offsets)
     assert dense.shape == (3, 1, 3, 5)
@@ -94,30 +94,30 @@ def test_an_offset_for_each_sample() -> None:
         assert torch.equal(dense[b, 0], mask.to_dense(3, 5, offset))
 
 
-def test_documents_outside_their_tokens_see_nothing() -> None:
+def test_queries_outside_the_documents_are_fully_masked() -> None:
     dense = M.Documents([0, 0, 1]).to_dense(6, 3, offset=-2)
     assert dense.int().tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]
 
 
-def test_global_tokens_see_all_and_are_seen_by_all() -> None:
+def test_global_tokens_are_full_rows_and_columns() -> None:
     dense = M.Global([1]).to_dense(3, 3)
     assert dense.int().tolist() == [[0, 1, 0], [1, 1, 1], [0, 1, 0]]
     assert not M.Global([]).to_dense(3, 3).any()
     assert not M.Global([-1]).to_dense(3, 3, offset=-1).any(), "padding is not position -1"
 
 
-def test_global_tokens_are_put_in_order() -> None:
+def test_global_tokens_are_sorted_without_repeats() -> None:
     assert M.Global([5, 0, 5, 3]).tokens.tolist() == [0, 3, 5]
     assert M.Global(torch.tensor([[4, -1, 2], [1, 1, 1]])).tokens.tolist() == [[2, 4], [-1, 1]]
     marks = torch.tensor([[True, False, True], [False, False, True]])
     assert M.Global(marks) == M.Global(torch.tensor([[0, 2], [-1, 2]]))
 
 
-def test_random_blocks_draw_the_same_on_every_machine() -> None:
+def test_random_blocks_are_reproducible() -> None:
     dense = M.RandomBlocks(2, 1, 1).to_dense(4, 9, offset=-1)
     assert dense.sum(-1).tolist() == [2] * 4
-    chosen = [program_interpreter.drawn(1, row, 9, 2) for row in range(-1, 3)]
-    assert [set(line.nonzero().flatten().tolist()) for line in dense] == chosen
+    expected = [program_interpreter.drawn(1, row, 9, 2) for row in range(-1, 3)]
+    assert [set(keys.nonzero().flatten().tolist()) for keys in dense] == expected
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_dense_can_be_empty(mask: M.Mask) -> None:
         assert mask.to_dense(0, 0, 0).shape[-2:] == (0, 0)
 
 
-def test_dense_is_not_the_masks_own_tensor() -> None:
+def test_to_dense_returns_a_copy() -> None:
     mask = M.Dense(torch.ones(2, 2, dtype=torch.bool))
     mask.to_dense(2, 2)[:] = False
     assert mask.to_dense(2, 2).all()
 
 
-def test_the_code_is_the_one_of_the_design() -> None:
+def test_program_codes() -> None:
     big = 2**62
     assert M.Causal().lower().code == (1, 4, big, 0)
     assert M.Window(3, None).lower().code == (1, 4, 3, big)
@@ -167,13 +167,13 @@ def test_the_code_is_the_one_of_the_design() -> None:
     assert (M.Dilated(2) | ~M.Prefix(1)).lower().code == (13, 10, 8, 3, 2, 14, 5, 5, 3, 1)
 
 
-def test_and_narrows_cheaply_first() -> None:
+def test_and_puts_cheap_masks_first() -> None:
     mask = M.Dilated(2) & M.Global([0]) & M.Lengths(3) & M.Causal()
     nodes = list(program_interpreter.children(list(mask.lower().code[2:])))
     assert [node[0] for node in nodes] == [M.Op.LENGTHS, M.Op.WINDOW, M.Op.GLOBAL, M.Op.DILATED]
 
 
-def test_programs_are_made_once_and_share_equal_tensors() -> None:
+def test_programs_are_cached_and_share_equal_tensors() -> None:
     ids = torch.tensor([0, 0, 1])
     mask = M.Documents(ids, ids) | (M.Documents(ids) & M.Lengths(3))
     program = mask.lower()
@@ -182,7 +182,7 @@ def test_programs_are_made_once_and_share_equal_tensors() -> None:
     assert [tuple(t.shape) for t in program.tensors] == [(3,), ()]
 
 
-def test_tensors_are_bound_to_the_batch() -> None:
+def test_bind_expands_tensors_to_the_batch() -> None:
     keep = torch.rand(3, 1, 4, 5) > 0.5
     program = (M.Lengths(torch.tensor([[1], [2]])) & M.Dense(keep) & M.Global([0])).lower()
     lengths, tokens, dense = program.bind((2, 3))
@@ -193,7 +193,7 @@ def test_tensors_are_bound_to_the_batch() -> None:
         program.bind((2,))
 
 
-# Values
+# Value semantics
 
 
 @each_example
@@ -211,7 +211,7 @@ def test_different_masks_differ() -> None:
     assert len({*EXAMPLES, *examples()[:3]}) == len(EXAMPLES)
 
 
-def test_equality_looks_into_tensors() -> None:
+def test_equality_compares_tensor_values() -> None:
     assert M.Lengths([1, 2]) == M.Lengths(torch.tensor([1, 2], dtype=torch.int32))
     assert M.Lengths([1, 2]) != M.Lengths([2, 1])
     assert hash(M.Lengths([1, 2])) == hash(M.Lengths(torch.tensor([1, 2])))
@@ -219,10 +219,10 @@ def test_equality_looks_into_tensors() -> None:
     assert M.Causal() != "Causal()"
 
 
-def test_masks_keep_their_own_copies() -> None:
-    n = torch.tensor([1, 2])
-    mask = M.Lengths(n)
-    n += 5
+def test_masks_copy_their_tensors() -> None:
+    lengths = torch.tensor([1, 2])
+    mask = M.Lengths(lengths)
+    lengths += 5
     assert mask == M.Lengths([1, 2])
 
 
@@ -250,7 +250,7 @@ def test_and_joins_windows() -> None:
     assert (causal | M.Window(4)).masks == (causal, M.Window(4))
 
 
-def test_a_mask_says_what_it_speaks_of() -> None:
+def test_kinds() -> None:
     distance, position, index = M.MaskKind.DISTANCE, M.MaskKind.POSITION, M.MaskKind.INDEX
     assert (M.Causal() | ~M.Dilated(2)).kinds == {distance}
     assert M.PerHead([M.Window(1), M.Prefix(2)]).kinds == {distance, position}
@@ -259,11 +259,11 @@ def test_a_mask_says_what_it_speaks_of() -> None:
 
 
 @each_example
-def test_a_program_gives_the_mask_back(mask: M.Mask) -> None:
+def test_decode_inverts_lower(mask: M.Mask) -> None:
     program = mask.lower()
-    back = decode(program.code, program.tensors)
-    assert back.lower().code == program.code
-    assert torch.equal(back.to_dense(5, 7), mask.to_dense(5, 7))
+    decoded = decode(program.code, program.tensors)
+    assert decoded.lower().code == program.code
+    assert torch.equal(decoded.to_dense(5, 7), mask.to_dense(5, 7))
 
 
 def test_reprs_are_short() -> None:
@@ -290,7 +290,7 @@ def test_masks_work_on_fake_tensors() -> None:
         assert [tuple(t.shape) for t in mask.lower().bind((2,))] == [(2,), (2, 2)]
 
 
-# Faults
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -357,13 +357,13 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Causal().to_dense(2, 3, torch.rand(2)), TypeError, r"offset: expected integers"),
     ],
 )
-def test_wrong_arguments_raise_when_a_mask_is_made(make, error: type[Exception], message: str) -> None:
+def test_constructors_reject_wrong_arguments(make, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
 
 
 @each_example
-def test_masks_pass_their_checks(mask: M.Mask) -> None:
+def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
     mask.check((2,), 3, 5, 7)
     mask.check((4, 2), 3, 5, 7, torch.zeros(8, dtype=torch.int64))
 
@@ -390,12 +390,12 @@ def test_masks_pass_their_checks(mask: M.Mask) -> None:
         (M.Causal() & ~M.PerHead([M.Causal()] * 4), r"PerHead\(masks\): expected Hq = 3 masks, got 4"),
     ],
 )
-def test_masks_that_do_not_apply(mask: M.Mask, message: str) -> None:
+def test_check_rejects_other_sizes(mask: M.Mask, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mask.check((2,), 3, 5, 7)
 
 
-def test_values_are_read_once() -> None:
+def test_check_reads_tensor_values_once() -> None:
     mask = M.Lengths([3, 4]) & M.Causal()
     mask.check_values((2,), 1, 4, 4)
     mask.masks[0].n.fill_(99)
@@ -403,7 +403,7 @@ def test_values_are_read_once() -> None:
     mask.check_shapes((2,), 1, 4, 4)
 
 
-def test_a_sequence_may_still_grow() -> None:
+def test_check_accepts_positions_beyond_the_keys() -> None:
     (M.Global([100]) | M.Prefix(50)).check((), 1, 2, 3)
 
 
@@ -426,7 +426,7 @@ def test_named_patterns() -> None:
         M.bigbird(4, random=0.5)  # type: ignore[arg-type]
 
 
-def test_chunked_attends_inside_chunks() -> None:
+def test_chunked_masks_other_chunks() -> None:
     L, size = 17, 5
     i, j = torch.arange(L)[:, None], torch.arange(L)
     assert torch.equal(M.chunked(size, L).to_dense(L, L), (j <= i) & (i // size == j // size))

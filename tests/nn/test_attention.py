@@ -1,4 +1,4 @@
-"""The modules beside PyTorch's and Hugging Face's with the same weights, and what they refuse."""
+"""Compares `MultiheadAttention` and `Attention` with PyTorch on the same weights; tests errors."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from support.modules import ListCache, causal_mask, randomized
 
 pytestmark = [
     pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"),
-    # PyTorch's own: while it compiles, and at the first nested tensor.
+    # Warnings of PyTorch itself: while it compiles, and at the first nested tensor.
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
 ]
-LIMIT = 2e-6  # of the relative difference in float32
+LIMIT = 2e-6  # largest relative difference in float32
 
 
-# MultiheadAttention beside PyTorch's in float64
+# MultiheadAttention compared with PyTorch's in float64
 
 E, HEADS, B, LQ, LK = 24, 3, 2, 7, 11
-Made = dict[str, Any]
+Options = dict[str, Any]
 
 
 def bool_mask() -> Tensor:
-    """(Lq, Lk), True = may not attend; every row sees key 0."""
+    """Returns (Lq, Lk), True = may not attend. Every query may attend to key 0."""
     mask = torch.rand(LQ, LK) > 0.6
     mask[:, 0] = False
     return mask
@@ -65,52 +65,55 @@ GRID = [*itertools.product((False, True), repeat=len(FLAGS))]
 SAMPLE = random.Random(0).sample(GRID, 24)
 
 
-def modules(made: Made) -> tuple[Any, Any]:
-    """PyTorch's in float64, ours in float32, with the same weights."""
-    theirs = randomized(nn.MultiheadAttention(E, HEADS, **made))
-    ours = MultiheadAttention(E, HEADS, **made)
+def modules(options: Options) -> tuple[Any, Any]:
+    """Returns PyTorch's module in float64 and ours in float32, with the same weights."""
+    theirs = randomized(nn.MultiheadAttention(E, HEADS, **options))
+    ours = MultiheadAttention(E, HEADS, **options)
     ours.load_state_dict(theirs.state_dict())
     return theirs.double(), ours
 
 
-def doubled(options: Made) -> Made:
+def in_float64(options: Options) -> Options:
     return {
         k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in options.items()
     }
 
 
-def compare(theirs: Any, ours: Any, inputs: tuple[Tensor, ...], options: Made) -> None:
-    """Outputs, weights and gradients of everything."""
-    mine = [x.clone().requires_grad_() for x in inputs]
-    exact = [x.double().requires_grad_() for x in inputs]
-    found, expected = ours(*mine, **options), theirs(*exact, **doubled(options))
-    dout = torch.randn(found[0].shape)
-    loss, reference = (found[0] * dout).sum(), (expected[0] * dout).sum()
-    assert rel_l2(found[0], expected[0]) < LIMIT
-    assert (found[1] is None) == (expected[1] is None)
-    if found[1] is not None:
-        dw = torch.randn(found[1].shape)
-        assert rel_l2(found[1], expected[1]) < LIMIT
-        loss, reference = loss + (found[1] * dw).sum(), reference + (expected[1] * dw).sum()
-    grads = torch.autograd.grad(loss, [*mine, *ours.parameters()])
-    others = torch.autograd.grad(reference, [*exact, *theirs.parameters()])
-    for grad, other in zip(grads, others, strict=True):
-        assert rel_l2(grad, other) < LIMIT or other.norm() < 1e-12
+def compare(theirs: Any, ours: Any, inputs: tuple[Tensor, ...], options: Options) -> None:
+    """Compares outputs, weights and the gradients of all inputs and parameters."""
+    inputs32 = [x.clone().requires_grad_() for x in inputs]
+    inputs64 = [x.double().requires_grad_() for x in inputs]
+    result, expected = ours(*inputs32, **options), theirs(*inputs64, **in_float64(options))
+    dout = torch.randn(result[0].shape)
+    loss, reference = (result[0] * dout).sum(), (expected[0] * dout).sum()
+    assert rel_l2(result[0], expected[0]) < LIMIT
+    assert (result[1] is None) == (expected[1] is None)
+    if result[1] is not None:
+        dw = torch.randn(result[1].shape)
+        assert rel_l2(result[1], expected[1]) < LIMIT
+        loss, reference = loss + (result[1] * dw).sum(), reference + (expected[1] * dw).sum()
+    grads = torch.autograd.grad(loss, [*inputs32, *ours.parameters()])
+    expected_grads = torch.autograd.grad(reference, [*inputs64, *theirs.parameters()])
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert rel_l2(grad, expected_grad) < LIMIT or expected_grad.norm() < 1e-12
 
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("grid", [SAMPLE, pytest.param(GRID, marks=pytest.mark.full)], ids=["some", "all"])
-def test_multihead_is_pytorchs(masks: str, grid: list[tuple[bool, ...]]) -> None:
-    for chosen in grid:
-        made = dict(zip(FLAGS, chosen, strict=True))
-        call = {"need_weights": made.pop("need_weights"), "average_attn_weights": made.pop("average")}
-        kdim, vdim = (13, 10) if made.pop("widths") else (E, E)
-        theirs, ours = modules(made | {"kdim": kdim, "vdim": vdim})
+def test_multihead_matches_pytorch(masks: str, grid: list[tuple[bool, ...]]) -> None:
+    for flags in grid:
+        options = dict(zip(FLAGS, flags, strict=True))
+        call_options = {
+            "need_weights": options.pop("need_weights"),
+            "average_attn_weights": options.pop("average"),
+        }
+        kdim, vdim = (13, 10) if options.pop("widths") else (E, E)
+        theirs, ours = modules(options | {"kdim": kdim, "vdim": vdim})
         widths = zip((LQ, LK, LK), (E, kdim, vdim), strict=True)
         inputs = [torch.randn(B, L, width) for L, width in widths]
-        if not made["batch_first"]:
+        if not options["batch_first"]:
             inputs = [x.transpose(0, 1) for x in inputs]
-        compare(theirs, ours, tuple(inputs), call | MASKS[masks]())
+        compare(theirs, ours, tuple(inputs), call_options | MASKS[masks]())
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -122,28 +125,30 @@ def test_multihead_projects_equal_inputs_once(batch_first: bool, same: str) -> N
         x, y = x[0], y[0]
     for q, k in ((x, x), (x, y)) if same == "unbatched" else (((x, x),) if same == "all" else ((x, y),)):
         out, w = ours(q, k, k)
-        expected, v = theirs(q.double(), k.double(), k.double())
+        expected, expected_w = theirs(q.double(), k.double(), k.double())
         assert rel_l2(out, expected) < LIMIT
-        assert rel_l2(w, v) < LIMIT
+        assert rel_l2(w, expected_w) < LIMIT
         assert out.shape == expected.shape
-        assert w.shape == v.shape
+        assert w.shape == expected_w.shape
 
 
-@pytest.mark.parametrize("more", [{}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}])
+@pytest.mark.parametrize(
+    "extra_keys", [{}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_causal_needs_no_mask(more: Made, need_weights: bool) -> None:
-    theirs, ours = modules({"batch_first": True} | more)
+def test_causal_needs_no_mask(extra_keys: Options, need_weights: bool) -> None:
+    theirs, ours = modules({"batch_first": True} | extra_keys)
     x = torch.randn(B, LQ, E)
     hint = {"attn_mask": causal_mask(LQ), "is_causal": True, "need_weights": need_weights}
     out, w = ours(x, x, x, is_causal=True, need_weights=need_weights)
-    both, _ = ours(x, x, x, **hint)
-    expected, v = theirs(*[x.double()] * 3, **doubled(hint | {"is_causal": False}))
+    with_mask, _ = ours(x, x, x, **hint)
+    expected, expected_w = theirs(*[x.double()] * 3, **in_float64(hint | {"is_causal": False}))
     assert rel_l2(out, expected) < LIMIT
-    assert rel_l2(both, expected) < LIMIT
-    assert w is None or rel_l2(w, v) < LIMIT
+    assert rel_l2(with_mask, expected) < LIMIT
+    assert w is None or rel_l2(w, expected_w) < LIMIT
 
 
-def test_masks_by_sample_need_no_copy_for_each_head() -> None:
+def test_masks_broadcast_over_heads() -> None:
     _, ours = modules({"batch_first": True})
     q, k = torch.randn(B, LQ, E), torch.randn(B, LK, E)
     mask = torch.stack([bool_mask() for _ in range(B)])
@@ -152,7 +157,7 @@ def test_masks_by_sample_need_no_copy_for_each_head() -> None:
         assert_close(ours(q, k, k, attn_mask=form)[0], expected)
 
 
-def test_rows_that_see_nothing() -> None:
+def test_fully_masked_rows() -> None:
     _, ours = modules({"batch_first": True, "dropout": 0.2})
     q, k = torch.randn(B, LQ, E, requires_grad=True), torch.randn(B, LK, E)
     ignored = torch.zeros(B, LK, dtype=torch.bool)
@@ -166,7 +171,7 @@ def test_rows_that_see_nothing() -> None:
         assert grad.isfinite().all()
 
 
-def test_weights_are_those_of_the_formula() -> None:
+def test_weights_match_the_formula() -> None:
     _, ours = modules({"batch_first": True})
     q, k, mask = torch.randn(B, LQ, E), torch.randn(B, LK, E), bool_mask()
     mask[3] = True
@@ -178,26 +183,26 @@ def test_weights_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("piece", [1, 2 * LQ * LK, 4 * LQ * LK, 2**18])
-def test_weights_and_result_at_once(
-    masks: str, average: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tile_scores", [1, 2 * LQ * LK, 4 * LQ * LK, 2**18])
+def test_fused_output_and_weights(
+    masks: str, average: bool, tile_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without gradients: by heads, by samples, and all together."""
-    monkeypatch.setattr(_weights, "TILE_SCORES", piece)
+    """Without gradients: tiles of one head, of one sample, and of the whole batch."""
+    monkeypatch.setattr(_weights, "TILE_SCORES", tile_scores)
     theirs, ours = modules({"batch_first": True})
     inputs = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)
     options = MASKS[masks]() | {"average_attn_weights": average}
     with torch.no_grad():
         out, w = ours(*inputs, **options)
-        expected, v = theirs(*(x.double() for x in inputs), **doubled(options))
+        expected, expected_w = theirs(*(x.double() for x in inputs), **in_float64(options))
         assert rel_l2(out, expected) < LIMIT
-        assert rel_l2(w, v) < LIMIT
+        assert rel_l2(w, expected_w) < LIMIT
 
 
 @pytest.mark.parametrize("form", ["bool", "float", "padding"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_hidden_numbers_stay_hidden_with_weights(form: str, grad: bool) -> None:
-    """Key 4 is NaN and seen by none, query 2 sees nothing."""
+def test_masked_nan_does_not_reach_outputs_or_weights(form: str, grad: bool) -> None:
+    """Key 4 is NaN and masked for all queries. Query 2 is fully masked, except with padding."""
     _, ours = modules({"batch_first": True})
     q, k, v = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)
     hidden = torch.zeros(LQ, LK, dtype=torch.bool)
@@ -209,38 +214,38 @@ def test_hidden_numbers_stay_hidden_with_weights(form: str, grad: bool) -> None:
         "padding": {"key_padding_mask": hidden[:1].expand(B, LK)},
     }[form]
     with torch.set_grad_enabled(grad):
-        expected, w = ours(q, k, v, **mask)
+        expected, expected_w = ours(q, k, v, **mask)
         k[:, 4] = v[:, 4] = torch.nan
-        found, found_w = ours(q, k, v, **mask)
-    assert_close(found, expected)
-    assert_close(found_w, w)
+        out, w = ours(q, k, v, **mask)
+    assert_close(out, expected)
+    assert_close(w, expected_w)
     if form != "padding":
-        assert_close(found[:, 2], ours.out_proj.bias.expand(B, E))
-        assert not found_w[:, 2].any()
+        assert_close(out[:, 2], ours.out_proj.bias.expand(B, E))
+        assert not w[:, 2].any()
 
 
-def test_a_float_mask_of_a_bool_one_is_as_fast() -> None:
-    """PyTorch's layers pass floats: hidden keys are left out all the same."""
+def test_a_float_mask_of_zeros_and_infinities_becomes_bool() -> None:
+    """PyTorch's layers pass float masks. Masked keys must be skipped as with bool masks."""
     mask = causal_mask(LQ)
     sizes = torch.empty(B, HEADS, LQ, 4), LQ, 0
-    found = arguments(mask, None, False, *sizes)
-    assert found.bias is None
-    assert torch.equal(found.mask.to_dense(LQ, LQ), mask == 0)
-    for other in (mask + 1, mask.masked_fill(mask < 0, torch.nan), torch.randn(LQ, LQ)):
-        assert arguments(other, None, False, *sizes).bias is other
+    converted = arguments(mask, None, False, *sizes)
+    assert converted.bias is None
+    assert torch.equal(converted.mask.to_dense(LQ, LQ), mask == 0)
+    for float_mask in (mask + 1, mask.masked_fill(mask < 0, torch.nan), torch.randn(LQ, LQ)):
+        assert arguments(float_mask, None, False, *sizes).bias is float_mask
 
 
-def test_weights_are_those_before_dropout() -> None:
+def test_returned_weights_are_before_dropout() -> None:
     _, ours = modules({"batch_first": True, "dropout": 0.5})
     x = torch.randn(B, LQ, E)
     torch.manual_seed(3)
     out, w = ours(x, x, x)
     assert_close(w.sum(-1), torch.ones(B, LQ))
     torch.manual_seed(3)
-    again, _ = ours(x, x, x)
-    assert torch.equal(out, again)
-    kept, _ = ours.eval()(x, x, x)
-    assert rel_l2(out, kept) > 0.01
+    repeated, _ = ours(x, x, x)
+    assert torch.equal(out, repeated)
+    without_dropout, _ = ours.eval()(x, x, x)
+    assert rel_l2(out, without_dropout) > 0.01
 
 
 def test_dropout_keeps_the_mean() -> None:
@@ -274,8 +279,8 @@ LAYOUTS = [torch.jagged, torch.strided]
 
 
 def nested(sizes: list[int], layout: torch.layout, width: int = E) -> tuple[Tensor, list[Tensor]]:
-    parts = [torch.randn(n, width) for n in sizes]
-    return torch.nested.nested_tensor(parts, layout=layout), parts
+    sequences = [torch.randn(n, width) for n in sizes]
+    return torch.nested.nested_tensor(sequences, layout=layout), sequences
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -283,25 +288,25 @@ def nested(sizes: list[int], layout: torch.layout, width: int = E) -> tuple[Tens
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_multihead_of_nested_tensors(layout: torch.layout, cross: bool, is_causal: bool) -> None:
     _, ours = modules({"batch_first": True})
-    q, parts = nested([5, 2, 7], layout)
-    k, others = nested([3, 8, 4], layout) if cross else (q, parts)
+    q, sequences = nested([5, 2, 7], layout)
+    k, contexts = nested([3, 8, 4], layout) if cross else (q, sequences)
     out, w = ours(q, k, k, is_causal=is_causal)
     assert out.layout is layout
-    for s, (x, y, found) in enumerate(zip(parts, others, out.unbind(), strict=True)):
-        expected, v = ours(x, y, y, is_causal=is_causal)
-        assert_close(found, expected)
-        assert_close(w[s, : len(x), : len(y)], v)
+    for s, (x, y, sequence_out) in enumerate(zip(sequences, contexts, out.unbind(), strict=True)):
+        expected, expected_w = ours(x, y, y, is_causal=is_causal)
+        assert_close(sequence_out, expected)
+        assert_close(w[s, : len(x), : len(y)], expected_w)
         assert not w[s, len(x) :].any()
         assert not w[s, :, len(y) :].any()
 
 
-def test_nested_tensors_train() -> None:
+def test_gradients_of_nested_tensors() -> None:
     _, ours = modules({"batch_first": True})
-    x, parts = nested([5, 2, 7], torch.jagged)
+    x, sequences = nested([5, 2, 7], torch.jagged)
     ours(x, x, x, need_weights=False)[0].values().sum().backward()
     grad = ours.in_proj_weight.grad.clone()
     ours.zero_grad()
-    sum(ours(p, p, p, need_weights=False)[0].sum() for p in parts).backward()
+    sum(ours(sequence, sequence, sequence, need_weights=False)[0].sum() for sequence in sequences).backward()
     assert rel_l2(grad, ours.in_proj_weight.grad) < 1e-5
 
 
@@ -309,7 +314,7 @@ def test_nested_tensors_train() -> None:
 
 
 def swapped(layer: Any) -> Any:
-    """A copy with our attention and the same weights."""
+    """Returns a copy of the layer with our attention and the same weights."""
     layer = copy.deepcopy(layer)
     for name, child in [*layer.named_modules()]:
         if type(child) is nn.MultiheadAttention:
@@ -333,18 +338,18 @@ def test_in_an_encoder_layer(training: bool, norm_first: bool, batch_first: bool
     L = padding.shape[1]
     for mask in ({}, {"src_key_padding_mask": padding}, {"src_mask": causal_mask(L), "is_causal": True}):
         with torch.set_grad_enabled(training):
-            expected = theirs.double()(x.double(), **doubled(mask))
+            expected = theirs.double()(x.double(), **in_float64(mask))
             assert rel_l2(ours(x, **mask), expected) < LIMIT
         theirs.float()
 
 
-def test_an_encoder_layer_calls_our_attention_in_evaluation() -> None:
+def test_an_encoder_layer_uses_our_attention_in_evaluation() -> None:
     theirs = randomized(nn.TransformerEncoderLayer(24, 4, 32, batch_first=True)).eval()
     ours, x = swapped(theirs), torch.randn(2, 7, 24)
-    everything = torch.ones(2, 7, dtype=torch.bool)
+    all_padding = torch.ones(2, 7, dtype=torch.bool)
     with torch.no_grad():
-        assert theirs(x, src_key_padding_mask=everything).isnan().any()
-        assert ours(x, src_key_padding_mask=everything).isfinite().all()
+        assert theirs(x, src_key_padding_mask=all_padding).isnan().any()
+        assert ours(x, src_key_padding_mask=all_padding).isfinite().all()
 
 
 @pytest.mark.parametrize("swap_first", [False, True])
@@ -356,8 +361,8 @@ def test_in_an_encoder_that_makes_nested_tensors(swap_first: bool) -> None:
     padding[1, 4:] = padding[2, 6:] = True
     with torch.no_grad():
         expected = theirs.double()(x.double(), src_key_padding_mask=padding)
-        found = ours(x, src_key_padding_mask=padding)
-    assert rel_l2(found[~padding], expected[~padding]) < LIMIT
+        out = ours(x, src_key_padding_mask=padding)
+    assert rel_l2(out[~padding], expected[~padding]) < LIMIT
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -368,15 +373,15 @@ def test_in_a_decoder_layer(training: bool) -> None:
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[0, 3:] = True
     mask = {"tgt_mask": causal_mask(7), "tgt_is_causal": True, "memory_key_padding_mask": padding}
-    expected = theirs.double()(x.double(), memory.double(), **doubled(mask))
+    expected = theirs.double()(x.double(), memory.double(), **in_float64(mask))
     assert rel_l2(ours(x, memory, **mask), expected) < LIMIT
 
 
-# Faults and checkpoints
+# Errors and checkpoints
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("changed_shapes", "message"),
     [
         ({"key": (2, 9, 24), "value": (2, 8, 24)}, "value: expected as many tokens as key"),
         ({"query": (2, 9, 23)}, r"query: expected \(L, 24\)"),
@@ -390,15 +395,15 @@ def test_in_a_decoder_layer(training: bool) -> None:
         ({"key_padding_mask": (9, 2)}, "key_padding_mask: expected one row of keys for each sample"),
     ],
 )
-def test_wrong_calls(call: dict[str, tuple[int, ...]], message: str) -> None:
+def test_wrong_calls(changed_shapes: dict[str, tuple[int, ...]], message: str) -> None:
     ours = MultiheadAttention(24, 4, batch_first=True)
-    shapes = {"query": (2, 7, 24), "key": (2, 9, 24), "value": (2, 9, 24)} | call
-    given = {k: torch.zeros(s, dtype=torch.bool if "mask" in k else None) for k, s in shapes.items()}
+    shapes = {"query": (2, 7, 24), "key": (2, 9, 24), "value": (2, 9, 24)} | changed_shapes
+    kwargs = {k: torch.zeros(s, dtype=torch.bool if "mask" in k else None) for k, s in shapes.items()}
     with pytest.raises(ValueError, match=message):
-        ours(**given)
+        ours(**kwargs)
 
 
-def test_wrong_masks_of_other_kinds() -> None:
+def test_wrong_mask_dtypes_and_nested_tensors() -> None:
     ours, x = MultiheadAttention(24, 4, batch_first=True), torch.randn(2, 7, 24)
     for name, mask in (("attn_mask", torch.zeros(7, 7)), ("key_padding_mask", torch.zeros(2, 7))):
         for wrong in (mask.long(), mask.byte(), mask.double(), mask.half()):
@@ -430,19 +435,19 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(make: Any, damage: str) 
     else:
         state[name] = torch.zeros(7, 7)
     before = copy.deepcopy(module.state_dict())
-    wanted = {
+    messages = {
         "missing": f"expected also {name}",
         "extra": "got also other",
         "shape": f"{name}: expected shape",
     }
-    with pytest.raises(RuntimeError, match=f"nothing was loaded.*{wanted[damage]}"):
+    with pytest.raises(RuntimeError, match=f"nothing was loaded.*{messages[damage]}"):
         module.load_state_dict(state)
     assert all(torch.equal(x, module.state_dict()[k]) for k, x in before.items())
     if damage != "shape":
         module.load_state_dict(state, strict=False)
 
 
-def test_state_dicts_go_both_ways() -> None:
+def test_state_dicts_load_in_both_directions() -> None:
     theirs, ours = nn.MultiheadAttention(24, 4, add_bias_kv=True), MultiheadAttention(24, 4, add_bias_kv=True)
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     theirs.load_state_dict(ours.state_dict())
@@ -470,9 +475,9 @@ def test_modules_are_saved_and_copied() -> None:
 # Attention
 
 
-def test_attention_is_the_formula() -> None:
-    made = {"kv_heads": 2, "head_dim": 5, "value_dim": 7, "mask": M.Causal(), "sink": True, "softcap": 3.0}
-    module = Attention(24, 6, scale=0.3, gate=True, qk_norm=nn.RMSNorm, **made)
+def test_attention_matches_the_formula() -> None:
+    options = {"kv_heads": 2, "head_dim": 5, "value_dim": 7, "mask": M.Causal(), "sink": True, "softcap": 3.0}
+    module = Attention(24, 6, scale=0.3, gate=True, qk_norm=nn.RMSNorm, **options)
     module = randomized(module).double()
     x = torch.randn(2, 9, 24).double()
     sizes = (30, 10, 14)
@@ -487,13 +492,13 @@ def test_attention_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_is_pytorchs(kv_heads: int) -> None:
-    """With every key head repeated for its group."""
+def test_attention_matches_pytorch(kv_heads: int) -> None:
+    """PyTorch's module gets each key head once for every query head of its group."""
     module = randomized(Attention(24, 4, kv_heads=kv_heads))
     theirs = nn.MultiheadAttention(24, 4, batch_first=True).double()
-    parts = (24, 6 * kv_heads, 6 * kv_heads)
+    sizes = (24, 6 * kv_heads, 6 * kv_heads)
     for name, packed in (("weight", module.qkv.weight), ("bias", module.qkv.bias)):
-        q, k, v = packed.split(parts)
+        q, k, v = packed.split(sizes)
         k, v = (
             t.unflatten(0, (kv_heads, 6)).repeat_interleave(4 // kv_heads, 0).flatten(0, 1) for t in (k, v)
         )
@@ -548,11 +553,11 @@ def test_padded_packed_and_nested_agree(rule: str, mask: M.Mask | None) -> None:
     assert_close(packing.pack(padded, lengths), alone)
     assert_close(packed, alone)
     for layout in LAYOUTS:
-        parts = torch.nested.nested_tensor([x[s, :n] for s, n in enumerate(sizes)], layout=layout)
-        assert_close(torch.cat(module(parts).unbind()), alone)
-    bad = x.clone()
-    bad[0, 5:] = bad[1, 2:] = torch.nan
-    real = packing.pack(module(bad, lengths=lengths), lengths)
+        nested_x = torch.nested.nested_tensor([x[s, :n] for s, n in enumerate(sizes)], layout=layout)
+        assert_close(torch.cat(module(nested_x).unbind()), alone)
+    with_nan = x.clone()
+    with_nan[0, 5:] = with_nan[1, 2:] = torch.nan
+    real = packing.pack(module(with_nan, lengths=lengths), lengths)
     assert real.isfinite().all()
 
 
@@ -560,17 +565,17 @@ def test_packed_cross_attention() -> None:
     module = regard.nn.CrossAttention(24, 4, 10)
     xs, contexts = [torch.randn(n, 24) for n in (5, 2)], [torch.randn(n, 10) for n in (3, 6)]
     expected = torch.cat([module(x, c) for x, c in zip(xs, contexts, strict=True)])
-    found = module(
+    out = module(
         torch.cat(xs), torch.cat(contexts), cu_seqlens=packing.cu_seqlens([5, 2]),
         context_cu_seqlens=packing.cu_seqlens([3, 6]),
     )  # fmt: skip
-    assert_close(found, expected)
+    assert_close(out, expected)
     for layout in LAYOUTS:
-        nest = [torch.nested.nested_tensor(parts, layout=layout) for parts in (xs, contexts)]
+        nest = [torch.nested.nested_tensor(sequences, layout=layout) for sequences in (xs, contexts)]
         assert_close(torch.cat(module(*nest).unbind()), expected)
 
 
-def test_masks_of_a_call_narrow() -> None:
+def test_masks_of_module_and_call_combine() -> None:
     module, x = Attention(24, 4, mask=M.Causal()), torch.randn(2, 7, 24)
     keep = torch.rand(7, 7) > 0.5
     other = copy.deepcopy(module)
@@ -579,14 +584,14 @@ def test_masks_of_a_call_narrow() -> None:
     assert torch.equal(module(x, mask=M.Window(2)), Attention.forward(module, x, mask=M.Window(2)))
 
 
-def test_a_hook_sees_what_was_projected() -> None:
+def test_forward_hooks_receive_the_projection() -> None:
     module, x = Attention(24, 4, position=Rotary(6)), torch.randn(2, 5, 24)
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     with torch.no_grad():
         expected = module(x)
-        module.qkv.register_forward_hook(lambda _, __, out: seen.append(out))
+        module.qkv.register_forward_hook(lambda _, __, out: outputs.append(out))
         assert_close(module(x), expected)
-        assert torch.equal(seen[0], torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias))
+        assert torch.equal(outputs[0], torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias))
     assert_close(module(x), expected)
 
 
@@ -597,48 +602,54 @@ def test_decoding_with_a_cache(rule: str) -> None:
     x = torch.randn(2, 9, 24)
     cache = ListCache(torch.zeros(2, dtype=torch.int64))
     with torch.no_grad():
-        steps = [module(part, cache=cache) for part in x.split((4, 1, 3, 1), 1)]
+        steps = [module(chunk, cache=cache) for chunk in x.split((4, 1, 3, 1), 1)]
         assert_close(torch.cat(steps, 1), module(x))
 
 
-def test_a_new_cache_fits() -> None:
+def test_new_cache() -> None:
     module = Attention(24, 4, kv_heads=2, value_dim=5, mask=M.Causal(), dtype=torch.float64).eval()
     x = torch.randn(3, 6, 24, dtype=torch.float64)
     cache = module.new_cache(3, capacity=6)
     assert cache.nbytes == 3 * 6 * 2 * (6 + 5) * 8
     with torch.no_grad():
-        steps = [module(part, cache=cache) for part in x.split((4, 1, 1), 1)]
+        steps = [module(chunk, cache=cache) for chunk in x.split((4, 1, 1), 1)]
         assert_close(torch.cat(steps, 1), module(x))
     with pytest.raises(ValueError, match="new_cache: expected self-attention, got kv_model = 10"):
         regard.nn.CrossAttention(24, 4, 10).new_cache(3)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_arguments_are_those_of_the_call(rule: str) -> None:
-    made = {"kv_heads": 2, "position": RULES[rule](), "mask": M.Causal(), "sink": True, "softcap": 3.0}
-    module, x = randomized(Attention(24, 4, scale=0.7, **made)), torch.randn(2, 5, 24)
+def test_arguments_reproduce_the_call(rule: str) -> None:
+    module_options = {
+        "kv_heads": 2,
+        "position": RULES[rule](),
+        "mask": M.Causal(),
+        "sink": True,
+        "softcap": 3.0,
+    }
+    module, x = randomized(Attention(24, 4, scale=0.7, **module_options)), torch.randn(2, 5, 24)
     qkv, options = module.arguments(x)
-    found = regard.attention(*qkv, **options).transpose(1, 2).flatten(2)
-    assert_close(module.out(found), module(x))
+    out = regard.attention(*qkv, **options).transpose(1, 2).flatten(2)
+    assert_close(module.out(out), module(x))
 
 
 def test_positions_after_caches_of_different_length() -> None:
     module = Attention(24, 4, position=Rotary(6), mask=M.Causal())
-    seen: list[Tensor] = []
+    queries: list[Tensor] = []
 
     class Spy(ListCache):
         def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            seen.append(q)
+            queries.append(q)
             return super().attend(q, k, v, **options)
 
     x = torch.randn(2, 3, 24)
     module(x, cache=Spy(torch.tensor([5, 9])))
     q = module.qkv(x)[..., :24].unflatten(-1, (4, 6)).transpose(1, 2)
     for s, start in enumerate((5, 9)):
-        assert_close(seen[0][s], Rotary(6)(q[s], start))
+        assert_close(queries[0][s], Rotary(6)(q[s], start))
 
 
-def test_a_cache_and_dropout() -> None:
+def test_cache_with_dropout_raises() -> None:
     module = Attention(24, 4, dropout=0.1)
     with pytest.raises(ValueError, match="cache: expected None in training with dropout"):
         module(torch.randn(2, 3, 24), cache=ListCache(torch.zeros(2, dtype=torch.int64)))
@@ -758,8 +769,8 @@ SMALL_RULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("rule", SMALL_RULES)
 def test_gradients_of_attention(rule: str) -> None:
-    made = {"head_dim": 4, "position": SMALL_RULES[rule](), "mask": M.Causal(), "sink": True, "gate": True}
-    module = randomized(Attention(6, 2, kv_heads=1, **made), 0.5).double()
+    options = {"head_dim": 4, "position": SMALL_RULES[rule](), "mask": M.Causal(), "sink": True, "gate": True}
+    module = randomized(Attention(6, 2, kv_heads=1, **options), 0.5).double()
     names = [name for name, _ in module.named_parameters()]
 
     def call(x: Tensor, *values: Tensor) -> Any:
@@ -771,7 +782,7 @@ def test_gradients_of_attention(rule: str) -> None:
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
+def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
@@ -780,15 +791,15 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("kind", ["multihead", "masked", "extra keys", "attention"])
-def test_modules_compile_in_one_graph(fresh: None, kind: str) -> None:
+def test_modules_compile_in_one_graph(fresh_compiler: None, kind: str) -> None:
     x = torch.randn(2, 9, 24, requires_grad=True)
     if kind == "attention":
         module: Any = Attention(24, 4, kv_heads=2, position=Rotary(6), mask=M.Causal(), qk_norm=nn.RMSNorm)
         call = module
     else:
-        more = kind == "extra keys"
-        module = MultiheadAttention(24, 4, batch_first=True, add_bias_kv=more, add_zero_attn=more)
-        options = {"need_weights": more, "is_causal": True} if kind != "masked" else {
+        extra_keys = kind == "extra keys"
+        module = MultiheadAttention(24, 4, batch_first=True, add_bias_kv=extra_keys, add_zero_attn=extra_keys)
+        options = {"need_weights": extra_keys, "is_causal": True} if kind != "masked" else {
             "attn_mask": torch.rand(9, 9) > 0.8,
             "key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]])}  # fmt: skip
 
@@ -800,5 +811,5 @@ def test_modules_compile_in_one_graph(fresh: None, kind: str) -> None:
     assert_close(out, expected)
     parameters = [x, *module.parameters()]
     grads = [torch.autograd.grad(y.square().sum(), parameters, retain_graph=True) for y in (out, expected)]
-    for found, other in zip(*grads, strict=True):
-        assert_close(found, other, rtol=1e-4, atol=1e-5)
+    for grad, expected_grad in zip(*grads, strict=True):
+        assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)

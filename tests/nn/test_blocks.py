@@ -1,4 +1,4 @@
-"""Blocks and stacks beside PyTorch's with the same weights; decoding step by step; what is refused."""
+"""Compares blocks and stacks with PyTorch on the same weights; tests decoding and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 D, HEADS = 24, 4
 
 
-def take_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
+def load_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
     state = {"out.weight": theirs.out_proj.weight, "out.bias": theirs.out_proj.bias}
     W, b = theirs.in_proj_weight, theirs.in_proj_bias
     if ours.kv_model is None:
@@ -48,12 +48,12 @@ def take_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
     ours.load_state_dict(state)
 
 
-def take(ours: Any, theirs: Any) -> None:
-    """The weights of a layer of PyTorch."""
-    take_attention(ours.attention.sublayer, theirs.self_attn)
+def load_layer(ours: Any, theirs: Any) -> None:
+    """Copies the weights of a PyTorch layer into ours."""
+    load_attention(ours.attention.sublayer, theirs.self_attn)
     norms = [ours.attention.norm, ours.feed_forward.norm]
     if ours.cross is not None:
-        take_attention(ours.cross.sublayer, theirs.multihead_attn)
+        load_attention(ours.cross.sublayer, theirs.multihead_attn)
         norms.insert(1, ours.cross.norm)
     for n, norm in enumerate(norms, 1):
         norm.load_state_dict(getattr(theirs, f"norm{n}").state_dict())
@@ -62,11 +62,11 @@ def take(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_block_is_pytorchs(norm_first: bool) -> None:
+def test_encoder_block_matches_pytorch(norm_first: bool) -> None:
     theirs = randomized(nn.TransformerEncoderLayer(
         D, HEADS, 40, 0.0, F.gelu, batch_first=True, norm_first=norm_first))  # fmt: skip
     ours = EncoderBlock(D, HEADS, hidden=40, residual=PreNorm if norm_first else PostNorm)
-    take(ours, theirs)
+    load_layer(ours, theirs)
     x = torch.randn(2, 7, D)
     padding = torch.arange(7) >= torch.tensor([[7], [4]])
     expected = theirs.double()(x.double(), src_key_padding_mask=padding)
@@ -74,21 +74,21 @@ def test_encoder_block_is_pytorchs(norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_decoder_block_is_pytorchs(norm_first: bool) -> None:
+def test_decoder_block_matches_pytorch(norm_first: bool) -> None:
     theirs = randomized(nn.TransformerDecoderLayer(
         D, HEADS, 40, 0.0, F.gelu, batch_first=True, norm_first=norm_first))  # fmt: skip
     ours = DecoderBlock(D, HEADS, kv_model=D, hidden=40, residual=PreNorm if norm_first else PostNorm)
-    take(ours, theirs)
+    load_layer(ours, theirs)
     x, memory = torch.randn(2, 7, D), torch.randn(2, 5, D)
     padding = torch.arange(5) >= torch.tensor([[5], [3]])
     expected = theirs.double()(
         x.double(), memory.double(), tgt_mask=causal_mask(7).double(), memory_key_padding_mask=padding
     )
-    found = ours(x, memory, context_mask=M.Lengths(torch.tensor([5, 3])))
-    assert rel_l2(found, expected) < 2e-6
+    out = ours(x, memory, context_mask=M.Lengths(torch.tensor([5, 3])))
+    assert rel_l2(out, expected) < 2e-6
 
 
-def test_residuals_are_their_formulas() -> None:
+def test_residuals_match_their_formulas() -> None:
     x, layer = torch.randn(5, D), nn.Linear(D, D)
     pre, post = PreNorm(D, layer, norm=nn.RMSNorm), PostNorm(D, layer)
     assert_close(pre(x), x + layer(F.rms_norm(x, (D,), pre.norm.weight)))
@@ -96,11 +96,11 @@ def test_residuals_are_their_formulas() -> None:
     assert torch.equal(PreNorm(D, layer, dropout=1.0)(x), x)
 
 
-def test_feed_forward_layers_are_their_formulas() -> None:
+def test_feed_forward_layers_match_their_formulas() -> None:
     x = torch.randn(5, D)
-    plain = FeedForward(D)
-    assert plain.up.out_features == 4 * D
-    assert_close(plain(x), plain.down(F.gelu(plain.up(x))))
+    feed_forward = FeedForward(D)
+    assert feed_forward.up.out_features == 4 * D
+    assert_close(feed_forward(x), feed_forward.down(F.gelu(feed_forward.up(x))))
     gated = SwiGLU(D, 40)
     gate, up = gated.gate_up.weight.chunk(2)
     assert_close(gated(x), gated.down(F.silu(x @ gate.T) * (x @ up.T)))
@@ -112,37 +112,37 @@ def test_feed_forward_layers_are_their_formulas() -> None:
 
 
 def decoder(layers: int = 2, **options: Any) -> Stack:
-    made = [DecoderBlock(D, HEADS, kv_heads=2, position=Rotary(6), **options) for _ in range(layers)]
-    return randomized(Stack(made, nn.LayerNorm(D)))  # type: ignore[no-any-return]
+    blocks = [DecoderBlock(D, HEADS, kv_heads=2, position=Rotary(6), **options) for _ in range(layers)]
+    return randomized(Stack(blocks, nn.LayerNorm(D)))  # type: ignore[no-any-return]
 
 
 def caches(stack: Stack) -> list[ListCache]:
     return [ListCache(torch.zeros(2, dtype=torch.int64)) for _ in stack.blocks]
 
 
-def test_a_decoder_step_by_step() -> None:
+def test_decoding_with_caches_matches_one_call() -> None:
     model, x = decoder().eval(), torch.randn(2, 9, D)
-    own = caches(model)
+    layer_caches = caches(model)
     with torch.no_grad():
-        steps = [model(part, caches=own) for part in x.split((4, 1, 1, 3), 1)]
+        steps = [model(chunk, caches=layer_caches) for chunk in x.split((4, 1, 1, 3), 1)]
     assert_close(torch.cat(steps, 1), model(x))
-    assert len(own[0]) == 9
+    assert len(layer_caches[0]) == 9
 
 
-def test_a_decoder_sees_no_future() -> None:
+def test_decoder_is_causal() -> None:
     model, x = decoder(), torch.randn(2, 9, D)
     other = x.clone()
     other[:, 5:] = torch.randn(2, 4, D)
     assert torch.equal(model(x)[:, :5], model(other)[:, :5])
 
 
-def test_packed_and_nested_stacks() -> None:
+def test_packed_and_nested_inputs_of_a_stack() -> None:
     model, x, sizes = decoder(), torch.randn(3, 7, D), [5, 2, 7]
     alone = torch.cat([model(x[s, :n]) for s, n in enumerate(sizes)])
     packed = packing.pack(x, torch.tensor(sizes))
     assert_close(model(packed, cu_seqlens=packing.cu_seqlens(sizes)), alone)
-    parts = torch.nested.nested_tensor([x[s, :n] for s, n in enumerate(sizes)], layout=torch.jagged)
-    assert_close(model(parts).values(), alone)
+    nested = torch.nested.nested_tensor([x[s, :n] for s, n in enumerate(sizes)], layout=torch.jagged)
+    assert_close(model(nested).values(), alone)
 
 
 def encoder_decoder() -> EncoderDecoder:
@@ -153,19 +153,22 @@ def encoder_decoder() -> EncoderDecoder:
 def test_translation_projects_the_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, lengths = encoder_decoder(), torch.tensor([6, 3])
     source, target = torch.randn(2, 6, D), torch.randn(2, 5, D)
-    real = M.Lengths(lengths)
+    source_mask = M.Lengths(lengths)
     with torch.no_grad():
-        expected = model(source, target, source_mask=real)
-        memory = model.decoder.remember(model.encoder(source, mask=real))
+        expected = model(source, target, source_mask=source_mask)
+        memory = model.decoder.remember(model.encoder(source, mask=source_mask))
         assert all(isinstance(m, Memory) for m in memory)
         monkeypatch.setattr(Attention, "_keys", lambda *_: pytest.fail("the source was projected again"))
-        own = caches(model.decoder)
-        steps = [model.decoder(t, memory, caches=own, context_mask=real) for t in target.split(1, 1)]
+        layer_caches = caches(model.decoder)
+        steps = [
+            model.decoder(t, memory, caches=layer_caches, context_mask=source_mask)
+            for t in target.split(1, 1)
+        ]
     assert_close(torch.cat(steps, 1), expected)
 
 
 def test_stacks_learn() -> None:
-    """Copying a sequence backwards, which needs attention."""
+    """A block learns to reverse a sequence, which needs attention."""
     torch.manual_seed(0)
     block = Block(Attention(D, HEADS), SwiGLU(D), residual=partial(PreNorm, norm=nn.RMSNorm))
     model = nn.Sequential(nn.Embedding(5, D), Learned(6, D), Stack([block], nn.RMSNorm(D)), nn.Linear(D, 5))
@@ -214,8 +217,8 @@ def test_wrong_stacks(call: Any, message: str) -> None:
 def test_a_stack_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
     model, x = decoder(), torch.randn(2, 5, D)
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_cross_attention_of_another_width() -> None:

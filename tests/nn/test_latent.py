@@ -1,4 +1,4 @@
-"""LatentAttention: two ways that agree, DeepSeek's attention with the same weights, caches, gradients."""
+"""Tests of LatentAttention: absorbed and expanded forms, DeepSeek's weights, caches, gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "halves, YaRN": {"position": Rotary(6, scaling=YaRN(4.0, 16, mscale=1.0, mscale_all_dim=0.7))},
     "not causal": {"mask": None},
 }
-WAYS = (True, False)
+ABSORB = (True, False)
 
 
 def small(**options: Any) -> LatentAttention:
@@ -33,8 +33,8 @@ def small(**options: Any) -> LatentAttention:
 
 
 def deepseek(q_rank: int | None, rope: dict[str, Any], interleave: bool = True, bias: bool = False) -> Any:
-    """Hugging Face's attention of DeepSeek-V3, and its rotary table."""
-    found = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    """Returns Hugging Face's DeepSeek-V3 attention and its rotary embedding."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     from transformers import DeepseekV3Config
 
     config = DeepseekV3Config(
@@ -43,7 +43,7 @@ def deepseek(q_rank: int | None, rope: dict[str, Any], interleave: bool = True, 
         attention_bias=bias, max_position_embeddings=128, rope_parameters={"rope_theta": 10000.0, **rope},
         attn_implementation="sdpa",
     )  # fmt: skip
-    return found.DeepseekV3Attention(config, 0).eval(), found.DeepseekV3RotaryEmbedding(config)
+    return modeling.DeepseekV3Attention(config, 0).eval(), modeling.DeepseekV3RotaryEmbedding(config)
 
 
 NAMES = {
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], YaRN | None]] = {
 
 
 def twins(case: str) -> tuple[LatentAttention, Any, Any]:
-    """Ours and Hugging Face's with the same weights, all of them random, and the rotary table."""
+    """Returns our module, Hugging Face's with the same random weights, and its rotary embedding."""
     options, scaling = CASES[case]
     theirs, table = deepseek(**options)
     for p in theirs.parameters():
@@ -78,8 +78,8 @@ def twins(case: str) -> tuple[LatentAttention, Any, Any]:
     ).eval()  # fmt: skip
     state = {}
     for name, value in theirs.state_dict().items():
-        part, kind = name.rsplit(".", 1)
-        state[f"{NAMES[part]}.{kind}"] = value
+        layer, kind = name.rsplit(".", 1)
+        state[f"{NAMES[layer]}.{kind}"] = value
     ours.load_state_dict(state)
     return ours, theirs, table
 
@@ -88,9 +88,9 @@ def causal(Lq: int, Lk: int) -> Tensor:
     return torch.ones(Lq, Lk, dtype=torch.bool).tril(Lk - Lq)[None, None]
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 @pytest.mark.parametrize("case", CASES)
-def test_deepseek_forward(case: str, absorb: bool) -> None:
+def test_forward_matches_deepseek(case: str, absorb: bool) -> None:
     ours, theirs, table = twins(case)
     x = torch.randn(2, 37, 96)
     with torch.no_grad():
@@ -98,44 +98,44 @@ def test_deepseek_forward(case: str, absorb: bool) -> None:
         assert rel_l2(ours(x, absorb=absorb), expected) < 2e-6
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 @pytest.mark.parametrize("case", CASES)
-def test_deepseek_decode(case: str, absorb: bool) -> None:
-    """A prompt and then token by token, each with its own cache; both keep the same latents."""
+def test_decoding_matches_deepseek(case: str, absorb: bool) -> None:
+    """Prefill, then one token at a time. Both caches hold the same latents."""
     ours, theirs, table = twins(case)
     from transformers import DynamicCache
 
-    x, theirs_cache, cache = torch.randn(2, 23, 96), DynamicCache(), ours.new_cache(2)
+    x, their_cache, cache = torch.randn(2, 23, 96), DynamicCache(), ours.new_cache(2)
     with torch.no_grad():
         for begin, end in [(0, 13), *((i, i + 1) for i in range(13, 23))]:
-            at = table(x, torch.arange(begin, end)[None])
-            expected, _ = theirs(x[:, begin:end], at, causal(end - begin, end), theirs_cache)
+            cos_sin = table(x, torch.arange(begin, end)[None])
+            expected, _ = theirs(x[:, begin:end], cos_sin, causal(end - begin, end), their_cache)
             assert rel_l2(ours(x[:, begin:end], cache=cache, absorb=absorb), expected) < 2e-6
-    kept = theirs_cache.layers[0].keys[:, 0]
-    assert rel_l2(cache.state_dict()["latent"][:, 0, :, :32], kept) < 2e-6
+    their_latents = their_cache.layers[0].keys[:, 0]
+    assert rel_l2(cache.state_dict()["latent"][:, 0, :, :32], their_latents) < 2e-6
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_ways_agree(variant: str) -> None:
+def test_absorbed_and_expanded_agree(variant: str) -> None:
     module, x = small(**VARIANTS[variant]).double(), torch.randn(2, 19, 17, dtype=torch.float64)
     with torch.no_grad():
         assert rel_l2(module(x, absorb=True), module(x, absorb=False)) < 1e-13
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "not causal"])
-def test_decoding_gives_what_one_call_gives(variant: str, absorb: bool) -> None:
-    """In chunks of 7, 1, 3 and 2 tokens."""
+def test_decoding_matches_one_call(variant: str, absorb: bool) -> None:
+    """Decodes chunks of 7, 1, 3 and 2 tokens."""
     module, x = small(**VARIANTS[variant]).double(), torch.randn(2, 13, 17, dtype=torch.float64)
     cache = module.new_cache(2)
     with torch.no_grad():
-        parts = [module(part, cache=cache, absorb=absorb) for part in x.split((7, 1, 3, 2), 1)]
-        assert rel_l2(torch.cat(parts, 1), module(x)) < 1e-13
+        outs = [module(chunk, cache=cache, absorb=absorb) for chunk in x.split((7, 1, 3, 2), 1)]
+        assert rel_l2(torch.cat(outs, 1), module(x)) < 1e-13
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 def test_samples_of_different_lengths(absorb: bool) -> None:
-    """Padding is not appended; each sample goes on from its own length."""
+    """Padding is not appended. Each sample continues at its length in the cache."""
     module, x = small().double(), torch.randn(3, 9, 17, dtype=torch.float64)
     lengths, cache = torch.tensor([9, 4, 0]), module.new_cache(3)
     with torch.no_grad():
@@ -148,94 +148,98 @@ def test_samples_of_different_lengths(absorb: bool) -> None:
             assert_close(second[b], alone[n:], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("absorb", WAYS)
-def test_a_mask_narrows_decoding(absorb: bool) -> None:
+@pytest.mark.parametrize("absorb", ABSORB)
+def test_decoding_with_a_window(absorb: bool) -> None:
     module, x = small(mask=M.Window(3)).double(), torch.randn(1, 12, 17, dtype=torch.float64)
     cache = module.new_cache(1, capacity=12)
     with torch.no_grad():
-        parts = [module(part, cache=cache, absorb=absorb) for part in x.split(4, 1)]
-        assert rel_l2(torch.cat(parts, 1), module(x)) < 1e-13
+        outs = [module(chunk, cache=cache, absorb=absorb) for chunk in x.split(4, 1)]
+        assert rel_l2(torch.cat(outs, 1), module(x)) < 1e-13
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 def test_packed_nested_and_padded(absorb: bool) -> None:
     module = small().double()
-    rows = [torch.randn(n, 17, dtype=torch.float64) for n in (5, 1, 8)]
+    sequences = [torch.randn(n, 17, dtype=torch.float64) for n in (5, 1, 8)]
     with torch.no_grad():
-        alone = torch.cat([module(row[None], absorb=absorb)[0] for row in rows])
-        packed = module(torch.cat(rows), cu_seqlens=packing.cu_seqlens([5, 1, 8]), absorb=absorb)
-        nested = module(torch.nested.nested_tensor(rows, layout=torch.jagged), absorb=absorb)
+        alone = torch.cat([module(sequence[None], absorb=absorb)[0] for sequence in sequences])
+        packed = module(torch.cat(sequences), cu_seqlens=packing.cu_seqlens([5, 1, 8]), absorb=absorb)
+        nested = module(torch.nested.nested_tensor(sequences, layout=torch.jagged), absorb=absorb)
         padded = module(
-            nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths=torch.tensor([5, 1, 8]), absorb=absorb
+            nn.utils.rnn.pad_sequence(sequences, batch_first=True),
+            lengths=torch.tensor([5, 1, 8]),
+            absorb=absorb,
         )
-    for found in (packed, nested.values(), torch.cat([padded[0, :5], padded[1, :1], padded[2]])):
-        assert rel_l2(found, alone) < 1e-13
+    for out in (packed, nested.values(), torch.cat([padded[0, :5], padded[1, :1], padded[2]])):
+        assert rel_l2(out, alone) < 1e-13
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 @pytest.mark.parametrize("variant", ["plain", "compressed queries", "no norms"])
 def test_gradients(variant: str, absorb: bool) -> None:
-    """Of every parameter and of x, against differences."""
+    """Checks the gradients of x and of every parameter against finite differences."""
     module = small(**VARIANTS[variant]).double()
     names, parameters = zip(*module.named_parameters(), strict=True)
     x = torch.randn(1, 4, 17, dtype=torch.float64, requires_grad=True)
 
-    def call(x: Tensor, *given: Tensor) -> Tensor:
-        state = dict(zip(names, given, strict=True))
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        state = dict(zip(names, values, strict=True))
         out: Tensor = torch.func.functional_call(module, state, (x,), {"absorb": absorb})
         return out
 
     assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
 
 
-def test_training_dropout_is_the_same_both_ways() -> None:
-    """One seed, one pattern, whatever is attended."""
+def test_dropout_is_the_same_in_both_forms() -> None:
+    """One seed gives one dropout pattern in both forms."""
     module, x = small(dropout=0.3).train().double(), torch.randn(2, 9, 17, dtype=torch.float64)
-    found = []
-    for absorb in WAYS:
+    outs = []
+    for absorb in ABSORB:
         torch.manual_seed(5)
-        found.append(module(x, absorb=absorb))
-    assert rel_l2(*found) < 1e-13
-    assert rel_l2(found[0], module.eval()(x)) > 0.05
+        outs.append(module(x, absorb=absorb))
+    assert rel_l2(*outs) < 1e-13
+    assert rel_l2(outs[0], module.eval()(x)) > 0.05
 
 
-@pytest.mark.parametrize("absorb", WAYS)
+@pytest.mark.parametrize("absorb", ABSORB)
 def test_compiled_mapped_and_autocast(absorb: bool) -> None:
     module, x = small(norm=None), torch.randn(2, 9, 17)
     expected = module(x, absorb=absorb)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert rel_l2(compiled(x, absorb=absorb), expected) < 1e-6
-    assert rel_l2(torch.vmap(lambda one: module(one, absorb=absorb))(x), expected) < 1e-6
+    assert rel_l2(torch.vmap(lambda sample: module(sample, absorb=absorb))(x), expected) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):
         out = module(x, absorb=absorb)
     assert out.dtype == torch.bfloat16
     assert rel_l2(out, expected) < 2e-2
 
 
-def test_the_way_with_fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_with_fewer_operations_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module = small(rank=32, nope_dim=16, rope_dim=8, value_dim=16)
     assert module.operations(5, 7) == (
         2 * 3 * (5 * 32 * 32 + 35 * (2 * 32 + 8)),
         2 * 3 * (7 * 32 * 32 + 35 * (16 + 8 + 16)),
     )
-    taken = []
-    right = LatentAttention._qkv
-    monkeypatch.setattr(LatentAttention, "_qkv", lambda *args: taken.append(args[3]) or right(*args))
+    absorb_flags = []
+    original = LatentAttention._qkv
+    monkeypatch.setattr(
+        LatentAttention, "_qkv", lambda *args: absorb_flags.append(args[3]) or original(*args)
+    )
     cache = module.new_cache(1)
     with torch.no_grad():
         module(torch.randn(1, 40, 17), cache=cache)
-        assert taken == [False]
+        assert absorb_flags == [False]
         module(torch.randn(1, 1, 17), cache=cache)
-        assert taken == [False]  # absorbed: the cache attends by itself
-    ways = {L: module.operations(L, 8192 + L) for L in range(1, 64)}
-    assert [L for L, way in ways.items() if way.absorbed < way.expanded] == list(
+        assert absorb_flags == [False]  # absorbed: the cache computes attention without _qkv
+    operations = {L: module.operations(L, 8192 + L) for L in range(1, 64)}
+    assert [L for L, counts in operations.items() if counts.absorbed < counts.expanded] == list(
         range(1, 32)  # below rank (nope + v) / (2 rank - nope - v)
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes(dtype: torch.dtype) -> None:
-    """(rank + rope) numbers for each token, and not one more."""
+    """Each token takes exactly rank + rope numbers."""
     module = LatentAttention(64, 4, rank=512, nope_dim=16, rope_dim=64, dtype=dtype).eval()
     cache = module.new_cache(3, capacity=10)
     with torch.no_grad():
@@ -248,16 +252,16 @@ def test_in_a_stack() -> None:
     x = torch.randn(2, 6, 17, dtype=torch.float64)
     caches = stack.new_caches(2)
     with torch.no_grad():
-        steps = [stack(part, caches=caches) for part in x.split(2, 1)]
+        steps = [stack(chunk, caches=caches) for chunk in x.split(2, 1)]
         assert rel_l2(torch.cat(steps, 1), stack(x)) < 1e-13
 
 
-def test_a_failed_call_leaves_the_cache() -> None:
+def test_a_failed_call_leaves_the_cache_unchanged() -> None:
     module, x = small(), torch.randn(1, 4, 17)
     cache = module.new_cache(1)
     with torch.no_grad():
         module(x, cache=cache)
-        for absorb in WAYS:
+        for absorb in ABSORB:
             with pytest.raises(ValueError, match="broadcastable"):
                 module(x, cache=cache, absorb=absorb, mask=torch.ones(3, 3, dtype=torch.bool))
             assert len(cache) == 4

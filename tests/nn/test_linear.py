@@ -1,4 +1,4 @@
-"""nn.LinearAttention and LinearCache: a layer that generates token by token from a state of constant size."""
+"""Tests of nn.LinearAttention and of LinearCache, whose state has constant size."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def layer(name: str, **more: Any) -> LinearAttention:
-    return LinearAttention(24, 4, **VARIANTS[name] | more)
+def layer(name: str, **options: Any) -> LinearAttention:
+    return LinearAttention(24, 4, **VARIANTS[name] | options)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_token_by_token_is_the_whole(name: str) -> None:
+def test_decoding_matches_one_call(name: str) -> None:
     module, x = layer(name).eval(), torch.randn(2, 50, 24)
     with torch.no_grad():
-        whole = module(x)
+        expected = module(x)
         cache = module.new_cache(2)
-        steps = [module(part, cache=cache) for part in x.split((40, 1, 1, 1, 7), 1)]
-    assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+        steps = [module(chunk, cache=cache) for chunk in x.split((40, 1, 1, 1, 7), 1)]
+    assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
     assert len(cache) == 50
     assert cache.nbytes == module.new_cache(2).nbytes
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_parameter_learns(name: str) -> None:
+def test_every_parameter_gets_a_gradient(name: str) -> None:
     module = layer(name)
     module(torch.randn(2, 9, 24)).square().sum().backward()
     for parameter, p in module.named_parameters():
@@ -67,8 +67,7 @@ def test_padding(name: str) -> None:
     assert cache.lengths.tolist() == [21, 7]
 
 
-def test_what_the_layer_computes() -> None:
-    """The gated delta layer, written out."""
+def test_gated_delta_layer_matches_its_formula() -> None:
     module, x = layer("gated delta"), torch.randn(1, 10, 24)
     q, k, v = module.qkv(x).split((24, 12, 12), -1)
     q, k, v = (t.unflatten(-1, (-1, 6)).transpose(1, 2) for t in (q, k, v))
@@ -79,79 +78,79 @@ def test_what_the_layer_computes() -> None:
     assert_close(module(x), module.out(joined))
 
 
-def test_retention_starts_as_in_retnet() -> None:
-    kept = layer("retention").head_decay.sigmoid()
-    assert_close(kept, 1 - 2.0 ** (-5 - torch.arange(4.0)))
+def test_retention_is_initialised_as_in_retnet() -> None:
+    decay = layer("retention").head_decay.sigmoid()
+    assert_close(decay, 1 - 2.0 ** (-5 - torch.arange(4.0)))
 
 
-def test_without_order() -> None:
+def test_non_causal_layer_is_permutation_equivariant() -> None:
     module, x = LinearAttention(24, 4, causal=False).eval(), torch.randn(2, 12, 24)
-    turned = torch.randperm(12)
-    assert_close(module(x)[:, turned], module(x[:, turned]), atol=1e-5)
+    order = torch.randperm(12)
+    assert_close(module(x)[:, order], module(x[:, order]), atol=1e-5)
 
 
-def test_one_sample_without_batch() -> None:
+def test_input_without_batch_dim() -> None:
     module, x = layer("classic"), torch.randn(9, 24)
     assert_close(module(x), module(x[None])[0])
 
 
-def test_copies_and_files() -> None:
+def test_copies_and_checkpoints() -> None:
     module, x = layer("gated delta"), torch.randn(1, 9, 24)
-    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(again(x), module(x))
+    for restored in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(restored(x), module(x))
     with pytest.raises(RuntimeError, match="nothing was loaded"):
         module.load_state_dict(layer("delta").state_dict())
 
 
-def filled(**options: Any) -> tuple[LinearCache, Tensor]:
+def filled_cache(**options: Any) -> tuple[LinearCache, Tensor]:
     cache, x = LinearCache(3, 2, 4, normalize=True, **options), torch.rand(3, 2, 6, 4)
     cache.attend(x, x, x)
     return cache, x
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    cache, x = filled()
-    twin = cache.fork()
+def test_forks_are_independent() -> None:
+    cache, x = filled_cache()
+    fork = cache.fork()
     first = cache.attend(x, x, x)
-    assert torch.equal(twin.attend(x, x, x), first)
-    assert len(twin) == len(cache) == 12
+    assert torch.equal(fork.attend(x, x, x), first)
+    assert len(fork) == len(cache) == 12
 
 
-def test_reorder_reset_and_saving() -> None:
-    cache, x = filled()
-    plain = cache.fork().attend(x, x, x)
+def test_reorder_reset_and_state_dict() -> None:
+    cache, x = filled_cache()
+    expected = cache.fork().attend(x, x, x)
     saved = cache.state_dict()
     cache.reorder([2, 0])
-    assert torch.equal(cache.attend(x[[2, 0]], x[[2, 0]], x[[2, 0]]), plain[[2, 0]])
-    fresh, _ = filled()
-    fresh.reset()
-    assert len(fresh) == 0
-    assert not fresh.state.S.any()
-    fresh.load_state_dict(saved)
-    assert torch.equal(fresh.attend(x, x, x), plain)
-    assert repr(fresh).startswith("LinearCache(B=3, Hkv=2, D=4, Dv=4, lengths=12")
-    assert fresh.positions(2).tolist() == [[12, 13]] * 3
+    assert torch.equal(cache.attend(x[[2, 0]], x[[2, 0]], x[[2, 0]]), expected[[2, 0]])
+    restored, _ = filled_cache()
+    restored.reset()
+    assert len(restored) == 0
+    assert not restored.state.S.any()
+    restored.load_state_dict(saved)
+    assert torch.equal(restored.attend(x, x, x), expected)
+    assert repr(restored).startswith("LinearCache(B=3, Hkv=2, D=4, Dv=4, lengths=12")
+    assert restored.positions(2).tolist() == [[12, 13]] * 3
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpointed_activations(name: str) -> None:
     module, x = layer(name), torch.randn(2, 40, 24, requires_grad=True)
-    expected = torch.autograd.grad(module(x).square().sum(), x)
-    found = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
-    assert torch.equal(found[0], expected[0])
+    expected_grads = torch.autograd.grad(module(x).square().sum(), x)
+    grads = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(grads[0], expected_grads[0])
 
 
-def test_in_a_stack_it_generates() -> None:
+def test_decoding_in_a_stack() -> None:
     stack = Stack([Block(layer("gated"), FeedForward(24)) for _ in range(2)]).eval()
     x = torch.randn(2, 9, 24)
     with torch.no_grad():
         caches = stack.new_caches(2, capacity=9)
-        steps = [stack(part, caches=caches) for part in x.split((5, 1, 3), 1)]
+        steps = [stack(chunk, caches=caches) for chunk in x.split((5, 1, 3), 1)]
         assert_close(torch.cat(steps, 1), stack(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_call_that_raises_changes_nothing() -> None:
-    cache, x = filled()
+    cache, x = filled_cache()
     before = cache.state
     for gate in ("log_decay", "beta"):
         with pytest.raises(RuntimeError, match=f"{gate}: expected requires_grad=False"):
@@ -167,9 +166,9 @@ def test_a_call_that_raises_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: filled()[0].crop(3), NotImplementedError, "cannot drop any"),
-        (lambda: filled()[0].reorder([3]), ValueError, "index: expected samples from 0 to 2"),
-        (lambda: filled()[0].load_state_dict({}), ValueError, "state: expected the tensors"),
+        (lambda: filled_cache()[0].crop(3), NotImplementedError, "cannot drop any"),
+        (lambda: filled_cache()[0].reorder([3]), ValueError, "index: expected samples from 0 to 2"),
+        (lambda: filled_cache()[0].load_state_dict({}), ValueError, "state: expected the tensors"),
         (lambda: LinearCache(1, 1, 4, dtype=torch.int32), TypeError, "dtype: expected float64"),
         (lambda: LinearCache(1, 1, 4, normalize=1), TypeError, "normalize: expected a bool, got int 1"),
         (lambda: LinearCache(1, 1, 4).positions(-1), ValueError, "L: expected an integer from 0"),

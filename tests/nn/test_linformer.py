@@ -1,4 +1,4 @@
-"""Linformer: equal to the `linformer` package on the same weights, and to the formula."""
+"""Compares LinformerAttention with the `linformer` package and with the formula."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def make(sharing: Any = "heads", **options: Any) -> LinformerAttention:
 
 
 def formula(module: LinformerAttention, x: Tensor, lengths: list[int]) -> Tensor:
-    """One sample and head at a time."""
+    """Computes the layer one sample and head at a time."""
     out = []
     E = module.projection.E
     F = E if module.projection.F is None else module.projection.F
     for tokens, n in zip(x, lengths, strict=True):
-        q, k, v = (part(tokens).chunk(HEADS, -1) for part in (module.query, module.key, module.value))
+        q, k, v = (layer(tokens).chunk(HEADS, -1) for layer in (module.query, module.key, module.value))
         heads = []
         for head in range(HEADS):
-            own = head if E.shape[0] > 1 else 0
-            keys, values = E[own, :n].T @ k[head][:n], F[own, :n].T @ v[head][:n]
+            projection_head = head if E.shape[0] > 1 else 0
+            keys, values = E[projection_head, :n].T @ k[head][:n], F[projection_head, :n].T @ v[head][:n]
             scores = q[head] @ keys.T / (WIDTH // HEADS) ** 0.5
             heads.append(scores.softmax(-1) @ values)
         out.append(module.out(torch.cat(heads, -1)))
@@ -42,8 +42,8 @@ def formula(module: LinformerAttention, x: Tensor, lengths: list[int]) -> Tensor
 
 @pytest.mark.parametrize("share_kv", [False, True])
 @pytest.mark.parametrize("L", [LONGEST, 33, 1])
-def test_it_is_the_packages(share_kv: bool, L: int) -> None:
-    """With `share_kv` the package takes the keys for values, too."""
+def test_layer_matches_the_package(share_kv: bool, L: int) -> None:
+    """With `share_kv` the package also uses the keys as values."""
     package = pytest.importorskip("linformer")
     theirs = package.LinformerSelfAttention(WIDTH, LONGEST, k=RANK, heads=HEADS, share_kv=share_kv)
     ours = make("key-value" if share_kv else "heads", bias=False)
@@ -59,43 +59,43 @@ def test_it_is_the_packages(share_kv: bool, L: int) -> None:
     assert_close(out, expected, rtol=1e-5, atol=1e-5)
     dout = torch.randn(out.shape)
     pairs = [(x, x), (ours.query.weight, theirs.to_q.weight), (ours.projection.E, theirs.proj_k)]
-    mine, other = (
+    grads, expected_grads = (
         torch.autograd.grad(result, [pair[side] for pair in pairs], dout)
         for side, result in enumerate((out, expected))
     )
-    for grad, exact in zip(mine, other, strict=True):
-        assert_close(grad.squeeze(0), exact.squeeze(0), rtol=1e-5, atol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert_close(grad.squeeze(0), expected_grad.squeeze(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharing", ["none", "heads", "key-value"])
-def test_it_is_the_formula(sharing: str) -> None:
+def test_layer_matches_the_formula(sharing: str) -> None:
     module = make(sharing).double()
     x = torch.randn(3, 41, WIDTH, dtype=torch.float64, requires_grad=True)
     lengths = [41, 20, 3]
     out, expected = module(x, lengths=torch.tensor(lengths)), formula(module, x, lengths)
     assert_close(out, expected, rtol=1e-10, atol=1e-10)
     leaves, dout = [x, *module.parameters()], torch.randn_like(out)
-    for grad, exact in zip(
+    for grad, expected_grad in zip(
         torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
     ):
-        assert_close(grad, exact, rtol=1e-9, atol=1e-9)
+        assert_close(grad, expected_grad, rtol=1e-9, atol=1e-9)
 
 
-def test_padding_is_a_shorter_sequence() -> None:
+def test_padding_matches_a_shorter_sequence() -> None:
     module, x = make().eval(), torch.randn(1, 30, WIDTH)
     expected = module(x[:, :12])
     x[:, 12:] = float("nan")
     assert_close(module(x, lengths=torch.tensor([12]))[:, :12], expected)
 
 
-def test_a_context() -> None:
+def test_context() -> None:
     module, x, context = make().eval(), torch.randn(2, 5, WIDTH), torch.randn(2, 40, WIDTH)
-    both = module(torch.cat((x, x), 1), context)
-    assert both.shape == (2, 10, WIDTH)
-    assert_close(both[:, 5:], module(x, context))
+    out = module(torch.cat((x, x), 1), context)
+    assert out.shape == (2, 10, WIDTH)
+    assert_close(out[:, 5:], module(x, context))
 
 
-def test_layers_share_one_object() -> None:
+def test_layers_share_one_projection() -> None:
     projection = LinformerProjection(LONGEST, RANK, sharing="key-value")
     layers = torch.nn.ModuleList(LinformerAttention(WIDTH, HEADS, projection) for _ in range(3))
     names = [name for name, _ in layers.named_parameters()]
@@ -109,16 +109,16 @@ def test_layers_share_one_object() -> None:
     assert projection.E.grad[:, :20].abs().min() > 0
 
 
-def test_numbers_of_parameters() -> None:
+def test_parameter_counts() -> None:
     sizes = {
         sharing: sum(p.numel() for p in make(sharing).projection.parameters())
         for sharing in ("none", "heads", "key-value")
     }
-    one = LONGEST * RANK
-    assert sizes == {"none": 2 * HEADS * one, "heads": 2 * one, "key-value": one}
+    size = LONGEST * RANK
+    assert sizes == {"none": 2 * HEADS * size, "heads": 2 * size, "key-value": size}
 
 
-def test_dropout_is_only_in_training() -> None:
+def test_dropout_applies_only_in_training() -> None:
     module, x = make(dropout=0.5), torch.randn(1, 30, WIDTH)
     assert not torch.equal(module(x), module(x))
     module.eval()
@@ -126,11 +126,11 @@ def test_dropout_is_only_in_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("mask", M.Causal()), ("cache", KVCache(1, HEADS, WIDTH // HEADS, capacity=4))]
+    ("name", "value"), [("mask", M.Causal()), ("cache", KVCache(1, HEADS, WIDTH // HEADS, capacity=4))]
 )
-def test_causal_use_is_refused(name: str, given: Any) -> None:
+def test_mask_and_cache_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected None.*every key is a mixture of all tokens"):
-        make()(torch.randn(1, 5, WIDTH), **{name: given})
+        make()(torch.randn(1, 5, WIDTH), **{name: value})
 
 
 def test_wrong_arguments() -> None:

@@ -1,6 +1,6 @@
-"""`nn.Attention` with the weights of Hugging Face's and x-transformers' attention gives what they give.
+"""Compares `nn.Attention` with Hugging Face's and x-transformers' attention on the same weights.
 
-They run in float64, ours in float32: the relative difference of results and gradients stays under 2e-6.
+Their modules run in float64, ours in float32. Relative errors stay below 2e-6.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built
 LIMIT, B, L, WIDTH, HEADS = 2e-6, 2, 13, 48, 6
 
 
-def double(module: nn.Module) -> Any:
+def random_float64(module: nn.Module) -> Any:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.15)
     return module.double()
 
 
-def take(ours: Attention, qkv: Sequence[nn.Linear], out: nn.Linear) -> Attention:
-    """Their projections packed into ours."""
+def load_projections(ours: Attention, qkv: Sequence[nn.Linear], out: nn.Linear) -> Attention:
+    """Packs their projections into our module."""
     names = ["weight"] if qkv[0].bias is None else ["weight", "bias"]
     state = {f"qkv.{name}": torch.cat([getattr(layer, name) for layer in qkv]) for name in names}
     state |= {f"out.{name}": x for name, x in out.state_dict().items()}
@@ -40,14 +40,14 @@ def take(ours: Attention, qkv: Sequence[nn.Linear], out: nn.Linear) -> Attention
 
 
 def compare(ours: Any, x: Tensor, expected: Tensor, x64: Tensor, pairs: list[Any]) -> None:
-    """Results, the gradient of the tokens, and of the parameters in `pairs`, ours in front."""
-    mine = x.clone().requires_grad_()
-    out, dout = ours(mine), torch.randn(x.shape)
+    """Compares results and the gradients of the tokens and of `pairs` (our parameter, theirs)."""
+    x32 = x.clone().requires_grad_()
+    out, dout = ours(x32), torch.randn(x.shape)
     assert rel_l2(out, expected) < LIMIT
-    grads = torch.autograd.grad(out, [mine, *(a for a, _ in pairs)], dout)
-    others = torch.autograd.grad(expected, [x64, *(b for _, b in pairs)], dout.double())
-    for grad, other in zip(grads, others, strict=True):
-        assert rel_l2(grad, other) < LIMIT
+    grads = torch.autograd.grad(out, [x32, *(a for a, _ in pairs)], dout)
+    expected_grads = torch.autograd.grad(expected, [x64, *(b for _, b in pairs)], dout.double())
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert rel_l2(grad, expected_grad) < LIMIT
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return x, x.double().requires_grad_()
 
 
-def hidden_future() -> Tensor:
+def causal_bias() -> Tensor:
     lowest = torch.finfo(torch.float64).min
     return torch.full((L, L), lowest, dtype=torch.float64).triu(1)
 
@@ -81,14 +81,14 @@ def test_llama(rope: dict[str, Any], scaling: Scaling | None, kv_heads: int) -> 
         attention_bias=True, rope_parameters={"rope_theta": 10000.0} | rope,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    theirs = double(llama.LlamaAttention(config, 0))
+    theirs = random_float64(llama.LlamaAttention(config, 0))
     ours = Attention(
         WIDTH, HEADS, kv_heads=kv_heads, head_dim=10, mask=M.Causal(), position=Rotary(10, scaling=scaling)
     )
-    take(ours, [theirs.q_proj, theirs.k_proj, theirs.v_proj], theirs.o_proj)
+    load_projections(ours, [theirs.q_proj, theirs.k_proj, theirs.v_proj], theirs.o_proj)
     x, x64 = tokens()
     table = llama.LlamaRotaryEmbedding(config)(x64, torch.arange(L)[None])
-    expected, _ = theirs(x64, table, hidden_future())
+    expected, _ = theirs(x64, table, causal_bias())
     compare(ours, x, expected, x64, [(ours.out.weight, theirs.o_proj.weight)])
 
 
@@ -101,44 +101,46 @@ def test_t5(decoder: bool) -> None:
         relative_attention_max_distance=10, is_decoder=decoder,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    theirs = double(t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)).eval()
+    theirs = random_float64(t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)).eval()
     position = Relative(HEADS, num_buckets=8, max_distance=10, bidirectional=not decoder)
     ours = Attention(
         WIDTH, HEADS, bias=False, scale=1.0, position=position, mask=M.Causal() if decoder else None
     )
-    take(ours, [theirs.q, theirs.k, theirs.v], theirs.o)
+    load_projections(ours, [theirs.q, theirs.k, theirs.v], theirs.o)
     position.load_state_dict({"table": theirs.relative_attention_bias.weight.float()})
     x, x64 = tokens()
-    expected = theirs(x64, mask=hidden_future() if decoder else None)[0]
+    expected = theirs(x64, mask=causal_bias() if decoder else None)[0]
     compare(ours, x, expected, x64, [(position.table, theirs.relative_attention_bias.weight)])
 
 
-def rows(layer: nn.Linear, order: tuple[int, ...]) -> nn.Linear:
-    """BLOOM has query, key and value of a head side by side; here all queries come first."""
-    moved = nn.Linear(layer.in_features, layer.out_features).double()
+def queries_first(layer: nn.Linear, order: tuple[int, ...]) -> nn.Linear:
+    """Reorders BLOOM's packed projection from (head, qkv) to (qkv, head): queries come first."""
+    reordered = nn.Linear(layer.in_features, layer.out_features).double()
     for name, x in layer.state_dict().items():
-        getattr(moved, name).data = x.unflatten(0, order).transpose(0, 1).flatten(0, 2).clone()
-    return moved
+        getattr(reordered, name).data = x.unflatten(0, order).transpose(0, 1).flatten(0, 2).clone()
+    return reordered
 
 
 def test_bloom() -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
 
-    theirs = double(bloom.BloomAttention(bloom.BloomConfig(hidden_size=WIDTH, n_head=HEADS), 0)).eval()
+    theirs = random_float64(
+        bloom.BloomAttention(bloom.BloomConfig(hidden_size=WIDTH, n_head=HEADS), 0)
+    ).eval()
     ours = Attention(WIDTH, HEADS, position=AlibiBias(HEADS), mask=M.Causal())
-    take(ours, [rows(theirs.query_key_value, (HEADS, 3, 8))], theirs.dense)
+    load_projections(ours, [queries_first(theirs.query_key_value, (HEADS, 3, 8))], theirs.dense)
     x, x64 = tokens()
     alibi = bloom.build_alibi_tensor(torch.ones(B, L, dtype=torch.int64), HEADS, torch.float64)
-    expected = theirs(x64, torch.zeros_like(x64), alibi, hidden_future())[0]
+    expected = theirs(x64, torch.zeros_like(x64), alibi, causal_bias())[0]
     compare(ours, x, expected, x64, [(ours.out.weight, theirs.dense.weight)])
 
 
 def test_mpt() -> None:
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
 
-    theirs = double(mpt.MptAttention(mpt.MptConfig(d_model=WIDTH, n_heads=4), 0)).eval()
+    theirs = random_float64(mpt.MptAttention(mpt.MptConfig(d_model=WIDTH, n_heads=4), 0)).eval()
     ours = Attention(WIDTH, 4, position=AlibiBias(4), mask=M.Causal(), bias=False)
-    take(ours, [theirs.Wqkv], theirs.out_proj)
+    load_projections(ours, [theirs.Wqkv], theirs.out_proj)
     x, x64 = tokens()
     alibi = mpt.build_mpt_alibi_tensor(4, L).double()
     expected = theirs(x64, alibi, attention_mask=torch.ones(L, L).triu(1).bool())[0]
@@ -147,41 +149,46 @@ def test_mpt() -> None:
 
 def x_transformers() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # theirs, of PyTorch
+        warnings.simplefilter("ignore", DeprecationWarning)  # from their use of PyTorch
         return pytest.importorskip("x_transformers.x_transformers")
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "rotary", "softclamp", "gate"])
 def test_x_transformers(kind: str) -> None:
     peer = x_transformers()
-    kv_heads, options, made = 2 if kind == "grouped" else HEADS, {}, {}
-    more: dict[str, Any] = {}
+    kv_heads, their_options, our_options = 2 if kind == "grouped" else HEADS, {}, {}
+    call_options: dict[str, Any] = {}
     if kind == "rotary":
-        made, more = {"position": Rotary(4, layout="interleaved")}, {"rotary_pos_emb": None}
+        our_options, call_options = {"position": Rotary(4, layout="interleaved")}, {"rotary_pos_emb": None}
     if kind == "softclamp":
-        made, options = {"softcap": 5.0}, {"softclamp_logits": True, "logit_softclamp_value": 5.0}
+        our_options, their_options = (
+            {"softcap": 5.0},
+            {"softclamp_logits": True, "logit_softclamp_value": 5.0},
+        )
     if kind == "gate":
-        made, options = {"gate": True}, {"gate_values": True}
-    theirs = double(peer.Attention(WIDTH, dim_head=8, heads=HEADS, kv_heads=kv_heads, causal=True, **options))
-    ours = Attention(WIDTH, HEADS, kv_heads=kv_heads, mask=M.Causal(), bias=False, **made)
+        our_options, their_options = {"gate": True}, {"gate_values": True}
+    theirs = random_float64(
+        peer.Attention(WIDTH, dim_head=8, heads=HEADS, kv_heads=kv_heads, causal=True, **their_options)
+    )
+    ours = Attention(WIDTH, HEADS, kv_heads=kv_heads, mask=M.Causal(), bias=False, **our_options)
     if ours.gate is not None:
         (weight,) = theirs.to_v_gate.parameters()
         ours.gate.load_state_dict({"weight": weight.float()})
     # Their query head h reads key head h % kv_heads, ours h // (heads / kv_heads).
     order = torch.arange(HEADS * 8).view(-1, kv_heads, 8).transpose(0, 1).flatten()
-    made_of = (theirs.to_q.weight[order], theirs.to_k.weight, theirs.to_v.weight)
-    state = {"qkv.weight": torch.cat(made_of), "out.weight": theirs.to_out.weight[:, order]}
+    qkv_weights = (theirs.to_q.weight[order], theirs.to_k.weight, theirs.to_v.weight)
+    state = {"qkv.weight": torch.cat(qkv_weights), "out.weight": theirs.to_out.weight[:, order]}
     missing, _ = ours.load_state_dict({k: x.float() for k, x in state.items()}, strict=False)
     assert set(missing) <= {"gate.weight"}
     x, x64 = tokens()
     if kind == "rotary":
-        more["rotary_pos_emb"] = peer.RotaryEmbedding(4)(torch.arange(L))
-    expected = theirs(x64, **more)
+        call_options["rotary_pos_emb"] = peer.RotaryEmbedding(4)(torch.arange(L))
+    expected = theirs(x64, **call_options)
     compare(ours, x, expected, x64, [])
 
 
 def test_llama_block() -> None:
-    """A whole layer: RMSNorm before, grouped heads, rotary, SwiGLU."""
+    """A whole layer: pre-RMSNorm, grouped heads, rotary, SwiGLU."""
     from functools import partial
 
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -191,10 +198,14 @@ def test_llama_block() -> None:
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, rms_norm_eps=1e-5,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    theirs = double(llama.LlamaDecoderLayer(config, 0))
+    theirs = random_float64(llama.LlamaDecoderLayer(config, 0))
     attention = Attention(WIDTH, HEADS, kv_heads=2, bias=False, mask=M.Causal(), position=Rotary(8))
-    own = theirs.self_attn
-    take(attention, [own.q_proj, own.k_proj, own.v_proj], own.o_proj)
+    their_attention = theirs.self_attn
+    load_projections(
+        attention,
+        [their_attention.q_proj, their_attention.k_proj, their_attention.v_proj],
+        their_attention.o_proj,
+    )
     feed = rnn.SwiGLU(WIDTH, 80)
     feed.gate_up.weight.data = torch.cat((theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight)).float()
     feed.down.weight.data = theirs.mlp.down_proj.weight.float()
@@ -203,6 +214,6 @@ def test_llama_block() -> None:
     block.feed_forward.norm.weight.data = theirs.post_attention_layernorm.weight.float()
     x, x64 = tokens()
     table = llama.LlamaRotaryEmbedding(config)(x64, torch.arange(L)[None])
-    expected = theirs(x64, position_embeddings=table, attention_mask=hidden_future())
+    expected = theirs(x64, position_embeddings=table, attention_mask=causal_bias())
     expected = expected[0] if isinstance(expected, tuple) else expected
     assert rel_l2(block(x), expected) < LIMIT

@@ -1,4 +1,4 @@
-"""Performer: its features, the estimate, and `performer-pytorch` on the same projection."""
+"""Tests of Performer: random features, the estimate, and agreement with `performer-pytorch`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built
 B, HEADS, D, WIDTH = 2, 3, 8, 24
 
 
-def drawn(m: int, dim: int = D, seed: int = 0) -> Tensor:
+def random_projection(m: int, dim: int = D, seed: int = 0) -> Tensor:
     return features.orthogonal_gaussian(
         m, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
@@ -38,17 +38,17 @@ def qkv(L: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[
 
 @pytest.mark.parametrize("m", [3, 8, 20])
 def test_rows_are_orthogonal_in_groups(m: int) -> None:
-    w = drawn(m)
+    w = random_projection(m)
     assert w.shape == (m, D)
     for group in w.split(D):
         products = group @ group.T
         assert_close(products, products.diagonal().diag(), atol=1e-12)
-    assert torch.equal(w, drawn(m))
-    assert not torch.equal(w, drawn(m, seed=1))
+    assert torch.equal(w, random_projection(m))
+    assert not torch.equal(w, random_projection(m, seed=1))
 
 
 def test_rows_are_distributed_as_gaussian_vectors() -> None:
-    w = torch.cat([drawn(D, seed=seed) for seed in range(2000)])
+    w = torch.cat([random_projection(D, seed=seed) for seed in range(2000)])
     assert_close(w.mean(0), torch.zeros(D), atol=0.03)
     assert_close(w.T @ w / len(w), torch.eye(D), atol=0.05)
     assert abs(float(w.square().sum(1).var()) - 2 * D) < 1  # chi squared
@@ -58,12 +58,12 @@ def test_rows_are_distributed_as_gaussian_vectors() -> None:
 def test_the_estimate_of_the_kernel_is_unbiased(m: int) -> None:
     """The mean over 200 draws is within 3 standard errors of exp(q.k).
 
-    The variance grows as exp(|q + k|^2). It must be small enough that 200 draws know it.
+    The variance grows as exp(|q + k|^2), so q and k are small enough for 200 draws to estimate it.
     """
     q, k = 0.25 * torch.randn(2, 20, D, dtype=torch.float64)
     draws = torch.stack([
         (features.positive_features(q, w) * features.positive_features(k, w)).sum(-1)
-        for w in (drawn(m, seed=seed) for seed in range(200))
+        for w in (random_projection(m, seed=seed) for seed in range(200))
     ])  # fmt: skip
     exact = (q * k).sum(-1).exp()
     errors = (draws.mean(0) - exact) / (draws.std(0) / len(draws) ** 0.5)
@@ -72,22 +72,22 @@ def test_the_estimate_of_the_kernel_is_unbiased(m: int) -> None:
     assert (draws > 0).all()
 
 
-def test_scale_is_that_of_the_scores() -> None:
-    q, w = torch.randn(5, D, dtype=torch.float64), drawn(16)
-    one = features.positive_features(q, w, scale=0.25)
-    assert_close(one, features.positive_features(0.5 * q, w))
-    assert_close(features.positive_exponents(q, w, scale=0.25), one.log())
+def test_features_use_the_scale_of_the_scores() -> None:
+    q, w = torch.randn(5, D, dtype=torch.float64), random_projection(16)
+    phi = features.positive_features(q, w, scale=0.25)
+    assert_close(phi, features.positive_features(0.5 * q, w))
+    assert_close(features.positive_exponents(q, w, scale=0.25), phi.log())
 
 
 def test_generalized_features() -> None:
-    q, w = torch.randn(5, D, dtype=torch.float64), drawn(16)
+    q, w = torch.randn(5, D, dtype=torch.float64), random_projection(16)
     assert_close(features.generalized_features(q, w), (q @ w.T).relu())
     assert_close(features.generalized_features(q, w, torch.exp, scale=0.25), (0.5 * q @ w.T).exp())
     with pytest.raises(ValueError, match=r"projection: expected \(m, D = 8\)"):
         features.generalized_features(q, w[:, :3])
 
 
-# The module beside performer-pytorch
+# The module compared with performer-pytorch
 
 
 @functools.cache
@@ -99,41 +99,46 @@ def package() -> Any:
     return performer_pytorch
 
 
-def theirs(ours: PerformerAttention, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
-    """Its attention with our projection, and no epsilon for softmax, which is relative to another number."""
-    found = package()
-    monkeypatch.setattr(found, "softmax_kernel", functools.partial(found.softmax_kernel, eps=0))
+def their_attention(ours: PerformerAttention, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Returns the package's attention with our projection.
+
+    Its softmax epsilon is set to 0, because that epsilon is relative to another quantity.
+    """
+    module = package()
+    monkeypatch.setattr(module, "softmax_kernel", functools.partial(module.softmax_kernel, eps=0))
     generalized = ours.kernel != "softmax"
-    attend = found.FastAttention(
+    attend = module.FastAttention(
         D, ours.features, causal=ours.causal, generalized_attention=generalized, kernel_fn=torch.relu
     )
     attend.projection_matrix.copy_(ours.projection)
     if ours.causal:
-        attend.causal_linear_fn = functools.partial(found.causal_linear_attention_noncuda, eps=0)
+        attend.causal_linear_fn = functools.partial(module.causal_linear_attention_noncuda, eps=0)
     capsys.readouterr()
     return attend
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", ["softmax", torch.relu])
-def test_it_is_the_packages(causal: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_attention_matches_the_package(
+    causal: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     eps = 0.0 if kernel == "softmax" else None
     ours = PerformerAttention(WIDTH, HEADS, features=40, kernel=kernel, causal=causal, eps=eps)
-    attend = theirs(ours, monkeypatch, capsys)
+    attend = their_attention(ours, monkeypatch, capsys)
     tensors = [x.requires_grad_() for x in qkv(256)]
     out, expected = ours.attend(*tensors), attend(*tensors)
     assert_close(out, expected, rtol=1e-5, atol=1e-5)
     dout = torch.randn(out.shape)
     pairs = zip(*(torch.autograd.grad(y, tensors, dout) for y in (out, expected)), strict=True)
-    for grad, exact in pairs:
-        assert rel_l2(grad, exact) < 1e-5
+    for grad, expected_grad in pairs:
+        assert rel_l2(grad, expected_grad) < 1e-5
 
 
 # The estimate
 
 
 def exact_estimate(module: PerformerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All pairs, without stabilising or epsilon."""
+    """Computes the estimate over all pairs, without stabilisation or epsilon."""
     w, scale = module.projection.double(), D**-0.5
     phi_q, phi_k = (features.positive_features(x.double(), w, scale=scale) for x in (q, k))
     pairs = phi_q @ phi_k.mT
@@ -143,7 +148,7 @@ def exact_estimate(module: PerformerAttention, q: Tensor, k: Tensor, v: Tensor) 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_stabilising_cancels(causal: bool) -> None:
+def test_stabilisation_cancels(causal: bool) -> None:
     module = PerformerAttention(WIDTH, HEADS, features=40, causal=causal, eps=0.0, seed=3)
     tensors = qkv(70)
     assert_close(module.attend(*tensors), exact_estimate(module, *tensors), rtol=1e-5, atol=1e-5)
@@ -162,7 +167,7 @@ def test_large_queries_and_keys_stay_finite(causal: bool) -> None:
 
 
 def mean_error(m: int, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Over draws."""
+    """Returns the error averaged over 12 draws of the features."""
     errors = torch.tensor([
         regard.compare_to_exact(
             PerformerAttention(WIDTH, HEADS, features=m, seed=seed), *tensors, weights=False
@@ -175,13 +180,13 @@ def mean_error(m: int, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
 def test_the_error_falls_as_features_grow() -> None:
     tensors = qkv(64, size=0.7)
     errors = [mean_error(m, tensors) for m in (8, 32, 128, 512)]
-    for more, less in itertools.pairwise(errors):
-        assert less < more
+    for error, next_error in itertools.pairwise(errors):
+        assert next_error < error
     assert errors[-1] < errors[0] / 3
 
 
-def test_causal_is_strict() -> None:
-    """What comes later changes nothing, not even by the factor that keeps features in range."""
+def test_later_tokens_change_nothing() -> None:
+    """Later tokens change nothing, not even through the factor that keeps features in range."""
     module = PerformerAttention(WIDTH, HEADS, features=16, causal=True, seed=1).eval()
     x = torch.randn(1, 50, WIDTH)
     before = module(x)
@@ -192,7 +197,7 @@ def test_causal_is_strict() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", ["softmax", torch.relu])
-def test_padding_is_a_shorter_sequence(causal: bool, kernel: Any) -> None:
+def test_padding_matches_a_shorter_sequence(causal: bool, kernel: Any) -> None:
     module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, causal=causal, seed=1).eval()
     x = torch.randn(3, 40, WIDTH)
     x[1, 13:] = float("nan")
@@ -205,20 +210,20 @@ def test_padding_is_a_shorter_sequence(causal: bool, kernel: Any) -> None:
 @pytest.mark.parametrize("kernel", ["softmax", torch.relu])
 @pytest.mark.parametrize("lengths", [None, torch.tensor([50, 12])])
 @pytest.mark.parametrize("causal", [False, True])
-def test_some_tokens_at_a_time(
+def test_chunks_match_one_chunk(
     kernel: Any, causal: bool, lengths: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many; there may be nothing but padding among them."""
+    """Chunks of 7 tokens match one chunk. A chunk may contain only padding."""
     module = PerformerAttention(WIDTH, HEADS, features=16, kernel=kernel, causal=causal, seed=1)
     tensors = [x.requires_grad_() for x in qkv(50, size=3.0, dtype=torch.float64)]
     dout = torch.randn_like(tensors[0])
-    whole = module.attend(*tensors, lengths=lengths)
+    one_chunk = module.attend(*tensors, lengths=lengths)
     monkeypatch.setattr("regard.nn.performer.CHUNK", 7)
-    parts = module.attend(*tensors, lengths=lengths)
-    assert_close(parts, whole, rtol=1e-10, atol=1e-10)
-    pairs = zip(*(torch.autograd.grad(y, tensors, dout) for y in (parts, whole)), strict=True)
-    for grad, expected in pairs:
-        assert_close(grad, expected, rtol=1e-9, atol=1e-9)
+    chunked = module.attend(*tensors, lengths=lengths)
+    assert_close(chunked, one_chunk, rtol=1e-10, atol=1e-10)
+    pairs = zip(*(torch.autograd.grad(y, tensors, dout) for y in (chunked, one_chunk)), strict=True)
+    for grad, expected_grad in pairs:
+        assert_close(grad, expected_grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -234,46 +239,46 @@ def test_gradients(causal: bool) -> None:
     assert torch.autograd.gradcheck(module, (x,))
 
 
-def test_sixteen_bits() -> None:
+def test_bfloat16() -> None:
     module = PerformerAttention(WIDTH, HEADS, features=64, seed=1)
     tensors = qkv(50)
-    found = module.attend(*(x.bfloat16() for x in tensors))
-    assert found.dtype == torch.bfloat16
-    assert rel_l2(found, module.attend(*(x.bfloat16().float() for x in tensors))) < 0.01
+    out = module.attend(*(x.bfloat16() for x in tensors))
+    assert out.dtype == torch.bfloat16
+    assert rel_l2(out, module.attend(*(x.bfloat16().float() for x in tensors))) < 0.01
 
 
 # The schedule
 
 
 def test_a_seed_gives_the_same_features() -> None:
-    one, same, other = (PerformerAttention(WIDTH, HEADS, seed=seed) for seed in (4, 4, 5))
-    assert torch.equal(one.projection, same.projection)
-    assert not torch.equal(one.projection, other.projection)
+    first_module, same_seed, other_seed = (PerformerAttention(WIDTH, HEADS, seed=seed) for seed in (4, 4, 5))
+    assert torch.equal(first_module.projection, same_seed.projection)
+    assert not torch.equal(first_module.projection, other_seed.projection)
     torch.manual_seed(9)
     first = PerformerAttention(WIDTH, HEADS).projection
     torch.manual_seed(9)
     assert torch.equal(first, PerformerAttention(WIDTH, HEADS).projection)
 
 
-def test_features_are_redrawn_in_training_alone() -> None:
+def test_features_are_redrawn_only_in_training() -> None:
     module, x = PerformerAttention(WIDTH, HEADS, seed=4, redraw=3), torch.randn(1, 5, WIDTH)
-    seen = []
+    projections = []
     for _ in range(7):
         module(x)
-        seen.append(module.projection.clone())
-    changes = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+        projections.append(module.projection.clone())
+    changes = [not torch.equal(a, b) for a, b in itertools.pairwise(projections)]
     assert changes == [False, False, True, False, False, True]
     module.eval()
     for _ in range(5):
         module(x)
-    assert torch.equal(module.projection, seen[-1])
+    assert torch.equal(module.projection, projections[-1])
     fixed = PerformerAttention(WIDTH, HEADS, seed=4, redraw=None)
     for _ in range(5):
         fixed(x)
-    assert torch.equal(fixed.projection, seen[0])
+    assert torch.equal(fixed.projection, projections[0])
 
 
-def test_a_checkpoint_goes_on_with_the_schedule() -> None:
+def test_a_checkpoint_continues_the_schedule() -> None:
     module, x = PerformerAttention(WIDTH, HEADS, seed=4, redraw=2), torch.randn(1, 5, WIDTH)
     for _ in range(3):
         module(x)
@@ -285,7 +290,7 @@ def test_a_checkpoint_goes_on_with_the_schedule() -> None:
     assert not torch.equal(module.projection, copied.projection)
 
 
-def test_it_learns() -> None:
+def test_training_lowers_the_loss() -> None:
     module = PerformerAttention(WIDTH, HEADS, features=16, causal=True, seed=0)
     x, target = torch.randn(2, 32, WIDTH), torch.randn(2, 32, WIDTH)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
@@ -322,7 +327,7 @@ def test_wrong_calls(causal: bool) -> None:
         with pytest.raises(ValueError, match="lengths: expected from 0 to L = 5"):
             module(x, lengths=torch.tensor([5, length]))
     q, k = torch.randn(1, HEADS, 3000, D), torch.randn(1, HEADS, 1024, D)
-    if causal:  # as many as are computed at a time: nothing is left out in silence
+    if causal:  # 1024 keys fill one chunk: the other queries must not be dropped silently
         with pytest.raises(ValueError, match="expected q, k and v of one length"):
             module.attend(q, k, k)
     with pytest.raises(ValueError, match=r"q, k, v: expected .*k and v of one length"):
@@ -330,7 +335,7 @@ def test_wrong_calls(causal: bool) -> None:
 
 
 def test_wrong_features() -> None:
-    w = drawn(4)
+    w = random_projection(4)
     with pytest.raises(ValueError, match="scale: expected a number above 0, got -1"):
         features.positive_features(torch.randn(3, D), w, scale=-1.0)
     with pytest.raises(TypeError, match="x: expected a float tensor"):
@@ -343,11 +348,11 @@ def test_wrong_features() -> None:
 def test_checkpointed_activations(causal: bool) -> None:
     module, x = PerformerAttention(WIDTH, HEADS, causal=causal, redraw=None, seed=0), torch.randn(2, 9, WIDTH)
     x.requires_grad_()
-    (expected,) = torch.autograd.grad(module(x).square().sum(), x)
-    (found,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
-    assert torch.equal(found, expected)
+    (expected_grad,) = torch.autograd.grad(module(x).square().sum(), x)
+    (grad,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(grad, expected_grad)
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     text = repr(PerformerAttention(WIDTH, HEADS, kernel=torch.relu, seed=5))
     assert "features=16, kernel=relu, causal=False, redraw=1000, seed=5, eps=0.001" in text

@@ -1,4 +1,4 @@
-"""Positions: formulas, Hugging Face's numbers, gradients, and what is refused."""
+"""Tests of positions: formulas, agreement with Hugging Face, gradients and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from regard.positions import (  # fmt: skip
 )
 from support import assert_close, rel_l2
 
-# PyTorch's own, while it compiles or transforms.
+# PyTorch itself emits this warning while it compiles or transforms.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 LAYOUTS = ("half", "interleaved")
 
@@ -37,21 +37,21 @@ LAYOUTS = ("half", "interleaved")
 # Added embeddings
 
 
-def test_sinusoidal_is_the_formula() -> None:
-    found = positions.sinusoidal(torch.arange(3, 14), 6)
-    for row, p in enumerate(range(3, 14)):
+def test_sinusoidal_matches_the_formula() -> None:
+    table = positions.sinusoidal(torch.arange(3, 14), 6)
+    for row, position in enumerate(range(3, 14)):
         for i in range(3):
-            angle = p / 10000 ** (2 * i / 6)
-            assert found[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
-            assert found[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+            angle = position / 10000 ** (2 * i / 6)
+            assert table[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_sinusoidal_module_adds() -> None:
+def test_sinusoidal_module_adds_the_table() -> None:
     x = torch.randn(2, 5, 6)
     module = positions.Sinusoidal(6)
     assert_close(module(x, 7), x + positions.sinusoidal(torch.arange(7, 12), 6))
-    each = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 7, 6, 5]])
-    assert_close(module(x, each), x + positions.sinusoidal(each, 6))
+    position_ids = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 7, 6, 5]])
+    assert_close(module(x, position_ids), x + positions.sinusoidal(position_ids, 6))
     assert module(x.bfloat16()).dtype is torch.bfloat16
     assert not list(module.parameters())
 
@@ -60,16 +60,16 @@ def test_learned_positions() -> None:
     module = positions.Learned(13, 6)
     x = torch.randn(2, 5, 6)
     assert torch.equal(module(x, 3), x + module.weight[3:8])
-    each = torch.tensor([[0, 1, 2, 3, 4], [12, 8, 7, 6, 5]])
-    assert torch.equal(module(x, each), x + module.weight[each])
+    position_ids = torch.tensor([[0, 1, 2, 3, 4], [12, 8, 7, 6, 5]])
+    assert torch.equal(module(x, position_ids), x + module.weight[position_ids])
     module(x, 3).sum().backward()
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad.sum(1) != 0, (torch.arange(13) >= 3) & (torch.arange(13) < 8))
 
 
 @pytest.mark.parametrize("module", [positions.Sinusoidal(6), positions.Learned(9, 6)])
-def test_tokens_of_another_width(module: Any) -> None:
-    for width in (1, 4):  # 1 would be broadcast
+def test_wrong_token_width(module: Any) -> None:
+    for width in (1, 4):  # width 1 would broadcast
         with pytest.raises(ValueError, match=r"x: expected \(..., L, d_model = 6\)"):
             module(torch.randn(2, 3, width))
 
@@ -86,7 +86,7 @@ def test_learned_positions_beyond_the_table() -> None:
 
 
 def hf_frequencies(dims: int, base: float, **rope: Any) -> tuple[Tensor, float]:
-    """`inv_freq` and the attention factor of a Llama with these parameters."""
+    """Returns `inv_freq` and the attention factor of a Hugging Face Llama."""
     pytest.importorskip("transformers")
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -124,21 +124,21 @@ SCALINGS: dict[str, tuple[Scaling | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_those_of_hugging_face(name: str) -> None:
+def test_frequencies_match_hugging_face(name: str) -> None:
     scaling, rope = SCALINGS[name]
     for dims, base in ((16, 10000.0), (64, 500000.0)):
         expected, factor = hf_frequencies(dims, base, **rope)
-        found, gain = frequencies(dims, base, scaling)
-        assert torch.equal(found, expected)
+        inv_freq, gain = frequencies(dims, base, scaling)
+        assert torch.equal(inv_freq, expected)
         assert gain == pytest.approx(factor, rel=1e-12)
 
 
-def test_given_frequencies() -> None:
-    turns, gain = frequencies(16, 10000.0, YaRN(4.0, 64))
-    scaling = Frequencies(turns.tolist(), gain)
+def test_explicit_frequencies() -> None:
+    inv_freq, gain = frequencies(16, 10000.0, YaRN(4.0, 64))
+    scaling = Frequencies(inv_freq.tolist(), gain)
     x = torch.randn(2, 5, 16)
     assert torch.equal(Rotary(16, scaling=scaling)(x, 3), Rotary(16, scaling=YaRN(4.0, 64))(x, 3))
-    assert scaling == Frequencies(tuple(turns.tolist()), gain)
+    assert scaling == Frequencies(tuple(inv_freq.tolist()), gain)
     assert hash(scaling) == hash(pickle.loads(pickle.dumps(scaling)))
     assert "Frequencies(8 pairs" in repr(Rotary(16, scaling=scaling))
     with pytest.raises(ValueError, match="dims: expected 16 for 8 frequencies, got 18"):
@@ -147,7 +147,7 @@ def test_given_frequencies() -> None:
         Frequencies((1.0, torch.inf))
 
 
-def test_growth_is_deepseeks() -> None:
+def test_growth_matches_deepseek() -> None:
     pytest.importorskip("transformers")
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
@@ -155,7 +155,7 @@ def test_growth_is_deepseeks() -> None:
         assert YaRN(factor, 64).growth(mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
 
 
-def test_dynamic_ntk_at_a_length() -> None:
+def test_dynamic_ntk_at_a_fixed_length() -> None:
     pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.configuration_llama import LlamaConfig
@@ -170,10 +170,10 @@ def test_dynamic_ntk_at_a_length() -> None:
 
 
 def test_ntk_stretches_the_slowest_pair_by_its_factor() -> None:
-    plain, _ = frequencies(32)
+    unscaled, _ = frequencies(32)
     scaled, _ = frequencies(32, scaling=NTK(4.0))
-    assert scaled[0] == plain[0]
-    assert scaled[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-5)
+    assert scaled[0] == unscaled[0]
+    assert scaled[-1].item() == pytest.approx(unscaled[-1].item() / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -202,25 +202,25 @@ def test_wrong_frequencies(make: Any, message: str) -> None:
 # Rotation
 
 
-def by_complex_numbers(x: Tensor, at: Tensor, dims: int, layout: str) -> Tensor:
-    """float64: pair (a, b) is the number a + ib, multiplied by e^(i angle)."""
+def complex_rotation(x: Tensor, position_ids: Tensor, dims: int, layout: str) -> Tensor:
+    """Rotates x in float64: pair (a, b) is the complex number a + ib, multiplied by e^(i angle)."""
     out = x.double().clone()
     a, b = (slice(0, dims // 2), slice(dims // 2, dims)) if layout == "half" else (
         slice(0, dims, 2), slice(1, dims, 2))  # fmt: skip
-    angle = at.double()[..., None] * frequencies(dims)[0].double()
-    turned = torch.complex(out[..., a], out[..., b]) * torch.polar(torch.ones_like(angle), angle)
-    out[..., a], out[..., b] = turned.real, turned.imag
+    angle = position_ids.double()[..., None] * frequencies(dims)[0].double()
+    rotated = torch.complex(out[..., a], out[..., b]) * torch.polar(torch.ones_like(angle), angle)
+    out[..., a], out[..., b] = rotated.real, rotated.imag
     return out
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", [2, 8, 14])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rotation_is_a_complex_product(poison: None, layout: str, dims: int, dtype: torch.dtype) -> None:
+def test_rotation_matches_a_complex_product(poison: None, layout: str, dims: int, dtype: torch.dtype) -> None:
     rotary = Rotary(dims, layout=layout)
     x = torch.randn(2, 11, 3, 14).to(dtype).transpose(1, 2)  # (B, H, L, D), strided
     before = x.clone()
-    expected = by_complex_numbers(x, torch.arange(5, 16), dims, layout)
+    expected = complex_rotation(x, torch.arange(5, 16), dims, layout)
     limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
     out = rotary(x, 5)
     assert out.dtype is dtype
@@ -236,41 +236,41 @@ def test_positions_in_every_form() -> None:
     rotary, x = Rotary(8), torch.randn(2, 3, 5, 8)
     out = rotary(x, 4)
     assert torch.equal(rotary(x, torch.arange(4, 9)), out)
-    each = torch.stack((torch.arange(4, 9), torch.arange(90, 95)))
-    both = rotary(x, each)
-    assert torch.equal(both[0], out[0])
-    assert torch.equal(both[1], rotary(x[1], 90))
-    cu = packing.cu_seqlens([2, 3])
-    packed = rotary(x[0], packing.positions(cu))
+    position_ids = torch.stack((torch.arange(4, 9), torch.arange(90, 95)))
+    batched = rotary(x, position_ids)
+    assert torch.equal(batched[0], out[0])
+    assert torch.equal(batched[1], rotary(x[1], 90))
+    cu_seqlens = packing.cu_seqlens([2, 3])
+    packed = rotary(x[0], packing.positions(cu_seqlens))
     assert torch.equal(packed[:, 2:], rotary(x[0, :, 2:], 0))
     assert_close(rotary(x, -3), rotary(x, torch.arange(-3, 2)))
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
+def test_scores_depend_only_on_the_distance() -> None:
     rotary = Rotary(16)
     q, k = torch.randn(2, 1, 16).double()
     near, far = (rotary(q[None], 3 + d) @ rotary(k[None], d).mT for d in (0, 1000))
     assert_close(near, far, rtol=1e-6)
 
 
-def test_hugging_face_rotations() -> None:
+def test_rotations_match_hugging_face() -> None:
     pytest.importorskip("transformers")
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as interleaved
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half
 
     q, k = torch.randn(2, 2, 3, 7, 16)
     cos, sin = rotary_table(torch.arange(7), frequencies(16)[0])
-    twice = [torch.cat((t, t), -1)[None] for t in (cos, sin)]
-    for x, expected in zip((q, k), half(q, k, *twice), strict=True):
+    cos_sin = [torch.cat((t, t), -1)[None] for t in (cos, sin)]
+    for x, expected in zip((q, k), half(q, k, *cos_sin), strict=True):
         assert rel_l2(rotate(x, cos, sin), expected) < 1e-6
     expected = interleaved(q.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
     assert rel_l2(rotate(q, cos, sin, layout="interleaved"), expected) < 1e-6
 
 
-def test_the_attention_factor_multiplies() -> None:
+def test_attention_factor_scales_the_result() -> None:
     x, scaling = torch.randn(7, 8), YaRN(4.0, 64)
-    plain = Rotary(8, scaling=YaRN(4.0, 64, attention_factor=1.0))
-    assert_close(Rotary(8, scaling=scaling)(x), plain(x) * scaling.gain())
+    unscaled = Rotary(8, scaling=YaRN(4.0, 64, attention_factor=1.0))
+    assert_close(Rotary(8, scaling=scaling)(x), unscaled(x) * scaling.gain())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -282,15 +282,15 @@ def test_derivatives_of_rotation(layout: str) -> None:
     dx = torch.func.grad(lambda x: rotary(x, 3).pow(3).sum())(x.detach())
     (expected,) = torch.autograd.grad(rotary(x, 3).pow(3).sum(), x)
     assert_close(dx, expected)
-    each = torch.func.vmap(lambda x: rotary(x, 3))(x.detach())
-    assert_close(each, rotary(x.detach(), 3))
+    mapped = torch.func.vmap(lambda x: rotary(x, 3))(x.detach())
+    assert_close(mapped, rotary(x.detach(), 3))
 
 
 def test_rotation_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
     rotary, x = Rotary(8), torch.randn(2, 3, 5, 12, requires_grad=True)
-    run = torch.compile(lambda x: rotary(x, 4), fullgraph=True, backend="aot_eager")
-    out = run(x)
+    compiled = torch.compile(lambda x: rotary(x, 4), fullgraph=True, backend="aot_eager")
+    out = compiled(x)
     assert_close(out, rotary(x, 4))
     grads = [torch.autograd.grad(y.pow(3).sum(), x)[0] for y in (out, rotary(x, 4))]
     assert_close(*grads)
@@ -316,23 +316,23 @@ for layout in ("half", "interleaved"):
 """
 
 
-def test_rotation_allocates_its_result_alone() -> None:
-    """Peaks in units of x: forward 1, backward 1, in place half."""
+def test_rotation_allocates_only_its_result() -> None:
+    """Peak memory in units of x: 1 in forward, 1 in backward, 0.5 in place."""
     command = [sys.executable, "-c", PEAK]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    peaks = [float(line) for line in done.stdout.split()]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    peaks = [float(line) for line in process.stdout.split()]
     if not peaks:
         pytest.skip("this system does not reset the high-water mark")
     for peak, expected in zip(peaks, (1.0, 1.0, 0.5) * 2, strict=True):
         assert expected * 0.95 < peak < expected + 0.07
 
 
-def test_in_place_refuses_what_learns() -> None:
+def test_in_place_rejects_inputs_that_require_grad() -> None:
     with pytest.raises(ValueError, match="inplace: expected an x that does not require grad"):
         Rotary(8)(torch.randn(5, 8, requires_grad=True), inplace=True)
 
 
-def test_a_table_made_in_inference_serves_training() -> None:
+def test_table_built_in_inference_mode_supports_training() -> None:
     rotary, x = Rotary(8), torch.randn(5, 8)
     with torch.inference_mode():
         rotary(x)
@@ -341,7 +341,7 @@ def test_a_table_made_in_inference_serves_training() -> None:
     assert y.grad is not None
 
 
-def test_the_table_grows_and_stays_the_same() -> None:
+def test_growing_the_table_keeps_its_values() -> None:
     rotary, x = Rotary(8), torch.randn(40, 8)
     short = rotary(x[:3])
     assert torch.equal(rotary(x)[:3], short)
@@ -349,20 +349,20 @@ def test_the_table_grows_and_stays_the_same() -> None:
     assert torch.equal(rotary(x[7:9], 7), rotary(x)[7:9])
 
 
-def test_the_module_moves_without_losing_precision() -> None:
+def test_moving_the_module_keeps_full_precision() -> None:
     rotary = Rotary(8)
     moved = copy.deepcopy(rotary).bfloat16().to("meta")
     assert torch.equal(moved.inv_freq, rotary.inv_freq)
-    back = pickle.loads(pickle.dumps(rotary))
+    unpickled = pickle.loads(pickle.dumps(rotary))
     x = torch.randn(5, 8)
-    assert torch.equal(back(x, 3), rotary(x, 3))
+    assert torch.equal(unpickled(x, 3), rotary(x, 3))
     with torch.device("meta"):
         assert Rotary(8).inv_freq.device.type == "cpu"
     assert "Rotary(8, base=10000, layout='half')" in repr(rotary)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("position_ids", "error", "message"),
     [
         (torch.arange(4), ValueError, "positions: expected an int or integers of shape"),
         (torch.arange(5.0), ValueError, "positions: .*float32 tensor"),
@@ -374,12 +374,12 @@ def test_the_module_moves_without_losing_precision() -> None:
         ),
     ],
 )
-def test_wrong_positions(given: Any, error: type[Exception], message: str) -> None:
+def test_wrong_positions(position_ids: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        Rotary(8)(torch.randn(3, 5, 8), given)
+        Rotary(8)(torch.randn(3, 5, 8), position_ids)
 
 
-def test_tables_that_do_not_fit() -> None:
+def test_rotate_rejects_mismatched_tables() -> None:
     cos, sin = rotary_table(torch.arange(5), frequencies(8)[0])
     with pytest.raises(ValueError, match="cos and sin: expected"):
         rotate(torch.randn(5, 6), cos, sin)
@@ -392,7 +392,7 @@ def test_tables_that_do_not_fit() -> None:
 # Biases
 
 
-def test_alibi() -> None:
+def test_alibi_module() -> None:
     module = positions.AlibiBias(6)
     assert module() == scores.Alibi.standard(6)
     assert torch.equal(positions.alibi_slopes(6), scores.Alibi.standard(6).slopes)
@@ -401,7 +401,7 @@ def test_alibi() -> None:
     assert [name for name, _ in learned.named_parameters()] == ["slopes"]
 
 
-def test_relative() -> None:
+def test_relative_module() -> None:
     module = positions.Relative(3, num_buckets=8, max_distance=20, bidirectional=False)
     expected = scores.RelativeBias(module.table, bidirectional=False, max_distance=20)
     assert module() == expected
