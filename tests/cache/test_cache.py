@@ -31,9 +31,9 @@ from support.cache import (
     H,
     Hkv,
     append,
+    as_stored,
     attend,
     expected,
-    kept,
     new,
     tokens,
 )
@@ -80,7 +80,7 @@ def test_extend_is_append_and_shows_what_queries_see(kind: str) -> None:
         stored = one.extend(k[:, :, i:j], v[:, :, i:j])
         append(other, k[:, :, i:j], v[:, :, i:j])
         assert stored.length == rows
-        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], kept(kind, k[:, :, i:j]))
+        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], as_stored(kind, k[:, :, i:j]))
         assert_same(content(one), content(other))
     with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
         one.extend(k[:, :, 85:86], v[:, :, 85:86].double())
@@ -376,7 +376,7 @@ def test_quantization_error_of_zeros_and_of_what_cannot_be() -> None:
 def test_codes_are_near(kind: str, levels: int, channels: int) -> None:
     """Half a step in each group; a little more with 4 bits, where least squares moves the ends inwards."""
     x = torch.randn(4, 3, 50, channels) * torch.logspace(-2, 2, 50)[:, None] + 3
-    y = kept(kind, x)
+    y = as_stored(kind, x)
     for group in range(0, channels, 32):
         part = x[..., group : group + 32]
         if kind == "int8":
@@ -389,13 +389,13 @@ def test_codes_are_near(kind: str, levels: int, channels: int) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_codes_of_odd_numbers(kind: str) -> None:
-    same = kept(kind, torch.full((2, 40), 2.5))
+    same = as_stored(kind, torch.full((2, 40), 2.5))
     assert_close(same, torch.full((2, 40), 2.5), rtol=1e-3)
-    assert not kept(kind, torch.zeros(2, 40)).any()
+    assert not as_stored(kind, torch.zeros(2, 40)).any()
     for bad in (torch.nan, torch.inf, 1e9):
         x = torch.ones(1, 64)
         x[0, 3] = bad
-        y = kept(kind, x)
+        y = as_stored(kind, x)
         assert y[0, :32].isnan().any(), "what cannot be kept must show"
         assert y[0, 32:].isfinite().all()
 

@@ -15,7 +15,7 @@ from transformers import cache_utils
 from regard._call.stored import Stored
 from regard.hf import Cache
 from support import assert_close
-from support.hf import DECODERS, each, inputs, lively, made, padding, tokens
+from support.hf import DECODERS, build, build_varied, inputs, models, padding, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOM = 320
@@ -85,18 +85,18 @@ def check_steps(name: str, cache: Any, model: Any, L: int, sizes: list[int]) -> 
 
 
 @exact()
-@each(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
+@models(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
 @pytest.mark.parametrize("sizes", [[3, 1, 1], [17, 1, 1, 1, 1, 1, 1], [1]], ids=str)
 def test_steps_are_the_whole(name: str, make: Callable[[Any], Any], sizes: list[int]) -> None:
     """In chunks, past the edge of the window (7) and of the chunk (5)."""
-    model = lively(name, "regard")
+    model = build_varied(name, "regard")
     check_steps(name, make(model.config), model, 28, sizes)
 
 
 @exact()
-@each(["gemma3", "llama", "gpt_oss"], set())
+@models(["gemma3", "llama", "gpt_oss"], set())
 def test_many_steps(name: str, make: Callable[[Any], Any]) -> None:
-    model = lively(name, "regard")
+    model = build_varied(name, "regard")
     check_steps(name, make(model.config), model, 17 + 256, [17, *[1] * 256])
 
 
@@ -113,9 +113,9 @@ def generated(model: Any, cache: Any, count: int = 64, **options: Any) -> Tensor
     return found
 
 
-@each(DECODERS, {"gemma3"})
+@models(DECODERS, {"gemma3"})
 def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> None:
-    model = lively(name, "eager")
+    model = build_varied(name, "eager")
     expected = generated(model, None)
     assert len(set(expected[0, 23:].tolist())) == 64
     model.set_attn_implementation("regard")
@@ -125,13 +125,13 @@ def test_greedy_tokens_are_those_of_eager_with_every_exact_cache(name: str) -> N
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_our_cache_gives_plain_tensors_to_other_implementations(implementation: str) -> None:
-    model = lively("llama", implementation)
+    model = build_varied("llama", implementation)
     expected = generated(model, None, 12)
     assert torch.equal(generated(model, Cache(model.config), 12), expected)
 
 
 def test_beams_and_several_answers() -> None:
-    model = lively("gemma3", "regard")
+    model = build_varied("gemma3", "regard")
     caches = (None, Cache(model.config))
     found = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
     assert torch.equal(*found)
@@ -139,7 +139,7 @@ def test_beams_and_several_answers() -> None:
 
 @pytest.mark.parametrize(("options", "near"), OURS.values(), ids=list(OURS))
 def test_smaller_numbers(options: dict[str, Any], near: float) -> None:
-    model, given = lively("llama", "regard"), sequence(28)
+    model, given = build_varied("llama", "regard"), sequence(28)
     cache, full = Cache(model.config, **options), Cache(model.config)
     real = given["attention_mask"].bool()
     steps, whole = (by_chunks(model, held, given, [20, 1])[real] for held in (cache, full))
@@ -159,7 +159,7 @@ def test_smaller_numbers_take_less_memory(options: dict[str, Any], share: float)
 
 
 def test_no_old_key_is_copied_and_none_is_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lively("llama", "regard")
+    model = build_varied("llama", "regard")
     cache = Cache(model.config, capacity=64)
     given = sequence(28)
     by_chunks(model, cache, {key: x[:, :20] for key, x in given.items()}, [20])
@@ -173,7 +173,7 @@ def test_no_old_key_is_copied_and_none_is_made_dense(monkeypatch: pytest.MonkeyP
 
 
 def test_a_window_bounds_the_memory() -> None:
-    model = lively("gemma3", "regard")
+    model = build_varied("gemma3", "regard")
     cache = Cache(model.config)
     by_chunks(model, cache, sequence(200), [1])
     sliding, full = cache.layers
@@ -183,7 +183,7 @@ def test_a_window_bounds_the_memory() -> None:
 
 
 def test_taking_back_and_copies() -> None:
-    model, given = lively("gemma3", "regard"), sequence(28)
+    model, given = build_varied("gemma3", "regard"), sequence(28)
     real = given["attention_mask"].bool()[:, 20:]
     cache = Cache(model.config, rollback=4)
     first = {key: x[:, :24] for key, x in given.items()}
@@ -211,7 +211,7 @@ def test_taking_back_and_copies() -> None:
 
 
 def test_selecting_and_repeating_samples() -> None:
-    model = made("llama", "regard")
+    model = build("llama", "regard")
     cache = Cache(model.config)
     with torch.no_grad():
         model(input_ids=tokens(3, 5), past_key_values=cache)
@@ -227,7 +227,7 @@ def test_selecting_and_repeating_samples() -> None:
 
 
 def test_an_empty_cache_answers() -> None:
-    cache = Cache(made("gemma3", "eager").config, bits=8)
+    cache = Cache(build("gemma3", "eager").config, bits=8)
     assert (cache.nbytes, cache.get_seq_length(), cache.get_mask_sizes(4, 0)) == (0, 0, (4, 0))
     assert cache.layers[0].keys is None
     assert cache.layers[0].values is None
@@ -242,7 +242,7 @@ def test_an_empty_cache_answers() -> None:
 
 
 def test_encoder_and_decoder() -> None:
-    model = lively("whisper", "regard")
+    model = build_varied("whisper", "regard")
     given = {"input_features": torch.randn(2, 8, 100)}
     ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
     options = {**given, "max_new_tokens": 12, "do_sample": False}
@@ -260,7 +260,7 @@ def test_layers_that_are_not_attention_raise() -> None:
 
 
 def test_weights_and_dropout_with_our_cache() -> None:
-    model, given = lively("gemma3", "regard"), sequence(28)
+    model, given = build_varied("gemma3", "regard"), sequence(28)
     found = []
     for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
         first = {key: x[:, :20] for key, x in given.items()}
@@ -283,7 +283,7 @@ def test_weights_and_dropout_with_our_cache() -> None:
 
 @pytest.mark.full
 def test_compiled_models() -> None:
-    model, given = lively("gemma3", "regard"), inputs("gemma3", "left")
+    model, given = build_varied("gemma3", "regard"), inputs("gemma3", "left")
     real = given["attention_mask"].bool()
     with torch.no_grad():
         expected = model(**given, use_cache=False).logits[real]
@@ -297,6 +297,6 @@ def test_compiled_models() -> None:
 
 
 def test_training_with_our_cache_raises() -> None:
-    model = made("llama", "regard")
+    model = build("llama", "regard")
     with pytest.raises(RuntimeError, match="a cache keeps no gradient"):
         model(input_ids=tokens(1, 4), past_key_values=Cache(model.config))

@@ -13,7 +13,7 @@ import regard.hf
 from regard._call.stored import Stored
 from regard.hf import _paged
 from regard.hf._standin import MaskTensor
-from support.hf import each, lively
+from support.hf import build_varied, models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (3, 17, 40, 5, 33, 8, 21, 60)
@@ -53,10 +53,10 @@ def one_by_one(model: Any, asked: list[list[int]], new: int = NEW) -> list[tuple
     return found
 
 
-@each(["gemma3", "llama", "mistral", "gpt_oss", "gemma2", "qwen3"], {"gemma3"})
+@models(["gemma3", "llama", "mistral", "gpt_oss", "gemma2", "qwen3"], {"gemma3"})
 def test_a_batch_gives_the_tokens_of_one_by_one(name: str) -> None:
     """Layers with a window and layers without, prompts and decoding mixed."""
-    model, asked = lively(name, "eager"), prompts()
+    model, asked = build_varied(name, "eager"), prompts()
     expected = one_by_one(model, asked)
     model.set_attn_implementation("regard")
     for found, (chosen, log) in zip(in_a_batch(model, asked), expected, strict=True):
@@ -74,7 +74,7 @@ def test_decoding_reads_pages_in_place_and_needs_no_mask(monkeypatch: pytest.Mon
     steps = []
     planned = _paged._planned
     monkeypatch.setattr(_paged, "_planned", lambda *given: steps.append(planned(*given)) or steps[-1])
-    in_a_batch(lively("llama", "regard"), prompts())
+    in_a_batch(build_varied("llama", "regard"), prompts())
     assert sum(plan.table.shape[0] for plan in steps) >= len(LENGTHS) * (NEW - 1)
     assert max(plan.table.shape[0] for plan in steps) > 1  # several sequences in one call
     parts = sum(sequence.Lk > sequence.Lq for plan in steps for sequence in plan.others)
@@ -84,21 +84,21 @@ def test_decoding_reads_pages_in_place_and_needs_no_mask(monkeypatch: pytest.Mon
 
 def test_pages_that_no_kernel_reads_are_collected() -> None:
     """24 is not a power of two."""
-    model, asked = lively("llama", "regard"), prompts()[:3]
+    model, asked = build_varied("llama", "regard"), prompts()[:3]
     first, second = (in_a_batch(model, asked, page, 4) for page in (16, 24))
     assert [x.generated_tokens for x in first] == [x.generated_tokens for x in second]
 
 
 def test_other_names_are_treated_as_before() -> None:
     regard.hf.register()  # again changes nothing
-    model = lively("llama", "regard")
+    model = build_varied("llama", "regard")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="flex_attention is not supported for continuous batching"):
         in_a_batch(model, prompts())
 
 
 def test_the_old_prefix_means_the_same() -> None:
-    model = lively("llama", "eager")
+    model = build_varied("llama", "eager")
     with pytest.warns(FutureWarning, match="prefix is no longer needed"):
         model.set_attn_implementation("paged|regard")
     assert model.config._attn_implementation == "regard"
