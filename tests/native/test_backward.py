@@ -775,7 +775,7 @@ def test_forward_with_gradients_required(isa: str) -> None:
 @pytest.mark.parametrize("name", ["B", "H", "Lq", "Lk", "D", "Dv"])
 def test_zero_sizes(isa: str, name: str, poison: None) -> None:
     n = {"B": 2, "H": 4, "Lq": 19, "Lk": 33, "D": 8, "Dv": 5} | {name: 0}
-    term_norms = (n["B"], n["H"], n["H"] // 2, n["Lq"], n["Lk"], n["D"], n["Dv"])
+    sizes = (n["B"], n["H"], n["H"] // 2, n["Lq"], n["Lk"], n["D"], n["Dv"])
     options: list[dict[str, Any]] = [{}, {"mask": M.Causal()}, {"dropout": 0.2, "seed": 1}, {"softcap": 2.0}]
     if n["H"]:
         options += [{"sink": torch.randn(n["H"])}, {"bias": Alibi.standard(n["H"])}]
@@ -783,7 +783,7 @@ def test_zero_sizes(isa: str, name: str, poison: None) -> None:
         options += [{"bias": torch.randn(n["H"], 1, 1)}, {"bias": torch.randn(n["B"], 1, 1, n["Lk"])}]
     for dtype in DTYPES:
         for case_options in options:
-            t = training(call_of(isa, *term_norms, dtype=dtype, **case_options), lse=True)
+            t = training(call_of(isa, *sizes, dtype=dtype, **case_options), lse=True)
             got, want = t.run(), t.expected()
             for key, x in inputs(t.call).items():
                 assert got[key].shape == x.shape

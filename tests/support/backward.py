@@ -288,7 +288,7 @@ class GradientSampler(Sampler):
         self.index = index
         super().__init__(1_000_000 + index, work, isas)
 
-    def term_norms(self, work: float) -> None:
+    def sizes(self, work: float) -> None:
         """Chooses sizes around tiles (128 rows), key blocks (96) and chunks (96 or more)."""
         while True:
             self.batch = self.choice(((1,), (1,), (2,), (3,)))

@@ -203,7 +203,7 @@ class Sampler:
         q = self.tensor(self.Hq, self.Lq, self.D)
         k = self.tensor(self.Hkv, self.Lk, self.D)
         v = self.tensor(self.Hkv, self.Lk, self.Dv)
-        options: dict[str, Any] = self.offset() | self.mask() | self.bias() | self.numbers()
+        options: dict[str, Any] = self.offset() | self.mask() | self.bias() | self.numeric_options()
         if isinstance(options.get("bias"), Alibi):
             options.pop("offset", None)
         return Call(q, k, v, options, self.choice(self.isas))
