@@ -86,7 +86,7 @@ def test_bias_and_mask_beyond_32_bits(isa: str, dim: int) -> None:
 def test_more_than_2_to_the_31_elements() -> None:
     """All keys are equal and all values 1, so the result is 1.
 
-    Offsets exceed 2^31 from key 2^31 / 64 on.
+    From key 2^31 / 64 on, element indices exceed 2^31.
     """
     L = 2**25 + 3
     q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64).expand(1, 1, L, 64)

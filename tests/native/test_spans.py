@@ -108,7 +108,7 @@ def test_a_residue_class_without_keys_has_no_spans(mask: M.Mask | None) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_global_tokens_in_rows_and_beyond_the_keys(step: int) -> None:
-    """Adjacent and single tokens, tokens beyond the keys that are queries, and one beyond both."""
+    """Adjacent tokens, single tokens, tokens beyond the keys, and one beyond keys and queries."""
     tokens = M.Global([3, 4, 5, 9, 20, 21, 40, 41, 43, 2**63 - 1])
     for mask in (tokens, ~tokens, tokens & M.Window(7, 2), tokens | M.RandomBlocks(2, 3, 5)):
         check_panels(Case(mask, (), 1, 29, 31, 17), 16, step)
