@@ -116,7 +116,7 @@ def test_global_tokens_are_put_in_order() -> None:
 def test_random_blocks_draw_the_same_on_every_machine() -> None:
     dense = M.RandomBlocks(2, 1, 1).to_dense(4, 9, offset=-1)
     assert dense.sum(-1).tolist() == [2] * 4
-    chosen = [program_interpreter.drawn(1, row, 9, 2) for row in range(-1, 3)]
+    chosen = [program_interpreter.random_blocks(1, row, 9, 2) for row in range(-1, 3)]
     assert [set(line.nonzero().flatten().tolist()) for line in dense] == chosen
 
 
