@@ -1,4 +1,4 @@
-"""The public call: dispatch, layout of the results, what is refused, what the environment changes."""
+"""Tests of `attention` and `weights`: signatures, shapes, choice of backend, errors."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def available(impl: str) -> str:
     return impl
 
 
-# The contract
+# Signatures and shapes
 
 
 def test_signatures() -> None:
-    for function, rest in ((regard.attention, ["return_lse", "impl"]), (regard.weights, [])):
+    for function, others in ((regard.attention, ["return_lse", "impl"]), (regard.weights, [])):
         parameters = inspect.signature(function).parameters
-        assert list(parameters) == ["q", "k", "v", *OPTIONS, *rest]
-        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*OPTIONS, *rest])
+        assert list(parameters) == ["q", "k", "v", *OPTIONS, *others]
+        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*OPTIONS, *others])
 
 
-def test_the_plan_takes_what_attention_takes() -> None:
+def test_plan_has_the_parameters_of_attention() -> None:
     assert list(inspect.signature(regard.plan).parameters) == list(
         inspect.signature(regard.attention).parameters
     )
@@ -73,7 +73,7 @@ def test_the_textbook_form(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_sample_alone_is_the_sample_in_a_batch(impl: str) -> None:
+def test_results_do_not_depend_on_the_batch(impl: str) -> None:
     q, k, v = qkv(3)
     out = regard.attention(q, k, v, impl=available(impl))
     alone = regard.attention(q[1], k[1], v[1], impl=impl)
@@ -93,7 +93,7 @@ def test_weights_keep_the_dtype() -> None:
     assert regard.weights(q, k, v).dtype is torch.bfloat16
 
 
-# Which backend
+# Choice of backend
 
 
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_auto_without_a_core_takes_torch_then_the_reference(monkeypatch: pytest.
     assert regard.plan(q, k, v).against["native"] == ("not built",)
 
 
-def test_auto_elsewhere_is_torch() -> None:
+def test_auto_on_other_devices_is_torch() -> None:
     q, k, v = (x.to("meta") for x in qkv(2))
     assert _dispatch.choose(make(q, k, v)) == "torch"
 
@@ -126,7 +126,7 @@ def test_a_named_backend_never_falls_back(name: str, monkeypatch: pytest.MonkeyP
         regard.attention(*arguments, impl=name, scale=0.123)
 
 
-def test_native_without_a_core_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_without_a_core_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "reason_unavailable", lambda: "the core is not built")
     with pytest.raises(
         NotImplementedError, match="native: the core is not built; possible here: impl='torch'"
@@ -134,14 +134,14 @@ def test_native_without_a_core_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         regard.attention(*qkv(13), impl="native")
 
 
-def test_the_choice_is_remembered_for_gradients_apart() -> None:
+def test_backend_choice_depends_on_requires_grad() -> None:
     q, k, v = qkv(2)
     assert regard.attention(q, k, v, softcap=0.7, impl="torch").shape == (2, 4, 5, 3)
     with pytest.raises(NotImplementedError, match="no backward on CPU"):
         regard.attention(q.requires_grad_(), k, v, softcap=0.7, impl="torch")
 
 
-def test_without_grad_mode_nothing_is_recorded() -> None:
+def test_no_grad_records_no_graph() -> None:
     q, k, v = qkv(2)
     with torch.no_grad():
         assert not regard.attention(q.requires_grad_(), k, v, impl=available("native")).requires_grad
@@ -168,7 +168,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_environment_says_what_auto_means() -> None:
+def test_environment_variable_sets_the_backend() -> None:
     code = "import torch, regard; q = torch.zeros(3, 4); print(regard.plan(q, q, q).impl)"
     assert run_python(code, REGARD_IMPL="reference").stdout.strip() == "reference"
     wrong = run_python(code, REGARD_IMPL="gpu").stderr
@@ -196,8 +196,8 @@ def test_info_fails_when_a_backend_is_wrong(
     assert "WRONG" in capsys.readouterr().out
 
 
-def test_a_negated_view_after_the_plain_tensor() -> None:
-    """The second call finds the first one's Spec; its memory holds the opposite numbers."""
+def test_negated_view_after_an_ordinary_tensor() -> None:
+    """The second call reuses the first call's Spec, but its memory holds negated numbers."""
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     for options in ({}, {"mask": M.Causal()}):
         regard.attention(q, k, v, **options)
@@ -218,7 +218,7 @@ def test_fake_tensors_give_shapes() -> None:
 
 
 @needs_core
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # raised by PyTorch
 def test_forward_mode_is_not_detached() -> None:
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     with forward_ad.dual_level():
@@ -230,7 +230,7 @@ def test_forward_mode_is_not_detached() -> None:
     assert_close(got, want)
 
 
-def test_a_bool_tensor_is_not_copied_and_may_have_any_rank() -> None:
+def test_bool_masks_of_any_rank_are_not_copied() -> None:
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     keep = torch.tensor([True, False, True, True, False])
     assert_close(regard.attention(q, k, v, mask=keep), regard.attention(q, k, v, mask=keep.expand(5, 5)))

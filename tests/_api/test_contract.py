@@ -1,4 +1,4 @@
-"""What the native kernels promise beside accuracy: masked rows, NaN, layout, equal bits, dropout, purity."""
+"""Guarantees of the native kernels: masked rows, NaN, layouts, equal bits, dropout."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def qkv(
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-# Rows that see nothing
+# Fully masked rows
 
 
-PLACES = [
+EMPTY_ROWS = [
     slice(0, 1),
     slice(0, 16),
     slice(0, 17),
@@ -50,10 +50,10 @@ PLACES = [
 
 @pytest.mark.parametrize("kind", ["bool", "bias", "row bias", "documents", "blocks"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_nothing(isa: str, kind: str, sinks: bool, poison: None) -> None:
+def test_fully_masked_rows(isa: str, kind: str, sinks: bool, poison: None) -> None:
     sink = torch.tensor([0.3, -2.0])
     for dtype in DTYPES:
-        for empty in PLACES:
+        for empty in EMPTY_ROWS:
             options = rows_without_keys(kind, 35, 101, empty) | ({"sink": sink} if sinks else {})
             q, k, v = qkv(35, 101, dtype=dtype)
             out, lse = native(q, k, v, **options)
@@ -80,22 +80,22 @@ def check_empty_rows(out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
         (~M.Window(None, None), 0),
     ],
 )
-def test_structured_masks_that_leave_nothing(
+def test_structured_masks_with_fully_masked_rows(
     isa: str, mask: M.Mask, offset: int, sinks: bool, poison: None
 ) -> None:
     q, k, v = qkv(35, 40)
     options: dict[str, Any] = {"mask": mask, "offset": offset} | ({"sink": torch.randn(2)} if sinks else {})
     out, lse = native(q, k, v, **options)
-    nothing = ~mask.to_dense(35, 40, offset).expand(2, 2, 35, 40).any(-1)
-    assert nothing.any()
+    fully_masked = ~mask.to_dense(35, 40, offset).expand(2, 2, 35, 40).any(-1)
+    assert fully_masked.any()
     want = options["sink"].view(1, 2, 1).expand(2, 2, 35) if sinks else torch.full((2, 2, 35), -INF)
-    assert torch.equal(lse[nothing], want[nothing])
-    assert torch.equal(out[nothing], torch.zeros_like(out[nothing]))
+    assert torch.equal(lse[fully_masked], want[fully_masked])
+    assert torch.equal(out[fully_masked], torch.zeros_like(out[fully_masked]))
     assert not faults(Call(q, k, v, options, isa))
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_no_keys_at_all(isa: str, sinks: bool, poison: None) -> None:
+def test_no_keys(isa: str, sinks: bool, poison: None) -> None:
     for dtype in DTYPES:
         q, k, v = qkv(19, 0, dtype=dtype)
         sink = torch.tensor([1.7, -1.3]) if sinks else None
@@ -103,7 +103,7 @@ def test_no_keys_at_all(isa: str, sinks: bool, poison: None) -> None:
         check_empty_rows(out, lse, sink)
 
 
-def test_a_sink_of_minus_infinity_is_none(isa: str) -> None:
+def test_sink_of_minus_infinity_is_no_sink(isa: str) -> None:
     q, k, v = qkv(19, 33)
     for options in ({}, {"mask": M.Causal(), "offset": -3}):
         assert same_bits(native(q, k, v, sink=torch.full((2,), -INF), **options), native(q, k, v, **options))
@@ -131,7 +131,7 @@ def test_the_lse_of_the_lowest_bias(isa: str, dtype: torch.dtype) -> None:
     assert_close(lse / lowest, torch.ones_like(lse))
 
 
-def test_a_finite_bias_is_finite_however_large(isa: str) -> None:
+def test_large_finite_bias_gives_finite_results(isa: str) -> None:
     q, k, v = qkv(5, 7)
     for bias in (torch.full((7,), 3e38), torch.full((7,), -3e38), Alibi(torch.tensor([8e36, 1e36]))):
         out = native(q, k, v, bias=bias, offset=20)[0]
@@ -143,7 +143,7 @@ def test_a_finite_bias_is_finite_however_large(isa: str) -> None:
 
 
 def visible(options: dict[str, Any], Lq: int, Lk: int) -> Tensor:
-    """(2, 2, Lq, Lk)."""
+    """Returns which keys each query attends to, (2, 2, Lq, Lk)."""
     if "bias" in options:
         return (options["bias"] != -INF).expand(2, 2, Lq, Lk)
     mask = options["mask"]
@@ -153,18 +153,18 @@ def visible(options: dict[str, Any], Lq: int, Lk: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_stays_with_the_rows_that_see_it(isa: str, kind: str, dtype: torch.dtype, poison: None) -> None:
-    """Broken keys and values, one at a time: out is broken where it sees one, and right everywhere else."""
+def test_nan_reaches_only_attending_rows(isa: str, kind: str, dtype: torch.dtype, poison: None) -> None:
+    """Rows that attend to a non-finite key or value are non-finite. Other rows are accurate."""
     options = masks_over(40, 101)[kind]
-    sees = visible(options, 40, 101)
+    attends = visible(options, 40, 101)
     for broken in broken_values(dtype):
         for j in (0, 50, 100):
             q, k, v = qkv(40, 101, dtype=dtype)
             v[:, :, j] = broken
-            if broken.isnan():  # an infinite key may have a score of -inf, and with it no weight
+            if broken.isnan():  # an infinite key may have a score of -inf, hence no weight
                 k[:, :, j, 3] = broken
             out, lse = native(q, k, v, **options)
-            touched = sees[..., j]
+            touched = attends[..., j]
             assert out[~touched].isfinite().all()
             assert not out[touched].isfinite().any()
             check_against_clean(out, lse, q, k, v, options, j, ~touched)
@@ -173,7 +173,7 @@ def test_nan_stays_with_the_rows_that_see_it(isa: str, kind: str, dtype: torch.d
 def check_against_clean(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], j: int, rows: Tensor
 ) -> None:
-    """`rows` are what they would be, had key j been an ordinary one."""
+    """Checks that `rows` have the values that they have if key j is finite."""
     k, v = k.clone(), v.clone()
     k[:, :, j], v[:, :, j] = 0, 0
     want, want_lse = Call(q, k, v, options, core.info()["isa"]).expected()
@@ -186,8 +186,8 @@ def check_against_clean(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_in_every_hidden_key(isa: str, dtype: torch.dtype) -> None:
-    """Padding full of garbage, as a cache's tail may be."""
+def test_nan_in_every_masked_key(isa: str, dtype: torch.dtype) -> None:
+    """Non-finite padding, as in unused cache slots, changes no bit."""
     for broken in broken_values(dtype):
         q, k, v = qkv(40, 101, dtype=dtype)
         clean = native(q, k[:, :, :70], v[:, :, :70])
@@ -210,7 +210,7 @@ def test_nan_in_one_query_row(isa: str, dtype: torch.dtype) -> None:
         assert same_bits((out, lse), clean)
 
 
-def test_a_nan_query_that_sees_nothing(isa: str) -> None:
+def test_nan_query_in_a_fully_masked_row(isa: str) -> None:
     q, k, v = qkv(40, 101)
     q[:, :, 5] = NAN
     keep = torch.ones(40, 101, dtype=torch.bool)
@@ -223,8 +223,8 @@ def test_a_nan_query_that_sees_nothing(isa: str) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_attended_nan_shows_however_small_its_weight(isa: str, first: bool) -> None:
-    """Also where the weight underflows to 0, whichever key comes first."""
+def test_attended_nan_propagates_at_any_weight(isa: str, first: bool) -> None:
+    """Holds even if the weight underflows to 0, in either order of the keys."""
     q, k, v = torch.full((1, 1, 4), 20.0), torch.zeros(1, 2, 4), torch.ones(1, 2, 3)
     k[0, int(first)] = 200.0
     for broken in (NAN, INF):
@@ -233,7 +233,7 @@ def test_an_attended_nan_shows_however_small_its_weight(isa: str, first: bool) -
         assert torch.equal(out.isnan(), torch.tensor([[[False, True, False]]])), out
 
 
-def test_a_nan_bias_or_sink_shows(isa: str) -> None:
+def test_nan_bias_or_sink_propagates(isa: str) -> None:
     q, k, v = qkv(20, 33)
     bias = torch.zeros(20, 33)
     bias[3, 4] = NAN
@@ -246,7 +246,7 @@ def test_a_nan_bias_or_sink_shows(isa: str) -> None:
 
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e15, 1e19])
 def test_scores_beyond_float32(isa: str, size: float) -> None:
-    """q.k up to 1e38 * D: finite wherever float64 is finite."""
+    """q.k reaches 1e38 * D. Results are finite wherever float64 results are finite."""
     q, k, v = qkv(35, 101)
     for options in (
         {},
@@ -270,20 +270,20 @@ def test_values_near_the_largest_float(isa: str) -> None:
 
 
 def test_infinite_scores(isa: str) -> None:
-    """A score of +inf is NaN in its row, as in the formula; one of -inf is a key of weight 0."""
+    """A score of +inf gives NaN in its row, as in the formula. A score of -inf gives weight 0."""
     q, k, v = torch.ones(1, 3, 2), torch.zeros(1, 5, 2), torch.randn(1, 5, 3)
     k[0, 2, 0] = INF
     assert native(q, k, v)[0].isnan().all()
     k[0, 2, 0] = -INF
-    rest = [0, 1, 3, 4]
-    assert_close(native(q, k, v)[0], native(q, k[:, rest], v[:, rest])[0])
+    finite_keys = [0, 1, 3, 4]
+    assert_close(native(q, k, v)[0], native(q, k[:, finite_keys], v[:, finite_keys])[0])
 
 
 # Layout
 
 
 def random_view(x: Tensor, pick: random.Random) -> Tensor:
-    """The same numbers behind other strides."""
+    """Returns x with random strides."""
     dims = list(range(x.ndim))
     kind = pick.choice(("transpose", "every second", "offset", "wide rows", "expand", "as it is"))
     if kind == "transpose":
@@ -301,23 +301,26 @@ def random_view(x: Tensor, pick: random.Random) -> Tensor:
         return x
     shape = [n + pick.randint(0, 3) for n in x.shape]
     inside = tuple(slice(m - n, m) for n, m in zip(x.shape, shape, strict=True))
-    room = x.new_full(shape, NAN if x.is_floating_point() else 1)
-    room[inside] = x
-    return room[inside]
+    buffer = x.new_full(shape, NAN if x.is_floating_point() else 1)
+    buffer[inside] = x
+    return buffer[inside]
 
 
 def layout_faults(seed: int, work: float) -> str | None:
-    """A sampled call with other strides must give the same bits as with contiguous tensors."""
+    """Checks that a sampled call gives the same bits with random strides.
+
+    Returns a message or None.
+    """
     call, pick = sample(seed, work), random.Random(seed)
     options = dict(call.options)
     q, k, v = (random_view(x, pick) for x in call[:3])
     for name in ("bias", "mask"):
         if isinstance(options.get(name), Tensor):
             options[name] = random_view(options[name], pick)
-    plain = {n: x.contiguous() if isinstance(x, Tensor) else x for n, x in options.items()}
+    contiguous_options = {n: x.contiguous() if isinstance(x, Tensor) else x for n, x in options.items()}
     strided = Call(q, k, v, options, call.isa)
-    dense = Call(q.contiguous(), k.contiguous(), v.contiguous(), plain, call.isa)
-    return None if same_bits(strided.run(), dense.run()) else f"seed {seed}: {strided}"
+    contiguous = Call(q.contiguous(), k.contiguous(), v.contiguous(), contiguous_options, call.isa)
+    return None if same_bits(strided.run(), contiguous.run()) else f"seed {seed}: {strided}"
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
@@ -337,8 +340,8 @@ def test_misaligned_pointers(isa: str, dtype: torch.dtype) -> None:
     bias = torch.randn(35, 101).to(dtype)
     aligned = native(q, k, v, bias=bias)
     for shift in (1, 3, 7):
-        moved = [torch.cat([x.new_zeros(shift), x.flatten()])[shift:].view(x.shape) for x in (q, k, v, bias)]
-        assert same_bits(native(*moved[:3], bias=moved[3]), aligned)
+        views = [torch.cat([x.new_zeros(shift), x.flatten()])[shift:].view(x.shape) for x in (q, k, v, bias)]
+        assert same_bits(native(*views[:3], bias=views[3]), aligned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -360,20 +363,20 @@ def test_ranks(isa: str, poison: None) -> None:
     out, lse = native(q, k, v, mask=M.Causal())
     for a in range(2):
         for b in range(3):
-            one = native(q[a, b], k[a, b], v[a, b], mask=M.Causal())
-            assert same_bits((out[a, b], lse[a, b]), one)
+            sample_result = native(q[a, b], k[a, b], v[a, b], mask=M.Causal())
+            assert same_bits((out[a, b], lse[a, b]), sample_result)
     flat = native(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], mask=M.Causal())
     alone = native(q[0, 0, :1], k[0, 0, :1], v[0, 0, :1], mask=M.Causal())
     assert same_bits(flat, (alone[0][0], alone[1][0]))
-    assert rel_l2(flat[0], out[0, 0, 0]) < 1e-6  # few rows of several heads are computed side by side
+    assert rel_l2(flat[0], out[0, 0, 0]) < 1e-6  # in a batch, few rows of several heads are computed together
 
 
-# The same bits
+# Equal bits
 
 
-def shapes_for_threads() -> list[Call]:
+def calls_for_threads() -> list[Call]:
     isas = core.isas()
-    made = [Sampler(seed, 4e7, isas).call() for seed in range(900, 944)]
+    sampled = [Sampler(seed, 4e7, isas).call() for seed in range(900, 944)]
     x = torch.randn(1, 2, 700, 32)
     masks = (
         None,
@@ -383,12 +386,12 @@ def shapes_for_threads() -> list[Call]:
         M.Dilated(3) & M.Causal(),
         M.bigbird(16),
     )
-    return made + [Call(x, x, x, {"mask": mask, "dropout": 0.1, "seed": 4}, isas[0]) for mask in masks]
+    return sampled + [Call(x, x, x, {"mask": mask, "dropout": 0.1, "seed": 4}, isas[0]) for mask in masks]
 
 
 @repeats(1, 20)
 def test_any_number_of_threads(times: int) -> None:
-    for call in shapes_for_threads():
+    for call in calls_for_threads():
         results = []
         for threads in (1, 2, 3, 4, 8):
             torch.set_num_threads(threads)
@@ -469,10 +472,10 @@ def test_extreme_sizes(isa: str, poison: None) -> None:
         assert not faults(Call(q, k, v, {}, isa)), shapes
 
 
-# Purity
+# No side effects
 
 
-def test_inputs_are_left_alone(isa: str) -> None:
+def test_inputs_are_not_changed(isa: str) -> None:
     for seed in range(40):
         call = sample(seed, 3e6)._replace(isa=isa)
         tensors = [*call[:3], *(x for x in call.options.values() if isinstance(x, Tensor))]
@@ -527,7 +530,7 @@ def test_subnormal_inputs(isa: str, dtype: torch.dtype) -> None:
 
 
 def test_dropout_rate(isa: str) -> None:
-    """With equal scores and values of one, out is the kept share divided by 1 - p."""
+    """With equal scores and values of 1, out is the kept fraction divided by 1 - p."""
     q, k, v = torch.zeros(2, 4, 400, 1), torch.zeros(2, 4, 400, 1), torch.ones(2, 4, 400, 1)
     for p in (0.1, 0.5, 0.9):
         share = native(q, k, v, dropout=p, seed=7)[0].mean().item() * (1 - p)
@@ -535,8 +538,8 @@ def test_dropout_rate(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_pattern_is_the_reference_s(isa: str, dtype: torch.dtype) -> None:
-    """Values that are the unit vectors show which weights were kept, exactly."""
+def test_dropout_pattern_matches_the_reference(isa: str, dtype: torch.dtype) -> None:
+    """With unit vectors as values, out shows exactly which weights were kept."""
     for seed in (0, 1, -5, 2**64 - 1):
         for p in (0.1, 0.5, 1e-4, 0.9999):
             q, k = torch.zeros(2, 2, 37, 1, dtype=dtype), torch.zeros(2, 2, 101, 1, dtype=dtype)
@@ -545,7 +548,7 @@ def test_the_pattern_is_the_reference_s(isa: str, dtype: torch.dtype) -> None:
             assert torch.equal(out != 0, keep_mask(seed, p, 2, 2, 37, 101, q.device))
 
 
-def test_the_pattern_ignores_masks_and_tiles(isa: str) -> None:
+def test_dropout_pattern_ignores_masks_and_tiles(isa: str) -> None:
     q, k = torch.zeros(1, 4, 90, 1), torch.zeros(1, 2, 250, 1)
     v = torch.eye(250).expand(1, 2, 250, 250)
     pattern = keep_mask(9, 0.5, 1, 4, 90, 250, q.device)
@@ -554,13 +557,13 @@ def test_the_pattern_ignores_masks_and_tiles(isa: str) -> None:
         assert torch.equal(out != 0, pattern & mask.to_dense(90, 250)), mask
 
 
-def test_dropout_at_its_ends(isa: str) -> None:
+def test_dropout_of_zero_and_one(isa: str) -> None:
     q, k, v = qkv(35, 101)
-    plain = native(q, k, v, mask=M.Causal())
-    assert same_bits(native(q, k, v, mask=M.Causal(), dropout=0.0, seed=3), plain)
+    without_dropout = native(q, k, v, mask=M.Causal())
+    assert same_bits(native(q, k, v, mask=M.Causal(), dropout=0.0, seed=3), without_dropout)
     out, lse = native(q, k, v, mask=M.Causal(), dropout=1.0, seed=3)
     assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(lse, plain[1])
+    assert torch.equal(lse, without_dropout[1])
 
 
 def test_dropout_seeds(isa: str) -> None:
@@ -584,8 +587,8 @@ def test_dropout_from_the_generator_of_pytorch(isa: str) -> None:
     assert not torch.equal(drawn[0], drawn[1])
 
 
-def test_the_average_over_seeds_is_the_plain_result(isa: str) -> None:
+def test_average_over_seeds_is_the_result_without_dropout(isa: str) -> None:
     q, k, v = qkv(8, 16)
     mean = torch.stack([native(q, k, v, dropout=0.5, seed=n)[0] for n in range(2000)]).mean(0)
-    plain = native(q, k, v)[0]
-    assert rel_l2(mean, plain) < 0.1
+    without_dropout = native(q, k, v)[0]
+    assert rel_l2(mean, without_dropout) < 0.1

@@ -1,4 +1,4 @@
-"""Facts about the weights against their definition on the whole matrix in float64."""
+"""Tests of `evidence` against the definition on the full weight matrix in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from regard._backends.native import core
 from regard._call.make import make as make_problem
 from regard.cost import peak_memory
 from support import HAVE_CORE, rel_l2
-from support.evidence import OPTIONS, every_fact, expected, failures, faults, number_faults, options_of, run
+from support.evidence import OPTIONS, every_fact, expected, failures, faults, options_of, run, value_faults
 from support.forward import Call
 
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 def qk(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """sizes: B, Hq, Hkv, Lq, Lk, D."""
+    """Returns random q and k. `sizes` are B, Hq, Hkv, Lq, Lk, D."""
     B, Hq, Hkv, Lq, Lk, D = sizes
     return torch.randn(B, Hq, Lq, D).to(dtype), torch.randn(B, Hkv, Lk, D).to(dtype)
 
@@ -60,8 +60,8 @@ def call_of(name: str, isa: str, *sizes: int, dtype: torch.dtype = torch.float32
 @needs_core
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(isa: str, name: str, poison: None) -> None:
-    found = faults(call_of(name, isa, 2, 6, 2, 137, 211, 24), every_fact(137, 211), "native")
-    assert not found, found
+    messages = faults(call_of(name, isa, 2, 6, 2, 137, 211, 24), every_fact(137, 211), "native")
+    assert not messages, messages
 
 
 @needs_core
@@ -69,8 +69,8 @@ def test_every_option(isa: str, name: str, poison: None) -> None:
 def test_every_dtype(isa: str, dtype: torch.dtype, poison: None) -> None:
     for name in ("causal", "everything"):
         call = call_of(name, isa, 1, 4, 2, 259, 263, 40, dtype=dtype)
-        found = faults(call, every_fact(259, 263), "native")
-        assert not found, found
+        messages = faults(call, every_fact(259, 263), "native")
+        assert not messages, messages
 
 
 @needs_core
@@ -80,22 +80,22 @@ def test_every_dtype(isa: str, dtype: torch.dtype, poison: None) -> None:
 )
 def test_every_option_at_2048_tokens(name: str, impl: str) -> None:
     call = call_of(name, core.isas()[0], 1, 2, 1, 2048, 2048, 64)
-    found = faults(call, every_fact(2048, 2048), impl)
-    assert not found, found
+    messages = faults(call, every_fact(2048, 2048), impl)
+    assert not messages, messages
 
 
 @needs_core
 @pytest.mark.parametrize("name", ["causal", "dilated by head", "packed"])
 def test_threads_and_batches_change_no_bit(isa: str, name: str) -> None:
-    """Strips of 256 rows and blocks of 192 keys: more of them than threads."""
+    """Sizes give more tiles of 256 rows and key blocks of 192 keys than there are threads."""
     q, k = qk(2, 4, 2, 1100, 700, 16)
-    want, options = every_fact(1100, 700), options_of(name, 2, 4, 1100, 700) | {"impl": "native"}
+    facts, options = every_fact(1100, 700), options_of(name, 2, 4, 1100, 700) | {"impl": "native"}
     results = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
-        results.append(regard.evidence(q, k, None, *want, **options))
+        results.append(regard.evidence(q, k, None, *facts, **options))
     assert all(_same(results[0], other) for other in results[1:])
-    alone = regard.evidence(q[1], k[1], None, *want, **options)
+    alone = regard.evidence(q[1], k[1], None, *facts, **options)
     assert _same([_sample(x, 1) for x in results[0]], list(alone))
 
 
@@ -112,19 +112,19 @@ def _sample(result: Any, b: int) -> Any:
 @needs_core
 @pytest.mark.parametrize("options", [{}, {"mask": M.Causal(), "sink": torch.tensor([0.3, 0.1])}])
 def test_products_beyond_float32(isa: str, options: dict[str, Any], poison: None) -> None:
-    """Scores of moderate size whose parts overflow: such rows are computed key by key in double."""
+    """Products overflow float32, scores do not: such rows are computed key by key in double."""
     q, k = qk(1, 2, 1, 37, 230, 4)
     q[:, :, ::3, 2:] = 1e20
     k[..., 2] = 1e20 * torch.rand(230)
     k[..., 3] = -k[..., 2]
     call = Call(q, k, k, options, isa)
     right = expected(call, want := every_fact(37, 230))
-    for fact, ours, theirs in zip(want, run(call, want, "native"), right, strict=True):
-        assert not number_faults(ours, theirs, 1e-5), fact
+    for fact, result, expected_result in zip(want, run(call, want, "native"), right, strict=True):
+        assert not value_faults(result, expected_result, 1e-5), fact
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", NATIVE])
-def test_a_row_of_nan_still_has_keys(impl: str) -> None:
+def test_top_keys_of_a_nan_row_are_valid(impl: str) -> None:
     q, k = qk(1, 1, 1, 3, 9, 4)
     q[0, 0, 1] = float("nan")
     top, largest = regard.evidence(q, k, None, F.TopK(4), F.BlockMax(2), mask=~M.Prefix(2), impl=impl)
@@ -136,20 +136,20 @@ def test_a_row_of_nan_still_has_keys(impl: str) -> None:
 
 @needs_core
 @pytest.mark.full
-def test_memory_is_that_of_the_results() -> None:
+def test_memory_is_linear() -> None:
     q, k = qk(1, 1, 1, 30_000, 30_000, 64)
-    want = [F.BlockMass(128), F.BlockMax(128), F.TopK(8), F.ColumnMass(), F.Entropy(), F.DistanceHistogram()]
-    extra = peak_memory(lambda: regard.evidence(q, k, None, *want, mask=M.Causal(), impl="native"))
-    if extra is None:
+    facts = [F.BlockMass(128), F.BlockMax(128), F.TopK(8), F.ColumnMass(), F.Entropy(), F.DistanceHistogram()]
+    peak = peak_memory(lambda: regard.evidence(q, k, None, *facts, mask=M.Causal(), impl="native"))
+    if peak is None:
         pytest.skip("the system does not report the peak of a process")
-    assert extra < 2 * (q.nbytes + k.nbytes)
+    assert peak < 2 * (q.nbytes + k.nbytes)
 
 
-# The definition, beside plain formulas
+# The reference against formulas
 
 
-def test_the_reference_by_hand() -> None:
-    """Four queries, five keys, seen from the matrix."""
+def test_reference_matches_formulas() -> None:
+    """Computes every fact of four queries and five keys from the weight matrix."""
     q, k = qk(1, 1, 1, 4, 5, 3)
     p = regard.weights(q, k, k, mask=M.Causal())[0, 0].double()
     rows, top, mass, entropy, best, histogram, on, sums, largest = (
@@ -181,16 +181,16 @@ def test_the_reference_by_hand() -> None:
     torch.testing.assert_close(largest.levels[1][0, 0, 0, 0], p[:4, :4].max(), **close)
 
 
-def test_the_entropy_counts_the_sink() -> None:
+def test_entropy_includes_the_sink() -> None:
     q, k = qk(1, 1, 1, 2, 3, 4)
     sink = torch.tensor([0.7])
     p = regard.weights(q, k, k, sink=sink)[0, 0].double()
-    whole = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
-    (found,) = regard.evidence(q, k, None, F.Entropy(), sink=sink, impl="reference")
-    nats = -(whole * whole.log()).sum(1)
-    torch.testing.assert_close(found.nats[0, 0].double(), nats, rtol=1e-6, atol=1e-6)
+    with_sink = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
+    (entropy,) = regard.evidence(q, k, None, F.Entropy(), sink=sink, impl="reference")
+    nats = -(with_sink * with_sink.log()).sum(1)
+    torch.testing.assert_close(entropy.nats[0, 0].double(), nats, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        found.normalized[0, 0].double(), nats / torch.tensor(4.0).log(), rtol=1e-6, atol=1e-6
+        entropy.normalized[0, 0].double(), nats / torch.tensor(4.0).log(), rtol=1e-6, atol=1e-6
     )
 
 
@@ -198,17 +198,17 @@ IMPLS = ["reference", "torch", NATIVE]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_rows_that_see_nothing(impl: str) -> None:
+def test_fully_masked_rows(impl: str) -> None:
     q, k = qk(2, 2, 1, 3, 5, 4)
     options: dict[str, Any] = {"mask": M.Lengths([0, 2]), "impl": impl}
-    want = [F.Rows([1]), F.TopK(3), F.ColumnMass(), F.Entropy(), F.RowMax(), F.MassOn([0]), F.BlockMax(2)]
-    rows, top, mass, entropy, best, on, largest = regard.evidence(q, k, None, *want, **options)
+    facts = [F.Rows([1]), F.TopK(3), F.ColumnMass(), F.Entropy(), F.RowMax(), F.MassOn([0]), F.BlockMax(2)]
+    rows, top, mass, entropy, best, on, largest = regard.evidence(q, k, None, *facts, **options)
     for x in (rows, top.weights, mass, *entropy, best.weights, on, largest.levels[0]):
         assert not x[0].any()
         assert x[1].any()
     assert (top.keys[0] == -1).all()
     assert (best.keys[0] == -1).all()
-    assert (top.keys[1] == -1).sum() == 2 * 3  # two keys are allowed, three are asked for
+    assert (top.keys[1] == -1).sum() == 2 * 3  # two keys are allowed, TopK asks for three
     (entropy,) = regard.evidence(q, k, None, F.Entropy(), sink=torch.zeros(2), **options)
     assert not entropy.nats[0].any()
     assert not entropy.normalized[0].any()
@@ -217,11 +217,11 @@ def test_rows_that_see_nothing(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_one_allowed_key_has_no_entropy(impl: str) -> None:
     q, k = qk(1, 1, 1, 4, 4, 8)
-    (found,) = regard.evidence(q, k, None, F.Entropy(), mask=M.Causal(), impl=impl)
-    assert found.nats[0, 0, 0] == 0
-    assert found.normalized[0, 0, 0] == 0
-    assert (found.normalized[0, 0, 1:] > 0).all()
-    assert (found.normalized <= 1 + 1e-6).all()
+    (entropy,) = regard.evidence(q, k, None, F.Entropy(), mask=M.Causal(), impl=impl)
+    assert entropy.nats[0, 0, 0] == 0
+    assert entropy.normalized[0, 0, 0] == 0
+    assert (entropy.normalized[0, 0, 1:] > 0).all()
+    assert (entropy.normalized <= 1 + 1e-6).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -241,18 +241,18 @@ def test_ties_go_to_the_lower_key(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_hidden_keys_may_hold_anything(impl: str) -> None:
-    """Not a bit changes when they do; an attended NaN shows in its rows and no others."""
+def test_masked_keys_change_no_bit(impl: str) -> None:
+    """Masked NaN changes no bit. Attended NaN shows in the rows that attend to it and no others."""
     q, k = qk(1, 2, 1, 40, 40, 8)
-    want = [
+    facts = [
         F.Rows([0, 20]), F.TopK(4), F.ColumnMass(), F.Entropy(), F.RowMax(), F.DistanceHistogram(),
         F.MassOn([1, 2]), F.BlockMass(8), F.BlockMax(8),
     ]  # fmt: skip
     mask = M.Causal() & M.Lengths([33])
-    plain = regard.evidence(q, k, None, *want, mask=mask, impl=impl)
+    clean = regard.evidence(q, k, None, *facts, mask=mask, impl=impl)
     spoilt = k.clone()
     spoilt[:, :, 33:] = torch.tensor([INF, float("nan"), -INF, 1e38, 0.0, 1.0, 2.0, 3.0])
-    assert _same(plain, regard.evidence(q, spoilt, None, *want, mask=mask, impl=impl))
+    assert _same(clean, regard.evidence(q, spoilt, None, *facts, mask=mask, impl=impl))
     spoilt[:, :, 17] = float("nan")
     entropy, best, rows = regard.evidence(
         q, spoilt, None, F.Entropy(), F.RowMax(), F.Rows([16, 17]), mask=mask, impl=impl
@@ -277,8 +277,8 @@ def _same(a: Any, b: Any) -> bool:
 )
 def test_outer_dims(impl: str, lead: tuple[int, ...], outer: tuple[int, ...]) -> None:
     q, k = torch.randn(*lead, 4, 8), torch.randn(*lead, 6, 8)
-    want = [F.Rows([1, 2]), F.TopK(9), F.ColumnMass(), F.Entropy(), F.DistanceHistogram(), F.BlockMass(3)]
-    rows, top, mass, entropy, histogram, sums = regard.evidence(q, k, None, *want, impl=impl)
+    facts = [F.Rows([1, 2]), F.TopK(9), F.ColumnMass(), F.Entropy(), F.DistanceHistogram(), F.BlockMass(3)]
+    rows, top, mass, entropy, histogram, sums = regard.evidence(q, k, None, *facts, impl=impl)
     assert rows.shape == (*outer, 2, 6)
     assert top.weights.shape == top.keys.shape == (*outer, 4, 9)
     assert top.keys.dtype == torch.int64
@@ -292,10 +292,10 @@ def test_outer_dims(impl: str, lead: tuple[int, ...], outer: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("Lq", "Lk"), [(0, 5), (5, 0), (0, 0)])
-def test_nothing_to_look_at(impl: str, Lq: int, Lk: int) -> None:
+def test_empty_sizes(impl: str, Lq: int, Lk: int) -> None:
     q, k = torch.randn(2, 3, Lq, 4), torch.randn(2, 3, Lk, 4)
-    want = [F.TopK(2), F.ColumnMass(), F.Entropy(), F.DistanceHistogram(), F.BlockMass(2)]
-    top, mass, entropy, histogram, _ = regard.evidence(q, k, None, *want, impl=impl)
+    facts = [F.TopK(2), F.ColumnMass(), F.Entropy(), F.DistanceHistogram(), F.BlockMass(2)]
+    top, mass, entropy, histogram, _ = regard.evidence(q, k, None, *facts, impl=impl)
     assert (top.keys == -1).all()
     assert not mass.any()
     assert not entropy.nats.any()
@@ -311,17 +311,17 @@ def test_dtypes(impl: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_samples_with_their_own(impl: str) -> None:
-    """Offsets, sets of keys and weights of queries, one for each sample, as the samples alone."""
+def test_per_sample_arguments(impl: str) -> None:
+    """Per-sample offsets, key sets and query weights give the results of each sample alone."""
     q, k = qk(3, 2, 1, 7, 11, 4)
     offset, keys = torch.tensor([0, 4, 30]), torch.rand(3, 11) < 0.5
     by_row = torch.rand(3, 7)
-    want = [F.MassOn(keys), F.ColumnMass(by_row), F.DistanceHistogram()]
-    on, mass, histogram = regard.evidence(q, k, None, *want, offset=offset, mask=M.Causal(), impl=impl)
+    facts = [F.MassOn(keys), F.ColumnMass(by_row), F.DistanceHistogram()]
+    on, mass, histogram = regard.evidence(q, k, None, *facts, offset=offset, mask=M.Causal(), impl=impl)
     assert histogram.distances.tolist() == list(range(-10, 37))
     for b in range(3):
-        own = [F.MassOn(keys[b]), F.ColumnMass(by_row[b]), F.DistanceHistogram()]
-        alone = regard.evidence(q[b], k[b], None, *own, offset=int(offset[b]), mask=M.Causal(), impl=impl)
+        facts_b = [F.MassOn(keys[b]), F.ColumnMass(by_row[b]), F.DistanceHistogram()]
+        alone = regard.evidence(q[b], k[b], None, *facts_b, offset=int(offset[b]), mask=M.Causal(), impl=impl)
         assert rel_l2(on[b], alone[0]) < 1e-6
         assert rel_l2(mass[b], alone[1]) < 1e-6
         first = int(alone[2].distances[0]) + 10
@@ -333,7 +333,7 @@ def test_samples_with_their_own(impl: str) -> None:
 
 
 def dense_rollout(layers: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
-    """The whole matrix, by matrix products."""
+    """Returns the full rollout matrix as a product of layer matrices."""
     total = torch.eye(layers[0][0].shape[-2], dtype=torch.float64)
     for q, k, options in layers:
         a = regard.weights(q.double(), k.double(), k.double(), **options).mean(-3)
@@ -346,12 +346,12 @@ def dense_rollout(layers: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor
 def test_rollout_is_a_row_of_the_product(impl: str) -> None:
     masks = ({"mask": M.Causal()}, {}, {"mask": ~M.Prefix(3) & M.Causal(), "sink": torch.randn(4).double()})
     layers = [(*qk(2, 4, 2, 23, 23, 8, dtype=torch.float64), options) for options in masks]
-    whole = dense_rollout(layers)
+    product = dense_rollout(layers)
     for row in (0, 2, 11, -1):
-        found = regard.rollout(layers, row, impl=impl)
-        assert found.shape == (2, 23)
-        assert rel_l2(found, whole[:, row]) < 1e-12
-        torch.testing.assert_close(found.sum(-1), torch.ones(2, dtype=torch.float64))
+        rollout = regard.rollout(layers, row, impl=impl)
+        assert rollout.shape == (2, 23)
+        assert rel_l2(rollout, product[:, row]) < 1e-12
+        torch.testing.assert_close(rollout.sum(-1), torch.ones(2, dtype=torch.float64))
 
 
 def test_rollout_without_heads() -> None:
@@ -359,7 +359,7 @@ def test_rollout_without_heads() -> None:
     assert rel_l2(regard.rollout([(q, k)], 2), dense_rollout([(q[None], k[None], {})])[2]) < 1e-6
 
 
-# The values and the errors
+# Facts as values, errors
 
 
 def test_facts_are_values() -> None:
@@ -466,13 +466,13 @@ def test_facts_carry_no_gradient() -> None:
 
 
 def test_evidence_is_a_tuple() -> None:
-    found = regard.evidence(X, X, None, F.Entropy(), F.TopK(2))
-    assert isinstance(found, tuple)
-    assert len(found) == 2
-    assert found.want == (F.Entropy(), F.TopK(2))
-    assert repr(found) == "Evidence(Entropy(), TopK(2))"
-    again = pickle.loads(pickle.dumps(found))
-    assert again.want == found.want
-    assert _same(again, found)
+    evidence = regard.evidence(X, X, None, F.Entropy(), F.TopK(2))
+    assert isinstance(evidence, tuple)
+    assert len(evidence) == 2
+    assert evidence.want == (F.Entropy(), F.TopK(2))
+    assert repr(evidence) == "Evidence(Entropy(), TopK(2))"
+    unpickled = pickle.loads(pickle.dumps(evidence))
+    assert unpickled.want == evidence.want
+    assert _same(unpickled, evidence)
     (only,) = regard.evidence(X, X, None, F.ColumnMass())
     assert only.shape == (1, 2, 4)

@@ -1,4 +1,4 @@
-"""Linear attention: chunks against the recurrence, states, gradients, and what must not leak."""
+"""Linear attention: chunks against the recurrence, states, gradients, causality, padding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from support import HAVE_CORE, assert_close, rel_l2
 from support.linear import FORMS, SIZES, Case, differentiate, make, sample
 
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
-# Relative L2: of the arithmetic, and one rounding of the output.
+# Relative L2 error: of the arithmetic, plus one rounding of the output.
 ERROR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 NAN = float("nan")
 
 
-def agree(actual: Case, expected: Case, dtype: torch.dtype, impl: str) -> None:
+def check_agreement(actual: Case, expected: Case, dtype: torch.dtype, impl: str) -> None:
     out, state = actual.run(impl)
     true_out, true_state = expected.run("reference")
     assert out.dtype is dtype
@@ -43,30 +43,30 @@ def agree(actual: Case, expected: Case, dtype: torch.dtype, impl: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("L", SIZES)
-def test_chunks_are_the_recurrence(isa: str, poison: None, form: str, L: int) -> None:
+def test_chunks_match_the_recurrence(isa: str, poison: None, form: str, L: int) -> None:
     case = make(form, L, ragged=L == 97)
-    agree(case, case, torch.float32, "native")
+    check_agreement(case, case, torch.float32, "native")
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", list(ERROR))
 def test_dtypes(isa: str, poison: None, form: str, dtype: torch.dtype) -> None:
     case = make(form, 65, D=16, Dv=32, dtype=dtype)
-    agree(case, case, dtype, "native")
+    check_agreement(case, case, dtype, "native")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_torch_backend_is_the_recurrence(form: str) -> None:
+def test_torch_backend_matches_the_recurrence(form: str) -> None:
     for L in (0, 1, 63, 65, 129):
         case = make(form, L, ragged=L == 65)
-        agree(case, case, torch.float32, "torch")
+        check_agreement(case, case, torch.float32, "torch")
 
 
 @needs_core
 @given(seed=st.integers(0, 10**6))
 def test_any_call(seed: int) -> None:
     case = sample(seed)
-    agree(case, case, case.q.dtype, "native")
+    check_agreement(case, case, case.q.dtype, "native")
 
 
 @needs_core
@@ -76,21 +76,21 @@ def test_many_tokens(form: str) -> None:
     assert rel_l2(case.run()[0], case.run("reference")[0]) < 1e-5
 
 
-def test_hugging_faces_gated_delta_rule() -> None:
-    found = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+def test_gated_delta_rule_of_transformers() -> None:
+    qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = make("gated delta", 70, Hq=3, Hkv=3, D=16, Dv=24)
     first = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
     gates = (case.options[name].transpose(1, 2) for name in ("log_decay", "beta"))
-    out, S = found.torch_recurrent_gated_delta_rule(
+    out, S = qwen3_next.torch_recurrent_gated_delta_rule(
         *first, *gates, initial_state=case.options["state"].S.clone(), output_final_state=True
     )
-    ours, state = case.run("auto")
-    assert_close(ours.transpose(1, 2), out)
+    result, state = case.run("auto")
+    assert_close(result.transpose(1, 2), out)
     assert_close(state.S, S)
 
 
 def test_the_formula_of_the_first_paper() -> None:
-    """Katharopoulos et al. 2020, equation 9, written out."""
+    """Equation 9 of Katharopoulos et al. 2020."""
     q, k, v = torch.randn(3, 1, 1, 20, 6, dtype=torch.float64).unbind()
     phi_q, phi_k = F.elu(q) + 1, F.elu(k) + 1
     weights = (phi_q @ phi_k.mT).tril()
@@ -104,20 +104,20 @@ def test_the_formula_of_the_first_paper() -> None:
 @needs_core
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [(1,) * 9, (40, 1, 1, 70), (0, 33, 64)])
-def test_pieces_with_a_state_are_the_whole(form: str, sizes: tuple[int, ...]) -> None:
+def test_chunks_with_a_state_match_one_call(form: str, sizes: tuple[int, ...]) -> None:
     case = make(form, sum(sizes))
-    whole, end = case.run()
-    state, pieces, at = case.options["state"], [], 0
+    expected, expected_state = case.run()
+    state, outs, at = case.options["state"], [], 0
     for n in sizes:
-        part = {
+        gates = {
             name: x[..., at : at + n] for name, x in case.options.items() if name in ("log_decay", "beta")
         }
-        options = case.options | part | {"state": state}
+        options = case.options | gates | {"state": state}
         out, state = Case(*(x[:, :, at : at + n] for x in case[:3]), options).run()
-        pieces.append(out)
+        outs.append(out)
         at += n
-    assert_close(torch.cat(pieces, 2), whole, rtol=1e-5, atol=1e-5)
-    assert_close(state.S, end.S, rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat(outs, 2), expected, rtol=1e-5, atol=1e-5)
+    assert_close(state.S, expected_state.S, rtol=1e-5, atol=1e-5)
 
 
 @needs_core
@@ -128,11 +128,11 @@ def test_a_state_is_not_changed() -> None:
     assert all(torch.equal(x, y) for x, y in zip(case.options["state"], before, strict=True))
 
 
-# Without order
+# Non-causal
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_every_query_sees_every_key(normalize: bool) -> None:
+def test_non_causal(normalize: bool) -> None:
     case = make("normalized", 40, state=False, dtype=torch.float64)
     q = case.q[:, :, :13]
     lengths = torch.tensor([40, 7])
@@ -145,13 +145,13 @@ def test_every_query_sees_every_key(normalize: bool) -> None:
     assert_close(linear_attention(q, case.k, case.v, **options, impl="reference"), expected)
 
 
-def test_two_halves_of_the_keys() -> None:
+def test_non_causal_state_over_two_halves_of_the_keys() -> None:
     case = make("normalized", 40, state=False)
     options: dict[str, Any] = {"causal": False, "normalize": True}
-    whole = linear_attention(*case[:3], **options)
+    expected = linear_attention(*case[:3], **options)
     _, state = linear_attention(case.q, case.k[:, :, :30], case.v[:, :, :30], **options, return_state=True)
     assert_close(
-        linear_attention(case.q, case.k[:, :, 30:], case.v[:, :, 30:], **options, state=state), whole
+        linear_attention(case.q, case.k[:, :, 30:], case.v[:, :, 30:], **options, state=state), expected
     )
 
 
@@ -159,10 +159,10 @@ def test_two_halves_of_the_keys() -> None:
 
 
 def compare(case: Case, impl: str, error: float) -> None:
-    ours, true = differentiate(case, impl), differentiate(case, "reference")
-    for name, x in true.by_input.items():
-        assert rel_l2(ours.by_input[name], x) < error, name
-        assert ours.by_input[name].dtype is case.inputs[name].dtype
+    actual, expected = differentiate(case, impl), differentiate(case, "reference")
+    for name, x in expected.by_input.items():
+        assert rel_l2(actual.by_input[name], x) < error, name
+        assert actual.by_input[name].dtype is case.inputs[name].dtype
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -188,7 +188,7 @@ def test_segments_of_the_core() -> None:
 @needs_core
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_over_segments(form: str) -> None:
-    """The native backward pass starts anew every 512 tokens."""
+    """The native backward pass restarts every 512 tokens."""
     case = make(form, 1100, B=1, Hq=1, Hkv=1, D=8, Dv=8, dtype=torch.float64)
     compare(case, "native", 1e-10)
 
@@ -213,31 +213,31 @@ def test_gradcheck(form: str) -> None:
 @needs_core
 def test_gradients_of_the_state_alone() -> None:
     case = make("decayed", 20, state=False, dtype=torch.float64).requiring_grad()
-    found = {}
+    grads = {}
     for impl in ("native", "reference"):
         _, state = case.run(impl)
-        found[impl] = torch.autograd.grad(state.S.sum(), (case.k, case.v))
-    for x, y in zip(found["native"], found["reference"], strict=True):
+        grads[impl] = torch.autograd.grad(state.S.sum(), (case.k, case.v))
+    for x, y in zip(grads["native"], grads["reference"], strict=True):
         assert_close(x, y)
 
 
 @needs_core
-def test_a_decay_of_each_head_has_a_gradient() -> None:
+def test_gradient_of_a_per_head_decay() -> None:
     case = make("plain", 40, dtype=torch.float64, state=False).requiring_grad()
     decay = torch.tensor([-0.3, -0.1], dtype=torch.float64, requires_grad=True)
-    found = [
+    grads = [
         torch.autograd.grad(linear_attention(*case[:3], log_decay=decay, impl=impl).square().sum(), decay)[0]
         for impl in ("native", "reference")
     ]
-    assert_close(*found)
+    assert_close(*grads)
 
 
-# What must not happen
+# Causality, padding, equal bits
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "log_decay", "beta"])
-def test_nothing_comes_from_the_future(isa: str, form: str, name: str) -> None:
+def test_causality(isa: str, form: str, name: str) -> None:
     case = make(form, 70, state=False)
     clean, _ = case.run()
     if name not in case.inputs:
@@ -257,7 +257,7 @@ def test_nothing_comes_from_the_future(isa: str, form: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_may_hold_anything(isa: str, form: str) -> None:
+def test_nan_in_padding_changes_no_bit(isa: str, form: str) -> None:
     case = make(form, 70, ragged=True)
     clean = differentiate(case)
     spoiled = case.requiring_grad()
@@ -266,12 +266,12 @@ def test_padding_may_hold_anything(isa: str, form: str) -> None:
             for b, n in enumerate(case.options["lengths"].tolist()):
                 if name not in ("S", "z"):
                     x[b, :, n:] = NAN
-    found = differentiate(spoiled)
-    assert torch.equal(found.out, clean.out)
+    results = differentiate(spoiled)
+    assert torch.equal(results.out, clean.out)
     for b, n in enumerate(case.options["lengths"].tolist()):
-        assert not found.out[b, :, n:].any()
+        assert not results.out[b, :, n:].any()
     for name, x in clean.by_input.items():
-        assert torch.equal(found.by_input[name], x), name
+        assert torch.equal(results.by_input[name], x), name
 
 
 @needs_core
@@ -297,7 +297,7 @@ def test_threads_and_batches_change_no_bit(form: str) -> None:
 def test_any_decay(decay: float, form: str) -> None:
     case = make(form, 70, state=False)
     case.options["log_decay"] = case.options["log_decay"] + decay * (torch.arange(70) % 7 == 3)
-    agree(case, case, torch.float32, "native")
+    check_agreement(case, case, torch.float32, "native")
     compare(case, "native", 2e-5)
 
 
@@ -378,12 +378,12 @@ def test_a_feature_map_may_change_the_width() -> None:
     assert_close(out, linear_attention(both_signs(q), both_signs(k), v))
 
 
-# PyTorch's machinery
+# Transforms, compilers, profilers
 
 
 @needs_core
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_what_transforms_and_compilers_do() -> None:
+def test_transforms_and_compilers() -> None:
     q, k, v = torch.randn(3, 5, 2, 20, 4).unbind()
     expected = linear_attention(q, k, v)
     assert_close(torch.func.vmap(linear_attention)(q, k, v), expected)
@@ -396,19 +396,19 @@ def test_what_transforms_and_compilers_do() -> None:
 
 
 @needs_core
-def test_a_profiler_sees_the_native_kernel_run() -> None:
+def test_profiled_calls_use_the_native_kernel() -> None:
     q = torch.randn(1, 2, 40, 8)
-    plain = linear_attention(q, q, q)
+    expected = linear_attention(q, q, q)
     with torch.profiler.profile():
         profiled = linear_attention(q, q, q)
-    assert torch.equal(plain, profiled)
+    assert torch.equal(expected, profiled)
 
 
 def test_a_state_can_be_pickled() -> None:
     _, state = make("normalized", 5).run("torch")
-    again = pickle.loads(pickle.dumps(state))
-    assert isinstance(again, LinearState)
-    assert torch.equal(again.S, state.S)
+    unpickled = pickle.loads(pickle.dumps(state))
+    assert isinstance(unpickled, LinearState)
+    assert torch.equal(unpickled.S, state.S)
 
 
 # Messages
@@ -449,13 +449,13 @@ Z = torch.zeros(2, 2, 5, 8)
     ],
 )  # fmt: skip
 def test_messages(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    given = {"q": X, "k": Z, "v": Z} | options
+    arguments = {"q": X, "k": Z, "v": Z} | options
     with pytest.raises(error, match=message):
-        linear_attention(**given)
+        linear_attention(**arguments)
 
 
 @needs_core
-def test_native_says_what_it_cannot_do() -> None:
+def test_native_rejects_unsupported_calls() -> None:
     with pytest.raises(NotImplementedError, match="two matrix products"):
         linear_attention(X, Z, Z, causal=False, impl="native")
     with pytest.raises(NotImplementedError, match="the tensors are on meta"):

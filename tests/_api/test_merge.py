@@ -1,4 +1,4 @@
-"""Partial results over disjoint keys, merged, are the result over all keys."""
+"""Tests of `merge`: partial results over disjoint keys give the result over all keys."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
     return q, torch.randn(B, Hkv, Lk, D, dtype=dtype), torch.randn(B, Hkv, Lk, Dv, dtype=dtype)
 
 
-def partials(q: Tensor, k: Tensor, v: Tensor, borders: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Causal attention over the keys between each two borders."""
-    found = [
+def partials(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns outs and LSEs of causal attention over each key range between two `bounds`."""
+    results = [
         regard.attention(
             q, k[..., a:b, :], v[..., a:b, :], mask=M.Causal(), offset=Lk - Lq - a, return_lse=True
         )
-        for a, b in pairwise(borders)
+        for a, b in pairwise(bounds)
     ]
-    return [out for out, _ in found], [lse for _, lse in found]
+    return [out for out, _ in results], [lse for _, lse in results]
 
 
 @given(st.lists(st.integers(0, Lk), max_size=5))
-def test_any_division_of_the_keys(cuts: list[int]) -> None:
+def test_any_split_of_the_keys(cuts: list[int]) -> None:
     q, k, v = tensors()
     out, lse = regard.merge(*partials(q, k, v, [0, *sorted(cuts), Lk]))
     expected, expected_lse = regard.attention(q, k, v, mask=M.Causal(), return_lse=True)
@@ -78,8 +78,11 @@ def test_large_scores_do_not_overflow() -> None:
     assert_close(lse, torch.full((4,), 1e4 + math.log(2)), rtol=1e-7)
 
 
-def test_rows_that_saw_nothing() -> None:
-    """Row 0 in no part, row 1 in the second alone. What stands in an output that saw nothing is not read."""
+def test_fully_masked_rows() -> None:
+    """Row 0 has no keys, row 1 only keys of the second partial.
+
+    Outputs without keys are not read.
+    """
     outs = torch.randn(2, 3, 4)
     outs[:, 0] = outs[0, 1] = torch.nan
     lses = torch.tensor([[-torch.inf, -torch.inf, 0.5], [-torch.inf, 2.0, 1.0]])
@@ -104,27 +107,27 @@ def test_gradients() -> None:
     outs = torch.randn(3, 2, 4, 3, dtype=torch.float64, requires_grad=True)
     lses = torch.randn(3, 2, 4, dtype=torch.float64)
     lses[0, 0] = -torch.inf
-    seen = torch.isfinite(lses)
-    free = lses[seen].requires_grad_()
+    has_keys = torch.isfinite(lses)
+    finite_lses = lses[has_keys].requires_grad_()
 
-    def merged(outs: Tensor, free: Tensor) -> tuple[Tensor, ...]:
-        return regard.merge(outs, torch.full_like(lses, -torch.inf).masked_scatter(seen, free))
+    def merged(outs: Tensor, finite_lses: Tensor) -> tuple[Tensor, ...]:
+        return regard.merge(outs, torch.full_like(lses, -torch.inf).masked_scatter(has_keys, finite_lses))
 
-    assert torch.autograd.gradcheck(merged, (outs, free), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(merged, (outs, free))
+    assert torch.autograd.gradcheck(merged, (outs, finite_lses), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(merged, (outs, finite_lses))
 
 
 def test_gradients_pass_through_to_the_keys() -> None:
     q, k, v = (x.double().requires_grad_() for x in tensors())
-    found = [
+    grads = [
         torch.autograd.grad((out**2).sum() + lse.sin().sum(), (q, k, v))
         for out, lse in (
             regard.merge(*partials(q, k, v, [0, 8, Lk])),
             regard.attention(q, k, v, mask=M.Causal(), return_lse=True),
         )
     ]
-    for merged, whole in zip(*found, strict=True):
-        assert_close(merged, whole, rtol=1e-10, atol=1e-12)
+    for merged, expected in zip(*grads, strict=True):
+        assert_close(merged, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_vmap() -> None:

@@ -1,4 +1,4 @@
-"""The meter and the crossover: what they say is what the definitions give."""
+"""Tests of `compare_to_exact` and the crossover against their definitions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def qkv(heads: int = H, Lk: int = L) -> list[Tensor]:
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, w: Tensor, mask: M.Mask | None = None) -> tuple[float, ...]:
-    """Error, KL and top-1 agreement of weights w (B, H, Lq, Lk), in float64 with n x n matrices."""
+    """Computes error, KL and top-1 agreement of weights (B, H, Lq, Lk) in float64."""
     p, w = regard.weights(q, k, v, mask=mask).double(), w.double()
     error = float((w @ v.double() - p @ v.double()).norm() / (p @ v.double()).norm())
     terms = torch.where(w > 0, w * (w.log() - p.log()), 0.0)
@@ -39,78 +39,78 @@ def definition(q: Tensor, k: Tensor, v: Tensor, w: Tensor, mask: M.Mask | None =
 
 
 def test_exact_attention_has_no_error() -> None:
-    found = regard.compare_to_exact(regard.attention, *qkv())
-    assert found.error < 1e-6
-    assert found.kl is not None
-    assert found.kl < 1e-6
-    assert found.top1 == 1.0
-    assert found.rows == B * H * L
+    result = regard.compare_to_exact(regard.attention, *qkv())
+    assert result.error < 1e-6
+    assert result.kl is not None
+    assert result.kl < 1e-6
+    assert result.top1 == 1.0
+    assert result.rows == B * H * L
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in qkv())
-    found = regard.compare_to_exact(regard.attention, q, k, v)
-    assert found.error == 0
-    assert found.kl is not None
-    assert found.kl < 1e-4
-    assert found.top1 is not None
-    assert found.top1 > 0.95  # two keys may round to the same weight
+    result = regard.compare_to_exact(regard.attention, q, k, v)
+    assert result.error == 0
+    assert result.kl is not None
+    assert result.kl < 1e-4
+    assert result.top1 is not None
+    assert result.top1 > 0.95  # two keys may round to the same weight
 
 
-def test_it_is_the_definition() -> None:
-    """D does not divide L: the last keys are fewer than the others."""
+def test_results_match_the_definition() -> None:
+    """D does not divide L, so the last group of keys is smaller."""
     q, k, v = qkv()
     w = torch.randn(B, H, L, L).softmax(-1)
-    found = regard.compare_to_exact(lambda q, k, v: w @ v, q, k, v)
+    result = regard.compare_to_exact(lambda q, k, v: w @ v, q, k, v)
     error, kl, top1 = definition(q, k, v, w)
-    assert found.error == pytest.approx(error, rel=1e-5)
-    assert found.kl == pytest.approx(kl, rel=1e-5)
-    assert found.top1 == pytest.approx(top1)
+    assert result.error == pytest.approx(error, rel=1e-5)
+    assert result.kl == pytest.approx(kl, rel=1e-5)
+    assert result.top1 == pytest.approx(top1)
 
 
-def test_kl_of_a_pattern_is_the_mass_it_misses() -> None:
+def test_kl_of_a_sparse_pattern() -> None:
     q, k, v = qkv()
     module = LongformerAttention(H * D, H, window=5)
-    found = regard.compare_to_exact(module, q, k, v, global_tokens=[0, 9])
-    seen = M.longformer(5, [0, 9]).to_dense(L, L)
-    mass = (regard.weights(q, k, v) * seen).sum(-1)
-    assert found.kl == pytest.approx(float(-mass.log().mean()), rel=1e-4)
+    result = regard.compare_to_exact(module, q, k, v, global_tokens=[0, 9])
+    visible = M.longformer(5, [0, 9]).to_dense(L, L)
+    mass = (regard.weights(q, k, v) * visible).sum(-1)
+    assert result.kl == pytest.approx(float(-mass.log().mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("Lk", [L, L + 20])
 def test_causal(Lk: int) -> None:
     q, k, v = qkv(Lk=Lk)
     w = regard.weights(q, k, v, mask=M.Window(3))
-    found = regard.compare_to_exact(
+    result = regard.compare_to_exact(
         lambda q, k, v: regard.attention(q, k, v, mask=M.Window(3)), q, k, v, causal=True
     )
     error, kl, top1 = definition(q, k, v, w, M.Causal())
-    assert found.error == pytest.approx(error, rel=1e-4)
-    assert found.kl == pytest.approx(kl, rel=1e-4)
-    assert found.top1 == pytest.approx(top1)
+    assert result.error == pytest.approx(error, rel=1e-4)
+    assert result.kl == pytest.approx(kl, rel=1e-4)
+    assert result.top1 == pytest.approx(top1)
 
 
-def test_weight_on_a_hidden_key_is_infinitely_far() -> None:
-    found = regard.compare_to_exact(regard.attention, *qkv(), causal=True)
-    assert found.kl == math.inf
+def test_kl_is_infinite_if_a_masked_key_has_weight() -> None:
+    result = regard.compare_to_exact(regard.attention, *qkv(), causal=True)
+    assert result.kl == math.inf
 
 
 def test_a_module_says_whether_it_is_causal() -> None:
     q, k, v = qkv()
     tensors = q / 2, k / 2, v
     module = PerformerAttention(H * D, H, features=2000, causal=True, seed=0)
-    found = regard.compare_to_exact(module, *tensors, weights=False)
-    assert found.error < 0.25
-    assert regard.compare_to_exact(module, *tensors, causal=False, weights=False).error > 2 * found.error
-    assert found.kl is None
-    assert found.top1 is None
+    result = regard.compare_to_exact(module, *tensors, weights=False)
+    assert result.error < 0.25
+    assert regard.compare_to_exact(module, *tensors, causal=False, weights=False).error > 2 * result.error
+    assert result.kl is None
+    assert result.top1 is None
 
 
 def test_grouped_heads() -> None:
-    found = regard.compare_to_exact(regard.attention, *qkv(heads=2))
-    assert found.error < 1e-6
-    assert found.top1 == 1.0
+    result = regard.compare_to_exact(regard.attention, *qkv(heads=2))
+    assert result.error < 1e-6
+    assert result.top1 == 1.0
 
 
 def test_padding_does_not_count() -> None:
@@ -121,26 +121,26 @@ def test_padding_does_not_count() -> None:
         out = regard.attention(q, k, v, mask=M.Lengths(lengths))
         return out + (torch.arange(L) >= lengths[:, None])[:, None, :, None]
 
-    found = regard.compare_to_exact(attend, q, k, v, lengths=lengths)
-    assert found.error < 1e-6
-    assert found.rows == H * (L + 20)
-    assert found.top1 == 1.0
+    result = regard.compare_to_exact(attend, q, k, v, lengths=lengths)
+    assert result.error < 1e-6
+    assert result.rows == H * (L + 20)
+    assert result.top1 == 1.0
 
 
-def test_what_is_not_linear_in_v_has_no_weights() -> None:
-    found = regard.compare_to_exact(lambda q, k, v: F.normalize(regard.attention(q, k, v), dim=-1), *qkv())
-    assert (found.kl, found.top1) == (None, None)
-    assert found.error > 0.1
+def test_modules_not_linear_in_v_have_no_kl_and_top1() -> None:
+    result = regard.compare_to_exact(lambda q, k, v: F.normalize(regard.attention(q, k, v), dim=-1), *qkv())
+    assert (result.kl, result.top1) == (None, None)
+    assert result.error > 0.1
 
 
-def test_weights_that_are_no_probabilities_have_no_kl() -> None:
+def test_unnormalised_weights_have_no_kl() -> None:
     module = LinformerAttention(H * D, H, LinformerProjection(L, 7))
-    found = regard.compare_to_exact(module, *qkv())
-    assert found.kl is None
-    assert found.top1 is not None
+    result = regard.compare_to_exact(module, *qkv())
+    assert result.kl is None
+    assert result.top1 is not None
 
 
-def test_a_module_is_compared_in_evaluation_and_stays_as_it_was() -> None:
+def test_modules_are_compared_in_eval_mode_and_restored() -> None:
     module = LongformerAttention(H * D, H, window=L, dropout=0.5)
     module.out.eval()
     assert regard.compare_to_exact(module, *qkv()).error < 1e-6
@@ -190,32 +190,32 @@ def table(**curves: list[float]) -> Crossover:
     )
 
 
-def test_the_first_length_is_followed_by_wins_alone() -> None:
-    found = table(
+def test_every_length_from_the_crossover_on_wins() -> None:
+    curves = table(
         exact=[1, 2, 4, 8], late=[2, 2, 2, 2], never=[2, 4, 8, 16], always=[0.1] * 4, odd=[0.1, 3, 1, 1]
     )
-    assert [found.first(name, "forward", "time") for name in found.mechanisms] == [1024, None, 256, 1024]
-    assert found.verdict("late", "forward", "time") == "from 1,024 on (4 x)"
-    assert found.verdict("never", "training", "memory") == "never up to 2,048 (0.5 x)"
+    assert [curves.first(name, "forward", "time") for name in curves.mechanisms] == [1024, None, 256, 1024]
+    assert curves.verdict("late", "forward", "time") == "from 1,024 on (4 x)"
+    assert curves.verdict("never", "training", "memory") == "never up to 2,048 (0.5 x)"
     close = table(exact=[1, 1, 1, 1], close=[0.95] * 4)
     assert close.first("close", "forward", "time") is None
 
 
 def test_memory_may_be_unknown() -> None:
     points = table(exact=[1, 1, 1, 1], other=[1, 1, 1, 1]).points
-    found = Crossover(tuple(point._replace(memory=None) for point in points))
-    assert found.verdict("other", "forward", "memory") == "not measured"
+    curves = Crossover(tuple(point._replace(memory=None) for point in points))
+    assert curves.verdict("other", "forward", "memory") == "not measured"
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_measuring(causal: bool) -> None:
-    told: list[str] = []
-    found = measure([16], causal=causal, heads=1, dim=4, seconds=0, progress=told.append)
+    progress_lines: list[str] = []
+    curves = measure([16], causal=causal, heads=1, dim=4, seconds=0, progress=progress_lines.append)
     names = ["window", "performer", "linear"]
-    assert found.mechanisms == (names if causal else [*names, "longformer", "bigbird", "linformer"])
-    assert found.lengths == [16]
-    assert "time, forward, 16 tokens" in told
-    assert all(point.time > 0 for point in found.points)
+    assert curves.mechanisms == (names if causal else [*names, "longformer", "bigbird", "linformer"])
+    assert curves.lengths == [16]
+    assert "time, forward, 16 tokens" in progress_lines
+    assert all(point.time > 0 for point in curves.points)
 
 
 def test_the_plot(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_plot(tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plot_dependency_raises_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("typer.testing")
     from regard.cli._app import app
 

@@ -1,4 +1,4 @@
-"""What a plan says is what the call would do."""
+"""Tests of `plan`: its numbers and choices match the call."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def test_reasons_against_others() -> None:
     assert regard.plan(*qkv(), impl="reference").against["torch"] == ()
 
 
-def test_it_prints_as_a_table() -> None:
+def test_plans_print_as_a_table() -> None:
     lines = str(regard.plan(*qkv(), mask=M.Causal(), impl="torch")).splitlines()
     assert lines[0].split(None, 2) == ["runs", "on", "torch (sdpa)"]
     assert len({line.index(line[15:].lstrip()[:1], 15) for line in lines if line.startswith("not")}) <= 1
     assert any(line.startswith("visible pairs") and "% of the rectangle" in line for line in lines)
 
 
-def test_it_is_frozen() -> None:
+def test_plans_are_frozen() -> None:
     p = regard.plan(*qkv())
     with pytest.raises(dataclasses.FrozenInstanceError):
         p.impl = "other"  # type: ignore[misc]
 
 
-def test_shapes_are_enough() -> None:
+def test_meta_tensors_can_be_planned() -> None:
     real, meta = regard.plan(*qkv(), impl="torch"), regard.plan(*qkv("meta"))
     assert (meta.flops, meta.bytes_read, meta.bytes_written) == (
         real.flops,
@@ -112,7 +112,7 @@ def test_an_empty_call() -> None:
 
 
 @pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
-def test_few_queries_are_cut_along_the_keys() -> None:
+def test_few_queries_are_split_along_the_keys() -> None:
     k = torch.zeros(1, 2, 4096, 8)
     one, many = (regard.plan(torch.zeros(1, 8, Lq, 8), k, k, impl="native") for Lq in (1, 64))
     assert (one.cut, many.cut) == ("keys", "queries")

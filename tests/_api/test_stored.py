@@ -1,4 +1,4 @@
-"""Few query rows against many keys, dense and stored, against the float64 reference."""
+"""Few query rows over many keys, in tensors and stored, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = (*range(1, 131, 2), 8, 64, 96, 128, 576)
 
 
 class FewRows(Sampler):
-    """Calls whose shapes the decode kernel takes."""
+    """Samples calls with shapes that the decode kernel handles."""
 
     def sizes(self, work: float) -> None:
         while True:
@@ -64,7 +64,7 @@ def test_large_grid(first: int, poison: None) -> None:
 
 
 def tensors(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """sizes: B, Hq, Hkv, Lq, Lk, D, Dv."""
+    """Returns random q, k and v. `sizes` are B, Hq, Hkv, Lq, Lk, D, Dv."""
     B, Hq, Hkv, Lq, Lk, D, Dv = sizes
     q, k, v = torch.randn(B, Hq, Lq, D), torch.randn(B, Hkv, Lk, D), torch.randn(B, Hkv, Lk, Dv)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -91,30 +91,30 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("Lq", [1, 5, 7])  # lanes along D, and rows in panels, the last not full
+@pytest.mark.parametrize("Lq", [1, 5, 7])  # lanes along D; rows in panels, the last panel not full
 def test_threads_and_batches_do_not_change_a_bit(isa: str, name: str, Lq: int) -> None:
     q, k, v = tensors(2, 4, 2, Lq, 1100, 24, 16)
     options = OPTIONS[name]
     assert not faults(Call(q, k, v, options, isa))
     torch.set_num_threads(1)
-    one = native(q, k, v, **options)
+    single_threaded = native(q, k, v, **options)
     for threads in (2, 3, 4):
         torch.set_num_threads(threads)
-        assert torch.equal(native(q, k, v, **options), one)
+        assert torch.equal(native(q, k, v, **options), single_threaded)
     if name in ("lengths", "offsets", "dropout"):
         return
-    assert torch.equal(native(q[1:], k[1:], v[1:], **options), one[1:])
+    assert torch.equal(native(q[1:], k[1:], v[1:], **options), single_threaded[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_keys(isa: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(2, 8, 2, 1, 600, 40, 24, dtype=dtype)
     want = native(q, k, v)
-    for moved in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
-        assert torch.equal(native(q, moved(k), moved(v)), want)
+    for layout in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
+        assert torch.equal(native(q, layout(k), layout(v)), want)
 
 
-def test_what_is_hidden_may_be_nan(isa: str) -> None:
+def test_masked_keys_may_be_nan(isa: str) -> None:
     q, k, v = tensors(2, 8, 2, 3, 1100, 16, 16)
     mask = M.Lengths([1000, 530]) & M.Causal()
     options: dict[str, Any] = {"mask": mask, "offset": torch.tensor([997, 527])}
@@ -123,7 +123,7 @@ def test_what_is_hidden_may_be_nan(isa: str) -> None:
         x[0, :, 1000:] = float("nan")
         x[1, :, 530:] = float("inf")
     assert torch.equal(native(q, k, v, **options), want)
-    v[0, 0, 995] = float("nan")  # all rows of the first group of heads see it
+    v[0, 0, 995] = float("nan")  # all rows of the first group of heads attend to it
     out = native(q, k, v, **options)
     assert out[0, :4].isnan().all()
     assert torch.equal(out[0, 4:], want[0, 4:])
@@ -163,7 +163,7 @@ def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison:
         stored = store(k, v, kind, page)
         dense = stored.dense(torch.float32 if kind != "float" else dtype)
         for options in STORED_OPTIONS:
-            for _ in range(2):  # checked, and again
+            for _ in range(2):  # the second call skips the checks
                 out, lse = attend_stored(q, stored, Options(**options, return_lse=True), impl="native")
                 exact = Call(q.float(), *(x.float() for x in dense), options, isa)
                 want, want_lse = exact.expected()
@@ -173,7 +173,7 @@ def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_are_the_same_to_the_bit(isa: str, dtype: torch.dtype) -> None:
+def test_paging_changes_no_bit(isa: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(2, 8, 2, 1, 1100, 64, 64, dtype=dtype)
     want = native(q, k, v)
     for page in (0, 16, 128, 1024):
@@ -182,7 +182,7 @@ def test_pages_are_the_same_to_the_bit(isa: str, dtype: torch.dtype) -> None:
             assert torch.equal(attend_stored(q, store(k, v, "float", page), impl="native"), want)
 
 
-def test_growing_without_new_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_length_skips_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
     stored = store(k, v, "float", 0)
     attend_stored(q, stored._replace(length=1), impl="native")
@@ -192,7 +192,7 @@ def test_growing_without_new_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(attend_stored(q, stored._replace(length=length), impl="native"), want)
 
 
-def test_offsets_of_every_kind_again() -> None:
+def test_offsets_of_every_kind_in_repeated_calls() -> None:
     q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
     stored = store(k, v, "float", 0)
     for offset in (None, 3, 50, np.int64(7), torch.tensor([5, 60]), torch.tensor([9, 2], dtype=torch.int32)):
@@ -204,7 +204,7 @@ def test_offsets_of_every_kind_again() -> None:
             attend_stored(q, stored, Options(mask=M.Causal(), offset=wrong))
 
 
-def test_faults_of_a_store(isa: str) -> None:
+def test_invalid_storage_raises(isa: str) -> None:
     q, k, v = tensors(2, 8, 2, 1, 70, 64, 64)
     stored = store(k, v, "float", 16)
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_faults_of_a_store(isa: str) -> None:
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
-    """What the core writes is what `Stored.write` says, to the bit; all other rows stay."""
+    """The core and `Stored.write` write the same bits. Other rows do not change."""
     starts, counts = [3, 14], [9, 20]
     for D, Dv, size in ((1, 33, 1.0), (40, 64, 1e-7), (97, 32, 1e4)):
         _, k, v = tensors(2, 2, 2, 1, 40, D, Dv)
@@ -237,32 +237,32 @@ def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
         new_k[1, 1, 5, 0], new_v[0, 0, 7, 1], new_v[0, 0, 8, 2] = torch.nan, torch.inf, -torch.inf
         new_k, new_v = (new_k * size).to(dtype), (new_v * size).to(dtype).mT.contiguous().mT
         stored = store(k.to(dtype), v.to(dtype), kind, page)
-        twin = Stored(*(x.clone() if isinstance(x, Tensor) else x for x in stored))
+        native_copy = Stored(*(x.clone() if isinstance(x, Tensor) else x for x in stored))
         stored.write(starts, counts, new_k, new_v)
-        _stored.write(twin, starts, counts, new_k, new_v)
-        both = (
-            (stored.k, twin.k),
-            (stored.v, twin.v),
-            *zip(stored.dense(dtype), twin.dense(dtype), strict=True),
+        _stored.write(native_copy, starts, counts, new_k, new_v)
+        pairs = (
+            (stored.k, native_copy.k),
+            (stored.v, native_copy.v),
+            *zip(stored.dense(dtype), native_copy.dense(dtype), strict=True),
         )
-        for x, y in both:
+        for x, y in pairs:
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-def test_writing_is_the_same_for_any_number_of_threads() -> None:
+def test_threads_do_not_change_written_bits() -> None:
     _, k, v = tensors(1, 8, 8, 1, 2000, 64, 64)
-    found = []
+    stores = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         stored = store(torch.zeros_like(k), torch.zeros_like(v), "int8", 0)
         _stored.write(stored, [0], [2000], k, v)
-        found.append(stored)
-    for other in found[1:]:
-        assert torch.equal(found[0].k, other.k)
-        assert torch.equal(found[0].v_scale, other.v_scale)
+        stores.append(stored)
+    for other in stores[1:]:
+        assert torch.equal(stores[0].k, other.k)
+        assert torch.equal(stores[0].v_scale, other.v_scale)
 
 
-def test_a_wrong_page_is_not_written_to() -> None:
+def test_writing_to_an_invalid_page_raises() -> None:
     _, k, v = tensors(1, 2, 2, 1, 40, 16, 16)
     stored = store(k, v, "float", 16)
     assert stored.table is not None
@@ -272,42 +272,42 @@ def test_a_wrong_page_is_not_written_to() -> None:
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "torch"])
-def test_other_ways_to_the_same_result(impl: str) -> None:
+def test_backends_agree(impl: str) -> None:
     q, k, v = tensors(2, 8, 2, 1, 97, 64, 64)
     for kind in KINDS:
         stored = store(k, v, kind, 16)
         want = attend_stored(q, stored, Options(mask=M.Window(50)), impl="native")
         assert isinstance(want, Tensor)
-        found = attend_stored(q, stored, Options(mask=M.Window(50)), impl=impl)
-        assert rel_l2(found, want) < 2e-6
+        out = attend_stored(q, stored, Options(mask=M.Window(50)), impl=impl)
+        assert rel_l2(out, want) < 2e-6
         grad_q = q.clone().requires_grad_()
         attend_stored(grad_q, stored, Options(mask=M.Window(50))).sum().backward()
         assert grad_q.grad is not None
 
 
-def test_why_groups_of_32() -> None:
-    """Relative errors on N(0, 1): one scale for a row of 128, and one for 32 channels."""
+def test_groups_of_32_are_more_accurate_than_rows() -> None:
+    """Relative errors for N(0, 1): one scale per row of 128 channels, and one per 32 channels."""
     x = torch.randn(4096, 128)
     row = x.abs().amax(-1, keepdim=True)
     int8_row = rel_l2((x / row * 127).round() * row / 127, x)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     int4_row = rel_l2(((x - low) / (high - low) * 15).round() * (high - low) / 15 + low, x)
-    found = {}
+    grouped = {}
     for kind in ("int8", "int4"):
         stored = store(x[None, None], x[None, None], kind, 0)
-        found[kind] = rel_l2(stored.dense(torch.float32)[0][0, 0], x)
-    assert found["int8"] < 0.0056 < 0.0062 < int8_row < 0.0067
-    assert found["int4"] < 0.081 < 0.096 < int4_row < 0.103
+        grouped[kind] = rel_l2(stored.dense(torch.float32)[0][0, 0], x)
+    assert grouped["int8"] < 0.0056 < 0.0062 < int8_row < 0.0067
+    assert grouped["int4"] < 0.081 < 0.096 < int4_row < 0.103
 
 
 def test_overhead_of_a_repeated_call() -> None:
-    """From the verb to the kernel and back, with a new length each time: some microseconds."""
+    """A repeated call with a new length each time costs some microseconds in total."""
     q, k, v = tensors(1, 1, 1, 1, 8, 8, 8)
     stores = [store(k, v, "float", 0)._replace(length=n) for n in range(1, 9)]
-    best = float("inf")
+    fastest = float("inf")
     for _ in range(300):
         begin = time.perf_counter()
         for stored in stores:
             attend_stored(q, stored)
-        best = min(best, (time.perf_counter() - begin) / len(stores))
-    assert best < 40e-6, f"{best * 1e6:.1f} us"
+        fastest = min(fastest, (time.perf_counter() - begin) / len(stores))
+    assert fastest < 40e-6, f"{fastest * 1e6:.1f} us"

@@ -1,4 +1,4 @@
-"""Derivatives as PyTorch's users ask for them: autograd, forward mode, torch.func, modes that watch."""
+"""Derivatives of `attention`: autograd, forward mode, torch.func, profilers and tracers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.differentiable import DV, HKV, HQ, LK, LQ, NAMES, B, Case, D, cases
 
 pytestmark = [
     pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"),
-    # PyTorch's forward mode loads a module that uses it.
+    # PyTorch's forward mode imports a module that uses torch.jit.script.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 
@@ -38,12 +38,12 @@ def leaves(*batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def total(results: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """A number that depends on every element, and whose derivatives do too."""
+    """Reduces results to a scalar whose derivatives depend on every element."""
     results = (results,) if isinstance(results, Tensor) else results
     return sum((x.masked_fill(x.isinf(), 0.0).square().sum() for x in results), torch.zeros(()))
 
 
-# Against differences
+# Finite differences
 
 
 def with_lse(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -88,17 +88,17 @@ def test_reverse_over_forward(name: str) -> None:
     inputs = case.inputs
     directions = tuple(torch.randn_like(x) for x in inputs)
 
-    def by(impl: str) -> tuple[Tensor, ...]:
-        def tangent(*given: Tensor) -> Tensor:
-            return total(jvp(lambda *x: case(*x, impl=impl), given, directions)[1])
+    def gradients_of(impl: str) -> tuple[Tensor, ...]:
+        def tangent(*primals: Tensor) -> Tensor:
+            return total(jvp(lambda *x: case(*x, impl=impl), primals, directions)[1])
 
         return grad(tangent, argnums=tuple(range(len(inputs))))(*inputs)
 
-    for ours, theirs in zip(by("native"), by("reference"), strict=True):
-        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    for actual, expected in zip(gradients_of("native"), gradients_of("reference"), strict=True):
+        assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-# What is not there says so
+# Unsupported derivatives raise
 
 
 def test_third_derivatives_raise() -> None:
@@ -118,14 +118,14 @@ def test_forward_mode_of_forward_mode_raises() -> None:
         jacfwd(jacfwd(lambda x: regard.attention(x, k, v)))(q)
 
 
-def test_the_older_vmap_is_refused() -> None:
+def test_the_older_vmap_raises() -> None:
     q, k, v = (x.detach() for x in leaves(1))
     for options in ({}, {"strategy": "forward-mode"}, {"create_graph": True}):
         with pytest.raises(NotImplementedError, match=r"older vmap.*torch\.func\.jacrev"):
             jacobian(lambda x: regard.attention(x, k, v), q.requires_grad_(), vectorize=True, **options)
 
 
-def test_operators_refuse_transforms_that_they_cannot_follow() -> None:
+def test_operators_reject_unsupported_transforms() -> None:
     x = torch.randn(1, 1, 3, 4)
 
     def operator(q: Tensor) -> Tensor:
@@ -140,15 +140,15 @@ def test_operators_refuse_transforms_that_they_cannot_follow() -> None:
     assert torch.equal(vmap(operator)(x[None]), regard.attention(x, x, x, scale=1.0)[None])
 
 
-def test_operators_check_what_they_are_given() -> None:
+def test_operators_check_their_arguments() -> None:
     x = torch.randn(1, 1, 3, 4)
-    rest = (None, None, None, [], None, None, [], 0, 1.0, None, 0.0, False)
+    other_arguments = (None, None, None, [], None, None, [], 0, 1.0, None, 0.0, False)
     for k in (x[..., :3], x.expand(2, -1, -1, -1), x[:, :, :2]):
         with pytest.raises(ValueError, match=r"do not fit together.*call regard\.attention"):
-            _ops.attention_forward(x, k, x, *rest)
+            _ops.attention_forward(x, k, x, *other_arguments)
 
 
-# Autograd's habits
+# Autograd
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -158,20 +158,20 @@ def test_checkpoints_replay_dropout(reentrant: bool) -> None:
 
     inputs = leaves(B)
     torch.manual_seed(1)
-    plain = torch.autograd.grad(total(call(*inputs)), inputs)
+    expected = torch.autograd.grad(total(call(*inputs)), inputs)
     torch.manual_seed(1)
     total(checkpoint(call, *inputs, use_reentrant=reentrant)).backward()
-    for x, want in zip(inputs, plain, strict=True):  # without gradients few rows are summed in another order
+    for x, want in zip(inputs, expected, strict=True):  # no gradients: few rows are summed in another order
         torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-6)
 
 
-def test_hooks_see_what_is_saved_and_may_move_it() -> None:
-    """Nothing of size Lq x Lk is among it."""
-    inputs, seen = [*leaves(B), torch.randn(HQ, requires_grad=True)], []
+def test_saved_tensor_hooks() -> None:
+    """Hooks may change the layout of saved tensors. No saved tensor has size Lq x Lk."""
+    inputs, saved_shapes = [*leaves(B), torch.randn(HQ, requires_grad=True)], []
     mask = M.Lengths(torch.tensor([2, 5]))
 
     def pack(x: Tensor) -> Any:
-        seen.append(tuple(x.shape))
+        saved_shapes.append(tuple(x.shape))
         return x.transpose(0, -1).contiguous().numpy(force=True)
 
     def call() -> Tensor:
@@ -180,29 +180,29 @@ def test_hooks_see_what_is_saved_and_may_move_it() -> None:
         return total(regard.attention(q, k, v, mask=mask, sink=sink))
 
     with saved_tensors_hooks(pack, lambda x: torch.from_numpy(x).transpose(0, -1)):
-        moved = call()
-    got, want = torch.autograd.grad(moved, inputs), torch.autograd.grad(call(), inputs)
+        loss = call()
+    got, want = torch.autograd.grad(loss, inputs), torch.autograd.grad(call(), inputs)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    ours = [(B, HQ, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (HQ,), (B, HQ, LQ, DV), (2, B, HQ, LQ), (2,)]
-    assert seen[: len(ours)] == ours
+    shapes = [(B, HQ, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (HQ,), (B, HQ, LQ, DV), (2, B, HQ, LQ), (2,)]
+    assert saved_shapes[: len(shapes)] == shapes
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "sink", "mask", "out", "seed"])
-def test_changes_in_place_are_noticed(which: str) -> None:
+def test_in_place_changes_are_detected(which: str) -> None:
     names = {"q": (HQ, LQ, D), "k": (HKV, LK, D), "v": (HKV, LK, DV), "bias": (LQ, LK), "sink": (HQ,)}
-    given: dict[str, Tensor] = {n: torch.randn(size).requires_grad_() * 1 for n, size in names.items()}
-    given |= {"mask": torch.rand(LQ, LK) > 0.2, "seed": torch.tensor(3)}
-    out = regard.attention(**given, dropout=0.1)
+    arguments: dict[str, Tensor] = {n: torch.randn(size).requires_grad_() * 1 for n, size in names.items()}
+    arguments |= {"mask": torch.rand(LQ, LK) > 0.2, "seed": torch.tensor(3)}
+    out = regard.attention(**arguments, dropout=0.1)
     loss = out.sum()
-    (given | {"out": out})[which].zero_()
-    if which == "seed":  # read when the call was made
+    (arguments | {"out": out})[which].zero_()
+    if which == "seed":  # the call has read the seed already
         loss.backward()
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-def test_a_graph_serves_once_unless_retained() -> None:
+def test_backward_runs_once_unless_the_graph_is_retained() -> None:
     q, k, v = leaves(B)
     loss = total(regard.attention(q, k, v))
     first = torch.autograd.grad(loss, q, retain_graph=True)[0]
@@ -213,7 +213,7 @@ def test_a_graph_serves_once_unless_retained() -> None:
 
 
 @pytest.mark.parametrize("learn", range(5))
-def test_only_what_requires_grad_gets_one(learn: int) -> None:
+def test_only_inputs_that_require_grad_get_gradients(learn: int) -> None:
     inputs = [*tensors(B, dtype=torch.float32), torch.randn(LQ, LK), torch.randn(HQ)]
     inputs[learn].requires_grad_()
     q, k, v, bias, sink = inputs
@@ -221,7 +221,7 @@ def test_only_what_requires_grad_gets_one(learn: int) -> None:
     assert [x.grad is not None for x in inputs] == [index == learn for index in range(5)]
 
 
-def test_without_grad_mode_nothing_is_recorded() -> None:
+def test_no_grad_records_no_graph() -> None:
     inputs = leaves(B)
     with torch.no_grad():
         assert not regard.attention(*inputs).requires_grad
@@ -230,17 +230,17 @@ def test_without_grad_mode_nothing_is_recorded() -> None:
     assert regard.attention(*inputs).requires_grad
 
 
-def test_either_result_may_be_without_a_gradient() -> None:
+def test_gradients_of_out_or_lse_alone() -> None:
     q, k, v = leaves(B, dtype=torch.float64)
     for impl in ("native", "reference"):
         out, lse = regard.attention(q, k, v, return_lse=True, impl=impl)
-        found = [
+        grads = [
             torch.autograd.grad(loss, (q, k, v), retain_graph=True, allow_unused=True, materialize_grads=True)
             for loss in (out.square().sum(), lse.square().sum(), total((out, lse)))
         ]
-        for apart, other, both in zip(*found, strict=True):
-            assert_close(apart + other, both, rtol=1e-10, atol=1e-12)
-        assert not found[1][2].any(), "the LSE does not depend on v"
+        for of_out, of_lse, both in zip(*grads, strict=True):
+            assert_close(of_out + of_lse, both, rtol=1e-10, atol=1e-12)
+        assert not grads[1][2].any(), "the LSE does not depend on v"
     assert regard.attention(q, k, v).grad_fn.name() == "RegardAttentionBackward"
 
 
@@ -254,8 +254,8 @@ def test_gradients_of_any_strides() -> None:
     assert_close(ones, torch.autograd.grad(regard.attention(q, k, v), v, torch.ones(B, HQ, LQ, DV))[0])
 
 
-def test_the_dropped_weights_are_those_of_forward() -> None:
-    """d out / d v is the matrix of weights."""
+def test_backward_drops_the_weights_that_forward_drops() -> None:
+    """d out / d v is the weight matrix."""
     q, k, v = tensors(dtype=torch.float64)
     v = torch.randn(HKV, LK, 1, dtype=torch.float64)
     torch.manual_seed(7)
@@ -286,21 +286,21 @@ def test_calls_from_many_threads() -> None:
 
 
 def gradients(inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    call = regard.attention(*inputs, mask=M.Causal(), dropout=0.3, seed=1)
-    return torch.autograd.grad(total(call), inputs)
+    out = regard.attention(*inputs, mask=M.Causal(), dropout=0.3, seed=1)
+    return torch.autograd.grad(total(out), inputs)
 
 
 # torch.func
 
 
-def by_both(transform: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
+def two_backends(transform: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
     def call(impl: str) -> Callable[..., Tensor]:
         return lambda *x: regard.attention(*x, mask=M.Causal(), softcap=2.0, impl=impl)
 
     return transform(call("native")), transform(call("reference"))
 
 
-def same(got: Any, want: Any) -> None:
+def check_close(got: Any, want: Any) -> None:
     got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
     for x, y in zip(got, want, strict=True):
         assert_close(x, y, rtol=1e-9, atol=1e-10)
@@ -309,11 +309,11 @@ def same(got: Any, want: Any) -> None:
 def test_transforms_of_functions() -> None:
     x = tensors(1)
     t = tuple(torch.randn_like(y) for y in x)
-    same(*by_both(lambda f: grad(lambda *x: total(f(*x)), argnums=(0, 1, 2))(*x)))
-    same(*by_both(lambda f: vjp(f, *x)[1](torch.ones(1, HQ, LQ, DV, dtype=torch.float64))))
-    same(*by_both(lambda f: jvp(f, x, t)))
-    same(*by_both(lambda f: jacrev(f, argnums=(0, 1, 2))(*x)))
-    same(*by_both(lambda f: jacfwd(f, argnums=(0, 2))(*x)))
+    check_close(*two_backends(lambda f: grad(lambda *x: total(f(*x)), argnums=(0, 1, 2))(*x)))
+    check_close(*two_backends(lambda f: vjp(f, *x)[1](torch.ones(1, HQ, LQ, DV, dtype=torch.float64))))
+    check_close(*two_backends(lambda f: jvp(f, x, t)))
+    check_close(*two_backends(lambda f: jacrev(f, argnums=(0, 1, 2))(*x)))
+    check_close(*two_backends(lambda f: jacfwd(f, argnums=(0, 2))(*x)))
 
 
 def test_transforms_of_transforms() -> None:
@@ -323,10 +323,10 @@ def test_transforms_of_transforms() -> None:
     def of_k(f: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda k: total(f(small, k, v))
 
-    same(*by_both(lambda f: grad(lambda k: total(grad(of_k(f))(k)))(k)))
-    same(*by_both(lambda f: jacrev(jacrev(of_k(f)))(k)))
-    same(*by_both(lambda f: hessian(of_k(f))(k)))
-    same(*by_both(lambda f: jacrev(jacfwd(of_k(f)))(k)))
+    check_close(*two_backends(lambda f: grad(lambda k: total(grad(of_k(f))(k)))(k)))
+    check_close(*two_backends(lambda f: jacrev(jacrev(of_k(f)))(k)))
+    check_close(*two_backends(lambda f: hessian(of_k(f))(k)))
+    check_close(*two_backends(lambda f: jacrev(jacfwd(of_k(f)))(k)))
 
 
 class Layer(torch.nn.Module):
@@ -354,7 +354,7 @@ def test_gradients_of_each_sample() -> None:
         assert_close(got, torch.stack([g[name] for g in one_by_one]), atol=1e-5)
 
 
-# vmap: what it gives is what a loop gives
+# vmap: results must match a loop
 
 N = 3
 MAPPED: dict[str, tuple[tuple[int | None, ...], Callable[..., Any]]] = {
@@ -374,25 +374,25 @@ MAPPED: dict[str, tuple[tuple[int | None, ...], Callable[..., Any]]] = {
 
 def mapped_inputs(dims: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     sizes = ((B, HQ, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (HQ, LQ, LK))[: len(dims)]
-    made = [torch.randn(N, *size, dtype=dtype) for size in sizes]
-    return [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(made, dims, strict=True)]
+    stacked = [torch.randn(N, *size, dtype=dtype) for size in sizes]
+    return [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(stacked, dims, strict=True)]
 
 
-def looped(f: Callable[..., Any], dims: tuple[int | None, ...], inputs: list[Tensor]) -> Any:
+def map_by_loop(f: Callable[..., Any], dims: tuple[int | None, ...], inputs: list[Tensor]) -> Any:
     def pick(index: int) -> list[Tensor]:
         return [x if dim is None else x.select(dim, index) for x, dim in zip(inputs, dims, strict=True)]
 
     results = [f(*pick(index)) for index in range(N)]
     if isinstance(results[0], Tensor):
         return torch.stack(results)
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return tuple(torch.stack(outputs) for outputs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_vmap_is_a_loop(name: str) -> None:
+def test_vmap_matches_a_loop(name: str) -> None:
     dims, f = MAPPED[name]
     inputs = mapped_inputs(dims)
-    got, want = vmap(f, in_dims=dims)(*inputs), looped(f, dims, inputs)
+    got, want = vmap(f, in_dims=dims)(*inputs), map_by_loop(f, dims, inputs)
     for x, y in zip(*((z if isinstance(z, tuple) else (z,)) for z in (got, want)), strict=True):
         assert_close(x, y, rtol=2e-3 if name == "16 bits" else 1e-5)
 
@@ -401,19 +401,19 @@ def test_vmap_is_a_loop(name: str) -> None:
 def test_vmap_of_grad_and_grad_of_vmap(name: str) -> None:
     dims, f = MAPPED[name]
     dtype = torch.float32 if name == "16 bits" else torch.float64
-    tight = {"rtol": 5e-2, "atol": 5e-3} if name == "16 bits" else {"rtol": 1e-9, "atol": 1e-10}
+    tolerance = {"rtol": 5e-2, "atol": 5e-3} if name == "16 bits" else {"rtol": 1e-9, "atol": 1e-10}
     inputs = mapped_inputs(dims, dtype)
-    everyone = tuple(range(len(inputs)))
+    argnums = tuple(range(len(inputs)))
 
     def gradient(*x: Tensor) -> tuple[Tensor, ...]:
-        return grad(lambda *x: total(f(*x)), argnums=everyone)(*x)
+        return grad(lambda *x: total(f(*x)), argnums=argnums)(*x)
 
-    each = vmap(gradient, in_dims=dims)(*inputs)
-    for x, y in zip(each, looped(gradient, dims, inputs), strict=True):
-        assert_close(x, y, **tight)
-    summed = grad(lambda *x: total(vmap(f, in_dims=dims)(*x)), argnums=everyone)(*inputs)
-    for x, y, dim in zip(summed, each, dims, strict=True):
-        assert_close(x, y.sum(0) if dim is None else y.movedim(0, dim), **tight)
+    per_sample = vmap(gradient, in_dims=dims)(*inputs)
+    for x, y in zip(per_sample, map_by_loop(gradient, dims, inputs), strict=True):
+        assert_close(x, y, **tolerance)
+    summed = grad(lambda *x: total(vmap(f, in_dims=dims)(*x)), argnums=argnums)(*inputs)
+    for x, y, dim in zip(summed, per_sample, dims, strict=True):
+        assert_close(x, y.sum(0) if dim is None else y.movedim(0, dim), **tolerance)
 
 
 def test_nested_vmap() -> None:
@@ -437,12 +437,12 @@ def test_vmap_over_lengths_and_offsets() -> None:
         lambda q, k, v, n: regard.attention(q, k, v, mask=M.Lengths(n)),
         lambda q, k, v, n: regard.attention(q, k, v, mask=M.Causal(), offset=n),
     ):
-        assert_close(vmap(f)(q, k, v, n), looped(f, (0, 0, 0, 0), [q, k, v, n]))
+        assert_close(vmap(f)(q, k, v, n), map_by_loop(f, (0, 0, 0, 0), [q, k, v, n]))
         shared = vmap(f, in_dims=(0, 0, 0, None))(q, k, v, n[0])
-        assert_close(shared, looped(f, (0, 0, 0, None), [q, k, v, n[0]]))
+        assert_close(shared, map_by_loop(f, (0, 0, 0, None), [q, k, v, n[0]]))
 
 
-def test_vmap_asks_for_a_kind_of_randomness() -> None:
+def test_vmap_needs_a_randomness_mode() -> None:
     ones = torch.ones(N, 1, 2, 64, 4)
 
     def call(x: Tensor) -> Tensor:
@@ -461,22 +461,22 @@ def test_vmap_asks_for_a_kind_of_randomness() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_autocast_as_sdpa_does(dtype: torch.dtype, given: torch.dtype) -> None:
+def test_autocast_matches_sdpa(dtype: torch.dtype, given: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 6, 8, dtype=given, requires_grad=True) for _ in range(3))
     bias, sink = torch.randn(6, 6, dtype=given, requires_grad=True), torch.randn(2, requires_grad=True)
     with torch.autocast("cpu", dtype):
-        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
-        ours = regard.attention(q, k, v, bias=bias)
+        sdpa_out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+        out = regard.attention(q, k, v, bias=bias)
         with_sink = regard.attention(q, k, v, sink=sink)
-        assert regard.attention(q, k, v, bias=bias, impl="reference").dtype is theirs.dtype
-    assert ours.dtype is theirs.dtype is with_sink.dtype
-    assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-    (ours.sum() + with_sink.sum()).backward()
+        assert regard.attention(q, k, v, bias=bias, impl="reference").dtype is sdpa_out.dtype
+    assert out.dtype is sdpa_out.dtype is with_sink.dtype
+    assert_close(out, sdpa_out, rtol=2e-2, atol=2e-2)
+    (out.sum() + with_sink.sum()).backward()
     assert q.grad.dtype is given
     assert (bias.grad.dtype, sink.grad.dtype) == (given, torch.float32)
 
 
-def test_dtypes_are_mixed_by_autocast_alone() -> None:
+def test_mixed_dtypes_need_autocast() -> None:
     q, k, v = tensors(1, dtype=torch.float32)
     with pytest.raises(TypeError, match="k: expected q's dtype"):
         regard.attention(q, k.bfloat16(), v)
@@ -486,30 +486,30 @@ def test_dtypes_are_mixed_by_autocast_alone() -> None:
             regard.attention(q.double(), k, v.double())
 
 
-# Who is watching
+# Watched calls
 
 
-def test_the_plain_call_is_not_watched() -> None:
+def test_is_watched() -> None:
     x = torch.randn(1, 2, 3, 4)
     assert not is_watched(x, torch.nn.Parameter(x), x)
-    seen: list[bool] = []
+    watched: list[bool] = []
 
-    def look(x: Tensor) -> Tensor:
-        seen.append(is_watched(x, x, x))
+    def record(x: Tensor) -> Tensor:
+        watched.append(is_watched(x, x, x))
         return x
 
     with FlopCounterMode(display=False):
-        look(x)
-    vmap(look)(x)
-    grad(lambda x: look(x).sum())(x)
-    make_fx(look)(x)
+        record(x)
+    vmap(record)(x)
+    grad(lambda x: record(x).sum())(x)
+    make_fx(record)(x)
     with torch.autograd.profiler.profile():
-        look(x)
+        record(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.trace(look, x, check_trace=False)
-    look(x.as_subclass(type("Other", (Tensor,), {})))
-    assert seen == [True] * 7
+        torch.jit.trace(record, x, check_trace=False)
+    record(x.as_subclass(type("Other", (Tensor,), {})))
+    assert watched == [True] * 7
 
 
 def test_flops_of_both_passes() -> None:
@@ -528,19 +528,19 @@ def test_flops_of_both_passes() -> None:
     assert values.get_total_flops() == plan.flops + 2 * pairs * (8 + 6)
 
 
-def test_watching_does_not_change_the_result() -> None:
+def test_watched_calls_give_the_same_result() -> None:
     q, k, v = tensors(B, dtype=torch.float32)
     for options in ({}, {"mask": M.Causal()}, {"dropout": 0.5}, {"return_lse": True}):
         torch.manual_seed(4)
-        plain = regard.attention(q, k, v, **options)
+        expected = regard.attention(q, k, v, **options)
         torch.manual_seed(4)
         with FlopCounterMode(display=False):
             watched = regard.attention(q, k, v, **options)
-        for x, y in zip(*((z if isinstance(z, tuple) else (z,)) for z in (plain, watched)), strict=True):
+        for x, y in zip(*((z if isinstance(z, tuple) else (z,)) for z in (expected, watched)), strict=True):
             assert torch.equal(x, y)
 
 
-def test_profilers_see_the_operators() -> None:
+def test_profilers_record_the_operators() -> None:
     inputs = leaves(B)
     with torch.autograd.profiler.profile() as profile:
         regard.attention(*inputs).sum().backward()
@@ -549,13 +549,13 @@ def test_profilers_see_the_operators() -> None:
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_sees_the_operators(mode: str) -> None:
+def test_make_fx_records_the_operators(mode: str) -> None:
     def gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.autograd.grad(total(regard.attention(q, k, v, mask=M.Causal())), q)[0]
 
     graph = make_fx(gradient, tracing_mode=mode)(*leaves(B))
-    found = {str(node.target) for node in graph.graph.nodes}
-    assert {"regard.attention_forward.default", "regard.attention_backward.default"} <= found
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert {"regard.attention_forward.default", "regard.attention_backward.default"} <= targets
     inputs = leaves(B)
     assert_close(graph(*inputs), gradient(*inputs))
 
@@ -563,7 +563,7 @@ def test_make_fx_sees_the_operators(mode: str) -> None:
 def test_traces_are_not_constants() -> None:
     q, k, v = tensors(B, dtype=torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of tracing itself and of comparing sizes
+        warnings.simplefilter("ignore")  # PyTorch warns about tracing and about comparing sizes
         traced = torch.jit.trace(lambda q, k, v: regard.attention(q, k, v, mask=M.Causal()), (q, k, v))
     assert_close(traced(-q, k, v), regard.attention(-q, k, v, mask=M.Causal()))
 
@@ -592,7 +592,7 @@ def test_forward_mode_of_dual_tensors() -> None:
     t = torch.randn_like(k)
     with forward_ad.dual_level():
         out, lse = regard.attention(q, forward_ad.make_dual(k, t), v, return_lse=True)
-        found = [forward_ad.unpack_dual(x).tangent for x in (out, lse)]
+        tangents = [forward_ad.unpack_dual(x).tangent for x in (out, lse)]
     _, want = jvp(lambda k: regard.attention(q, k, v, return_lse=True, impl="reference"), (k,), (t,))
-    for x, y in zip(found, want, strict=True):
+    for x, y in zip(tangents, want, strict=True):
         assert_close(x, y, rtol=1e-10)

@@ -1,4 +1,4 @@
-"""torch.compile, torch.export and the operators behind them."""
+"""torch.compile, torch.export and opcheck of the operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.differentiable import Case, cases
 
 pytestmark = [
     pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"),
-    # PyTorch's own, while it compiles or exports.
+    # raised by PyTorch while it compiles or exports
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec. is deprecated:FutureWarning"),
@@ -35,15 +35,15 @@ Function = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing compiled before, here or on the disk: that cache does not know the operators' schemas."""
+def clear_caches() -> Iterator[None]:
+    """Clears compiled code and disables disk caches, whose keys do not include operator schemas."""
     torch._dynamo.reset()
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
 
 
-# opcheck: schema, derivatives, shapes, and both under AOT autograd with symbolic sizes
+# opcheck: schemas, derivatives and shapes, also under AOT autograd with symbolic sizes
 
 QUICK = ("causal", "everything")
 SAMPLES = [
@@ -53,46 +53,46 @@ SAMPLES = [
 ]
 
 
-def call_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
-    """The operators' arguments, leaves of their own."""
-    q, k, v, *others = (x.to(dtype).requires_grad_() for x in case.inputs)
-    call = _ops.arguments(make(q, k, v, Options(**case.options(*others))))
-    return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in call)
+def arguments_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    """Returns the operators' arguments as leaves."""
+    q, k, v, *parameters = (x.to(dtype).requires_grad_() for x in case.inputs)
+    args = _ops.arguments(make(q, k, v, Options(**case.options(*parameters))))
+    return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args)
 
 
-def check_operators(call: tuple[Any, ...]) -> None:
-    opcheck(_ops.attention_forward, call)
-    opcheck(_ops.attention_forward, (*call[:-1], False))
+def check_operators(args: tuple[Any, ...]) -> None:
+    opcheck(_ops.attention_forward, args)
+    opcheck(_ops.attention_forward, (*args[:-1], False))
     with torch.no_grad():
-        out, lse, stats, rest = _ops.forward(*call)
+        out, lse, stats, residual = _ops.forward(*args)
     dout = torch.randn_like(out.transpose(1, 2).contiguous().transpose(1, 2)).requires_grad_()
-    dlse, wanted = torch.randn_like(lse), [x is not None for x in call[: _ops.INPUTS]]
-    opcheck(_ops.attention_backward, (*call, out, stats, rest, dout, dlse, wanted))
+    dlse, needs_grad = torch.randn_like(lse), [x is not None for x in args[: _ops.INPUTS]]
+    opcheck(_ops.attention_backward, (*args, out, stats, residual, dout, dlse, needs_grad))
     only_k = [index == 1 for index in range(_ops.INPUTS)]
-    opcheck(_ops.attention_backward, (*call, out, stats, rest, dout, None, only_k))
+    opcheck(_ops.attention_backward, (*args, out, stats, residual, dout, None, only_k))
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name: str) -> None:
-    check_operators(call_of(cases()[name]))
+    check_operators(arguments_of(cases()[name]))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["strided", "everything"])
 def test_opcheck_of_dtypes(name: str, dtype: torch.dtype) -> None:
-    check_operators(call_of(cases(dtype)[name], dtype))
+    check_operators(arguments_of(cases(dtype)[name], dtype))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_opcheck_of_second_derivatives(name: str) -> None:
-    """Their own derivatives raise, so there is nothing under AOT autograd."""
-    call = tuple(x.detach() if isinstance(x, Tensor) else x for x in call_of(cases()[name]))
-    tangents = [None if x is None else torch.randn_like(x) for x in call[: _ops.INPUTS]]
-    opcheck(_ops.attention_jvp, (*call, *tangents))
-    out, lse, *_ = _ops.forward(*call)
-    opcheck(_ops.attention_double_backward, (*call, torch.randn_like(out), torch.randn_like(lse), *tangents))
+    """Second derivatives raise when differentiated, so opcheck runs without AOT autograd."""
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments_of(cases()[name]))
+    tangents = [None if x is None else torch.randn_like(x) for x in args[: _ops.INPUTS]]
+    opcheck(_ops.attention_jvp, (*args, *tangents))
+    out, lse, *_ = _ops.forward(*args)
+    opcheck(_ops.attention_double_backward, (*args, torch.randn_like(out), torch.randn_like(lse), *tangents))
 
 
 # torch.compile
@@ -106,7 +106,7 @@ def inputs(L: int, B: int = 3) -> list[Tensor]:
     return [torch.randn(B, H, L, width, requires_grad=True) for H, width in sizes]
 
 
-def outer(lengths: Tensor) -> Function:
+def with_captured_lengths(lengths: Tensor) -> Function:
     mask = M.Lengths(lengths) & M.Causal()
     return lambda q, k, v: regard.attention(q, k, v, mask=mask)
 
@@ -120,8 +120,8 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.repeat_interleave(HQ // HKV, 1).mT
 
 
-def in_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As a projection leaves them: (B, L, H, D) in memory."""
+def in_projection_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attends to inputs stored as (B, L, H, D), as projections return them."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     return regard.attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -138,7 +138,7 @@ COMPILED: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "plain": (regard.attention, ()),
     "mask outside": (lambda q, k, v: regard.attention(q, k, v, mask=window, return_lse=True), ()),
     "mask inside": (lambda q, k, v: regard.attention(q, k, v, mask=M.Causal() & M.Window(5)), ()),
-    "lengths outside": (outer(n), ()),
+    "lengths outside": (with_captured_lengths(n), ()),
     "lengths inside": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Lengths(n) & M.Causal()), (n,)),
     "documents": (lambda q, k, v: regard.attention(q, k, v, mask=M.Documents(positions(q) // 4)), ()),
     "global": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Global(n) | M.Window(2)), (n,)),
@@ -161,7 +161,7 @@ COMPILED: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "numbers": (lambda q, k, v: regard.attention(q, k, v, softcap=3.0, scale=0.2), ()),
     "dropout": (lambda q, k, v: regard.attention(q, k, v, dropout=0.3, seed=5), ()),
     "seed tensor": (lambda q, k, v, s: regard.attention(q, k, v, dropout=0.3, seed=s), (seed,)),
-    "layout": (in_layout, ()),
+    "layout": (in_projection_layout, ()),
     "rank 3": (lambda q, k, v: regard.attention(q[0], k[0], v[0]), ()),
     "rank 5": (lambda q, k, v: regard.attention(q[None], k[None], v[None]), ()),
     "autocast": (in_bfloat16, ()),
@@ -170,24 +170,24 @@ COMPILED: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 QUICK_COMPILED = ("mask outside", "lengths inside", "layout", "relative")
 
 
-def results(f: Function, x: list[Tensor], extra: tuple[Tensor, ...]) -> list[Tensor]:
-    """What f gives, then the gradients, which do not require grad."""
-    extra = tuple(y.clone().requires_grad_() if y.is_floating_point() else y for y in extra)
-    found = f(*x, *extra)
-    found = found if isinstance(found, tuple) else (found,)
-    loss = sum((y.square().sum() for y in found), torch.zeros(()))
-    wanted = [y for y in (*x, *extra) if y.requires_grad]
-    return [*found, *torch.autograd.grad(loss, wanted)]
+def results(f: Function, x: list[Tensor], parameters: tuple[Tensor, ...]) -> list[Tensor]:
+    """Returns the outputs of f, then the gradients of the inputs. No gradient requires grad."""
+    parameters = tuple(y.clone().requires_grad_() if y.is_floating_point() else y for y in parameters)
+    outputs = f(*x, *parameters)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum((y.square().sum() for y in outputs), torch.zeros(()))
+    leaves = [y for y in (*x, *parameters) if y.requires_grad]
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
 
 
 def check_compiled(name: str, backend: str, lengths: tuple[int, ...]) -> None:
-    f, extra = COMPILED[name]
+    f, parameters = COMPILED[name]
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(f, fullgraph=True, backend=counter)
     limit = 1e-2 if name == "autocast" else 1e-6
     for L in lengths:
         x = inputs(L)
-        for got, want in zip(results(compiled, x, extra), results(f, x, extra), strict=True):
+        for got, want in zip(results(compiled, x, parameters), results(f, x, parameters), strict=True):
             assert_close(got, want, rtol=limit, atol=limit)
             assert not want.requires_grad or got.stride() == want.stride()
     assert counter.frame_count <= 2, "a new length is no reason to compile again"
@@ -214,7 +214,7 @@ def test_compiled_by_inductor() -> None:
         assert_close(got, want)
 
 
-def test_all_sizes_at_once() -> None:
+def test_all_sizes_dynamic() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(regard.attention, fullgraph=True, dynamic=True, backend=counter)
     for L, B in ((9, 3), (17, 5), (33, 7), (15, 12)):
@@ -225,12 +225,12 @@ def test_all_sizes_at_once() -> None:
 
 def test_marked_lengths_compile_once() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(outer(n), fullgraph=True, backend=counter)
+    compiled = torch.compile(with_captured_lengths(n), fullgraph=True, backend=counter)
     for L in LENGTHS:
         x = inputs(L)
         for y in x:
             torch._dynamo.mark_dynamic(y, 2)
-        assert_close(compiled(*x), outer(n)(*x))
+        assert_close(compiled(*x), with_captured_lengths(n)(*x))
     assert counter.frame_count == 1
 
 
@@ -248,7 +248,7 @@ def test_integers_do_not_become_constants(what: str) -> None:
     assert counter.frame_count <= 2
 
 
-def test_decoding_compiles_twice_and_runs_the_same_kernel() -> None:
+def test_decode_steps_compile_at_most_twice() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(regard.attention, fullgraph=True, backend=counter)
     q = torch.randn(2, HQ, 1, D)
@@ -258,7 +258,7 @@ def test_decoding_compiles_twice_and_runs_the_same_kernel() -> None:
     assert counter.frame_count <= 2
 
 
-def test_dropout_draws_anew_and_repeats_with_the_generator() -> None:
+def test_dropout_draws_new_seeds_and_follows_manual_seed() -> None:
     compiled = torch.compile(
         lambda q, k, v: regard.attention(q, k, v, dropout=0.5), fullgraph=True, backend="aot_eager"
     )
@@ -272,7 +272,7 @@ def test_dropout_draws_anew_and_repeats_with_the_generator() -> None:
     assert torch.equal(regard.attention(*x, dropout=0.5), first)
 
 
-def test_checkpoints_inside() -> None:
+def test_checkpoint_inside_compiled_code() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return checkpoint(lambda *x: regard.attention(*x, mask=M.Causal()), q, k, v, use_reentrant=False)
 
@@ -282,24 +282,24 @@ def test_checkpoints_inside() -> None:
         assert_close(got, want)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch looks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from PyTorch
 def test_a_backward_pass_compiled_on_its_own() -> None:
     x = inputs(9)
-    plain = torch.autograd.grad(regard.attention(*x, mask=M.Causal()).square().sum(), x)
+    expected = torch.autograd.grad(regard.attention(*x, mask=M.Causal()).square().sum(), x)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         regard.attention(*x, mask=M.Causal()).square().sum().backward()
-    for leaf, want in zip(x, plain, strict=True):
+    for leaf, want in zip(x, expected, strict=True):
         assert_close(leaf.grad, want)
 
 
-def test_vmap_inside() -> None:
+def test_vmap_inside_compiled_code() -> None:
     mapped = torch.func.vmap(lambda q, k, v: regard.attention(q, k, v, mask=M.Causal()))
     x = [y.detach() for y in inputs(9)]
     compiled = torch.compile(lambda *x: mapped(*x), fullgraph=True, backend="aot_eager")
     assert_close(compiled(*x), mapped(*x))
 
 
-def test_derivatives_by_torch_func_inside_raise() -> None:
+def test_torch_func_inside_compiled_code_raises() -> None:
     gradient = torch.func.grad(lambda q, k, v: regard.attention(q, k, v).sum())
     compiled = torch.compile(lambda *x: gradient(*x), fullgraph=True, backend="aot_eager")
     with pytest.raises(
@@ -309,7 +309,7 @@ def test_derivatives_by_torch_func_inside_raise() -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_wrong_arguments_are_told_as_ever(fullgraph: bool) -> None:
+def test_wrong_arguments_raise_the_usual_errors(fullgraph: bool) -> None:
     q, k, v = (x.detach() for x in inputs(9))
     compiled = torch.compile(regard.attention, backend="aot_eager", fullgraph=fullgraph)
     error = torch._dynamo.exc.Unsupported if fullgraph else ValueError
@@ -317,7 +317,7 @@ def test_wrong_arguments_are_told_as_ever(fullgraph: bool) -> None:
         compiled(q, k[..., :7], v)
 
 
-def test_lengths_beyond_the_keys_are_harmless_where_they_cannot_be_checked() -> None:
+def test_unchecked_lengths_beyond_the_keys_are_harmless() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
         return regard.attention(q, k, v, mask=M.Lengths(n))
 
@@ -352,8 +352,8 @@ SIZES = {"static": None, "dynamic": {"x": {0: Dim("B"), 1: Dim("L", min=2)}, "n"
 def test_export(sizes: str, strict: bool) -> None:
     layer = Layer(M.Causal())
     program = export(layer, (X, N), dynamic_shapes=SIZES[sizes], strict=strict)
-    found = [str(node.target) for node in program.graph.nodes]
-    assert found.count("regard.attention_forward.default") == 1
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("regard.attention_forward.default") == 1
     samples = [(X, N)] if sizes == "static" else [(X, N), (torch.randn(5, 31, 16), torch.arange(5) * 7)]
     for sample in samples:
         assert_close(program.module()(*sample), layer(*sample))
@@ -365,22 +365,22 @@ def test_an_exported_program_trains_and_is_saved() -> None:
     exported = program.module()
     exported(X, N).square().sum().backward()
     layer(X, N).square().sum().backward()
-    theirs = dict(exported.named_parameters())
+    exported_parameters = dict(exported.named_parameters())
     for name, parameter in layer.named_parameters():
-        assert_close(theirs[name].grad, parameter.grad)
+        assert_close(exported_parameters[name].grad, parameter.grad)
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
     assert_close(torch.export.load(file).module()(X, N), layer(X, N))
 
 
-def test_evidence_is_left_to_python() -> None:
-    """The graph is cut in two, and the call between them runs as it is."""
+def test_evidence_breaks_the_graph() -> None:
+    """torch.compile breaks the graph at `evidence`, which runs uncompiled."""
 
     def model(x: Tensor) -> Tensor:
         y = 2 * x
-        (found,) = regard.evidence(y, x, None, regard.ColumnMass(), mask=M.Causal())
-        return found + x.sum()
+        (mass,) = regard.evidence(y, x, None, regard.ColumnMass(), mask=M.Causal())
+        return mass + x.sum()
 
     x = torch.randn(1, 2, 9, 8)
     counter = CompileCounterWithBackend("eager")

@@ -1,4 +1,4 @@
-"""What is asked: shapes, strides, messages. Sizes are prime, so that a swapped axis cannot pass."""
+"""Tests of `make`: shapes, strides, options, messages. Sizes are prime to expose swapped axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_textbook_form() -> None:
 
 
 def read_4d(x: Tensor, stride: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """What a kernel reads with these strides."""
+    """Reads x as a kernel does with these strides."""
     return x.as_strided(shape, stride, x.storage_offset())
 
 
@@ -65,8 +65,8 @@ def test_strides_read_the_right_numbers(view: str) -> None:
     problem = make(torch.randn(2, 3, HQ, LQ, D), k, torch.randn(2, 3, HKV, LK, DV))
     spec = problem.spec
     assert spec.copied == (("k",) if view in ("permuted batch", "part broadcast") else ())
-    seen = read_4d(problem.k, spec.k_stride, (spec.B, HKV, LK, D))
-    assert torch.equal(seen, k.expand(2, 3, HKV, LK, D).reshape(6, HKV, LK, D))
+    read = read_4d(problem.k, spec.k_stride, (spec.B, HKV, LK, D))
+    assert torch.equal(read, k.expand(2, 3, HKV, LK, D).reshape(6, HKV, LK, D))
     if not spec.copied:
         assert problem.k is k
 
@@ -79,8 +79,8 @@ def test_bias_strides(shape: tuple[int, ...]) -> None:
     problem = make(*qkv(2, 3), Options(bias=bias))
     spec = problem.spec
     assert isinstance(problem.bias, Tensor)
-    seen = read_4d(problem.bias, spec.bias_stride, (6, HQ, LQ, LK))
-    assert torch.equal(seen, bias.expand(2, 3, HQ, LQ, LK).reshape(6, HQ, LQ, LK))
+    read = read_4d(problem.bias, spec.bias_stride, (6, HQ, LQ, LK))
+    assert torch.equal(read, bias.expand(2, 3, HQ, LQ, LK).reshape(6, HQ, LQ, LK))
 
 
 def order(x: Tensor) -> list[int]:
@@ -111,12 +111,12 @@ def test_lazily_negated_views() -> None:
     q, k, v = qkv(B)
     z = torch.complex(q, q).conj().imag
     assert z.is_neg()
-    for _ in range(2):  # the second time the Spec is known
+    for _ in range(2):  # the second call reuses the Spec
         assert torch.equal(regard.attention(z, k, v), regard.attention(-q, k, v))
         assert torch.equal(regard.attention(torch.complex(q, q).imag, k, v), regard.attention(q, k, v))
 
 
-# The cache
+# The cache of Specs
 
 
 def test_a_repeated_call_is_not_checked_again() -> None:
@@ -194,24 +194,24 @@ def test_seeds() -> None:
     assert make(*arguments, Options(dropout=0.5)).seed == first
 
 
-def test_no_random_number_is_used_without_dropout() -> None:
+def test_no_random_number_is_drawn_without_dropout() -> None:
     state = torch.get_rng_state()
     make(Q, K, V)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "slopes", "table", "sink"])
-def test_the_problem_knows_who_needs_gradients(which: str) -> None:
+def test_needs_grad(which: str) -> None:
     q, k, v = qkv(B)
-    given: dict[str, Tensor] = {"q": q, "k": k, "v": v, "bias": torch.zeros(LQ, LK), "sink": torch.zeros(HQ)}
-    given |= {"slopes": torch.ones(HQ), "table": torch.zeros(8, HQ)}
-    options: dict[str, Any] = {"sink": given["sink"], "bias": given["bias"]}
+    inputs: dict[str, Tensor] = {"q": q, "k": k, "v": v, "bias": torch.zeros(LQ, LK), "sink": torch.zeros(HQ)}
+    inputs |= {"slopes": torch.ones(HQ), "table": torch.zeros(8, HQ)}
+    options: dict[str, Any] = {"sink": inputs["sink"], "bias": inputs["bias"]}
     if which == "slopes":
-        options["bias"] = scores.Alibi(given["slopes"])
+        options["bias"] = scores.Alibi(inputs["slopes"])
     if which == "table":
-        options["bias"] = scores.RelativeBias(given["table"])
+        options["bias"] = scores.RelativeBias(inputs["table"])
     assert not make(q, k, v, Options(**options)).needs_grad
-    given[which].requires_grad_()
+    inputs[which].requires_grad_()
     assert make(q, k, v, Options(**options)).needs_grad
     with torch.no_grad():
         assert not make(q, k, v, Options(**options)).needs_grad
@@ -313,7 +313,7 @@ def test_messages(change: dict[str, Any], error: type[Exception], message: str) 
         regard.attention(**arguments)
 
 
-def test_random_mistakes_raise_value_or_type_errors_and_nothing_else() -> None:
+def test_random_mistakes_raise_only_value_or_type_errors() -> None:
     chance = random.Random(20)
     for _ in range(500):
         arguments: dict[str, Any] = {"q": Q, "k": K, "v": V}

@@ -31,9 +31,9 @@ from support.cache import (
     H,
     Hkv,
     append,
+    as_stored,
     attend,
     expected,
-    kept,
     new,
     tokens,
 )
@@ -82,7 +82,7 @@ def test_extend_matches_append_and_returns_the_stored_keys(kind: str) -> None:
         stored = extended.extend(k[:, :, i:j], v[:, :, i:j])
         append(appended, k[:, :, i:j], v[:, :, i:j])
         assert stored.length == rows
-        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], kept(kind, k[:, :, i:j]))
+        assert torch.equal(stored.dense(k.dtype)[0][:, :, i - j :], as_stored(kind, k[:, :, i:j]))
         assert_same(content(extended), content(appended))
     with pytest.raises(TypeError, match=r"v: expected a tensor of torch\.float32"):
         extended.extend(k[:, :, 85:86], v[:, :, 85:86].double())
@@ -381,7 +381,7 @@ def test_dequantised_values_are_close(kind: str, levels: int, channels: int) -> 
     With 4 bits it loses a little more: the least-squares fit moves the ends of the range inwards.
     """
     x = torch.randn(4, 3, 50, channels) * torch.logspace(-2, 2, 50)[:, None] + 3
-    dequantised = kept(kind, x)
+    dequantised = as_stored(kind, x)
     for group in range(0, channels, 32):
         values = x[..., group : group + 32]
         if kind == "int8":
@@ -394,13 +394,13 @@ def test_dequantised_values_are_close(kind: str, levels: int, channels: int) -> 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantising_constant_zero_and_non_finite_groups(kind: str) -> None:
-    constant = kept(kind, torch.full((2, 40), 2.5))
+    constant = as_stored(kind, torch.full((2, 40), 2.5))
     assert_close(constant, torch.full((2, 40), 2.5), rtol=1e-3)
-    assert not kept(kind, torch.zeros(2, 40)).any()
+    assert not as_stored(kind, torch.zeros(2, 40)).any()
     for value in (torch.nan, torch.inf, 1e9):
         x = torch.ones(1, 64)
         x[0, 3] = value
-        dequantised = kept(kind, x)
+        dequantised = as_stored(kind, x)
         assert dequantised[0, :32].isnan().any(), "a group that cannot be encoded must contain NaN"
         assert dequantised[0, 32:].isfinite().all()
 

@@ -15,7 +15,7 @@ from transformers import cache_utils
 from regard._call.stored import Stored
 from regard.hf import Cache
 from support import assert_close
-from support.hf import DECODERS, each, inputs, lively, made, padding, tokens
+from support.hf import DECODERS, build, build_varied, inputs, models, padding, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY = 320
@@ -85,18 +85,18 @@ def check_steps(name: str, cache: Any, model: Any, L: int, sizes: list[int]) -> 
 
 
 @each_exact_cache()
-@each(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
+@models(["gemma3", "llama4", *DECODERS[:2], "gpt_oss", "deepseek_v3", "gpt2"], {"gemma3", "llama4"})
 @pytest.mark.parametrize("sizes", [[3, 1, 1], [17, 1, 1, 1, 1, 1, 1], [1]], ids=str)
 def test_chunked_logits_match_one_call(name: str, make: Callable[[Any], Any], sizes: list[int]) -> None:
     """Chunks of input cross the edges of the window (7) and of chunked attention (5)."""
-    model = lively(name, "regard")
+    model = build_varied(name, "regard")
     check_steps(name, make(model.config), model, 28, sizes)
 
 
 @each_exact_cache()
-@each(["gemma3", "llama", "gpt_oss"], set())
+@models(["gemma3", "llama", "gpt_oss"], set())
 def test_many_decode_steps_match_one_call(name: str, make: Callable[[Any], Any]) -> None:
-    model = lively(name, "regard")
+    model = build_varied(name, "regard")
     check_steps(name, make(model.config), model, 17 + 256, [17, *[1] * 256])
 
 
@@ -113,9 +113,9 @@ def generated(model: Any, cache: Any, count: int = 64, **options: Any) -> Tensor
     return out
 
 
-@each(DECODERS, {"gemma3"})
+@models(DECODERS, {"gemma3"})
 def test_greedy_tokens_match_eager_with_every_exact_cache(name: str) -> None:
-    model = lively(name, "eager")
+    model = build_varied(name, "eager")
     expected = generated(model, None)
     assert len(set(expected[0, 23:].tolist())) == 64
     model.set_attn_implementation("regard")
@@ -125,13 +125,13 @@ def test_greedy_tokens_match_eager_with_every_exact_cache(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_our_cache_works_with_other_implementations(implementation: str) -> None:
-    model = lively("llama", implementation)
+    model = build_varied("llama", implementation)
     expected = generated(model, None, 12)
     assert torch.equal(generated(model, Cache(model.config), 12), expected)
 
 
 def test_beam_search_with_several_sequences() -> None:
-    model = lively("gemma3", "regard")
+    model = build_varied("gemma3", "regard")
     caches = (None, Cache(model.config))
     outs = [generated(model, cache, 10, num_beams=3, num_return_sequences=2) for cache in caches]
     assert torch.equal(*outs)
@@ -139,7 +139,7 @@ def test_beam_search_with_several_sequences() -> None:
 
 @pytest.mark.parametrize(("options", "limit"), OURS.values(), ids=list(OURS))
 def test_reduced_precision_caches_are_close(options: dict[str, Any], limit: float) -> None:
-    model, batch = lively("llama", "regard"), sequence(28)
+    model, batch = build_varied("llama", "regard"), sequence(28)
     cache, full = Cache(model.config, **options), Cache(model.config)
     real = batch["attention_mask"].bool()
     steps, expected = (by_chunks(model, past, batch, [20, 1])[real] for past in (cache, full))
@@ -159,7 +159,7 @@ def test_reduced_precision_caches_take_less_memory(options: dict[str, Any], shar
 
 
 def test_decoding_copies_no_stored_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lively("llama", "regard")
+    model = build_varied("llama", "regard")
     cache = Cache(model.config, capacity=64)
     batch = sequence(28)
     by_chunks(model, cache, {key: x[:, :20] for key, x in batch.items()}, [20])
@@ -173,7 +173,7 @@ def test_decoding_copies_no_stored_keys(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_window_bounds_memory() -> None:
-    model = lively("gemma3", "regard")
+    model = build_varied("gemma3", "regard")
     cache = Cache(model.config)
     by_chunks(model, cache, sequence(200), [1])
     sliding, full = cache.layers
@@ -183,7 +183,7 @@ def test_a_window_bounds_memory() -> None:
 
 
 def test_crop_and_deepcopy() -> None:
-    model, batch = lively("gemma3", "regard"), sequence(28)
+    model, batch = build_varied("gemma3", "regard"), sequence(28)
     real = batch["attention_mask"].bool()[:, 20:]
     cache = Cache(model.config, rollback=4)
     first = {key: x[:, :24] for key, x in batch.items()}
@@ -211,7 +211,7 @@ def test_crop_and_deepcopy() -> None:
 
 
 def test_selecting_and_repeating_samples() -> None:
-    model = made("llama", "regard")
+    model = build("llama", "regard")
     cache = Cache(model.config)
     with torch.no_grad():
         model(input_ids=tokens(3, 5), past_key_values=cache)
@@ -227,7 +227,7 @@ def test_selecting_and_repeating_samples() -> None:
 
 
 def test_methods_of_an_empty_cache() -> None:
-    cache = Cache(made("gemma3", "eager").config, bits=8)
+    cache = Cache(build("gemma3", "eager").config, bits=8)
     assert (cache.nbytes, cache.get_seq_length(), cache.get_mask_sizes(4, 0)) == (0, 0, (4, 0))
     assert cache.layers[0].keys is None
     assert cache.layers[0].values is None
@@ -242,7 +242,7 @@ def test_methods_of_an_empty_cache() -> None:
 
 
 def test_encoder_decoder_cache() -> None:
-    model = lively("whisper", "regard")
+    model = build_varied("whisper", "regard")
     features = {"input_features": torch.randn(2, 8, 100)}
     ours = hf.EncoderDecoderCache(Cache(model.config), Cache(model.config))
     options = {**features, "max_new_tokens": 12, "do_sample": False}
@@ -258,7 +258,7 @@ def test_layers_that_are_not_attention_raise() -> None:
 
 
 def test_weights_and_dropout_with_our_cache() -> None:
-    model, batch = lively("gemma3", "regard"), sequence(28)
+    model, batch = build_varied("gemma3", "regard"), sequence(28)
     attentions = []
     for cache in (hf.DynamicCache(config=model.config), Cache(model.config)):
         first = {key: x[:, :20] for key, x in batch.items()}
@@ -281,7 +281,7 @@ def test_weights_and_dropout_with_our_cache() -> None:
 
 @pytest.mark.full
 def test_compiled_models() -> None:
-    model, batch = lively("gemma3", "regard"), inputs("gemma3", "left")
+    model, batch = build_varied("gemma3", "regard"), inputs("gemma3", "left")
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         expected = model(**batch, use_cache=False).logits[real]
@@ -295,6 +295,6 @@ def test_compiled_models() -> None:
 
 
 def test_training_with_our_cache_raises() -> None:
-    model = made("llama", "regard")
+    model = build("llama", "regard")
     with pytest.raises(RuntimeError, match="a cache keeps no gradient"):
         model(input_ids=tokens(1, 4), past_key_values=Cache(model.config))

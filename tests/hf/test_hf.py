@@ -19,7 +19,7 @@ from transformers import masking_utils
 import regard
 from regard.hf import _attention
 from support import assert_close
-from support.hf import DECODERS, LENGTH, SHARP, SWITCHED, VOCABULARY, each, inputs, made, padding, tokens
+from support.hf import DECODERS, LENGTH, SHARP, SWITCHED, VOCABULARY, build, inputs, models, padding, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RESULTS = ("logits", "last_hidden_state", "logits_per_image")
@@ -35,7 +35,7 @@ def at_real_tokens(x: Tensor, batch: dict[str, Tensor]) -> Tensor:
 # Results of models
 
 
-@each(SWITCHED)
+@models(SWITCHED)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_logits_and_gradients_match_eager(name: str, side: str) -> None:
     """Logits and gradients agree within the tolerance of Transformers' tests."""
@@ -44,7 +44,7 @@ def test_logits_and_gradients_match_eager(name: str, side: str) -> None:
     batch = inputs(name, side)
     results = {}
     for implementation in ("eager", "regard"):
-        model = made(name, implementation)
+        model = build(name, implementation)
         out = model(**batch)
         result = at_real_tokens(next(out[key] for key in RESULTS if key in out), batch)
         factors = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
@@ -60,12 +60,12 @@ def test_logits_and_gradients_match_eager(name: str, side: str) -> None:
         )
 
 
-@each([name for name in SWITCHED if name not in {"clip"} | SHARP])
+@models([name for name in SWITCHED if name not in {"clip"} | SHARP])
 def test_requested_weights_match_eager(name: str) -> None:
     batch = inputs(name)
     with torch.no_grad():
-        expected = made(name, "eager")(**batch, output_attentions=True)
-        out = made(name, "regard")(**batch, output_attentions=True)
+        expected = build(name, "eager")(**batch, output_attentions=True)
+        out = build(name, "regard")(**batch, output_attentions=True)
     keys = [key for key in WEIGHTS if expected.get(key)]
     assert keys
     for key in keys:
@@ -80,16 +80,16 @@ def test_requested_weights_match_eager(name: str) -> None:
 
 
 def test_no_weights_without_request() -> None:
-    assert made("llama", "regard")(**inputs("llama")).attentions is None
+    assert build("llama", "regard")(**inputs("llama")).attentions is None
 
 
-@each(
+@models(
     ["llama", "gemma3", "gpt_oss", "mistral", "llama4", "gpt2", "qwen3", "deepseek_v3", "bert", "modernbert"]
 )
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padded_rows_match_rows_alone(name: str, side: str) -> None:
-    model, ids = made(name, "regard"), tokens(3)
+    model, ids = build(name, "regard"), tokens(3)
     keep = padding(3, LENGTH, side)
     positions = (keep.cumsum(1) - 1).clamp(min=0)
     position_options = {} if name in ("modernbert", "bert") else {"position_ids": positions}
@@ -101,20 +101,20 @@ def test_padded_rows_match_rows_alone(name: str, side: str) -> None:
         assert_close(row[mask], alone, rtol=1e-5, atol=1e-5)
 
 
-@each([name for name in DECODERS if name not in SHARP], {"llama"})
+@models([name for name in DECODERS if name not in SHARP], {"llama"})
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 1e-2), (torch.float16, 5e-3)])
 @torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype, atol: float) -> None:
     batch = inputs(name)
     expected, out = (
-        at_real_tokens(made(name, implementation).to(dtype)(**batch).logits, batch)
+        at_real_tokens(build(name, implementation).to(dtype)(**batch).logits, batch)
         for implementation in ("eager", "regard")
     )
     assert_close(out, expected, rtol=0, atol=atol)
 
 
 def test_dropout_in_training() -> None:
-    model = made("llama", "regard").train()
+    model = build("llama", "regard").train()
     model.model.layers[0].self_attn.attention_dropout = 0.5
     torch.manual_seed(3)
     first = model(**inputs("llama", "none"), output_attentions=True).attentions[0]
@@ -123,7 +123,7 @@ def test_dropout_in_training() -> None:
 
 def test_bloom_is_not_supported() -> None:
     """BLOOM does not use AttentionInterface: Transformers warns and keeps its own attention."""
-    model = made("bloom", "regard")
+    model = build("bloom", "regard")
     assert model.config._attn_implementation == "eager"
     with pytest.raises(TypeError, match="BloomForCausalLM at 'the top' stays with 'eager'"):
         regard.convert.replace_attention(model)
@@ -138,14 +138,14 @@ def test_user_masks_are_applied(kind: str) -> None:
     ids, keep = tokens(1), torch.rand(1, 1, LENGTH, LENGTH) < 0.5
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     additive = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
-    expected = made("llama", "eager")(input_ids=ids, attention_mask=additive).logits
-    out = made("llama", "regard")(input_ids=ids, attention_mask=keep if kind == "bool" else additive).logits
+    expected = build("llama", "eager")(input_ids=ids, attention_mask=additive).logits
+    out = build("llama", "regard")(input_ids=ids, attention_mask=keep if kind == "bool" else additive).logits
     assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_packed_sequences_by_positions_or_cu_seqlens() -> None:
-    model, sizes = made("llama", "regard"), [5, 11, 7]
+    model, sizes = build("llama", "regard"), [5, 11, 7]
     sequences = [tokens(1, n) for n in sizes]
     row = {
         "input_ids": torch.cat(sequences, 1),
@@ -223,7 +223,7 @@ def test_a_missing_mask_function_raises(monkeypatch: pytest.MonkeyPatch) -> None
     """Without our error, Transformers would silently pass no mask."""
     monkeypatch.delitem(masking_utils.AttentionMaskInterface._global_mapping, "regard")
     with pytest.raises(RuntimeError, match=r"regard\.hf\.register\(\)"):
-        made("llama", "regard")(**inputs("llama", "left"))
+        build("llama", "regard")(**inputs("llama", "left"))
 
 
 # Keyword arguments of all models
@@ -262,7 +262,7 @@ def test_without_transformers_the_message_says_what_to_install() -> None:
 
 
 def test_replace_and_verify(capsys: pytest.CaptureFixture[str]) -> None:
-    model = made("gemma3", "eager")
+    model = build("gemma3", "eager")
     assert regard.convert.replace_attention(model) == ("", "model")
     assert model.config._attn_implementation == "regard"
     differences = regard.convert.verify(model, inputs("gemma3", "none"))
@@ -272,7 +272,7 @@ def test_replace_and_verify(capsys: pytest.CaptureFixture[str]) -> None:
     assert "from float64" in capsys.readouterr().out
     assert regard.convert.restore_attention(model) == ("", "model")
     assert model.config._attn_implementation == "sdpa"
-    assert regard.convert.restore_attention(made("gpt_oss", "regard")) == ("", "model")  # has no sdpa
+    assert regard.convert.restore_attention(build("gpt_oss", "regard")) == ("", "model")  # has no sdpa
 
 
 # Safety
@@ -280,7 +280,7 @@ def test_replace_and_verify(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_implementation_is_never_read_from_a_config(tmp_path: Path) -> None:
     """A name in a config file causes no download and no code to run. The requested name is used."""
-    made("llama", "eager").save_pretrained(tmp_path)
+    build("llama", "eager").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     evil = {"_attn_implementation_internal": "evil/kernel", "attn_implementation": "evil/kernel"}
     file.write_text(json.dumps(json.loads(file.read_text()) | evil | {"_attn_implementation": "evil/kernel"}))

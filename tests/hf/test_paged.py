@@ -13,7 +13,7 @@ import regard.hf
 from regard._call.stored import Stored
 from regard.hf import _paged
 from regard.hf._standin import MaskTensor
-from support.hf import each, lively
+from support.hf import build_varied, models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (3, 17, 40, 5, 33, 8, 21, 60)
@@ -58,10 +58,10 @@ def one_by_one(
     return results
 
 
-@each(["gemma3", "llama", "mistral", "gpt_oss", "gemma2", "qwen3"], {"gemma3"})
+@models(["gemma3", "llama", "mistral", "gpt_oss", "gemma2", "qwen3"], {"gemma3"})
 def test_a_batch_generates_the_tokens_of_single_requests(name: str) -> None:
     """Models with and without sliding windows; prefill and decode steps share a batch."""
-    model, requests = lively(name, "eager"), prompts()
+    model, requests = build_varied(name, "eager"), prompts()
     expected = one_by_one(model, requests)
     model.set_attn_implementation("regard")
     for result, (generated, logprobs) in zip(in_a_batch(model, requests), expected, strict=True):
@@ -81,7 +81,7 @@ def test_decoding_reads_pages_in_place_and_needs_no_mask(monkeypatch: pytest.Mon
     steps = []
     original_planned = _paged._planned
     monkeypatch.setattr(_paged, "_planned", lambda *args: steps.append(original_planned(*args)) or steps[-1])
-    in_a_batch(lively("llama", "regard"), prompts())
+    in_a_batch(build_varied("llama", "regard"), prompts())
     assert sum(plan.table.shape[0] for plan in steps) >= len(LENGTHS) * (NEW - 1)
     assert max(plan.table.shape[0] for plan in steps) > 1  # some call has several sequences
     chunks = sum(sequence.Lk > sequence.Lq for plan in steps for sequence in plan.others)
@@ -91,21 +91,21 @@ def test_decoding_reads_pages_in_place_and_needs_no_mask(monkeypatch: pytest.Mon
 
 def test_pages_that_no_kernel_supports_are_gathered() -> None:
     """Pages of 24 tokens, not a power of two, are gathered before attention."""
-    model, requests = lively("llama", "regard"), prompts()[:3]
+    model, requests = build_varied("llama", "regard"), prompts()[:3]
     first, second = (in_a_batch(model, requests, page, 4) for page in (16, 24))
     assert [x.generated_tokens for x in first] == [x.generated_tokens for x in second]
 
 
 def test_other_implementations_raise_as_before() -> None:
     regard.hf.register()  # a second registration changes nothing
-    model = lively("llama", "regard")
+    model = build_varied("llama", "regard")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="flex_attention is not supported for continuous batching"):
         in_a_batch(model, prompts())
 
 
 def test_the_deprecated_prefix_is_accepted() -> None:
-    model = lively("llama", "eager")
+    model = build_varied("llama", "eager")
     with pytest.warns(FutureWarning, match="prefix is no longer needed"):
         model.set_attn_implementation("paged|regard")
     assert model.config._attn_implementation == "regard"

@@ -1,6 +1,6 @@
 """The import contract: `[tool.importlinter]` of pyproject.toml, and two rules beyond import-linter.
 
-Each rule is also broken on purpose, in a copy of the sources, and must fail there.
+Tests also break each rule in a copy of the sources and check that the violation is found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def modules(path: Path, package: str) -> Iterator[str]:
 
 
 def imports(root: Path, folder: str) -> Iterator[tuple[str, str]]:
-    """Yields (module, imported module) for the files below a folder, without tests."""
+    """Yields (module, imported module) for the files below a folder, except tests."""
     for path in sorted((root / folder).rglob("*.py")):
         module = path.relative_to(root / folder).with_suffix("").parts
         if "tests" not in module and module[0] != "conftest":
@@ -52,7 +52,7 @@ def private_imports_of_the_gallery(root: Path) -> list[str]:
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs import-linter. Without `site`, so that an editable install does not replace the sources."""
+    """Runs import-linter without `site`: an editable install would replace the sources."""
     site = Path(pytest.importorskip("importlinter").__file__).parents[1]
     run = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
     path = os.pathsep.join(map(str, (root / "src", root / "gallery", site)))

@@ -1,4 +1,4 @@
-"""The house rules that a program can check: short functions, a thin binding, no traces of a machine."""
+"""House rules: short functions, a thin binding, no machine-specific paths or addresses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PYTHON_LIMIT, CPP_LIMIT, BIND_LIMIT = 60, 80, 200
 
 
 def tracked() -> list[Path]:
-    """Files that are or would be in the repository; without git, all that is not built."""
+    """Returns the files that git tracks or would add; without git, all that are not built."""
     listing = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     try:
         names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
-        made = re.compile(r"\.git/|\.venv/|build/|.*_cache(__)?/|\.hypothesis/|.*\.egg-info/")
-        return [p for p in ROOT.rglob("*") if p.is_file() and not made.match(str(p.relative_to(ROOT)))]
+        generated = re.compile(r"\.git/|\.venv/|build/|.*_cache(__)?/|\.hypothesis/|.*\.egg-info/")
+        return [p for p in ROOT.rglob("*") if p.is_file() and not generated.match(str(p.relative_to(ROOT)))]
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
@@ -36,7 +36,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, the docstring not counted."""
+    """Counts the lines from `def` to the end, without the docstring."""
     first = function.body[0]
     is_doc = (
         isinstance(first, ast.Expr)
@@ -52,14 +52,14 @@ def blank(match: re.Match[str]) -> str:
 
 
 def without_comments_and_strings(text: str) -> str:
-    """C++ with comments, literals and preprocessor lines removed; lines keep their numbers."""
+    """Removes comments, literals and preprocessor lines from C++. Line numbers do not change."""
     text = re.sub(r'R"(\w*)\(.*?\)\1"', blank, text, flags=re.S)
     text = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', blank, text, flags=re.S)
     return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.M)
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
-    """(heading, lines) of each block outside other functions whose heading has parameters."""
+    """Yields (heading, lines) of each function that is not nested in another."""
     text = without_comments_and_strings(text)
     inside, function, start = 0, None, 0
     for brace in re.finditer(r"[{}]", text):
@@ -103,8 +103,8 @@ def test_the_binding_is_thin() -> None:
     assert len(bind.read_text(encoding="utf-8").splitlines()) < BIND_LIMIT
 
 
-# Written in pieces, so that this file passes its own test.
-MACHINE = re.compile(
+# Split, so that this file does not match its own pattern.
+MACHINE_SPECIFIC = re.compile(
     r"(?<![\w.~$}])/(?:home|root|work|Users|opt/wheels)/\w"
     r"|(?:index-url|find-links)[ =]+[\"']?\w+:/" + "/"
     r"|\b(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?=[:/])"
@@ -112,11 +112,11 @@ MACHINE = re.compile(
 
 
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
-def test_no_machine_is_named(path: Path) -> None:
+def test_no_machine_specific_text(path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return
-    found = [match.group() for match in MACHINE.finditer(text)]
-    assert not found
+    matches = [match.group() for match in MACHINE_SPECIFIC.finditer(text)]
+    assert not matches
     assert str(ROOT) not in text

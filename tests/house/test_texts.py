@@ -1,4 +1,4 @@
-"""DESIGN.md, the READMEs of folders and docs/decisions: the paths they name exist, lines are short."""
+"""DESIGN.md, folder READMEs and docs/decisions: named paths exist, lines are short."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ each_text = pytest.mark.parametrize("path", TEXTS, ids=[str(p.relative_to(ROOT))
 
 
 @each_text
-def test_links_lead_somewhere(path: Path) -> None:
+def test_link_targets_exist(path: Path) -> None:
     targets = LINK.findall(path.read_text(encoding="utf-8"))
     assert not [target for target in targets if not (path.parent / target).exists()]
 
 
 @each_text
 def test_named_files_exist(path: Path) -> None:
-    """A name may leave out the folders in front of it. NAME stands for any name."""
-    found = PATH.findall(path.read_text(encoding="utf-8"))
-    names = {re.sub(r"^(\.\./)+", "", name).removesuffix("/") for name in found}
+    """Texts may omit leading folders of a path. NAME stands for any name."""
+    paths = PATH.findall(path.read_text(encoding="utf-8"))
+    names = {re.sub(r"^(\.\./)+", "", name).removesuffix("/") for name in paths}
     missing = [n for n in names if "NAME" not in n and not any(e.endswith(f"/{n}") for e in ENDINGS)]
     assert not missing
 
@@ -45,11 +45,11 @@ def test_prose_is_wrapped(path: Path) -> None:
     assert not [x for x in lines.splitlines() if len(x) > WIDTH and not x.startswith("|")]
 
 
-def test_the_design_is_three_screens() -> None:
+def test_design_is_short() -> None:
     assert len(DESIGN.read_bytes()) <= DESIGN_BYTES
 
 
-def test_the_table_of_ops_is_that_of_the_code() -> None:
+def test_table_of_ops_matches_the_code() -> None:
     text = (ROOT / "native" / "mask" / "README.md").read_text(encoding="utf-8")
     table = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", text, flags=re.M)}
     assert table == {op.name: op.value for op in masks.Op}

@@ -116,7 +116,7 @@ def test_global_tokens_are_sorted_without_repeats() -> None:
 def test_random_blocks_are_reproducible() -> None:
     dense = M.RandomBlocks(2, 1, 1).to_dense(4, 9, offset=-1)
     assert dense.sum(-1).tolist() == [2] * 4
-    expected = [program_interpreter.drawn(1, row, 9, 2) for row in range(-1, 3)]
+    expected = [program_interpreter.random_blocks(1, row, 9, 2) for row in range(-1, 3)]
     assert [set(keys.nonzero().flatten().tolist()) for keys in dense] == expected
 
 

@@ -1,4 +1,4 @@
-"""The native gradients against the float64 reference, and what they promise beside accuracy."""
+"""Tests of the native gradients: accuracy, NaN, layouts, equal bits, memory, signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.backward import (
     norm,
     pairs_of,
     sample,
-    sizes,
+    term_norms,
     training,
 )
 from support.contract import KINDS, broken_values, masks_over, rows_without_keys, same_bits
@@ -47,15 +47,15 @@ NAN = float("nan")
 
 def check(call: Call, lse: bool = False) -> None:
     t = training(call, lse)
-    found = faults(t)
-    assert not found, f"{found} in {describe(t)}"
+    messages = faults(t)
+    assert not messages, f"{messages} in {describe(t)}"
 
 
 def bits(t: Training, names: Any = None) -> tuple[Tensor, ...]:
     return tuple(t.run(names).values())
 
 
-# The grid: every remainder of query tiles and key blocks, every option
+# Sampled cases: every remainder of query tiles and key blocks, every option
 
 
 @pytest.mark.parametrize("first", range(0, 192, 32))
@@ -89,7 +89,7 @@ def test_every_number_of_keys(isa: str, dtype: torch.dtype, poison: None) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_really_every_number(isa: str, dtype: torch.dtype, poison: None) -> None:
+def test_every_length_up_to_259(isa: str, dtype: torch.dtype, poison: None) -> None:
     for n in range(1, 260):
         check(call_of(isa, 1, 1, 1, n, 21, 9, 5, dtype=dtype, mask=M.Window(9, 3)))
         check(call_of(isa, 1, 1, 1, 17, n, 8, 8, dtype=dtype, bias=torch.randn(17, n)))
@@ -102,12 +102,13 @@ def test_every_width(isa: str, dtype: torch.dtype, poison: None) -> None:
         check(call_of(isa, 1, 1, 1, 5, 7, 3, n, dtype=dtype))
 
 
-# One more chunk for every 512 keys of width 64 or 170 of width 192, in steps of 96 keys.
+# The number of chunks grows by one every 512 keys of width 64 or 170 keys of width 192, in steps of
+# 96 keys.
 CHUNKS = {64: (511, 512, 513, 575, 577, 1023, 1025), 192: (95, 97, 170, 171, 191, 193, 289), 576: (97, 193)}
 
 
 @pytest.mark.parametrize("D", CHUNKS)
-def test_around_the_chunks(isa: str, D: int, poison: None) -> None:
+def test_lengths_around_chunk_boundaries(isa: str, D: int, poison: None) -> None:
     for Lk in CHUNKS[D]:
         for mask in (None, M.Causal(), M.Window(100, 0)):
             check(call_of(isa, 1, 2, 1, 67, Lk, D, D, mask=mask), lse=True)
@@ -142,7 +143,7 @@ def test_bias_of_many_tiles_and_chunks(isa: str, shape: tuple[int, ...], poison:
 
 
 def test_bias_of_one_row_or_key(isa: str, poison: None) -> None:
-    """A dim of size 1 is both whole and broadcast."""
+    """A dim of size 1 is both full-size and broadcast."""
     for Lq, Lk in ((1, 1), (1, 9), (9, 1)):
         for shape in ((), (Lq, Lk), (2, 1, 1, 1), (1, 4, Lq, Lk), (2, 4, Lq, Lk)):
             check(call_of(isa, 2, 4, 2, Lq, Lk, 8, 8, bias=torch.randn(shape)))
@@ -187,8 +188,8 @@ def test_masks_and_options(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_narrow_relative_table(isa: str, dtype: torch.dtype) -> None:
-    """Thousands of distances share a bucket: 16 bits cannot hold their sum on the way."""
+def test_relative_table_of_16_bits(isa: str, dtype: torch.dtype) -> None:
+    """Thousands of distances share a bucket, so their sum must not be accumulated in 16 bits."""
     bias = RelativeBias(torch.randn(8, 2).to(dtype), bidirectional=False, max_distance=1000)
     t = training(call_of(isa, 1, 2, 1, 3, 1100, 8, 5, dtype=dtype, bias=bias))
     assert not faults(t._replace(dout=torch.ones_like(t.dout), dlse=torch.ones(1, 2, 3)))
@@ -200,32 +201,32 @@ def test_dropout(isa: str, dropout: float, poison: None) -> None:
         check(call_of(isa, 2, 2, 1, 67, 101, 8, 5, dtype=dtype, dropout=dropout, seed=2**63 + 5), lse=True)
 
 
-# How far from float64
+# Accuracy
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [64, 128])
-def test_the_gate(isa: str, dtype: torch.dtype, D: int) -> None:
-    """Relative L2 of N(0, 1) inputs against float64 itself, at sizes where it is an average."""
+def test_relative_error(isa: str, dtype: torch.dtype, D: int) -> None:
+    """The relative L2 error for N(0, 1) inputs is within GATE, at sizes where it is an average."""
     for L, mask in ((128, None), (301, M.Causal())):
         t = training(call_of(isa, 1, 2, 1, L, L, D, D, dtype=dtype, mask=mask))
         got, want = t.run(), t.expected()
-        found = {name: norm(got[name].double() - g) / norm(g) for name, g in want.items()}
-        assert max(found.values()) <= GATE[dtype], found
+        errors_by_name = {name: norm(got[name].double() - g) / norm(g) for name, g in want.items()}
+        assert max(errors_by_name.values()) <= GATE[dtype], errors_by_name
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["alibi", "relative", "tensor bias", "softcap", "sink", "dropout", "window"])
-def test_the_gate_with_options(isa: str, dtype: torch.dtype, name: str) -> None:
+def test_relative_error_with_options(isa: str, dtype: torch.dtype, name: str) -> None:
     t = training(call_of(isa, 2, 4, 2, 511, 511, 64, 64, dtype=dtype, **options_of(4, 511, 511)[name]))
     got, want = t.run(), t.expected()
-    found = {n: norm(got[n].double() - want[n]) / norm(want[n]) for n in "qkv"}
-    assert max(found.values()) <= GATE[dtype], found
+    errors_by_name = {n: norm(got[n].double() - want[n]) / norm(want[n]) for n in "qkv"}
+    assert max(errors_by_name.values()) <= GATE[dtype], errors_by_name
 
 
-def theirs(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
-    """The errors of PyTorch's plain formula or its fused kernel, whichever is larger."""
+def pytorch_errors(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the larger error of PyTorch's unfused and fused kernels for each gradient."""
     worst = dict.fromkeys("qkv", 0.0)
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         leaves = [x.detach().clone().requires_grad_() for x in t.call[:3]]
@@ -239,27 +240,30 @@ def theirs(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("factor", "heads", "Lq"), [(8, 128, 1), (8, 64, 3), (8, 16, 78), (64, 64, 67)])
 def test_large_scores(isa: str, factor: int, heads: int, Lq: int, dtype: torch.dtype) -> None:
-    """Near one-hot rows: the error of the scores decides. At most twice PyTorch's, for any last panel."""
+    """Rows are nearly one-hot, so the error of the scores dominates.
+
+    The limit is twice PyTorch's error.
+    """
     call = call_of(isa, 1, heads, heads, Lq, 128, 64, 64, dtype=dtype)
     t = training(call._replace(q=call.q * factor, k=call.k * factor))
-    got, want, room = t.run(), t.expected(), sizes(t, pairs_of(t.call))
-    for name, other in theirs(t, want).items():
-        ours = norm(got[name].double() - want[name])
-        assert ours <= 2 * other + COMPUTED[dtype] * room[name], f"d{name}: {ours}, PyTorch {other}"
+    got, want, norms = t.run(), t.expected(), term_norms(t, pairs_of(t.call))
+    for name, pytorch in pytorch_errors(t, want).items():
+        error = norm(got[name].double() - want[name])
+        assert error <= 2 * pytorch + COMPUTED[dtype] * norms[name], f"d{name}: {error}, PyTorch {pytorch}"
 
 
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e15, 1e19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_beyond_float32(isa: str, size: float, dtype: torch.dtype) -> None:
-    """q.k up to 1e38 * D: one-hot rows; gradients are finite and as right as dout.v can be."""
+    """q.k reaches 1e38 * D, so rows are one-hot. Gradients are finite and as accurate as dout.v."""
     for options in ({}, {"mask": M.Causal()}, {"bias": torch.randn(35, 101)}, {"scale": 1.0}):
         call = call_of(isa, 2, 2, 2, 35, 101, 8, 5, dtype=dtype, **options)
         t = training(call._replace(q=call.q * size, k=call.k * size))
-        got, want, room = t.run(), t.expected(), sizes(t, pairs_of(t.call))
+        got, want, norms = t.run(), t.expected(), term_norms(t, pairs_of(t.call))
         for name, g in want.items():
             assert got[name].isfinite().all(), name
-            stored = 1.01 * norm(g.to(got[name].dtype).double() - g)
-            assert norm(got[name].double() - g) <= 1e-5 * room[name] + stored, name
+            rounding = 1.01 * norm(g.to(got[name].dtype).double() - g)
+            assert norm(got[name].double() - g) <= 1e-5 * norms[name] + rounding, name
 
 
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e19])
@@ -272,12 +276,12 @@ def test_capped_scores_beyond_float32(isa: str, size: float) -> None:
         assert got[name].isfinite().all()
 
 
-# An LSE far from zero: weights that are garbage beyond an edge would overflow.
+# LSE far from zero: unmasked garbage beyond the edge of a tile would overflow.
 
 
 @pytest.mark.parametrize("lse", [-200.0, -89.0, 0.0, 89.0, 200.0])
 @pytest.mark.parametrize("how", ["bias", "row bias", "alibi", "sink"])
-def test_far_lse(isa: str, lse: float, how: str, poison: None) -> None:
+def test_lse_far_from_zero(isa: str, lse: float, how: str, poison: None) -> None:
     for dtype in DTYPES:
         for Lq, Lk in ((1, 1), (17, 33), (67, 101)):
             options = {
@@ -300,12 +304,12 @@ def test_the_lowest_bias_gives_the_mean(isa: str, shape: tuple[int, int], poison
         assert error <= COMPUTED[dtype] * norm(mean) + 1.01 * norm(mean.to(dtype).double() - mean)
 
 
-# Rows that see nothing, keys that nobody sees
+# Fully masked rows, keys masked for all queries
 
 
 @pytest.mark.parametrize("kind", ["bool", "bias", "row bias", "documents", "blocks"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_nothing(isa: str, kind: str, sinks: bool, poison: None) -> None:
+def test_fully_masked_rows(isa: str, kind: str, sinks: bool, poison: None) -> None:
     sink = {"sink": torch.tensor([0.3, -2.0])} if sinks else {}
     for dtype in DTYPES:
         for empty in (slice(0, 17), slice(30, 35), slice(0, 35)):
@@ -330,7 +334,7 @@ def test_rows_that_see_nothing(isa: str, kind: str, sinks: bool, poison: None) -
         (M.Causal(), torch.tensor([-9, 200])),
     ],
 )
-def test_masks_that_leave_nothing(
+def test_masks_with_fully_masked_rows(
     isa: str, mask: M.Mask, offset: int | Tensor, sinks: bool, poison: None
 ) -> None:
     options: dict[str, Any] = {"mask": mask, "offset": offset} | ({"sink": torch.randn(2)} if sinks else {})
@@ -338,7 +342,8 @@ def test_masks_that_leave_nothing(
     check(call_of(isa, 2, 2, 2, 35, 40, 8, 5, **options, bias=torch.randn(2, 1, 1, 40)))
 
 
-# NaN and infinity. Unlike in the forward pass nothing is computed anew: what nobody sees changes no bit.
+# NaN and infinity. Backward has no second pass for non-finite rows as forward has: masked values
+# change no bit.
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -352,7 +357,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def holes(kind: str) -> dict[str, Any]:
-    """Masks over 40 queries and 101 keys that hide rows 0, 7, 16 to 31, 39 and keys 0, 50 to 60, 100."""
+    """Returns a mask of 40 rows and 101 keys.
+
+    It hides rows 0, 7, 16 to 31, 39 and keys 0, 50 to 60, 100.
+    """
     rows, keys = torch.ones(40, dtype=torch.bool), torch.ones(101, dtype=torch.bool)
     rows[[0, 7, 39, *range(16, 32)]] = False
     keys[[0, 100, *range(50, 61)]] = False
@@ -369,31 +377,31 @@ def holes(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", ["documents", "random", "causal", "bool"])
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout", "dlse"])
-def test_nan_nobody_sees_changes_nothing(isa: str, option: str, kind: str, place: str) -> None:
+def test_masked_nan_changes_no_bit(isa: str, option: str, kind: str, place: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         options = OPTIONS[option] | holes(kind)
         if "sink" in options and place == "dlse":
-            continue  # a sink makes an LSE of its own
+            continue  # with a sink, fully masked rows have a finite LSE
         clean = training(call_of(isa, 2, 2, 1, 40, 101, 8, 5, dtype=dtype, **options), lse=True)
         want = clean.run()
         for broken in broken_values(dtype)[::3]:
             t = Training(clean.call._replace(q=clean.call.q.clone()), clean.dout.clone(), clean.dlse.clone())
-            where = {"q": t.call.q, "k": t.call.k, "v": t.call.v, "dout": t.dout, "dlse": t.dlse}
+            tensors = {"q": t.call.q, "k": t.call.k, "v": t.call.v, "dout": t.dout, "dlse": t.dlse}
             if place in "kv":
-                where[place] = where[place].clone()
-                t = t._replace(call=t.call._replace(**{place: where[place]}))
-                where[place][:, :, [0, 100, *range(50, 61)]] = broken
+                tensors[place] = tensors[place].clone()
+                t = t._replace(call=t.call._replace(**{place: tensors[place]}))
+                tensors[place][:, :, [0, 100, *range(50, 61)]] = broken
             else:
-                where[place][:, :, [0, 7, 39, *range(16, 32)]] = broken.to(where[place].dtype)
+                tensors[place][:, :, [0, 7, 39, *range(16, 32)]] = broken.to(tensors[place].dtype)
             got = t.run()
-            off = [n for n in want if not same_bits((got[n],), (want[n],))]
-            assert not off, (place, broken, off, {n: norm(got[n].double() - want[n].double()) for n in off})
+            bad = [n for n in want if not same_bits((got[n],), (want[n],))]
+            assert not bad, (place, broken, bad, {n: norm(got[n].double() - want[n].double()) for n in bad})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_padding_full_of_garbage(isa: str, kind: str, dtype: torch.dtype) -> None:
-    """Queries and keys beyond the lengths, with any other mask: the bits of clean padding."""
+def test_non_finite_padding_changes_no_bit(isa: str, kind: str, dtype: torch.dtype) -> None:
+    """Non-finite queries and keys beyond the lengths, under any other mask, change no bit."""
     options = masks_over(40, 101)[kind]
     lengths = M.Documents(torch.arange(40) // 33, torch.arange(101) // 70 * 2)
     options |= {"mask": lengths if "bias" in options else lengths & as_mask(options["mask"])}
@@ -410,40 +418,40 @@ def as_mask(mask: M.Mask | Tensor) -> M.Mask:
     return M.Dense(mask) if isinstance(mask, Tensor) else mask
 
 
-def check_broken(t: Training) -> None:
-    """NaN exactly where sums over visible pairs have it, right numbers everywhere else."""
+def check_nan_positions(t: Training) -> None:
+    """Checks that NaN occurs exactly where `by_pairs` has NaN. Other values must be accurate."""
     got, want = t.run(), by_pairs(t)
     for name, g in want.items():
         finite = g.isfinite()
-        assert torch.equal(got[name].isfinite(), finite), f"d{name}: {where_not(got[name], finite)}"
+        assert torch.equal(got[name].isfinite(), finite), f"d{name}: {rows_that_differ(got[name], finite)}"
         error = norm(got[name].double()[finite] - g[finite])
         dtype = got[name].dtype
-        stored = norm(g[finite].to(dtype).double() - g[finite]) if dtype.itemsize == 2 else 0.0
+        rounding = norm(g[finite].to(dtype).double() - g[finite]) if dtype.itemsize == 2 else 0.0
         limit = {torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(dtype, COMPUTED[dtype])
-        assert error <= limit * norm(g[finite]) + stored, f"d{name}: {error} of {norm(g[finite])}"
+        assert error <= limit * norm(g[finite]) + rounding, f"d{name}: {error} of {norm(g[finite])}"
 
 
-def where_not(x: Tensor, finite: Tensor) -> str:
+def rows_that_differ(x: Tensor, finite: Tensor) -> str:
     return f"rows {sorted(set((x.isfinite() != finite).nonzero()[:, 2].tolist()))}"
 
 
-def with_nan(t: Training, place: str, spots: tuple[int, int, int]) -> Training:
-    """A NaN in a row of three of the four heads; the fourth stays clean."""
-    where = t.dout if place == "dout" else getattr(t.call, place)
-    for (b, h), spot in zip(((0, 0), (0, 1), (1, 0)), spots, strict=True):
-        where[b, h, spot, 3] = NAN
+def with_nan(t: Training, place: str, rows: tuple[int, int, int]) -> Training:
+    """Sets one element to NaN in three of the four (sample, head) pairs."""
+    tensor = t.dout if place == "dout" else getattr(t.call, place)
+    for (b, h), row in zip(((0, 0), (0, 1), (1, 0)), rows, strict=True):
+        tensor[b, h, row, 3] = NAN
     return t
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
-def test_nan_stays_with_the_pairs_that_see_it(isa: str, kind: str, place: str, poison: None) -> None:
-    """In the first row, one in the middle and the last."""
-    spots = (0, 50, 100) if place in "kv" else (0, 20, 39)
+def test_nan_reaches_only_visible_pairs(isa: str, kind: str, place: str, poison: None) -> None:
+    """NaN in the first row, a middle row and the last row."""
+    rows = (0, 50, 100) if place in "kv" else (0, 20, 39)
     for dtype in (torch.float32, torch.bfloat16):
         options = masks_over(40, 101)[kind] | ({"softcap": 3.0} if dtype is torch.float32 else {})
-        check_broken(
-            with_nan(training(call_of(isa, 2, 2, 2, 40, 101, 8, 5, dtype=dtype, **options)), place, spots)
+        check_nan_positions(
+            with_nan(training(call_of(isa, 2, 2, 2, 40, 101, 8, 5, dtype=dtype, **options)), place, rows)
         )
 
 
@@ -451,13 +459,13 @@ def test_nan_stays_with_the_pairs_that_see_it(isa: str, kind: str, place: str, p
 def test_nan_in_full_blocks(isa: str, place: str, poison: None) -> None:
     for options in ({}, {"softcap": 3.0}, {"mask": M.Causal()}, {"mask": M.Lengths([200, 120])}):
         t = training(call_of(isa, 2, 2, 2, 67, 200, 8, 5, **options))
-        check_broken(with_nan(t, place, (0, 50, 66)))
+        check_nan_positions(with_nan(t, place, (0, 50, 66)))
 
 
 @pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("dropout", [0.3, 0.9])
-def test_rows_beside_a_nan_keep_their_dropout(isa: str, place: str, dropout: float) -> None:
-    """The rows that do not see key 50 are what they are without its NaN, those it dropped weights in too."""
+def test_rows_that_mask_a_nan_keep_their_dropout(isa: str, place: str, dropout: float) -> None:
+    """Rows that mask key 50 are the same with and without its NaN, under dropout too."""
     keep = torch.rand(40, 101) < 0.6
     call = call_of(isa, 1, 2, 2, 40, 101, 8, 5, mask=M.Dense(keep), dropout=dropout, seed=1)
     clean = training(call)
@@ -470,18 +478,18 @@ def test_rows_beside_a_nan_keep_their_dropout(isa: str, place: str, dropout: flo
 
 @pytest.mark.parametrize("rows", [2, 64])
 @pytest.mark.parametrize("place", ["k", "v", "dout"])
-def test_an_attended_nan_shows_however_small_its_weight(isa: str, rows: int, place: str) -> None:
-    """Also where the weight underflows to 0. An infinite key leaves no weight to the others."""
+def test_attended_nan_propagates_at_any_weight(isa: str, rows: int, place: str) -> None:
+    """Holds even if the weight underflows to 0. An infinite key takes all weight of its row."""
     q, k, v = torch.full((1, 1, rows, 4), 20.0), torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 3)
     k[:, :, 1] = 200.0
     t = Training(Call(q, k, v, {}, isa), torch.ones(1, 1, rows, 3))
     {"k": k, "v": v, "dout": t.dout}[place][0, 0, 0, 1] = INF if place == "k" else NAN
     got, want = t.run(), by_pairs(t)
     for name, g in want.items():
-        assert torch.equal(got[name].isnan(), g.isnan()), (name, where_not(got[name], g.isfinite()))
+        assert torch.equal(got[name].isnan(), g.isnan()), (name, rows_that_differ(got[name], g.isfinite()))
 
 
-def test_a_nan_bias_or_sink_shows(isa: str) -> None:
+def test_nan_bias_or_sink_propagates(isa: str) -> None:
     bias = torch.zeros(20, 33)
     bias[3, 4] = NAN
     got = training(call_of(isa, 2, 2, 2, 20, 33, 8, 5, bias=bias)).run()
@@ -495,11 +503,11 @@ def test_a_nan_bias_or_sink_shows(isa: str) -> None:
     assert got["sink"].isnan().tolist() == [False, True]
 
 
-# Memory: every byte and stride
+# Memory layout: strides, aliases, bounds
 
 
-def surrounded(x: Tensor, by: float = NAN) -> Tensor:
-    """The same numbers inside a larger buffer."""
+def in_larger_buffer(x: Tensor, by: float = NAN) -> Tensor:
+    """Copies x into the inside of a larger buffer filled with `by`."""
     big = torch.full([n + 3 for n in x.shape], by, dtype=x.dtype)
     return big[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
 
@@ -510,7 +518,7 @@ LAYOUTS: dict[str, Any] = {
     "transposed": lambda x: x.mT.contiguous().mT,
     "every second": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
     "every second number": lambda x: x.repeat_interleave(2, 3)[..., ::2],
-    "NaN around": surrounded,
+    "NaN around": in_larger_buffer,
     "one element on": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
 }
 
@@ -531,11 +539,11 @@ def test_any_layout_gives_the_same_bits(isa: str, layout: str, poison: None) -> 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
 def test_expanded_gradients_and_inputs(isa: str, dims: tuple[int, ...], poison: None) -> None:
-    """Stride 0, as `out.sum().backward()` gives it; in k and v as broadcasting leaves it."""
+    """Stride 0: in dout as from `out.sum().backward()`, in q, k and v as from broadcasting."""
     for dtype in DTYPES:
         call = call_of(isa, 2, 4, 2, 67, 131, 24, 9, dtype=dtype, mask=M.Causal())
         t = training(call)
-        expanded = [flattened(x, dims) for x in (t.dout, *call[:3])]
+        expanded = [expanded_from_first(x, dims) for x in (t.dout, *call[:3])]
         want = bits(
             Training(Call(*(x.contiguous() for x in expanded[1:]), call.options, isa), expanded[0].clone())
         )
@@ -544,15 +552,15 @@ def test_expanded_gradients_and_inputs(isa: str, dims: tuple[int, ...], poison: 
         )
 
 
-def flattened(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The first of each of `dims` for all."""
+def expanded_from_first(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Expands the first element of each dim in `dims` to the full size."""
     shape = x.shape
     for dim in dims:
         x = x.narrow(dim, 0, 1)
     return x.expand(shape)
 
 
-def test_a_bias_of_any_layout(isa: str, poison: None) -> None:
+def test_bias_layouts(isa: str, poison: None) -> None:
     bias = torch.randn(2, 4, 67, 131)
     call = call_of(isa, 2, 4, 2, 67, 131, 24, 9, bias=bias)
     t = training(call)
@@ -560,28 +568,28 @@ def test_a_bias_of_any_layout(isa: str, poison: None) -> None:
     for layout, change in LAYOUTS.items():
         assert same_bits(bits(t._replace(call=call._replace(options={"bias": change(bias)}))), want), layout
     for dims in ((0,), (1,), (2,), (3,), (1, 2)):
-        expanded = flattened(bias, dims)
+        expanded = expanded_from_first(bias, dims)
         want = bits(t._replace(call=call._replace(options={"bias": expanded.clone()})))
         assert same_bits(bits(t._replace(call=call._replace(options={"bias": expanded}))), want), dims
 
 
-def test_a_gradient_of_the_lse_of_any_layout(isa: str) -> None:
+def test_layouts_of_the_lse_gradient(isa: str) -> None:
     t = training(call_of(isa, 2, 4, 2, 67, 131, 24, 9, mask=M.Causal()), lse=True)
     assert t.dlse is not None
     assert same_bits(bits(t._replace(dlse=t.dlse.mT.contiguous().mT)), bits(t))
-    same = t.dlse[:1, :1, :1].expand(t.dlse.shape)  # of lse.sum()
-    assert same_bits(bits(t._replace(dlse=same)), bits(t._replace(dlse=same.contiguous())))
-    nothing = torch.zeros(()).expand(t.dout.shape)
-    assert not faults(t._replace(dout=nothing))
+    expanded = t.dlse[:1, :1, :1].expand(t.dlse.shape)  # the gradient of lse.sum()
+    assert same_bits(bits(t._replace(dlse=expanded)), bits(t._replace(dlse=expanded.contiguous())))
+    zero_dout = torch.zeros(()).expand(t.dout.shape)
+    assert not faults(t._replace(dout=zero_dout))
 
 
 def test_v_may_be_a_view_of_k(isa: str) -> None:
-    q, both = torch.randn(1, 4, 33, 24), torch.randn(1, 1, 70, 24)
-    before = both.clone()
-    t = training(Call(q, both, both[..., :16], {"mask": M.Causal()}, isa))
-    apart = t._replace(call=t.call._replace(k=both.clone(), v=both[..., :16].clone()))
-    assert same_bits(bits(t), bits(apart))
-    assert torch.equal(both, before)
+    q, keys_and_values = torch.randn(1, 4, 33, 24), torch.randn(1, 1, 70, 24)
+    before = keys_and_values.clone()
+    t = training(Call(q, keys_and_values, keys_and_values[..., :16], {"mask": M.Causal()}, isa))
+    copied = t._replace(call=t.call._replace(k=keys_and_values.clone(), v=keys_and_values[..., :16].clone()))
+    assert same_bits(bits(t), bits(copied))
+    assert torch.equal(keys_and_values, before)
 
 
 @pytest.mark.parametrize("dim", range(4))
@@ -595,36 +603,36 @@ def test_strides_beyond_32_bits(isa: str, dim: int) -> None:
 
 
 def run_guarded(first: int, count: int) -> None:
-    done = python(
+    process = python(
         "-c", f"from support import backward as b; b.check_all_guarded({first}, {count})", timeout=280
     )
-    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+    assert process.returncode == 0, f"after {process.stdout.splitlines()[-1:]}: {process.stderr[-3000:]}"
 
 
-def test_no_byte_outside_a_tensor_is_touched() -> None:
+def test_no_access_out_of_bounds() -> None:
     run_guarded(0, 40)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(40, 840, 100))
-def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
+def test_no_access_out_of_bounds_in_many_cases(first: int) -> None:
     run_guarded(first, 100)
 
 
 def test_inputs_are_not_changed(isa: str) -> None:
     for index in range(12):
         t = sample(index, 1e6)
-        given = [*inputs(t.call).values(), t.dout, *([t.dlse] if t.dlse is not None else [])]
-        before = [x.clone() for x in given]
+        tensors = [*inputs(t.call).values(), t.dout, *([t.dlse] if t.dlse is not None else [])]
+        before = [x.clone() for x in tensors]
         t.run()
-        assert same_bits(tuple(given), tuple(before))
+        assert same_bits(tuple(tensors), tuple(before))
 
 
 # Equal bits
 
 
 def one_head(isa: str, **options: Any) -> Training:
-    """B * H = 1 and 11 chunks of keys: threads share the sums of dq."""
+    """Returns a training with B * H = 1 and 11 chunks of keys: threads share the sums of dq."""
     return training(call_of(isa, 1, 1, 1, 700, 1000, 192, 192, **options), lse=True)
 
 
@@ -636,14 +644,14 @@ ONE_HEAD: list[dict[str, Any]] = [
 ]
 
 
-def shared(isa: str) -> list[Training]:
-    """Calls of one head, and some of every kind."""
-    some = [sample(index, 1e7) for index in range(2000, 2012)]
-    return [one_head(isa, **o) for o in ONE_HEAD] + [t._replace(call=t.call._replace(isa=isa)) for t in some]
+def single_head_and_sampled(isa: str) -> list[Training]:
+    """Returns calls with a single head and sampled calls."""
+    cases = [sample(index, 1e7) for index in range(2000, 2012)]
+    return [one_head(isa, **o) for o in ONE_HEAD] + [t._replace(call=t.call._replace(isa=isa)) for t in cases]
 
 
 def test_any_number_of_threads(isa: str) -> None:
-    for t in shared(isa):
+    for t in single_head_and_sampled(isa):
         torch.set_num_threads(1)
         want = bits(t)
         for count in (2, 3, 8):
@@ -659,8 +667,8 @@ def test_repeated(isa: str, times: int) -> None:
     assert all(same_bits(bits(t), want) for _ in range(times))
 
 
-def in_batches() -> list[dict[str, Any]]:
-    """Options whose tensors say something of each of three samples."""
+def options_of_three_samples() -> list[dict[str, Any]]:
+    """Returns options with tensors for three samples."""
     return [
         {},
         {"mask": M.Causal(), "offset": torch.tensor([0, 40, 150])},
@@ -680,22 +688,22 @@ def of_sample(x: Any, b: int) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_alone_or_in_a_batch(isa: str, dtype: torch.dtype) -> None:
-    for options in in_batches():
+    for options in options_of_three_samples():
         t = training(call_of(isa, 3, 2, 1, 37, 200, 192, 192, dtype=dtype, **options), lse=True)
-        whole = t.run("qkv")
+        batched = t.run("qkv")
         for b in range(3):
             call = Call(
                 *(x[b : b + 1] for x in t.call[:3]), {n: of_sample(x, b) for n, x in options.items()}, isa
             )
             alone = Training(call, t.dout[b : b + 1], t.dlse[b : b + 1]).run("qkv")
-            assert not [n for n in alone if not torch.equal(alone[n], whole[n][b : b + 1])], list(options)
+            assert not [n for n in alone if not torch.equal(alone[n], batched[n][b : b + 1])], list(options)
 
 
 @repeats(2, 20)
 def test_calls_from_many_threads(times: int) -> None:
-    """8 threads of Python, 2 of PyTorch, more than there are cores: the bits of serial calls."""
+    """8 Python threads with 2 PyTorch threads each give the bits of serial calls."""
     torch.set_num_threads(2)
-    calls = shared(core.info()["isa"])
+    calls = single_head_and_sampled(core.info()["isa"])
     want = [tuple(gradients(t).values()) for t in calls]
     wrong: list[int] = []
 
@@ -734,34 +742,34 @@ def test_fork_after_threads(times: int) -> None:
     )
 
 
-# Only what is asked for
+# Subsets of gradients
 
 
 @pytest.mark.parametrize("index", range(3000, 3012))
-def test_each_gradient_alone(index: int, poison: None) -> None:
+def test_any_subset_of_gradients(index: int, poison: None) -> None:
     t = sample(index, 2e6)
     names = list(inputs(t.call))
-    whole = t.run()
+    all_grads = t.run()
     for count in range(len(names) + 1):
         for chosen in combinations(names, count):
-            some = t.run(chosen)
-            assert list(some) == list(chosen)
-            assert not [n for n in some if not torch.equal(some[n], whole[n])], (chosen, describe(t))
+            grads = t.run(chosen)
+            assert list(grads) == list(chosen)
+            assert not [n for n in grads if not torch.equal(grads[n], all_grads[n])], (chosen, describe(t))
 
 
-def test_results_that_carry_gradients(isa: str) -> None:
-    """Kernels may choose another way when backward follows; the promise is the same."""
+def test_forward_with_gradients_required(isa: str) -> None:
+    """Forward may use another kernel when backward follows. Its results must be as accurate."""
     for index in range(24):
         call = sample(index, 2e6).call._replace(isa=isa)
-        watched = Call(call.q.detach().requires_grad_(), *call[1:])
-        out, lse = watched.run()
+        differentiable = Call(call.q.detach().requires_grad_(), *call[1:])
+        out, lse = differentiable.run()
         assert out.requires_grad
         assert lse.requires_grad
-        found = forward_faults(watched)
-        assert not found, (found, call)
+        messages = forward_faults(differentiable)
+        assert not messages, (messages, call)
 
 
-# Nothing to do
+# Empty sizes
 
 
 @pytest.mark.parametrize("name", ["B", "H", "Lq", "Lk", "D", "Dv"])
@@ -774,28 +782,28 @@ def test_zero_sizes(isa: str, name: str, poison: None) -> None:
         options += [{"bias": RelativeBias(torch.randn(8, n["H"]))}, {"bias": torch.randn(n["Lq"], n["Lk"])}]
         options += [{"bias": torch.randn(n["H"], 1, 1)}, {"bias": torch.randn(n["B"], 1, 1, n["Lk"])}]
     for dtype in DTYPES:
-        for each in options:
-            t = training(call_of(isa, *sizes, dtype=dtype, **each), lse=True)
+        for case_options in options:
+            t = training(call_of(isa, *sizes, dtype=dtype, **case_options), lse=True)
             got, want = t.run(), t.expected()
             for key, x in inputs(t.call).items():
                 assert got[key].shape == x.shape
-                assert norm(got[key].double() - want[key]) <= 5e-3 * norm(want[key]), (key, each)
+                assert norm(got[key].double() - want[key]) <= 5e-3 * norm(want[key]), (key, case_options)
 
 
 # Memory
 
 
 def extra_memory(*names: str) -> dict[str, int]:
-    """Bytes that each case adds to the peak."""
+    """Returns the peak memory in bytes that each case adds."""
     code = f"from support import backward as b; b.print_extra_memory({names})"
     lines = script(code, timeout=280, MALLOC_MMAP_THRESHOLD_="65536").splitlines()
     return {name: int(size) for name, size in (line.rsplit(" ", 1) for line in lines)}
 
 
 def check_memory(*names: str) -> None:
-    found = extra_memory("plain", *names)
-    limit = 2 * found.pop("plain")
-    assert not {name: size for name, size in found.items() if size > limit}, f"limit {limit}"
+    memory = extra_memory("plain", *names)
+    limit = 2 * memory.pop("plain")
+    assert not {name: size for name, size in memory.items() if size > limit}, f"limit {limit}"
 
 
 def test_memory_of_a_few_options() -> None:
@@ -811,7 +819,7 @@ def test_memory_of_every_option(part: int) -> None:
 
 
 @pytest.mark.full
-def test_thirty_two_thousand_tokens() -> None:
+def test_memory_of_32768_tokens() -> None:
     assert extra_memory("long")["long"] < 200 * 2**20
 
 
@@ -831,7 +839,7 @@ INTERRUPT = """
     L = {length}
     q = torch.randn(1, 8, L, 64)
     problem = make(q, q, q, Options(**{options}))
-    stats = torch.ones(2, 1, 8, L)  # nobody looks at the result
+    stats = torch.ones(2, 1, 8, L)  # the result is not used
     small = training(Call(*[q[:, :, :50]] * 3, {{}}, core.info()["isa"]))
     want = small.run()
     for trial in range({times}):
@@ -897,11 +905,11 @@ def test_ctrl_c_in_autograd() -> None:
     assert float(script(INTERRUPT_AUTOGRAD, timeout=120)) < 0.5
 
 
-# The comparison itself
+# Tests of the comparison
 
 
-def test_the_comparison_can_fail() -> None:
-    """One wrong key among many, a gradient that lacks a part, or a NaN is a fault."""
+def test_faults_are_detected() -> None:
+    """One wrong key among many, a missing dlse term and a NaN each are faults."""
     t = training(call_of(core.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal()), lse=True)
 
     class Wrong(Training):
@@ -920,7 +928,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_pairs_and_reference_agree() -> None:
-    """Two ways to say what the gradients are."""
+    """Both definitions of the expected gradients agree."""
     for index in range(40):
         t = sample(index, 1e6)
         if "dropout" in t.call.options:
@@ -930,9 +938,9 @@ def test_pairs_and_reference_agree() -> None:
             assert norm(g - want[name]) <= 1e-12 * max(norm(want[name]), 1e-3), describe(t)
 
 
-def test_a_gradient_that_cancels_is_measured_by_what_cancelled(isa: str) -> None:
-    """A bias for each row shifts it as a whole: its gradient is 0, and rounding is all that is left."""
+def test_error_of_a_gradient_that_cancels(isa: str) -> None:
+    """A per-row bias shifts whole rows: its gradient is 0, and the result is rounding error."""
     t = training(call_of(isa, 1, 2, 2, 33, 101, 16, 8, bias=torch.randn(33, 1)))
-    found = errors(t, t.run(), pairs_of(t.call))["bias"]
-    assert norm(t.expected()["bias"]) < 1e-12 < found.size
-    assert found.error <= COMPUTED[torch.float32]
+    measured = errors(t, t.run(), pairs_of(t.call))["bias"]
+    assert norm(t.expected()["bias"]) < 1e-12 < measured.size
+    assert measured.error <= COMPUTED[torch.float32]

@@ -1,4 +1,4 @@
-"""What must not go wrong around the kernels: memory, addresses, forks, signals, threads, instruction sets."""
+"""Robustness of native calls: memory, strides, forks, signals, threads, instruction sets."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def native(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def run_guarded(first: int, count: int, isas: list[str]) -> None:
-    done = python("-m", "support.guard", str(first), str(count), *isas, timeout=280)
-    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+    process = python("-m", "support.guard", str(first), str(count), *isas, timeout=280)
+    assert process.returncode == 0, f"after {process.stdout.splitlines()[-1:]}: {process.stderr[-3000:]}"
 
 
-def test_no_byte_outside_a_tensor_is_touched() -> None:
+def test_no_access_out_of_bounds() -> None:
     run_guarded(0, 150, core.isas())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(150, 2150, 200))
-def test_no_byte_outside_many_tensors_is_touched(first: int) -> None:
+def test_no_access_out_of_bounds_in_many_cases(first: int) -> None:
     run_guarded(first, 200, core.isas())
 
 
-def test_the_guard_pages_guard() -> None:
+def test_guard_pages_stop_the_process() -> None:
     code = """
         import ctypes, torch
         from support.guard import Region
@@ -54,9 +54,9 @@ def test_the_guard_pages_guard() -> None:
         print(ctypes.c_float.from_address(x.data_ptr() + 4092).value)
         print(ctypes.c_float.from_address(x.data_ptr() + 4096).value)
     """
-    done = python("-c", textwrap.dedent(code))
-    assert done.returncode < 0
-    assert done.stdout == "0.0\n"
+    process = python("-c", textwrap.dedent(code))
+    assert process.returncode < 0
+    assert process.stdout == "0.0\n"
 
 
 # Addresses beyond 32 bits
@@ -78,13 +78,16 @@ def test_bias_and_mask_beyond_32_bits(isa: str, dim: int) -> None:
     bias, keep = torch.randn(2, 2, 3, 4), torch.rand(2, 2, 3, 4) < 0.6
     assert torch.equal(native(q, k, v, bias=far(bias, dim)), native(q, k, v, bias=bias))
     problem = make(q, k, v, Options(mask=keep))
-    moved = problem._replace(tensors=(far(problem.tensors[0], dim, 2**32 + 5),))
-    assert torch.equal(_native.forward(moved)[0], native(q, k, v, mask=keep))
+    strided = problem._replace(tensors=(far(problem.tensors[0], dim, 2**32 + 5),))
+    assert torch.equal(_native.forward(strided)[0], native(q, k, v, mask=keep))
 
 
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements() -> None:
-    """Every key is the same one: the mean of V is V. Keys 2^31 / 64 on are the ones that matter."""
+    """All keys are equal and all values 1, so the result is 1.
+
+    From key 2^31 / 64 on, element indices exceed 2^31.
+    """
     L = 2**25 + 3
     q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64).expand(1, 1, L, 64)
     v = torch.ones(1, 1, 1, 1).expand(1, 1, L, 1)
@@ -191,8 +194,8 @@ def test_ctrl_c(threads: int, call: str, times: int) -> None:
     assert max(delays) < 0.5, delays
 
 
-def test_the_usual_handler_stays() -> None:
-    """A Python handler runs during a call, and the call goes on."""
+def test_python_signal_handlers_run() -> None:
+    """A Python signal handler runs during a call, and the call continues."""
     code = """
         import signal, time, torch, regard
         seen = []
@@ -209,21 +212,21 @@ def test_the_usual_handler_stays() -> None:
     script(code)
 
 
-# Threads of Python
+# Python threads
 
 
 @repeats(40, 200)
 def test_calls_from_many_threads(times: int) -> None:
-    """8 threads, all shapes and options, two threads of PyTorch: the bits of serial calls."""
+    """8 Python threads with 2 PyTorch threads each give the bits of serial calls."""
     torch.set_num_threads(2)
     isa = core.info()["isa"]
     calls = [sample(seed, 3e6)._replace(isa=isa) for seed in range(300, 300 + times)]
-    want = [one(call) for call in calls]
+    want = [run_default_isa(call) for call in calls]
     wrong: list[int] = []
 
     def work(start: int) -> None:
         order = [(start * 5 + n) % len(calls) for n in range(len(calls))]
-        wrong.extend(n for n in order if not torch.equal(one(calls[n]), want[n]))
+        wrong.extend(n for n in order if not torch.equal(run_default_isa(calls[n]), want[n]))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -233,37 +236,37 @@ def test_calls_from_many_threads(times: int) -> None:
     assert not wrong
 
 
-def one(call: Call) -> Tensor:
-    """Without choosing an instruction set, which is a setting of the process."""
+def run_default_isa(call: Call) -> Tensor:
+    """Runs a call without setting an instruction set, which is process-wide."""
     return native(call.q, call.k, call.v, **call.options)
 
 
 def test_the_gil_is_free_during_a_call() -> None:
     torch.set_num_threads(1)
     q = torch.randn(1, 8, 1500, 64)
-    done = threading.Event()
-    thread = threading.Thread(target=lambda: (native(q, q, q), done.set()))
+    finished = threading.Event()
+    thread = threading.Thread(target=lambda: (native(q, q, q), finished.set()))
     thread.start()
     counted = 0
-    while not done.is_set():
+    while not finished.is_set():
         counted += 1
         time.sleep(0.001)
     thread.join()
     assert counted > 3
 
 
-# Between instruction sets
+# Agreement of instruction sets
 
 
 def disagreement(seed: int, work: float) -> str | None:
-    """Two instruction sets differ by the order of their sums, nothing more."""
+    """Returns how two instruction sets disagree beyond the order of sums, or None."""
     call = sample(seed, work)
-    (first, first_lse), *others = [call._replace(isa=isa).run() for isa in core.isas()]
+    (first, first_lse), *other_results = [call._replace(isa=isa).run() for isa in core.isas()]
     dtype = call.q.dtype
     limit = 2 * computed(dtype, first_lse) if dtype.itemsize >= 4 else None
-    for out, lse in others:
+    for out, lse in other_results:
         if not torch.equal(lse == -torch.inf, first_lse == -torch.inf) or out.isnan().any():
-            return f"seed {seed}: other rows are empty or NaN: {call}"
+            return f"seed {seed}: empty or NaN rows differ: {call}"
         if limit is not None and apart(out, first, call.v) > limit:
             return f"seed {seed}: {apart(out, first, call.v):.3g} apart: {call}"
         if limit is None and not one_step_apart(out, first):
@@ -272,17 +275,21 @@ def disagreement(seed: int, work: float) -> str | None:
 
 
 def apart(a: Tensor, b: Tensor, v: Tensor) -> float:
-    """rel_l2, but where the values happen to cancel, by a tenth of what a mean of Lk random ones would be."""
+    """Returns the relative L2 difference.
+
+    If values cancel, it is relative to a tenth of the norm that means of Lk random values would
+    have.
+    """
     error, size = (torch.linalg.vector_norm(x).item() for x in (a.double() - b.double(), b.double()))
     mean = v.double().square().mean().div(v.shape[-2]).sqrt().item()
     return error / max(size, 0.1 * mean * b.numel() ** 0.5)
 
 
 def one_step_apart(a: Tensor, b: Tensor) -> bool:
-    """A stored result may fall on the other side of a tie; nothing else may differ."""
+    """Returns whether 16-bit results differ at most by the rounding of near-ties."""
     a64, b64 = a.double(), b.double()
-    room = torch.finfo(a.dtype).eps * a64.abs() + 4e-6 * a64.abs().amax()
-    return bool(((a64 - b64).abs() <= room).all())
+    tolerance = torch.finfo(a.dtype).eps * a64.abs() + 4e-6 * a64.abs().amax()
+    return bool(((a64 - b64).abs() <= tolerance).all())
 
 
 def test_instruction_sets_agree() -> None:
@@ -291,11 +298,11 @@ def test_instruction_sets_agree() -> None:
 
 @pytest.mark.full
 def test_differential_fuzzing() -> None:
-    """New seeds for 60 seconds; a failure prints the seed that repeats it."""
+    """Draws new seeds for 60 seconds. A failure prints its seed."""
     seed, end = int(time.time()) % 2**31, time.monotonic() + 60
     while time.monotonic() < end:
-        found = disagreement(seed, 1e7)
-        assert found is None, found
+        message = disagreement(seed, 1e7)
+        assert message is None, message
         seed += 1
 
 
@@ -303,10 +310,10 @@ def test_differential_fuzzing() -> None:
 
 
 def extra_memory(*names: str) -> dict[str, int]:
-    """Bytes that a call with each of the options adds to the peak."""
-    done = python("-m", "support.peak_memory", *names, timeout=280, MALLOC_MMAP_THRESHOLD_="65536")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: int(size) for name, size in (line.rsplit(" ", 1) for line in done.stdout.splitlines())}
+    """Returns the peak memory in bytes that a call with each option adds."""
+    process = python("-m", "support.peak_memory", *names, timeout=280, MALLOC_MMAP_THRESHOLD_="65536")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return {name: int(size) for name, size in (line.rsplit(" ", 1) for line in process.stdout.splitlines())}
 
 
 def check_memory(names: list[str]) -> None:
@@ -348,7 +355,7 @@ def test_memory_of_every_pair_of_options(part: int) -> None:
 
 
 @pytest.mark.full
-def test_a_hundred_thousand_tokens() -> None:
+def test_memory_of_100_000_tokens() -> None:
     assert extra_memory("long")["long"] < 300 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""The native forward kernels against the float64 reference, on every instruction set."""
+"""Native forward kernels against the float64 reference, on every instruction set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_large_grid(first: int, poison: None) -> None:
     assert not report, report
 
 
-# Every remainder of every tile: 6 keys, 6 columns, 16 rows, 8 lanes, blocks of 96 keys.
+# Every remainder of the kernels' blocking: 6 keys, 6 columns, 16 rows, 8 lanes, 96 keys.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,24 +86,27 @@ def test_bias_broadcasts(isa: str, dtype: torch.dtype, shape: tuple[int, ...], p
 
 @pytest.mark.parametrize("D", WIDTHS)
 def test_error_beside_the_fused_kernel(isa: str, D: int) -> None:
-    """Large enough for the two errors to be averages: at most 1.5x, and one rounding."""
+    """The error is at most 1.5x the fused kernel's, plus one rounding.
+
+    The sizes are large enough for both errors to be averages.
+    """
     call = make(isa, 1, 4, 4, 64, 128, D, D)
-    out, want, theirs = call.run()[0], call.expected()[0], fused(call)
-    assert theirs is not None
-    assert rel_l2(out, want) <= 1.5 * rel_l2(theirs, want) + torch.finfo(torch.float32).eps / 2
+    out, want, fused_out = call.run()[0], call.expected()[0], fused(call)
+    assert fused_out is not None
+    assert rel_l2(out, want) <= 1.5 * rel_l2(fused_out, want) + torch.finfo(torch.float32).eps / 2
 
 
 @pytest.mark.parametrize("factor", [8, 64])
 def test_large_scores(isa: str, factor: int) -> None:
-    """Near one-hot rows: the error of the scores decides, and every float32 kernel has it."""
+    """Rows are nearly one-hot, so the error of the scores dominates, as in every float32 kernel."""
     call = make(isa, 1, 4, 4, 64, 128, 64, 64)
     call = call._replace(q=call.q * factor, k=call.k * factor)
-    out, want, theirs = call.run()[0], call.expected()[0], fused(call)
-    assert theirs is not None
-    assert rel_l2(out, want) <= 1.5 * rel_l2(theirs, want) + torch.finfo(torch.float32).eps / 2
+    out, want, fused_out = call.run()[0], call.expected()[0], fused(call)
+    assert fused_out is not None
+    assert rel_l2(out, want) <= 1.5 * rel_l2(fused_out, want) + torch.finfo(torch.float32).eps / 2
 
 
-# Masks and options, one composing with the other
+# Masks and options together
 
 
 @given(
@@ -152,8 +155,8 @@ def test_all_options_at_once(isa: str, poison: None) -> None:
         assert not faults(call), call
 
 
-def test_the_comparison_can_fail() -> None:
-    """One wrong key among many, or a NaN, is a fault."""
+def test_faults_are_detected() -> None:
+    """One wrong key among many is a fault."""
     call = make(core.isas()[0], 1, 2, 2, 33, 101, 16, 8, mask=M.Causal())
     wrong = call._replace(options={"mask": M.Window(99, 0)})
     wrong_out = wrong.run()

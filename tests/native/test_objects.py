@@ -1,4 +1,8 @@
-"""What the compiled files hold. A kernel object that exports more than a table could leak AVX2 code."""
+"""Contents of the compiled files.
+
+A kernel object must export only its table: the linker could use other exported AVX2 code on any
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ FAMILIES = {path.stem for path in (ROOT / "native/kernels").glob("*.cpp")}
 
 
 def kernel_objects() -> dict[tuple[str, str], Path]:
-    """The newest object of each instruction set and family: {("avx2", "forward"): .../forward.cpp.o}."""
+    """Returns the newest object of each instruction set and family: {("avx2", "forward"): path}."""
     built = sorted(
         ROOT.glob("build/editable/**/kernels_*.dir/**/*.cpp.o"), key=lambda path: path.stat().st_mtime
     )
@@ -40,7 +44,7 @@ def run(*command: object) -> str:
 
 
 def symbols(path: Path, *options: str) -> dict[str, str]:
-    """{name: nm's letter} of the symbols that `nm options` prints."""
+    """Returns {name: nm's letter} for the symbols that `nm options` prints."""
     pairs = [line.split()[-2:] for line in run("nm", *options, path).splitlines()]
     return {name: letter for letter, name in pairs}
 
@@ -64,18 +68,18 @@ def test_one_table_is_exported(isa: str, family: str) -> None:
 
 
 @each_object
-def test_nothing_is_weak(isa: str, family: str) -> None:
+def test_no_weak_symbols(isa: str, family: str) -> None:
     weak = [name for name, letter in symbols(OBJECTS[isa, family]).items() if letter in "wWvVu"]
     assert not weak, "the linker could choose these for code that must run on any CPU"
 
 
 @each_object
-def test_nothing_of_the_cpp_library_is_needed(isa: str, family: str) -> None:
+def test_no_cpp_symbols_are_needed(isa: str, family: str) -> None:
     assert not [name for name in symbols(OBJECTS[isa, family], "-u") if name.startswith("_Z")]
 
 
 @each_object
-def test_nothing_runs_at_start_up(isa: str, family: str) -> None:
+def test_no_static_initialisers(isa: str, family: str) -> None:
     sections = run("objdump", "-h", OBJECTS[isa, family])
     assert ".init_array" not in sections
     assert ".ctors" not in sections
@@ -112,7 +116,7 @@ def test_fast_math_start_up_is_not_linked(core: Path) -> None:
     assert "ldmxcsr" not in run("objdump", "-d", "--no-show-raw-insn", core)
 
 
-def test_the_stub_names_what_the_core_has() -> None:
+def test_stub_matches_the_core() -> None:
     tree = ast.parse((ROOT / "src/regard/_core.pyi").read_text(encoding="utf-8"))
     stub = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     stub |= {

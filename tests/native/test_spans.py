@@ -1,4 +1,4 @@
-"""The spans that the native core derives from a mask, against the mask's dense form."""
+"""Spans that the native core derives from a mask, against the dense mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.strategies import Case, mask_strategy
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
-Run = tuple[int, int, int]
+Span = tuple[int, int, int]
 
 
 def problem_of(case: Case) -> Problem:
@@ -30,8 +30,8 @@ def problem_of(case: Case) -> Problem:
     return make(q, k, k, Options(mask=case.mask, offset=case.offset))
 
 
-def rebuilt(spans: list[Run], count: int, keys: int) -> Tensor:
-    """Runs as a bool matrix (count, keys)."""
+def dense_from_spans(spans: list[Span], count: int, keys: int) -> Tensor:
+    """Converts spans to a bool matrix (count, keys)."""
     dense = torch.zeros(count, keys, dtype=torch.bool)
     rows = torch.arange(count)
     for begin, end, lanes in spans:
@@ -39,30 +39,36 @@ def rebuilt(spans: list[Run], count: int, keys: int) -> Tensor:
     return dense
 
 
-def check_order(spans: list[Run], count: int, keys: int, joined: bool = True) -> None:
-    """Ascending, disjoint, nonempty, inside the keys; `joined`: neighbours that touch differ."""
+def check_order(spans: list[Span], count: int, keys: int, joined: bool = True) -> None:
+    """Checks that spans ascend, are disjoint, nonempty and within the keys.
+
+    If `joined`, adjacent spans must have different lanes.
+    """
     for begin, end, lanes in spans:
         assert 0 <= begin < end <= keys
         assert 0 < lanes < 1 << count
-    for (_, end, lanes), (begin, _, others) in pairwise(spans):
-        assert end < begin or (end == begin and not (joined and lanes == others)), spans
+    for (_, end, lanes), (begin, _, next_lanes) in pairwise(spans):
+        assert end < begin or (end == begin and not (joined and lanes == next_lanes)), spans
 
 
 def check_panels(case: Case, size: int, step: int, every: int = 1) -> None:
-    """Panels of `size` rows, `step` apart, of every sample and head; they start `every` so many rows."""
+    """Checks panels of `size` rows with stride `step`, for each sample and head.
+
+    A panel starts at every `every`-th row.
+    """
     problem, dense = problem_of(case), case.dense()
     for b, offset in enumerate(case.offsets):
         for h in range(case.heads):
             for row in range(0, case.Lq, every):
                 count = min(size, -(-(case.Lq - row) // step))
-                seen = dense[b, h, row : row + count * step : step, (offset + row) % step :: step]
+                panel = dense[b, h, row : row + count * step : step, (offset + row) % step :: step]
                 spans = _native.spans(problem, b, h, row, count, step)
-                check_order(spans, count, seen.shape[1])
-                assert torch.equal(rebuilt(spans, count, seen.shape[1]), seen), (b, h, row, spans)
+                check_order(spans, count, panel.shape[1])
+                assert torch.equal(dense_from_spans(spans, count, panel.shape[1]), panel), (b, h, row, spans)
 
 
 @given(mask_strategy(), st.sampled_from((1, 2, 3, 16, 32)))
-def test_spans_are_the_mask(case: Case, size: int) -> None:
+def test_spans_match_the_mask(case: Case, size: int) -> None:
     check_panels(case, size, 1)
 
 
@@ -82,7 +88,7 @@ def test_no_mask_is_one_full_span() -> None:
     assert _native.spans(problem, 0, 0, 0, 1) == [(0, 70, 1)]
 
 
-def test_causal_runs_are_a_staircase() -> None:
+def test_causal_spans_are_a_staircase() -> None:
     problem = make(*[torch.zeros(1, 4, 1)] * 3, Options(mask=M.Causal()))
     assert _native.spans(problem, 0, 0, 0, 4) == [
         (0, 1, 0b1111),
@@ -93,7 +99,7 @@ def test_causal_runs_are_a_staircase() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(0, None), ~M.Global([0]), M.Prefix(1)])
-def test_a_class_without_keys_has_no_runs(mask: M.Mask | None) -> None:
+def test_a_residue_class_without_keys_has_no_spans(mask: M.Mask | None) -> None:
     problem = make(
         torch.zeros(1, 8, 1), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), Options(mask=mask, offset=0)
     )
@@ -102,19 +108,19 @@ def test_a_class_without_keys_has_no_runs(mask: M.Mask | None) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_global_tokens_in_rows_and_beyond_the_keys(step: int) -> None:
-    """Neighbours, single ones, some that only queries reach, and one that nobody does."""
+    """Adjacent tokens, single tokens, tokens beyond the keys, and one beyond keys and queries."""
     tokens = M.Global([3, 4, 5, 9, 20, 21, 40, 41, 43, 2**63 - 1])
     for mask in (tokens, ~tokens, tokens & M.Window(7, 2), tokens | M.RandomBlocks(2, 3, 5)):
         check_panels(Case(mask, (), 1, 29, 31, 17), 16, step)
 
 
 @pytest.mark.parametrize("offset", [-(2**48), -7, 2**48 - 9])
-def test_far_positions(offset: int) -> None:
+def test_positions_far_from_zero(offset: int) -> None:
     for mask in (M.Causal(), M.Window(3, 2), M.Dilated(3), M.Window(None, 4), M.RandomBlocks(2, 4, 1)):
         check_panels(Case(mask, (), 1, 5, 9, offset), 16, 1)
 
 
-# What it costs
+# Cost
 
 
 @given(mask_strategy(sizes=(1, 5, 17, 40)))
@@ -132,9 +138,9 @@ def square(mask: M.Mask | None, L: int, heads: int = 1) -> Problem:
 
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_dilation_divides_the_work(step: int) -> None:
-    whole = _native.cost(square(M.Causal(), 480)).touched
-    classes = _native.cost(square(M.Causal() & M.Dilated(step), 480)).touched
-    assert classes < 1.25 * whole / step
+    undilated = _native.cost(square(M.Causal(), 480)).touched
+    dilated = _native.cost(square(M.Causal() & M.Dilated(step), 480)).touched
+    assert dilated < 1.25 * undilated / step
 
 
 @pytest.mark.parametrize(
@@ -148,13 +154,13 @@ def test_dilation_divides_the_work(step: int) -> None:
     ],
 )
 def test_dilation_of_combinations(mask: M.Mask, step: int) -> None:
-    """A class walks over Lk / step keys for each panel: full, partial and empty ones together."""
+    """A panel of a residue class covers Lk / step keys in full, partial and empty spans."""
     L = 192 * step
     cost = _native.cost(square(mask, L))
     assert cost.full + cost.partial + cost.empty == (L // 16) * (L // step)
 
 
-def test_a_window_is_linear() -> None:
+def test_cost_of_a_window_is_linear() -> None:
     small, large = (_native.cost(square(M.Window(64, 0), L)).touched for L in (1024, 4096))
     assert large < 4.3 * small
     assert large < 0.1 * 4096 * 4096
@@ -184,7 +190,7 @@ SPARSE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SPARSE)
-def test_spans_cost_less_than_a_percent(name: str) -> None:
+def test_spans_take_less_than_a_percent_of_forward(name: str) -> None:
     torch.set_num_threads(1)
     problem = square(SPARSE[name], 4096, heads=8)
     _native.forward(problem)

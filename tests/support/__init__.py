@@ -1,4 +1,4 @@
-"""Helpers that tests share: comparisons here, cases of each mechanism in the other files."""
+"""Shared test helpers: comparisons here, test cases of each feature in the other files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]  # of the repository
+ROOT = Path(__file__).parents[2]  # the repository
 
 
 def have_core() -> bool:
@@ -33,17 +33,17 @@ def runnable_isas() -> list[Any]:
     return list(core.isas())
 
 
-def repeats(quick: int, asked: int) -> pytest.MarkDecorator:
-    """The argument `times`: `quick` in `make test`, and also `asked` in `make test-all`."""
-    return pytest.mark.parametrize("times", [quick, pytest.param(asked, marks=pytest.mark.full)])
+def repeats(quick: int, full: int) -> pytest.MarkDecorator:
+    """Parametrizes `times`: `quick` repetitions in `make test`, also `full` in `make test-all`."""
+    return pytest.mark.parametrize("times", [quick, pytest.param(full, marks=pytest.mark.full)])
 
 
-def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`make`, but what it leaves unwritten is NaN (integers: the largest value), so that reading it shows."""
+def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps an allocating function so that unwritten elements are NaN (integers: the maximum)."""
 
-    @wraps(make)
+    @wraps(allocate)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        x = make(*args, **kwargs)
+        x = allocate(*args, **kwargs)
         if x.device.type == "meta" or type(x) not in (Tensor, torch.nn.Parameter):
             return x
         with torch.no_grad():
@@ -55,16 +55,19 @@ def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def rel_l2(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| in float64; the absolute error when `expected` is zero."""
+    """Returns |actual - expected| / |expected| in float64.
+
+    If `expected` is zero, returns |actual|.
+    """
     a, e = actual.detach().double(), expected.detach().double()
     error, norm = torch.linalg.vector_norm(a - e).item(), torch.linalg.vector_norm(e).item()
     return error / norm if norm > 0 else error
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Equal shapes, nothing NaN on either side, the same infinities, and the rest within the tolerance.
+    """Checks shapes and values: no NaN, equal infinities, finite values within the tolerance.
 
-    Dtypes may differ: a result is usually compared with a float64 reference.
+    Dtypes may differ, because results are usually compared with a float64 reference.
     """
     assert actual.shape == expected.shape, f"shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
     for name, x in (("actual", actual), ("expected", expected)):

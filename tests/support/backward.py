@@ -1,4 +1,4 @@
-"""Gradients of calls made from a seed, what they should be, and how far they may be from it."""
+"""Random calls with output gradients, their expected input gradients, and error limits."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ MEMORY_OPTIONS = {name: make_one for name, make_one in peak_memory.OPTIONS.items
 }
 INPUTS = ("q", "k", "v", "bias", "sink")  # bias: the tensor, ALiBi's slopes or the relative table
 
-# Relative L2 against float64 for inputs from N(0, 1), as large as means are meaningful.
+# Limit of the relative L2 error against float64, for N(0, 1) inputs large enough that the error is
+# an average.
 GATE = {torch.float32: 1.5e-6, torch.bfloat16: 2.2e-3, torch.float16: 2.7e-4, torch.float64: 1e-12}
-# What is left of it without the rounding of stored results. Sums are in float32 or float64; of a bfloat16
-# output 16 bits are known, which shows where a gradient is a small difference.
+# Limit without the rounding of stored results. Sums are in float32 or float64. A bfloat16 output is
+# known to 16 bits, which limits the accuracy of gradients that are small differences.
 COMPUTED = {torch.float32: 1.5e-6, torch.bfloat16: 1e-5, torch.float16: 1.5e-6, torch.float64: 1e-12}
 
 
 class Training(NamedTuple):
-    """A call, and the gradients that arrive at its output and its LSE."""
+    """A call and the gradients of its output and LSE."""
 
     call: Call
     dout: Tensor
     dlse: Tensor | None = None
 
     def run(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The native gradients of the inputs named, or of all."""
+        """Returns the native gradients of the named inputs, by default of all inputs."""
         with core.use_isa(self.call.isa):
             return gradients(self, names)
 
     def expected(self) -> dict[str, Tensor]:
-        """Those of the reference from the same numbers, in float64."""
+        """Returns the reference gradients of the same inputs in float64."""
         return reference(self.call, self.dout, self.dlse)
 
 
@@ -62,26 +63,26 @@ def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor
     options = {name: doubled(x) for name, x in call.options.items()} | with_leaves(call, leaves)
     q, k, v = (leaves[name] for name in "qkv")
     results = regard.attention(q, k, v, **options, return_lse=True, impl="reference")
-    given = (dout.double(), torch.zeros_like(results[1]) if dlse is None else dlse.double())
-    found = torch.autograd.grad(results, list(leaves.values()), given, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+    output_grads = (dout.double(), torch.zeros_like(results[1]) if dlse is None else dlse.double())
+    input_grads = torch.autograd.grad(results, list(leaves.values()), output_grads, materialize_grads=True)
+    return dict(zip(leaves, input_grads, strict=True))
 
 
 def training(call: Call, lse: bool = False) -> Training:
-    """Random gradients for a call, from PyTorch's generator."""
+    """Adds random output gradients to a call. Uses PyTorch's global generator."""
     spec = make(call.q, call.k, call.v, Options(**call.options)).spec
     dout = torch.randn(spec.out_shape).to(spec.dtype)
     return Training(call, dout, torch.randn(spec.lse_shape).to(spec.lse_dtype) if lse else None)
 
 
 def inputs(call: Call) -> dict[str, Tensor]:
-    """Everything that can be learned, by name."""
-    given = (*call[:3], learned(call.options.get("bias")), call.options.get("sink"))
-    return {name: x for name, x in zip(INPUTS, given, strict=True) if x is not None}
+    """Returns the differentiable inputs of a call by name."""
+    tensors = (*call[:3], learned(call.options.get("bias")), call.options.get("sink"))
+    return {name: x for name, x in zip(INPUTS, tensors, strict=True) if x is not None}
 
 
 def with_leaves(call: Call, leaves: dict[str, Tensor]) -> dict[str, Any]:
-    """The options that hold tensors to learn, with `leaves` in their place."""
+    """Returns the options `bias` and `sink` with their tensors replaced by `leaves`."""
     bias, options = call.options.get("bias"), {name: leaves[name] for name in ("sink",) if name in leaves}
     if isinstance(bias, Alibi):
         return options | {"bias": Alibi(leaves["bias"])}
@@ -92,25 +93,28 @@ def with_leaves(call: Call, leaves: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def gradients(t: Training, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """The one place that knows how native gradients are asked for."""
-    call, wanted = t.call, list(inputs(t.call) if names is None else names)
-    leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs(call).items()}
+    """Computes native gradients by autograd.
+
+    All tests of native gradients go through this function.
+    """
+    call, chosen = t.call, list(inputs(t.call) if names is None else names)
+    leaves = {name: x.detach().requires_grad_(name in chosen) for name, x in inputs(call).items()}
     options = call.options | with_leaves(call, leaves) | {"return_lse": True, "impl": "native"}
     results = regard.attention(leaves["q"], leaves["k"], leaves["v"], **options)
-    used = 1 if t.dlse is None else 2
-    asked = [leaves[name] for name in wanted]
-    if not asked:
+    n = 1 if t.dlse is None else 2
+    sources = [leaves[name] for name in chosen]
+    if not sources:
         return {}
-    return dict(zip(wanted, torch.autograd.grad(results[:used], asked, (t.dout, t.dlse)[:used]), strict=True))
+    return dict(zip(chosen, torch.autograd.grad(results[:n], sources, (t.dout, t.dlse)[:n]), strict=True))
 
 
-# What they should be
+# Expected gradients
 
 
 def by_pairs(t: Training) -> dict[str, Tensor]:
-    """d q, k and v as sums over the pairs that are visible: where float64 has a NaN, and nowhere else.
+    """Computes dq, dk and dv as sums over visible pairs: NaN of other pairs does not spread.
 
-    The reference has matrix products in its backward, in which 0 * NaN is NaN.
+    The reference's backward has matrix products, in which 0 * NaN is NaN.
     """
     p = make(*(x.double() for x in t.call[:3]), Options(**{n: doubled(x) for n, x in t.call.options.items()}))
     spec = p.spec
@@ -132,18 +136,18 @@ def by_pairs(t: Training) -> dict[str, Tensor]:
 
 
 def softcap_slope(problem: Problem) -> Tensor:
-    """The derivative of a capped score by the score."""
+    """Returns the derivative of a soft-capped score with respect to the score."""
     if problem.spec.softcap is None:
         return torch.ones((), dtype=torch.float64)
     q, k = (formula._per_query_head(problem, x) for x in (problem.q, problem.k))
     return 1 - torch.tanh(problem.spec.scale * (q @ k.mT) / problem.spec.softcap).square()
 
 
-# How far they may be from the reference
+# Error limits
 
 
 class Pairs(NamedTuple):
-    """What the reference knows of every pair of a query and a key, in float64: (B, Hq, Lq, Lk)."""
+    """Values of every (query, key) pair from the reference, in float64: (B, Hq, Lq, Lk)."""
 
     problem: Problem
     visible: Tensor
@@ -158,11 +162,12 @@ def pairs_of(call: Call) -> Pairs:
     return Pairs(problem, *formula._softmax(problem))
 
 
-def sizes(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str, float]:
-    """The norm that each gradient would have if the signs of all the numbers it adds up were random.
+def term_norms(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str, float]:
+    """Estimates each gradient's norm as if all summed terms had random signs.
 
-    Where they are not, and the gradient cancels to nearly nothing (a bias that shifts whole rows), this is
-    the size that its error has to be seen against. With `weights`, the norm of what these alone contribute.
+    A gradient that cancels to nearly zero (of a bias that shifts whole rows) has an error relative
+    to this norm, not to its own. With `weights`, returns the norm of the contribution of these
+    weights alone.
     """
     p, spec = pairs.problem, pairs.problem.spec
     q, k, v = (formula._per_query_head(p, x).square() for x in (p.q, p.k, p.v))
@@ -193,7 +198,7 @@ def sizes(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str,
 
 
 def bias_slope(problem: Problem) -> Tensor:
-    """The derivative of a score by the number that its bias is made of: ALiBi's distances, else 1."""
+    """Returns the derivative of a score by its bias parameter: ALiBi's distance, else 1."""
     if not isinstance(problem.bias, Alibi):
         return torch.ones((), dtype=torch.float64)
     unit = problem._replace(bias=Alibi(torch.ones_like(problem.bias.slopes)))
@@ -203,7 +208,7 @@ def bias_slope(problem: Problem) -> Tensor:
 
 
 def sink_weight(pairs: Pairs) -> Tensor:
-    """What the sink takes of each row's probability, (B, Hq, Lq, 1)."""
+    """Returns the probability that the sink takes from each row, (B, Hq, Lq, 1)."""
     sink = formula._sink(pairs.problem)
     return torch.where(sink == -INF, 0.0, torch.exp(sink - pairs.lse[..., None]))
 
@@ -211,24 +216,25 @@ def sink_weight(pairs: Pairs) -> Tensor:
 class Measured(NamedTuple):
     error: float
     allowed: float
-    size: float  # both are relative to it
+    size: float  # `error` and `allowed` are relative to `size`
 
 
-def errors(t: Training, got: dict[str, Tensor], pairs: Pairs) -> dict[str, Measured]:
-    """The error of each gradient, and what sums, the stored result and flushed weights explain of it."""
+def errors(t: Training, actual: dict[str, Tensor], pairs: Pairs) -> dict[str, Measured]:
+    """Measures each gradient's error, and the error allowed for rounding and flushed weights."""
     dtype = t.call.q.dtype
-    want = t.expected()
-    # A weight below the smallest normal number is zero; a score of size |LSE| is itself rounded.
+    expected = t.expected()
+    # Weights below the smallest normal number flush to zero. A score of size |LSE| is rounded
+    # itself.
     tiny = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).tiny
     limit = max(COMPUTED[dtype], UNIT[dtype] * largest(pairs.lse))
-    random, flushed = sizes(t, pairs), sizes(t, pairs, pairs.visible.double() * 2 * tiny)
-    found = {}
-    for name, g in want.items():
-        size = max(norm(g), random[name]) or 1.0
-        stored = norm(g.to(got[name].dtype).double() - g)
-        allowed = limit * size + 1.01 * stored + flushed[name]
-        found[name] = Measured(norm(got[name].double() - g) / size, allowed / size, size)
-    return found
+    norms, flushed = term_norms(t, pairs), term_norms(t, pairs, pairs.visible.double() * 2 * tiny)
+    measured = {}
+    for name, g in expected.items():
+        size = max(norm(g), norms[name]) or 1.0
+        rounding = norm(g.to(actual[name].dtype).double() - g)
+        allowed = limit * size + 1.01 * rounding + flushed[name]
+        measured[name] = Measured(norm(actual[name].double() - g) / size, allowed / size, size)
+    return measured
 
 
 def norm(x: Tensor) -> float:
@@ -236,51 +242,54 @@ def norm(x: Tensor) -> float:
 
 
 def faults(t: Training) -> list[str]:
-    """What is wrong with the native gradients; [] when they keep the promise. NaN is within no limit."""
-    got, given, pairs = t.run(), inputs(t.call), pairs_of(t.call)
-    found = [
+    """Returns the faults of the native gradients, [] if there are none. NaN always is a fault."""
+    actual, tensors, pairs = t.run(), inputs(t.call), pairs_of(t.call)
+    messages = [
         f"d{name} is {x.dtype} {tuple(x.shape)}"
-        for name, x in got.items()
-        if x.dtype is not given[name].dtype or x.shape != given[name].shape
+        for name, x in actual.items()
+        if x.dtype is not tensors[name].dtype or x.shape != tensors[name].shape
     ]
-    for name, x in errors(t, got, pairs).items():
+    for name, x in errors(t, actual, pairs).items():
         if not x.error <= x.allowed:
-            found.append(f"d{name}: error {x.error:.3g} above {x.allowed:.3g}")
-    return found + zero_faults(got, pairs)
+            messages.append(f"d{name}: error {x.error:.3g} above {x.allowed:.3g}")
+    return messages + zero_faults(actual, pairs)
 
 
 def zero_faults(got: dict[str, Tensor], pairs: Pairs) -> list[str]:
-    """Rows that see nothing, and keys that nobody sees, have gradients that are exactly zero."""
+    """Checks that fully masked rows and keys without queries have gradients of exactly 0."""
     spec = pairs.problem.spec
-    seen = pairs.visible.view(spec.B, spec.Hkv, -1, spec.Lk).any(2)
-    unused = {"q": ~pairs.visible.any(-1), "k": ~seen, "v": ~seen}
-    return [f"d{name} is not zero where nothing is seen" for name, x in unused.items() if got[name][x].any()]
+    attended_keys = pairs.visible.view(spec.B, spec.Hkv, -1, spec.Lk).any(2)
+    unused = {"q": ~pairs.visible.any(-1), "k": ~attended_keys, "v": ~attended_keys}
+    return [f"d{name} is not zero where all is masked" for name, x in unused.items() if got[name][x].any()]
 
 
 def failures(indices: Iterable[int], work: float) -> str:
-    """A report of every sampled case that breaks the promise."""
-    made = ((n, sample(n, work)) for n in indices)
-    return "\n".join(f"case {n}: {'; '.join(f)} in {describe(t)}" for n, t in made if (f := faults(t)))
+    """Returns a report of the sampled cases with faults, empty if there are none."""
+    cases = ((n, sample(n, work)) for n in indices)
+    return "\n".join(f"case {n}: {'; '.join(f)} in {describe(t)}" for n, t in cases if (f := faults(t)))
 
 
 def describe(t: Training) -> str:
     tensors = {n: f"<{x.dtype} {tuple(x.shape)}>" for n, x in t.call.options.items() if isinstance(x, Tensor)}
-    given = f"dout {t.dout.stride()}" + (" and dlse" if t.dlse is not None else "")
-    return f"{t.call._replace(options=t.call.options | tensors)}, {given}"
+    output_grads = f"dout {t.dout.stride()}" + (" and dlse" if t.dlse is not None else "")
+    return f"{t.call._replace(options=t.call.options | tensors)}, {output_grads}"
 
 
 # Sampling
 
 
 class GradientSampler(Sampler):
-    """Case n. Neighbouring cases differ in the remainders of their lengths, so that a range has them all."""
+    """Samples case `index`.
+
+    Consecutive cases have different length remainders: a range covers all of them.
+    """
 
     def __init__(self, index: int, work: float, isas: list[str]) -> None:
         self.index = index
         super().__init__(1_000_000 + index, work, isas)
 
     def sizes(self, work: float) -> None:
-        """Query tiles have up to 128 rows, key blocks 96; a chunk has from 96 keys (wide heads) up."""
+        """Chooses sizes around tiles (128 rows), key blocks (96) and chunks (96 or more)."""
         while True:
             self.batch = self.choice(((1,), (1,), (2,), (3,)))
             self.Hkv, group = self.choice((1, 1, 2, 3)), self.choice((1, 1, 2, 3, 5))
@@ -307,7 +316,7 @@ class GradientSampler(Sampler):
         return {} if kind == "none" else {"bias": self.tensor_bias(kind)}
 
     def dout(self) -> Tensor:
-        """Contiguous, as a projection leaves it, cut out of something larger, or one number for all."""
+        """Returns dout: contiguous, transposed, sliced, or expanded from one number."""
         shape, kind = (*self.batch, self.Hq, self.Lq, self.Dv), self.pick.randrange(5)
         if kind == 0:
             return self.randn(*self.batch, self.Lq, self.Hq, self.Dv).transpose(1, 2)
@@ -332,21 +341,21 @@ def sample(index: int, work: float) -> Training:
 
 
 def check_guarded(index: int, isa: str) -> None:
-    """The same bits when every tensor, given or allocated, lies flush against forbidden pages."""
+    """Checks that gradients next to guard pages are bitwise equal to ordinary ones."""
     t, guard = sample(index, 2e6), Guard(index)
     call = t.call._replace(isa=isa)
     options = {n: guard.moved(x) if isinstance(x, Tensor) else x for n, x in call.options.items()}
-    moved = call._replace(
+    guarded_call = call._replace(
         q=guard.moved(call.q), k=guard.moved(call.k), v=guard.moved(call.v), options=options
     )
     if 0 in t.dout.stride():
-        t = t._replace(dout=t.dout.contiguous())  # as it will be in guarded memory
+        t = t._replace(dout=t.dout.contiguous())  # guarded memory holds no stride of 0
     dlse = guard.moved(t.dlse) if t.dlse is not None else None
     with guard.results():
-        found = {n: x.clone() for n, x in Training(moved, guard.moved(t.dout), dlse).run().items()}
+        actual = {n: x.clone() for n, x in Training(guarded_call, guard.moved(t.dout), dlse).run().items()}
     guard.close()
     for name, x in t._replace(call=call).run().items():
-        assert torch.equal(found[name], x), f"d{name} of case {index} on {isa}: {describe(t)}"
+        assert torch.equal(actual[name], x), f"d{name} of case {index} on {isa}: {describe(t)}"
 
 
 def check_all_guarded(first: int, count: int) -> None:
@@ -361,18 +370,21 @@ def check_all_guarded(first: int, count: int) -> None:
 
 
 def extra_memory(name: str) -> int:
-    """Bytes that forward and backward add to the peak, beyond the gradients. `name` as in peak_memory.py."""
+    """Returns the peak memory in bytes of forward and backward, without the gradients.
+
+    `name` is a case of peak_memory.py.
+    """
     names = set(name.split("+"))
-    chosen = names & set(INPUTS) or None
-    gradients(of_options(names, 128), chosen)  # loads code
-    return extra_of(of_options(names, peak_memory.L), chosen)
+    input_names = names & set(INPUTS) or None
+    gradients(training_with_options(names, 128), input_names)  # warm up: loads code
+    return extra_of(training_with_options(names, peak_memory.L), input_names)
 
 
-def of_options(names: set[str], tokens: int) -> Training:
+def training_with_options(names: set[str], tokens: int) -> Training:
     with mock.patch.object(peak_memory, "L", tokens):
         options: dict[str, Any] = {}
-        for each in names & set(MEMORY_OPTIONS):
-            options |= MEMORY_OPTIONS[each]()
+        for name in names & set(MEMORY_OPTIONS):
+            options |= MEMORY_OPTIONS[name]()
         q, k, v = peak_memory.inputs(names)
         return training(Call(q, k, v, options, "any"), lse="lse" in names)
 
@@ -387,7 +399,10 @@ def extra_of_many_tokens() -> int:
 
 
 def print_extra_memory(names: Iterable[str]) -> None:
-    """Each in a process of its own: native code keeps its working memory from call to call."""
+    """Prints the peak memory of each case.
+
+    Each case forks a process, because native code keeps buffers.
+    """
     torch.set_num_threads(1)
     for name in names:
         child = os.fork()
@@ -398,6 +413,6 @@ def print_extra_memory(names: Iterable[str]) -> None:
 
 
 def extra_of(t: Training, names: Iterable[str] | None) -> int:
-    found: dict[str, Tensor] = {}
-    peak = peak_memory.measure(lambda: found.update(gradients(t, names)))
-    return peak - sum(x.numel() * x.element_size() for x in found.values())
+    grads: dict[str, Tensor] = {}
+    peak = peak_memory.measure(lambda: grads.update(gradients(t, names)))
+    return peak - sum(x.numel() * x.element_size() for x in grads.values())

@@ -1,4 +1,4 @@
-"""One of each cache, fed the same way, and what attention over all its tokens gives."""
+"""Caches of each kind, common ways to fill them, and the expected attention over all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALE = 0.3
 KINDS = ("growing", "fixed", "sliding", "streaming", "paged", "int8", "int4", "latent")
 EXACT = tuple(kind for kind in KINDS if not kind.startswith("int"))
 
-Cache = Any  # they share no base class, on purpose: a protocol of names
+Cache = Any  # the caches share method names, not a base class
 
 
 def new(kind: str, B: int = 2, dtype: torch.dtype = torch.float32, capacity: int = 96) -> Cache:
@@ -37,7 +37,7 @@ def new(kind: str, B: int = 2, dtype: torch.dtype = torch.float32, capacity: int
 
 
 def tokens(kind: str, B: int, N: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, N, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv)"""
+    """Returns random q (B, H, N, D), k (B, Hkv, N, D) and v (B, Hkv, N, Dv)."""
     q = torch.randn(B, H, N, D, dtype=dtype)
     if kind == "latent":
         k = torch.randn(B, 1, N, D, dtype=dtype)
@@ -55,8 +55,8 @@ def attend(cache: Cache, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any
     return cache.attend(q, *new, **({"scale": SCALE} | options))
 
 
-def kept(kind: str, x: Tensor) -> Tensor:
-    """Numbers as the cache remembers them."""
+def as_stored(kind: str, x: Tensor) -> Tensor:
+    """Returns x after the rounding of the cache's storage."""
     if not kind.startswith("int"):
         return x
     return decode(*encode(x, kind), kind, x.shape[-1]).to(x.dtype)
@@ -69,7 +69,7 @@ def mask_of(kind: str) -> M.Mask:
 
 
 def expected(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask | None = None, **options: Any) -> Any:
-    """Attention over all tokens at once, in float64."""
-    k, v = (kept(kind, x).double() for x in (k, v))
-    own = mask_of(kind) if mask is None else mask_of(kind) & mask
-    return regard.attention(q.double(), k, v, mask=own, **({"scale": SCALE} | options))
+    """Returns attention over all tokens at once, in float64."""
+    k, v = (as_stored(kind, x).double() for x in (k, v))
+    cache_mask = mask_of(kind) if mask is None else mask_of(kind) & mask
+    return regard.attention(q.double(), k, v, mask=cache_mask, **({"scale": SCALE} | options))

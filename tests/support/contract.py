@@ -1,4 +1,4 @@
-"""Masks, bad values and bitwise comparisons for tests of the contract."""
+"""Masks, non-finite values and bitwise comparisons for contract tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    """Equal to the last bit; a NaN equals itself."""
+    """Returns whether all tensors are bitwise equal. NaN equals NaN."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     pairs = [
         [x.contiguous().view(integers[x.element_size()]) for x in pair] for pair in zip(a, b, strict=True)
@@ -23,7 +23,7 @@ def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 
 
 def rows_without_keys(kind: str, Lq: int, Lk: int, empty: slice) -> dict[str, Any]:
-    """Options under which exactly the query rows `empty` see no key."""
+    """Returns options that fully mask exactly the query rows `empty`."""
     keep = torch.ones(Lq, Lk, dtype=torch.bool)
     keep[empty] = False
     if kind == "bool":
@@ -38,14 +38,14 @@ def rows_without_keys(kind: str, Lq: int, Lk: int, empty: slice) -> dict[str, An
 
 
 def broken_values(dtype: torch.dtype) -> list[Tensor]:
-    """NaN, infinities, and NaN whose bits are all ones."""
+    """Returns NaN, -NaN, both infinities, and a NaN whose bits are all ones."""
     size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     ones = torch.tensor([-1], dtype=size).view(dtype)
     return [ones, *(torch.tensor([x], dtype=dtype) for x in (NAN, -NAN, INF, -INF))]
 
 
 def masks_over(Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
-    """One of each kind of mask. Each hides some keys from some rows."""
+    """Returns one mask of each kind. Each mask hides some keys from some rows."""
     keep = torch.rand(2, 2, Lq, Lk, generator=torch.Generator().manual_seed(3)) < 0.6
     hidden = torch.zeros(Lq, Lk).masked_fill(keep[0, 0] == 0, -INF)
     return {

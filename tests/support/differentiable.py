@@ -1,4 +1,4 @@
-"""Calls of `attention` as functions of everything that may learn: for gradcheck, transforms and compilers."""
+"""Calls of `attention` as functions of all differentiable inputs, for gradcheck and transforms."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LENGTHS = torch.tensor([2, 5])
 
 class Case(NamedTuple):
     inputs: tuple[Tensor, ...]  # q, k, v, then bias, slopes, table or sink
-    options: Callable[..., dict[str, Any]]  # of the inputs after v
+    options: Callable[..., dict[str, Any]]  # takes the inputs after v
 
-    def __call__(self, *inputs: Tensor, **more: Any) -> Any:
-        q, k, v, *others = inputs
-        return regard.attention(q, k, v, **self.options(*others) | more)
+    def __call__(self, *inputs: Tensor, **extra_options: Any) -> Any:
+        q, k, v, *parameters = inputs
+        return regard.attention(q, k, v, **self.options(*parameters) | extra_options)
 
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(x.detach().clone().requires_grad_() for x in self.inputs)
@@ -34,12 +34,12 @@ def tensors(*batch: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ..
 
 
 def strided(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(B, L, H, D) in memory."""
+    """Returns q, k and v stored as (B, L, H, D)."""
     return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(B, dtype=dtype))
 
 
-def fixed(**options: Any) -> Callable[..., dict[str, Any]]:
-    return lambda *others: options
+def constant(**options: Any) -> Callable[..., dict[str, Any]]:
+    return lambda *parameters: options
 
 
 def everything(bias: Tensor, sink: Tensor) -> dict[str, Any]:
@@ -55,28 +55,28 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
     ids, keep = torch.arange(LK) // 2, torch.rand(HQ, LQ, LK) > 0.3
     per_head = M.PerHead([M.Causal(), M.Window(1), M.Window(2, 2), M.Prefix(2)])
     return {
-        "plain": Case((q, k, v), fixed()),
-        "strided": Case(strided(dtype), fixed()),
-        "causal": Case((q, k, v), fixed(mask=M.Causal())),
-        "window from 0": Case((q, k, v), fixed(mask=M.Window(1, 1), offset=0)),
-        "lengths": Case((q, k, v), fixed(mask=M.Lengths(LENGTHS))),
-        "offsets": Case((q, k, v), fixed(mask=M.Causal(), offset=LENGTHS - 2)),
-        "documents": Case((q, k, v), fixed(mask=M.Documents(ids) & M.Causal())),
-        "dense": Case((q, k, v), fixed(mask=keep)),
-        "blocks": Case((q, k, v), fixed(mask=M.Blocks(torch.tensor([[True, False, True]] * 2), 2))),
-        "global": Case((q, k, v), fixed(mask=M.Global([0, 3]) | M.Window(1))),
-        "sparse": Case((q, k, v), fixed(mask=(M.RandomBlocks(1, 2) | M.Dilated(2)) & M.Not(M.Window(0)))),
-        "per head": Case((q, k, v), fixed(mask=per_head)),
+        "plain": Case((q, k, v), constant()),
+        "strided": Case(strided(dtype), constant()),
+        "causal": Case((q, k, v), constant(mask=M.Causal())),
+        "window from 0": Case((q, k, v), constant(mask=M.Window(1, 1), offset=0)),
+        "lengths": Case((q, k, v), constant(mask=M.Lengths(LENGTHS))),
+        "offsets": Case((q, k, v), constant(mask=M.Causal(), offset=LENGTHS - 2)),
+        "documents": Case((q, k, v), constant(mask=M.Documents(ids) & M.Causal())),
+        "dense": Case((q, k, v), constant(mask=keep)),
+        "blocks": Case((q, k, v), constant(mask=M.Blocks(torch.tensor([[True, False, True]] * 2), 2))),
+        "global": Case((q, k, v), constant(mask=M.Global([0, 3]) | M.Window(1))),
+        "sparse": Case((q, k, v), constant(mask=(M.RandomBlocks(1, 2) | M.Dilated(2)) & M.Not(M.Window(0)))),
+        "per head": Case((q, k, v), constant(mask=per_head)),
         "bias": Case((q, k, v, bias), lambda bias: {"bias": bias}),
         "bias of keys": Case((q, k, v, row), lambda row: {"bias": row}),
         "alibi": Case((q, k, v, slopes), lambda slopes: {"bias": Alibi(slopes)}),
         "relative": Case((q, k, v, table), lambda table: {"bias": RelativeBias(table, max_distance=4)}),
         "sink": Case((q, k, v, sink), lambda sink: {"sink": sink, "mask": M.Window(0, 0), "offset": -1}),
-        "softcap": Case((q, k, v), fixed(softcap=0.8)),
-        "dropout": Case((q, k, v), fixed(dropout=0.4, seed=3)),
-        "rank 2": Case((q[0, 0], k[0, 0], v[0, 0]), fixed(mask=M.Causal())),
-        "rank 3": Case((q[0], k[0], v[0]), fixed(mask=M.Causal())),
-        "rank 5": Case((q[:1, None], k[:, None], v[:1, None]), fixed(mask=M.Causal())),
+        "softcap": Case((q, k, v), constant(softcap=0.8)),
+        "dropout": Case((q, k, v), constant(dropout=0.4, seed=3)),
+        "rank 2": Case((q[0, 0], k[0, 0], v[0, 0]), constant(mask=M.Causal())),
+        "rank 3": Case((q[0], k[0], v[0]), constant(mask=M.Causal())),
+        "rank 5": Case((q[:1, None], k[:, None], v[:1, None]), constant(mask=M.Causal())),
         "everything": Case((q, k, v, row, sink), everything),
     }
 

@@ -1,4 +1,4 @@
-"""Facts asked of sampled calls, what they should be, and how far they may be from it."""
+"""Facts of sampled calls, their expected results, and error limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from regard.scores import Alibi, RelativeBias
 from support import rel_l2
 from support.forward import UNIT, Call, doubled, largest, sample
 
-LIMIT = {torch.float64: 1e-11}  # relative L2; all others 1e-5
+LIMIT = {torch.float64: 1e-11}  # relative L2; 1e-5 for other dtypes
 ATTENTION_ONLY = ("dropout", "seed", "return_lse")
 
 
 def every_fact(Lq: int, Lk: int, seed: int = 0) -> list[F.Fact]:
-    """Each kind, some of them twice, so that they must be told apart."""
+    """Returns facts of every kind. Some kinds occur twice with different arguments."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(Lk, generator=generator) < 0.3
     return [
@@ -31,10 +31,10 @@ def every_fact(Lq: int, Lk: int, seed: int = 0) -> list[F.Fact]:
 
 
 def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
-    """One option of `attention`, by name."""
+    """Returns the `attention` option of the given name."""
     ids = torch.arange(Lk) * 5 // Lk
     keep = torch.rand(Hq, Lq, Lk) < 0.4
-    made: dict[str, Callable[[], dict[str, Any]]] = {
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
         "none": dict,
         "causal": lambda: {"mask": M.Causal()},
         "causal at 0": lambda: {"mask": M.Causal(), "offset": 0},
@@ -61,7 +61,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
             "sink": torch.randn(Hq), "scale": 0.2, "offset": Lk - 5,
         },
     }  # fmt: skip
-    return made[name]()
+    return makers[name]()
 
 
 OPTIONS = (
@@ -81,14 +81,17 @@ def run(call: Call, want: list[F.Fact], impl: str) -> regard.Evidence:
 
 
 def expected(call: Call, want: list[F.Fact]) -> regard.Evidence:
-    """The definition's answer to the same numbers, in float64."""
+    """Returns the facts from the reference definition, in float64."""
     q, k, v = (x.double() for x in call[:3])
     options = {n: doubled(x) for n, x in call.options.items()}
     return regard.evidence(q, k, v, *want, **options, impl="reference")
 
 
-def numbers(result: Any) -> list[Tensor]:
-    """The tensors of a result, keys apart: two nearly equal weights may change places."""
+def float_tensors(result: Any) -> list[Tensor]:
+    """Returns a result's floating-point tensors.
+
+    Key indices are excluded: nearly equal weights may swap.
+    """
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, F.Pyramid):
@@ -97,19 +100,22 @@ def numbers(result: Any) -> list[Tensor]:
 
 
 def faults(call: Call, want: list[F.Fact], impl: str) -> list[str]:
-    """What is wrong with the facts of a call; [] when all are right."""
-    found, right = run(call, want, impl), expected(call, want)
+    """Returns the faults of a call's facts, [] if there are none."""
+    actual, reference = run(call, want, impl), expected(call, want)
     matrix, limit = matrix_of(call), allowed(call)
-    told = []
-    for fact, ours, theirs in zip(want, found, right, strict=True):
-        told += [f"{fact}: {fault}" for fault in number_faults(ours, theirs, limit)]
-        if isinstance(ours, F.TopKResult | F.RowMaxResult):
-            told += [f"{fact}: {fault}" for fault in key_faults(ours, theirs, matrix, limit)]
-    return told
+    messages = []
+    for fact, result, expected_result in zip(want, actual, reference, strict=True):
+        messages += [f"{fact}: {fault}" for fault in value_faults(result, expected_result, limit)]
+        if isinstance(result, F.TopKResult | F.RowMaxResult):
+            messages += [f"{fact}: {fault}" for fault in key_faults(result, expected_result, matrix, limit)]
+    return messages
 
 
 def allowed(call: Call) -> float:
-    """A score of size |LSE| is itself rounded: with a far ALiBi that is most of the error."""
+    """Returns the error limit.
+
+    It grows with |LSE|, because scores of that size are rounded themselves.
+    """
     dtype, (_, lse) = call.q.dtype, call.expected()
     return max(LIMIT.get(dtype, 1e-5), 8 * UNIT[dtype] * largest(lse))
 
@@ -119,43 +125,43 @@ def matrix_of(call: Call) -> Tensor:
     return regard.weights(*(x.double() for x in call[:3]), **options)
 
 
-def number_faults(ours: Any, theirs: Any, limit: float) -> list[str]:
-    found = []
-    for x, y in zip(numbers(ours), numbers(theirs), strict=True):
+def value_faults(result: Any, expected_result: Any, limit: float) -> list[str]:
+    messages = []
+    for x, y in zip(float_tensors(result), float_tensors(expected_result), strict=True):
         if x.shape != y.shape:
-            found.append(f"shape {tuple(x.shape)} for {tuple(y.shape)}")
+            messages.append(f"shape {tuple(x.shape)} for {tuple(y.shape)}")
         elif x.isnan().any() or y.isnan().any():
-            found.append("NaN")
+            messages.append("NaN")
         elif (error := rel_l2(x, y)) > limit:
-            found.append(f"error {error:.3g} above {limit:.3g}")
-    if isinstance(ours, F.DistanceResult) and not torch.equal(ours.distances, theirs.distances):
-        found.append("other distances")
-    return found
+            messages.append(f"error {error:.3g} above {limit:.3g}")
+    if isinstance(result, F.DistanceResult) and not torch.equal(result.distances, expected_result.distances):
+        messages.append("distances differ")
+    return messages
 
 
-def key_faults(ours: Any, theirs: Any, matrix: Tensor, limit: float) -> list[str]:
-    """The keys must be there where they should, different ones, and have the weights that are told."""
-    keys, weights = ours.keys, ours.weights
-    if not torch.equal(keys == -1, theirs.keys == -1):
-        return ["other rows have no key"]
+def key_faults(result: Any, expected_result: Any, matrix: Tensor, limit: float) -> list[str]:
+    """Checks that keys are distinct and have the reported weights, which are sorted."""
+    keys, weights = result.keys, result.weights
+    if not torch.equal(keys == -1, expected_result.keys == -1):
+        return ["missing keys differ"]
     if keys.ndim < matrix.ndim:
         keys, weights = keys[..., None], weights[..., None]
-    real = keys.sort(-1).values
-    if ((real[..., 1:] == real[..., :-1]) & (real[..., 1:] != -1)).any():
-        return ["a key twice"]
+    sorted_keys = keys.sort(-1).values
+    if ((sorted_keys[..., 1:] == sorted_keys[..., :-1]) & (sorted_keys[..., 1:] != -1)).any():
+        return ["duplicate key"]
     if (weights[..., 1:] > weights[..., :-1]).any():
         return ["not sorted"]
     if not matrix.shape[-1]:
         return []
-    at = matrix.gather(-1, keys.clamp(min=0)).masked_fill(keys == -1, 0.0)
-    return [] if rel_l2(weights, at) <= limit else [f"keys of other weights, {rel_l2(weights, at):.3g}"]
+    exact = matrix.gather(-1, keys.clamp(min=0)).masked_fill(keys == -1, 0.0)
+    return [] if rel_l2(weights, exact) <= limit else [f"keys of other weights, {rel_l2(weights, exact):.3g}"]
 
 
 def failures(seeds: range, work: float, impl: str) -> str:
-    """A report of every sampled call with a wrong fact."""
+    """Returns a report of the sampled calls with faults, empty if there are none."""
     report = []
     for seed in seeds:
         call = without_dropout(sample(seed, work))
-        found = faults(call, every_fact(call.q.shape[-2], call.k.shape[-2], seed), impl)
-        report += [f"seed {seed}: {'; '.join(found)} in {call}"] if found else []
+        messages = faults(call, every_fact(call.q.shape[-2], call.k.shape[-2], seed), impl)
+        report += [f"seed {seed}: {'; '.join(messages)} in {call}"] if messages else []
     return "\n".join(report)

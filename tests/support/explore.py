@@ -1,4 +1,4 @@
-"""What the tests of the explorer share: small traces, a running server, and things that must do no harm."""
+"""Helpers for tests of the explorer: small traces, a running server, hostile tokens and paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "it"]
 def small(
     tokens: list[str] | None = None, heads: int = 3, layers: int = 2, **options: Any
 ) -> explore.Explorer:
-    """A few heads with random weights over 23 tokens, or over those given."""
+    """Returns an explorer with random weights over `tokens`, by default 23 words."""
     tokens = [WORDS[i % len(WORDS)] for i in range(23)] if tokens is None else tokens
     q, k = (list(torch.randn(layers, heads, len(tokens), 8)) for _ in range(2))
     return explore.tensors(q, k, tokens, title="small", **({"mask": Causal()} | options))
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """Asks a server; its cookie is that of a browser which has opened the link."""
+    """An HTTP client of the explorer's server. After `enter` it holds the page's cookie."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -79,13 +79,13 @@ class Client:
             connection.close()
 
     def post(self, body: bytes, path: str = "/api/text", **headers: str) -> Answer:
-        """As the page posts, except for the headers given."""
-        own = {
+        """Posts as the page does; `headers` override the page's headers."""
+        page_headers = {
             "Content_Type": "application/json",
             "Origin": f"http://{self.host}",
             "Sec_Fetch_Site": "same-origin",
         }
-        return self.ask(path, "POST", body, **{name: x for name, x in (own | headers).items() if x})
+        return self.ask(path, "POST", body, **{name: x for name, x in (page_headers | headers).items() if x})
 
     def json(self, path: str) -> Any:
         answer = self.ask(path)
@@ -108,7 +108,7 @@ def running(explorer: explore.Explorer, host: str | None = None) -> Iterator[Cli
         assert not thread.is_alive()
 
 
-# Each would run something, or break out of where it stands, if it were taken for anything but text.
+# Each payload would run code or escape its context if it were not treated as text.
 _PAYLOADS = (
     "</script><script>pwned()</script>", "<img src=x onerror=pwned()>", "<svg onload=pwned()>", "<!--", "-->",
     "<!--<script>", "]]>", "</title><script>pwned()</script>", "</style><script>pwned()</script>",
@@ -142,11 +142,11 @@ _ODD = (
 
 
 def harmful_tokens() -> list[str]:
-    """200 of them, none twice, one of a megabyte."""
-    found = [*_PAYLOADS, *_ODD, "<img src=x onerror=pwned()>" * 40_000]
+    """Returns 200 distinct tokens, one of them a megabyte long."""
+    tokens = [*_PAYLOADS, *_ODD, "<img src=x onerror=pwned()>" * 40_000]
     for odd in _ODD[:-1]:
-        found += [f"{odd}{payload}{odd}" for payload in _PAYLOADS]
-    return found[:200]
+        tokens += [f"{odd}{payload}{odd}" for payload in _PAYLOADS]
+    return tokens[:200]
 
 
 HOSTS = (
@@ -167,7 +167,7 @@ _FILES = ("etc/passwd", "_page.py", "index.html%00.js", "explorer.py", "page/ind
 
 
 def traversals() -> list[str]:
-    """100 paths that name a file outside the page, or in it by a way around."""
+    """Returns 100 paths that leave the page's folder or reach a file in it indirectly."""
     return [f"/{up}{file}" for up in _UP for file in _FILES]
 
 
@@ -179,7 +179,7 @@ def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def data_of(page: str) -> Any:
-    """Returns the data inside a page that was saved as one file."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert found
-    return json.loads(found.group(1))
+    """Returns the data embedded in a page that was saved as one file."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert match
+    return json.loads(match.group(1))

@@ -15,7 +15,7 @@ from support import poisoned, runnable_isas
 
 os.environ["MPLBACKEND"] = "Agg"
 
-# `make test` repeats exactly; `make test-all` (--hypothesis-profile=full) looks for new examples.
+# `make test` is deterministic; `make test-all` (--hypothesis-profile=full) draws new examples.
 settings.register_profile("quick", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.register_profile("full", deadline=None, max_examples=300)
 settings.load_profile("quick")
@@ -23,7 +23,7 @@ settings.load_profile("quick")
 
 @pytest.fixture(params=runnable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs once on every instruction set that this CPU can run."""
+    """Runs the test once on every instruction set that this CPU supports."""
     from regard._backends.native import core
 
     with core.use_isa(request.param):
@@ -32,7 +32,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The same random numbers for each test, and PyTorch's settings as they were before it."""
+    """Seeds all generators before each test and restores PyTorch's settings after it."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -44,13 +44,13 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> None:
-    """For small work: threads that wait for each other cost more than it, above all on a busy machine."""
+    """Sets one thread, for small tensors: thread synchronisation would cost more than the work."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN: an output that is not fully written fails the comparison."""
+    """Fills fresh memory with NaN, so that tests notice elements that are not written."""
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):

@@ -1,4 +1,4 @@
-"""Calls of `attention` made from a seed, what they should give, and how far they may be from it."""
+"""Random calls of `attention`, their expected results, and error limits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ GROUPS = (1, 2, 3, 4, 7, 8, 12, 32)
 SCORE_MASKS = ("none", "causal", "causal_at_0", "window", "padding", "packed", "bool", "sparse", "per_head")
 BIASES = ("none", "tensor", "excluding", "lowest", "alibi", "relative")
 
-# Relative L2 against float64, before the result is stored. With the average rounding of bfloat16 (1.7e-3) and
-# float16 (2.1e-4) this is tighter than 2.2e-3 and 2.7e-4.
+# Limit of the relative L2 error against float64, before the result is stored. Together with the
+# average rounding of bfloat16 (1.7e-3) and float16 (2.1e-4), it is tighter than 2.2e-3 and 2.7e-4.
 COMPUTED = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6, torch.float64: 1e-12}
 UNIT = {dtype: torch.finfo(torch.float32).eps / 2 for dtype in DTYPES} | {torch.float64: 2.0**-53}
-HUGE = 1e30  # beyond it only finfo.min is in the scores
+HUGE = 1e30  # larger scores contain finfo.min
 
 
 class Call(NamedTuple):
@@ -47,20 +47,20 @@ class Call(NamedTuple):
         return f"[{self.isa} {self.q.dtype} {shapes} {self.options}]"
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
-        """The native kernels' out and LSE."""
+        """Returns out and LSE of the native kernels."""
         with core.use_isa(self.isa):
             options = self.options | {"return_lse": True, "impl": "native"} | changes
             return regard.attention(self.q, self.k, self.v, **options)
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """The reference's out and LSE from the same numbers, both in float64."""
+        """Returns out and LSE of the reference for the same inputs in float64."""
         q, k, v = (x.double() for x in self[:3])
         options = {name: doubled(x) for name, x in self.options.items()}
         return regard.attention(q, k, v, **options, return_lse=True, impl="reference")
 
 
 def doubled(x: Any) -> Any:
-    """An option in float64."""
+    """Converts an option's tensors to float64."""
     if isinstance(x, Alibi):
         return Alibi(x.slopes.double())
     if isinstance(x, RelativeBias):
@@ -69,38 +69,41 @@ def doubled(x: Any) -> Any:
 
 
 def fused(call: Call) -> Tensor | None:
-    """The same call by PyTorch's fused CPU kernel, or None where it cannot do it."""
+    """Runs the call with PyTorch's fused CPU kernel.
+
+    Returns None if the kernel does not support it.
+    """
     p = make(call.q, call.k, call.v, Options(**call.options))
     s = p.spec
     if s.softcap is not None or s.sink or s.dropout or s.Dv != s.D or 0 in call.q.shape + call.k.shape:
         return None
     q, k, v = (heads_4d(s, x) for x in (p.q, p.k, p.v))
     k, v = (x.repeat_interleave(s.Hq // s.Hkv, 1) for x in (k, v))
-    keep, extra = dense_mask(p), dense_bias(p, s.bias_dtype or s.lse_dtype)
+    keep, attn_bias = dense_mask(p), dense_bias(p, s.bias_dtype or s.lse_dtype)
     if keep is not None:
-        extra = torch.where(keep, 0.0 if extra is None else extra, -INF)
-    if extra is not None:
-        extra = extra.to(s.dtype).expand(s.B, s.Hq, s.Lq, s.Lk)
+        attn_bias = torch.where(keep, 0.0 if attn_bias is None else attn_bias, -INF)
+    if attn_bias is not None:
+        attn_bias = attn_bias.to(s.dtype).expand(s.B, s.Hq, s.Lq, s.Lk)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, False, attn_mask=extra, scale=s.scale)[0].reshape(s.out_shape)
+    return kernel(q, k, v, 0.0, False, attn_mask=attn_bias, scale=s.scale)[0].reshape(s.out_shape)
 
 
 def rounding(expected: Tensor, dtype: torch.dtype) -> float:
-    """The error that storing the exact result in `dtype` makes."""
+    """Returns the relative error of rounding the exact result to `dtype`."""
     return rel_l2(expected.to(dtype), expected)
 
 
 def faults(call: Call) -> list[str]:
-    """What is wrong with the native result of a call; [] when it keeps the promise."""
+    """Returns the faults of the native result, [] if there are none."""
     out, lse = call.run()
     want, want_lse = call.expected()
-    found = [f"NaN in {n}" for n, x in (("out", out), ("LSE", lse), ("reference", want)) if x.isnan().any()]
-    if found:
-        return found
+    errors = [f"NaN in {n}" for n, x in (("out", out), ("LSE", lse), ("reference", want)) if x.isnan().any()]
+    if errors:
+        return errors
     error, limit = rel_l2(out, want), allowed(call.q.dtype, want, want_lse)
-    found = [] if error <= limit else [f"error {error:.3g} above {limit:.3g}"]
-    found += lse_faults(lse, want_lse)
-    return found + (fused_faults(call, want, error) if comparable(call, want_lse) else [])
+    errors = [] if error <= limit else [f"error {error:.3g} above {limit:.3g}"]
+    errors += lse_faults(lse, want_lse)
+    return errors + (fused_faults(call, want, error) if comparable(call, want_lse) else [])
 
 
 def allowed(dtype: torch.dtype, want: Tensor, lse: Tensor) -> float:
@@ -108,7 +111,10 @@ def allowed(dtype: torch.dtype, want: Tensor, lse: Tensor) -> float:
 
 
 def computed(dtype: torch.dtype, lse: Tensor) -> float:
-    """A score of size |LSE| is itself rounded: with a far ALiBi that is most of the error."""
+    """Returns the limit before storing.
+
+    It grows with |LSE|: scores of that size are rounded themselves.
+    """
     return max(COMPUTED[dtype], UNIT[dtype] * largest(lse))
 
 
@@ -118,7 +124,10 @@ def largest(lse: Tensor) -> float:
 
 
 def lse_faults(lse: Tensor, want: Tensor) -> list[str]:
-    """Infinities must agree; elsewhere the error is absolute, as of a logarithm, until the LSE is large."""
+    """Compares LSEs.
+
+    Infinities must be equal. Errors are absolute, but relative for a large LSE.
+    """
     if not torch.equal(lse == -INF, want == -INF):
         return ["other rows have LSE -inf"]
     real = want != -INF
@@ -131,28 +140,31 @@ def lse_faults(lse: Tensor, want: Tensor) -> list[str]:
 
 
 def comparable(call: Call, lse: Tensor) -> bool:
-    """Enough rows for a ratio of two errors to mean something, and no scores so large that it is mostly the
-    luck of their own rounding (in powers of 2 here, of e there)."""
+    """Returns whether the error can be compared with the fused kernel's.
+
+    The comparison needs enough rows for an average. Very large scores are excluded: their own
+    rounding, in powers of 2 here and of e in PyTorch, dominates the error.
+    """
     return call.q.dtype is not torch.float64 and lse.numel() >= 256 and largest(lse) < 16
 
 
 def fused_faults(call: Call, want: Tensor, error: float) -> list[str]:
-    """Worse than 1.5x PyTorch's fused kernel and one rounding?"""
-    theirs = fused(call)
-    if theirs is None or theirs.isnan().any():
+    """Checks that the error is at most 1.5x that of PyTorch's fused kernel, plus one rounding."""
+    fused_out = fused(call)
+    if fused_out is None or fused_out.isnan().any():
         return []
-    limit = 1.5 * rel_l2(theirs, want) + torch.finfo(call.q.dtype).eps / 2
+    limit = 1.5 * rel_l2(fused_out, want) + torch.finfo(call.q.dtype).eps / 2
     return [] if error <= limit else [f"error {error:.3g} above {limit:.3g}, 1.5x the fused kernel's"]
 
 
 def failures(seeds: range, work: float) -> str:
-    """A report of every sampled call that breaks the promise."""
-    made = ((seed, sample(seed, work)) for seed in seeds)
-    return "\n".join(f"seed {n}: {'; '.join(found)} in {call}" for n, call in made if (found := faults(call)))
+    """Returns a report of the sampled calls with faults, empty if there are none."""
+    calls = ((seed, sample(seed, work)) for seed in seeds)
+    return "\n".join(f"seed {n}: {'; '.join(text)} in {call}" for n, call in calls if (text := faults(call)))
 
 
 class Sampler:
-    """One random call. The same seed gives the same call, everywhere."""
+    """Samples one random call. Equal seeds give equal calls on every machine."""
 
     def __init__(self, seed: int, work: float, isas: list[str]) -> None:
         self.pick = random.Random(seed)
@@ -171,11 +183,11 @@ class Sampler:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """From low to high inclusive."""
+        """Returns random integers from low to high inclusive."""
         return torch.randint(low, high + 1, shape, generator=self.generator)
 
     def sizes(self, work: float) -> None:
-        """Odd sizes whose product stays within `work` multiplications."""
+        """Chooses odd sizes whose product stays within `work` multiplications."""
         while True:
             self.batch = self.choice(((1,), (1,), (2,), (3,), (), (2, 2)))
             self.Hkv, group = self.choice((1, 1, 2, 3)), self.choice(GROUPS)
@@ -191,18 +203,18 @@ class Sampler:
         q = self.tensor(self.Hq, self.Lq, self.D)
         k = self.tensor(self.Hkv, self.Lk, self.D)
         v = self.tensor(self.Hkv, self.Lk, self.Dv)
-        options: dict[str, Any] = self.offset() | self.mask() | self.bias() | self.numbers()
+        options: dict[str, Any] = self.offset() | self.mask() | self.bias() | self.numeric_options()
         if isinstance(options.get("bias"), Alibi):
             options.pop("offset", None)
         return Call(q, k, v, options, self.choice(self.isas))
 
     def tensor(self, H: int, L: int, width: int) -> Tensor:
-        """Half of them laid out as a projection leaves them: (..., L, H, width) in memory."""
+        """Returns a tensor (..., H, L, width). Half of them are stored as (..., L, H, width)."""
         if self.chance(0.5):
             return self.randn(*self.batch, H, L, width)
         return self.randn(*self.batch, L, H, width).transpose(-3, -2)
 
-    def numbers(self) -> dict[str, Any]:
+    def numeric_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if self.chance(0.15):
             options["softcap"] = self.choice((0.5, 5.0, 50.0))
@@ -265,7 +277,7 @@ class Sampler:
 
     def bias(self) -> dict[str, Any]:
         kind = self.choice(("none", "none", "none", *BIASES))
-        if kind == "none" or (kind == "alibi" and self.Lq > self.Lk):  # no key is near the query
+        if kind == "none" or (kind == "alibi" and self.Lq > self.Lk):  # no key is close to the query
             return {}
         if kind == "alibi":
             return {"bias": Alibi.standard(self.Hq)}
@@ -277,7 +289,7 @@ class Sampler:
         return {"bias": self.tensor_bias(kind)}
 
     def tensor_bias(self, kind: str) -> Tensor:
-        """Numbers, numbers with -inf between them, or zeros with the lowest float32 between them."""
+        """Returns random numbers, some of them -inf, or zeros and finfo(float32).min."""
         shape = tuple(self.choice((1, n)) for n in (self.Hq, self.Lq)) + (self.choice((1, self.Lk, self.Lk)),)
         if len(self.batch) == 1:
             shape = (self.choice((1, *self.batch)), *shape)

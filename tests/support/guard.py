@@ -1,9 +1,11 @@
-"""Calls whose tensors lie flush against pages that must not be touched: `-m support.guard first count isa...`
-Every seed makes a call of `attention`, one over stored keys, one of linear attention and its gradient,
-and one of `evidence`.
+"""Runs calls whose tensors lie next to guard pages: `-m support.guard first count isa...`.
 
-A kernel that reads or writes one element too far ends this process with SIGSEGV; one that writes into the
-slack at the other side of a buffer changes the sentinels there. The last seed printed is the guilty one.
+Each seed gives one call of `attention`, one over stored keys, one of linear attention with its
+gradient, and one of `evidence`.
+
+A kernel that accesses an element out of bounds ends this process with SIGSEGV. A write into the
+slack at the other side of a buffer changes its sentinel bytes. The last printed seed is the faulty
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from regard._call.make import make
 from regard._call.spec import Options
 from regard._call.stored import Stored
 from support import linear as linear_cases
-from support.evidence import every_fact, numbers, run, without_dropout
+from support.evidence import every_fact, float_tensors, run, without_dropout
 from support.forward import Call, sample
 from support.stored import KINDS, store
 
@@ -42,7 +44,7 @@ MAKERS = {
 
 
 def mapped(size: int) -> int:
-    """Address of fresh memory that costs nothing until it is written."""
+    """Maps fresh memory, which is not committed until written. Returns the address."""
     address = LIBC.mmap(None, size, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap")
@@ -55,19 +57,19 @@ def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Region:
-    """Room for one tensor between two forbidden pages, at the end or at the start of what is allowed."""
+    """Memory for one tensor between two guard pages, next to the first or the second."""
 
     def __init__(self, count: int, dtype: torch.dtype, at_end: bool) -> None:
-        used = max(count, 1) * dtype.itemsize
-        self.inner = -(-used // PAGE) * PAGE
+        size = max(count, 1) * dtype.itemsize
+        self.inner = -(-size // PAGE) * PAGE
         self.base = mapped(self.inner + 2 * PAGE)
         for page in (self.base, self.base + PAGE + self.inner):
             if LIBC.mprotect(page, PAGE, 0):
                 raise OSError(ctypes.get_errno(), "mprotect")
         first = self.base + PAGE
-        slack = self.inner - used
+        slack = self.inner - size
         self.tensor = tensor_at(first + (slack if at_end else 0), max(count, 1), dtype)[:count]
-        self.slack = tensor_at(first + (0 if at_end else used), slack, torch.uint8) if slack else None
+        self.slack = tensor_at(first + (0 if at_end else size), slack, torch.uint8) if slack else None
         if self.slack is not None:
             self.slack.fill_(SENTINEL)
 
@@ -78,7 +80,7 @@ class Region:
 
 
 class Guard:
-    """Makes guarded tensors and closes them all."""
+    """Allocates guarded tensors and frees them together."""
 
     def __init__(self, seed: int) -> None:
         self.pick = random.Random(seed)
@@ -89,7 +91,7 @@ class Guard:
         return self.regions[-1].tensor
 
     def moved(self, x: Tensor) -> Tensor:
-        """The same numbers and strides in guarded memory."""
+        """Copies x into guarded memory with the same strides."""
         if not x.numel() or x.is_meta:
             return x
         extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -101,7 +103,7 @@ class Guard:
 
     @contextmanager
     def results(self) -> Iterator[None]:
-        """What is allocated meanwhile lies in guarded memory too."""
+        """Allocates all tensors created inside this context in guarded memory."""
         before = [(owner, name, getattr(owner, name)) for owner, names in MAKERS.items() for name in names]
         for owner, name, make_it in before:
             setattr(owner, name, lambda *a, _make=make_it, **k: self.moved(_make(*a, **k)))
@@ -117,7 +119,7 @@ class Guard:
 
 
 def guarded_forward(call: Call, guard: Guard) -> tuple[Tensor, Tensor]:
-    """out and LSE, copied out of guarded memory; every input and output of the kernel lies in it."""
+    """Returns copies of out and LSE, computed with all inputs and outputs in guarded memory."""
     options = {
         n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
     }
@@ -136,12 +138,12 @@ def check(seed: int, isa: str) -> None:
     with core.use_isa(isa):
         results = guarded_forward(call, guard)
     guard.close()
-    for ours, plain in zip(results, call.run(), strict=True):
-        assert torch.equal(ours, plain), f"seed {seed} on {isa}: {call}"
+    for got, want in zip(results, call.run(), strict=True):
+        assert torch.equal(got, want), f"seed {seed} on {isa}: {call}"
 
 
 def check_stored(seed: int, isa: str) -> None:
-    """The store's parts in guarded memory, exactly as long as they need to be."""
+    """Checks attention over stored keys in guarded memory. The storage has no spare capacity."""
     pick, guard = random.Random(seed), Guard(seed)
     Hkv, group, Lq, Lk = (
         pick.choice((1, 2)),
@@ -153,58 +155,58 @@ def check_stored(seed: int, isa: str) -> None:
     torch.manual_seed(seed)
     q, k, v = torch.randn(2, Hkv * group, Lq, D), torch.randn(2, Hkv, Lk, D), torch.randn(2, Hkv, Lk, Dv)
     stored = store(k, v, pick.choice(KINDS), pick.choice((0, 16)), spare=0)
-    parts = [x if x is None else guard.moved(x) for x in stored[:5]]
+    guarded_parts = [x if x is None else guard.moved(x) for x in stored[:5]]
     with core.use_isa(isa):
-        plain = attend_stored(q, stored, impl="native")
+        want = attend_stored(q, stored, impl="native")
         with guard.results():
-            out = attend_stored(guard.moved(q), Stored(*parts, *stored[5:]), impl="native")
+            out = attend_stored(guard.moved(q), Stored(*guarded_parts, *stored[5:]), impl="native")
         assert isinstance(out, Tensor)
         assert guard.inside(out)
-        same = torch.equal(out.clone(), plain)
-    del out, parts
+        same = torch.equal(out.clone(), want)
+    del out, guarded_parts
     guard.close()
     assert same, f"seed {seed} on {isa}: {stored.kind} in pages of {stored.page}"
 
 
 def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
-    """Results of linear attention, without and with what backward needs, and its gradients."""
-    result, kept = _linear.linear_saving(p)
+    """Returns linear attention's results, in inference and in training, and its gradients."""
+    result, saved = _linear.linear_saving(p)
     dout, dS, dz = dys
     assert dout is not None
-    found = (*_linear.linear(p), *result, *_linear.linear_backward(p, kept, dout, dS, dz))
-    return [x for x in found if x is not None]
+    tensors = (*_linear.linear(p), *result, *_linear.linear_backward(p, saved, dout, dS, dz))
+    return [x for x in tensors if x is not None]
 
 
 def check_linear(seed: int, isa: str) -> None:
     case, guard = linear_cases.sample(seed), Guard(seed)
-    given = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
-    p = check_call(case.q, case.k, case.v, None, given)
+    options = LinearOptions(**{"causal": True, **dict.fromkeys(LinearOptions._fields[2:]), **case.options})
+    p = check_call(case.q, case.k, case.v, None, options)
     with core.use_isa(isa):
         dys = [None if x is None else torch.randn_like(x) for x in _linear.linear(p)]
-        plain = both_passes(p, dys)
-        moved = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
+        want = both_passes(p, dys)
+        guarded_call = LinearCall(*(guard.moved(x) if isinstance(x, Tensor) else x for x in p))
         with guard.results():
-            found = both_passes(moved, [x if x is None else guard.moved(x) for x in dys])
-        same = all(torch.equal(a.clone(), b) for a, b in zip(found, plain, strict=True))
-        assert all(guard.inside(x) for x in found if x.numel())
-    del found, moved
+            got = both_passes(guarded_call, [x if x is None else guard.moved(x) for x in dys])
+        same = all(torch.equal(a.clone(), b) for a, b in zip(got, want, strict=True))
+        assert all(guard.inside(x) for x in got if x.numel())
+    del got, guarded_call
     guard.close()
     assert same, f"seed {seed} on {isa}: {case.options}"
 
 
 def check_evidence(seed: int, isa: str) -> None:
-    """Every fact, of inputs in guarded memory, into guarded memory."""
+    """Checks every fact with inputs and outputs in guarded memory."""
     call, guard = without_dropout(sample(seed, 1e6)._replace(isa=isa)), Guard(seed)
     options = {
         n: guard.moved(x) if isinstance(x, Tensor) and n != "mask" else x for n, x in call.options.items()
     }
-    want = every_fact(call.q.shape[-2], call.k.shape[-2], seed)
-    plain = [x for result in run(call, want, "native") for x in numbers(result)]
-    moved = Call(guard.moved(call.q), guard.moved(call.k), call.v, options, isa)
+    facts = every_fact(call.q.shape[-2], call.k.shape[-2], seed)
+    want = [x for result in run(call, facts, "native") for x in float_tensors(result)]
+    guarded_call = Call(guard.moved(call.q), guard.moved(call.k), call.v, options, isa)
     with guard.results():
-        found = [x.clone() for result in run(moved, want, "native") for x in numbers(result)]
+        got = [x.clone() for result in run(guarded_call, facts, "native") for x in float_tensors(result)]
     guard.close()
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), f"seed {seed} on {isa}: {call}"
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"seed {seed} on {isa}: {call}"
 
 
 def main(first: int, count: int, isas: list[str]) -> None:

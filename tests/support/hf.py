@@ -1,4 +1,4 @@
-"""Small random models of Hugging Face Transformers, and inputs for them."""
+"""Small random Hugging Face Transformers models, and inputs for them."""
 
 from __future__ import annotations
 
@@ -91,19 +91,19 @@ DECODERS = [
     "llama", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "deepseek_v3", "gpt2",
 ]  # fmt: skip
 SWITCHED = sorted(set(MADE) - {"bloom"})
-# Scores without a scale: eager's own gradients, weights and 16 bits are too far from float64.
+# Models with unscaled scores: eager's gradients, weights and 16-bit results are far from float64.
 SHARP = {"gemma4"}
 QUICK = {"llama", "gemma3", "gpt_oss", "t5"}
 
 
-def each(names: list[str], quick: set[str] = QUICK) -> pytest.MarkDecorator:
-    """The argument `name`; models that are not in `quick` only in `make test-all`."""
+def models(names: list[str], quick: set[str] = QUICK) -> pytest.MarkDecorator:
+    """Parametrizes `name`. Models outside `quick` run only in `make test-all`."""
     marks = [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
     return pytest.mark.parametrize("name", marks)
 
 
 @functools.cache
-def _made(name: str) -> Any:
+def _cached(name: str) -> Any:
     model_class, config_class, options = MADE[name]
     torch.manual_seed(0)
     config = getattr(hf, config_class)(**options)
@@ -114,16 +114,16 @@ def _made(name: str) -> Any:
     return model
 
 
-def made(name: str, implementation: str) -> Any:
-    """A model of its own, with the same weights whatever the implementation."""
-    model = copy.deepcopy(_made(name))
+def build(name: str, implementation: str) -> Any:
+    """Returns a new model. Its weights do not depend on the implementation."""
+    model = copy.deepcopy(_cached(name))
     model.set_attn_implementation(implementation)
     return model
 
 
-def lively(name: str, implementation: str) -> Any:
-    """With larger weights, so that the tokens it chooses are not all alike."""
-    model = made(name, implementation)
+def build_varied(name: str, implementation: str) -> Any:
+    """Returns a model with larger weights, so that generated tokens differ from each other."""
+    model = build(name, implementation)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -131,12 +131,12 @@ def lively(name: str, implementation: str) -> Any:
 
 
 def tokens(B: int = 2, L: int = LENGTH) -> Tensor:
-    """(B, L)"""
+    """Returns random token ids (B, L)."""
     return torch.randint(3, VOCABULARY, (B, L))
 
 
 def padding(B: int, L: int, side: str) -> Tensor:
-    """(B, L): sample b has 5 * b tokens of padding; "none": no padding."""
+    """Returns an attention mask (B, L). Sample b has 5 * b padding tokens; "none": no padding."""
     keep = torch.ones(B, L, dtype=torch.int64)
     for b in range(B):
         at = {"left": slice(0, 5 * b), "right": slice(L - 5 * b, L), "none": slice(0, 0)}[side]

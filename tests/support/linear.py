@@ -1,4 +1,4 @@
-"""Calls of linear attention: every form, drawn by a seed. Shared by the tests and by guard.py."""
+"""Calls of linear attention in every form, sampled by seed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Case(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Everything that has a gradient."""
+        """Returns the differentiable inputs by name."""
         state = self.options.get("state") or LinearState(None, None)  # type: ignore[arg-type]
-        found = {
+        tensors = {
             "q": self.q, "k": self.k, "v": self.v, "log_decay": self.options.get("log_decay"),
             "beta": self.options.get("beta"), "S": state.S, "z": state.z,
         }  # fmt: skip
-        return {name: x for name, x in found.items() if x is not None}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def requiring_grad(self) -> Case:
-        """The same numbers in tensors of their own."""
+        """Returns a copy whose tensors are leaves that require gradients."""
         fresh = {name: x.detach().clone().requires_grad_() for name, x in self.inputs.items()}
         options = {name: fresh.get(name, x) for name, x in self.options.items()}
         if "S" in fresh:
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a fixed function of out and state."""
+    """Results, and the gradients of a fixed random loss of out and state."""
 
     out: Tensor
     state: LinearState
@@ -58,15 +58,15 @@ def differentiate(case: Case, impl: str = "native", seed: int = 0) -> Gradients:
     draw = torch.Generator().manual_seed(seed)
     results = [x for x in (out, *state) if x is not None]
     dys = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in results]
-    found = torch.autograd.grad(results, list(case.inputs.values()), dys)
-    return Gradients(out.detach(), state, dict(zip(case.inputs, found, strict=True)))
+    input_grads = torch.autograd.grad(results, list(case.inputs.values()), dys)
+    return Gradients(out.detach(), state, dict(zip(case.inputs, input_grads, strict=True)))
 
 
 def make(
     form: str, L: int, *, B: int = 2, Hq: int = 4, Hkv: int = 2, D: int = 17, Dv: int = 23,
     dtype: torch.dtype = torch.float32, state: bool = True, ragged: bool = False, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """The same numbers, rounded, for every dtype."""
+    """Returns a random case. All dtypes round the same numbers."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -89,7 +89,7 @@ def make(
 
 
 def sample(seed: int) -> Case:
-    """Any form, size and layout."""
+    """Returns a case of random form, size and memory layout."""
     pick = random.Random(seed)
     Hkv = pick.choice((1, 2, 3))
     case = make(
@@ -99,11 +99,11 @@ def sample(seed: int) -> Case:
         state=pick.random() < 0.5, ragged=pick.random() < 0.3, seed=seed,
     )  # fmt: skip
     layout = pick.choice(("plain", "tokens first", "every other column"))
-    return case._replace(**{name: _laid(getattr(case, name), layout) for name in "qkv"})
+    return case._replace(**{name: _in_layout(getattr(case, name), layout) for name in "qkv"})
 
 
-def _laid(x: Tensor, layout: str) -> Tensor:
-    """The same numbers in another memory order."""
+def _in_layout(x: Tensor, layout: str) -> Tensor:
+    """Copies x into another memory order."""
     if layout == "tokens first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     return x.repeat_interleave(2, -1)[..., ::2] if layout == "every other column" else x

@@ -1,4 +1,4 @@
-"""Small files of models, written for tests: CTranslate2's, GGUF's, directories of transformers, wav files."""
+"""Writes small model files for tests: CTranslate2, GGUF, Transformers directories, WAV."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def gguf_string(text: str) -> bytes:
 def gguf_bytes(
     values: bytes = b"", tensors: bytes = b"", data: bytes = b"", *, counts: tuple[int, int] = (0, 0)
 ) -> bytes:
-    """A file from raw parts; `counts` are those of tensors and values."""
+    """Returns a GGUF file built from raw parts.
+
+    `counts` are the numbers of tensors and metadata values.
+    """
     head = b"GGUF" + struct.pack("<IQQ", 3, *counts) + values + tensors
     return head + bytes(-len(head) % 32) + data
 
@@ -64,7 +67,7 @@ def gguf_tensor(name: str, shape: tuple[int, ...], kind: int, begin: int) -> byt
 
 
 def byte_words() -> list[str]:
-    """A vocabulary of special tokens and all bytes, as byte-level tokenizers write them."""
+    """Returns a vocabulary of special tokens and all bytes, spelled as in byte-level tokenizers."""
     from tokenizers import pre_tokenizers
 
     return [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
@@ -83,18 +86,18 @@ def tiny_llama(words: int, **options: Any) -> Any:
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # so that tokens differ
+            parameter.mul_(3)  # so that generated tokens differ
     return model
 
 
 def gguf_rows(weight: Tensor, heads: int) -> Tensor:
-    """The order in which llama.cpp's converter writes queries and keys."""
+    """Permutes query or key weights to the row order of llama.cpp's converter."""
     halves = weight.reshape(heads, 2, -1, weight.shape[-1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_llama_gguf(path: Path, model: Any, words: list[str]) -> None:
-    """A model of transformers as llama.cpp would write it, by the writer of the package gguf."""
+    """Writes a Transformers model as llama.cpp does, with the writer of the `gguf` package."""
     from gguf import GGUFWriter
 
     config = model.config
@@ -127,7 +130,7 @@ def _add_gguf_tensor(writer: Any, name: str, weight: Tensor, config: Any) -> Non
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    if name == "lm_head.weight":  # tied
+    if name == "lm_head.weight":  # tied to the embedding
         return
     if "q_proj" in name:
         weight = gguf_rows(weight, config.num_attention_heads)
@@ -151,7 +154,7 @@ def byte_tokenizer() -> Any:
 
 
 def write_llama_directory(path: Path) -> Any:
-    """A random model with its tokenizer as transformers saves them; the model."""
+    """Saves a random model and its tokenizer with Transformers. Returns the model."""
     model = tiny_llama(len(byte_words()))
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
@@ -171,7 +174,10 @@ def tiny_whisper() -> Any:
 
 
 def whisper_variables(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The model under CTranslate2's names, written down here once more, by hand."""
+    """Returns the model's weights under CTranslate2's names.
+
+    The name mapping is independent of the library's.
+    """
     state = {name.removeprefix("model."): value.numpy() for name, value in model.state_dict().items()}
     width = model.config.d_model
     out: dict[str, np.ndarray[Any, Any]] = {}
@@ -231,7 +237,7 @@ def write_whisper_directory(path: Path, model: Any) -> None:
 
 
 def write_wav(path: Path, samples: np.ndarray[Any, Any], *, rate: int = 16000, width: int = 2) -> None:
-    """Samples (L,) or (L, channels) in [-1, 1)."""
+    """Writes samples (L,) or (L, channels) in [-1, 1) as a WAV file."""
     columns = samples.reshape(len(samples), -1)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(columns.shape[1])
@@ -243,8 +249,8 @@ def write_wav(path: Path, samples: np.ndarray[Any, Any], *, rate: int = 16000, w
 def _pcm(samples: np.ndarray[Any, Any], width: int) -> bytes:
     if width == 1:
         return (np.round(samples * 128) + 128).astype(np.uint8).tobytes()
-    whole = np.round(samples * 2.0 ** (8 * width - 1)).astype("<i4")
-    return whole.reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
+    integers = np.round(samples * 2.0 ** (8 * width - 1)).astype("<i4")
+    return integers.reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
 
 
 def tone(seconds: float = 0.5, rate: int = 16000, pitch: float = 440.0) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""A plain cache, a mask and random weights for tests of modules."""
+"""A simple cache, a causal mask and random weights for module tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from regard import masks as M
 
 
 def randomized(module: Any, std: float = 0.2) -> Any:
-    """All parameters drawn anew, biases too."""
+    """Redraws all parameters of a module, biases included."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
     return module
@@ -23,7 +23,7 @@ def causal_mask(n: int) -> Tensor:
 
 
 class ListCache:
-    """What a cache is to a module: appends, and attends causally."""
+    """A minimal cache with the interface that modules use: appends tokens and attends causally."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths, self.k, self.v, self.options = lengths, [], [], {}  # type: ignore[var-annotated]

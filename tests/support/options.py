@@ -1,4 +1,4 @@
-"""Calls of `attention` with each of its options, by name."""
+"""Calls of `attention` with each option, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.strategies import Case
 
 
 def make(isa: str, *sizes: int, dtype: torch.dtype = torch.float32, **options: Any) -> Call:
-    """sizes: B, Hq, Hkv, Lq, Lk, D, Dv."""
+    """Returns a random call. `sizes` are B, Hq, Hkv, Lq, Lk, D, Dv."""
     B, Hq, Hkv, Lq, Lk, D, Dv = sizes
     q, k, v = torch.randn(B, Hq, Lq, D), torch.randn(B, Hkv, Lk, D), torch.randn(B, Hkv, Lk, Dv)
     return Call(q.to(dtype), k.to(dtype), v.to(dtype), options, isa)
@@ -42,7 +42,7 @@ def bias_of(kind: str, case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def options_of(Hq: int, Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
-    """One of each option, to be taken alone and in pairs."""
+    """Returns one value of each option by name, for tests of single options and pairs."""
     return {
         "causal": {"mask": M.Causal()},
         "window": {"mask": M.Window(20, 3)},

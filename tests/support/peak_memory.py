@@ -1,4 +1,7 @@
-"""Peak memory that a call of 4096 tokens adds: `python peak_memory.py plain bias+dropout` prints bytes."""
+"""Measures the peak memory that a call with 4096 tokens adds.
+
+`python peak_memory.py plain bias+dropout` prints bytes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def inputs(names: set[str]) -> list[torch.Tensor]:
 
 def measure(call: Callable[[], Any]) -> int:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as refs:
-        refs.write("5")  # the peak starts again from here
+        refs.write("5")  # resets the peak
     before = resident()
     call()
     return status("VmHWM") - before
@@ -62,9 +65,9 @@ def extra(name: str) -> int:
     names = set(name.split("+"))
     q, k, v = inputs(names)
     options: dict[str, Any] = {"impl": "native"}
-    for each in names & set(OPTIONS):
-        options |= OPTIONS[each]()
-    # Twice: the first call may also load code.
+    for option_name in names & set(OPTIONS):
+        options |= OPTIONS[option_name]()
+    # The first call may load code: take the smaller of two.
     return min(measure(lambda: regard.attention(q, k, v, **options)) for _ in range(2))
 
 

@@ -12,30 +12,33 @@ from torch import Tensor
 from support import ROOT
 from support.guard import mapped, tensor_at
 
-HERE = ROOT / "tests"  # where `support` is importable
+HERE = ROOT / "tests"  # `support` is importable from here
 
 
 def python(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another interpreter. -X faulthandler tells where it crashed."""
+    """Runs another Python interpreter with -X faulthandler, which prints a traceback on a crash."""
     return subprocess.run(
         [sys.executable, "-u", "-X", "faulthandler", *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=HERE, env=os.environ | environment,
     )  # fmt: skip
 
 
-# In a background job the shell has SIGINT ignored, and Python leaves it so.
+# A shell starts background jobs with SIGINT ignored, and Python keeps it ignored.
 ANSWER_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
 def script(code: str, timeout: float = 60, **environment: str) -> str:
-    """What a script prints; it must end well."""
-    done = python("-c", ANSWER_SIGINT + textwrap.dedent(code), timeout=timeout, **environment)
-    assert done.returncode == 0, f"code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    """Runs a script and returns its output. Fails if the exit code is not 0."""
+    child = python("-c", ANSWER_SIGINT + textwrap.dedent(code), timeout=timeout, **environment)
+    assert child.returncode == 0, f"code {child.returncode}\n{child.stdout[-2000:]}\n{child.stderr[-4000:]}"
+    return child.stdout
 
 
 def far(x: Tensor, dim: int, step: int = 2**31 + 5) -> Tensor:
-    """The same numbers with a stride of more than 2^31 elements, in memory that is mapped but not used."""
+    """Copies x into memory in which dim `dim` has a stride above 2^31.
+
+    Unused pages are not committed.
+    """
     stride = list(x.contiguous().stride())
     stride[dim] = step
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True))
@@ -43,7 +46,7 @@ def far(x: Tensor, dim: int, step: int = 2**31 + 5) -> Tensor:
     return flat.as_strided(x.shape, stride).copy_(x)
 
 
-# Bytes are compared by Python: PyTorch's own threads hang in a forked child.
+# Python compares the bytes, because PyTorch's threads hang in a forked child.
 FORK = """
     import os, signal, threading
     import torch, regard

@@ -1,4 +1,4 @@
-"""Keys and values as a cache would keep them, made from tensors."""
+"""Builds stored keys and values from tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("float", "int8", "int4")
 
 
 def quantised(x: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales of x (..., D)."""
+    """Quantises x (..., D). Returns codes and scales."""
     if kind == "float":
         return x, None
     groups = -(-x.shape[-1] // GROUP)
@@ -26,7 +26,10 @@ def quantised(x: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
 
 
 def in_pages(x: Tensor | None, page: int, table: Tensor, pages: int) -> Tensor | None:
-    """(B, H, L, ...) -> (pages, H, page, ...); what is not referenced is NaN, or the largest code."""
+    """Copies (B, H, L, ...) into pages (pages, H, page, ...).
+
+    Unused slots are NaN or the largest code.
+    """
     if x is None:
         return None
     B, H, L = x.shape[:3]
@@ -40,20 +43,23 @@ def in_pages(x: Tensor | None, page: int, table: Tensor, pages: int) -> Tensor |
 
 
 def store(k: Tensor, v: Tensor, kind: str, page: int, spare: int = 2) -> Stored:
-    """K and V in shuffled pages, or with room for more keys; the table has `spare` columns of no pages."""
+    """Stores k and v in shuffled pages, or contiguously with free capacity.
+
+    The page table has `spare` unused columns.
+    """
     B, _, L, D = k.shape
-    parts = [part for x in (k, v) for part in quantised(x, kind)]
+    tensors = [tensor for x in (k, v) for tensor in quantised(x, kind)]
     table = None
     if page:
         count = -(-L // page)
         pages = B * count + 3
         table = torch.full((B, count + spare), -1, dtype=torch.int32)
         table[:, :count] = torch.randperm(pages)[: B * count].view(B, count)
-        parts = [in_pages(x, page, table, pages) for x in parts]
+        tensors = [in_pages(x, page, table, pages) for x in tensors]
     elif spare:
-        parts = [None if x is None else torch.cat([x, x[:, :, :5] * 0], 2) for x in parts]
+        tensors = [None if x is None else torch.cat([x, x[:, :, :5] * 0], 2) for x in tensors]
     width = v.shape[-1]
-    codes, k_scale, more_codes, v_scale = parts
-    assert codes is not None
-    assert more_codes is not None
-    return Stored(codes, more_codes, k_scale, v_scale, table, page, kind, L, D, width)
+    k_codes, k_scale, v_codes, v_scale = tensors
+    assert k_codes is not None
+    assert v_codes is not None
+    return Stored(k_codes, v_codes, k_scale, v_scale, table, page, kind, L, D, width)

@@ -1,4 +1,4 @@
-"""Random masks with the sizes they apply to, for every test that compares two ways of computing something."""
+"""Hypothesis strategies for random masks with matching sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     heads: int
     Lq: int
     Lk: int
-    offset: int | Tensor | None  # a tensor has the shape of the batch, (B,)
+    offset: int | Tensor | None  # tensor: shape (B,)
 
     @property
     def B(self) -> int:
@@ -29,13 +29,13 @@ class Case(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        """The position of query 0 in each of the B samples."""
+        """Returns the position of query 0 in each of the B samples."""
         if isinstance(self.offset, Tensor):
             return self.offset.flatten().tolist()
         return [self.Lk - self.Lq if self.offset is None else self.offset] * self.B
 
     def dense(self) -> Tensor:
-        """The meaning, as (B, heads, Lq, Lk)."""
+        """Returns the mask as a bool tensor (B, heads, Lq, Lk)."""
         shape = (self.heads, self.Lq, self.Lk)
         dense = self.mask.to_dense(self.Lq, self.Lk, self.offset, self.heads)
         return dense.expand(*self.batch, *shape).reshape(self.B, *shape)
@@ -57,8 +57,8 @@ def mask_strategy(
 
 def _offsets(batch: tuple[int, ...], Lk: int) -> st.SearchStrategy[int | Tensor | None]:
     number = st.integers(-4, Lk + 3)
-    plain = st.none() | number
-    return plain | _tensors(batch, number) if len(batch) == 1 else plain
+    shared = st.none() | number
+    return shared | _tensors(batch, number) if len(batch) == 1 else shared
 
 
 def expressions(
@@ -121,12 +121,12 @@ def _matrices(batch: tuple[int, ...], heads: int, rows: int, columns: int) -> st
 
 
 def _broadcastable(batch: tuple[int, ...]) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes that broadcast to the batch: some leading dims dropped, some others 1."""
-    kept = st.integers(0, len(batch)).map(lambda n: batch[n:])
-    return kept.flatmap(lambda dims: st.tuples(*(st.sampled_from((1, n)) for n in dims)))
+    """Draws shapes that broadcast to the batch: leading dims may be missing, others may be 1."""
+    trailing_dims = st.integers(0, len(batch)).map(lambda n: batch[n:])
+    return trailing_dims.flatmap(lambda dims: st.tuples(*(st.sampled_from((1, n)) for n in dims)))
 
 
-def _tensors(shape: tuple[int, ...], numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
+def _tensors(shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
     n = math.prod(shape)
-    lists = st.lists(numbers, min_size=n, max_size=n)
+    lists = st.lists(elements, min_size=n, max_size=n)
     return lists.map(lambda values: torch.tensor(values, dtype=torch.int64).reshape(shape))

@@ -1,4 +1,4 @@
-"""The specification against PyTorch's own formula in float64, and its promises about empty rows and NaN."""
+"""The reference against PyTorch's math kernel in float64; fully masked rows, NaN, dropout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Ten
     return out, lse
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """PyTorch's math path."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Runs scaled_dot_product_attention with PyTorch's math kernel."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=True, **options)
 
@@ -44,21 +44,21 @@ def plain(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **op
 def test_no_options() -> None:
     q, k, v = qkv()
     out, lse = attend(q, k, v)
-    assert_close(out, plain(q, k, v), rtol=1e-12, atol=1e-13)
+    assert_close(out, sdpa(q, k, v), rtol=1e-12, atol=1e-13)
     s = q @ k.repeat_interleave(2, 1).mT / D**0.5
     assert_close(lse, s.logsumexp(-1), rtol=1e-12)
 
 
 def test_causal_at_offset_zero_is_is_causal() -> None:
     q, k, v = qkv()
-    assert_close(attend(q, k, v, mask=M.Causal(), offset=0)[0], plain(q, k, v, is_causal=True), rtol=1e-12)
+    assert_close(attend(q, k, v, mask=M.Causal(), offset=0)[0], sdpa(q, k, v, is_causal=True), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(LQ, LK), (2 * H, 1, LK), (B, 1, LQ, LK), (B, 2 * H, LQ, 1)])
 def test_bool_masks(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
     keep = torch.rand(shape) > 0.4
-    assert_close(attend(q, k, v, mask=keep)[0], plain(q, k, v, keep), rtol=1e-12)
+    assert_close(attend(q, k, v, mask=keep)[0], sdpa(q, k, v, keep), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(LQ, LK), (2 * H, 1, LK), (B, 1, LQ, LK)])
@@ -66,14 +66,14 @@ def test_bias_and_scale(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
     bias = torch.randn(shape, dtype=torch.float64)
     bias[..., 2] = -INF
-    assert_close(attend(q, k, v, bias=bias, scale=-0.3)[0], plain(q, k, v, bias, scale=-0.3), rtol=1e-12)
+    assert_close(attend(q, k, v, bias=bias, scale=-0.3)[0], sdpa(q, k, v, bias, scale=-0.3), rtol=1e-12)
 
 
-def test_the_default_offset_lets_the_last_query_meet_the_last_key() -> None:
+def test_default_offset_is_aligned_to_the_bottom_right() -> None:
     q, k, v = qkv()
     last = attend(q[:, :, -1:], k, v, mask=M.Causal())[0]
     assert_close(attend(q, k, v, mask=M.Causal())[0][:, :, -1:], last, rtol=1e-12)
-    assert_close(last, plain(q[:, :, -1:], k, v), rtol=1e-12)
+    assert_close(last, sdpa(q[:, :, -1:], k, v), rtol=1e-12)
 
 
 def test_an_offset_for_each_sample() -> None:
@@ -82,12 +82,12 @@ def test_an_offset_for_each_sample() -> None:
     options: dict[str, Any] = {"mask": M.Causal() & M.Window(3), "bias": scores.Alibi.standard(2 * H)}
     out, lse = attend(q, k, v, offset=offsets, **options)
     for b, offset in enumerate(offsets.tolist()):
-        one, one_lse = attend(q[b], k[b], v[b], offset=offset, **options)
-        assert_close(out[b], one, rtol=1e-12)
-        assert_close(lse[b], one_lse, rtol=1e-12)
+        alone, alone_lse = attend(q[b], k[b], v[b], offset=offset, **options)
+        assert_close(out[b], alone, rtol=1e-12)
+        assert_close(lse[b], alone_lse, rtol=1e-12)
 
 
-def test_softcap_bias_mask_and_sink_in_this_order() -> None:
+def test_order_of_softcap_bias_mask_and_sink() -> None:
     q, k, v = qkv()
     bias, sink = torch.randn(LQ, LK, dtype=torch.float64), torch.randn(2 * H, dtype=torch.float64)
     out, lse = attend(q, k, v, mask=M.Causal(), bias=bias, scale=2.0, softcap=1.5, sink=sink)
@@ -99,16 +99,16 @@ def test_softcap_bias_mask_and_sink_in_this_order() -> None:
 
 
 @pytest.mark.parametrize("bias", ["alibi", "relative"])
-def test_structured_bias_is_its_dense_form(bias: str) -> None:
+def test_structured_bias_matches_its_dense_form(bias: str) -> None:
     q, k, v = qkv()
     table = torch.randn(8, 2 * H, dtype=torch.float64)
-    given = (
+    structured = (
         scores.Alibi(torch.rand(2 * H, dtype=torch.float64))
         if bias == "alibi"
         else scores.RelativeBias(table)
     )
-    dense = given.dense(LQ, LK, 4)
-    assert_close(attend(q, k, v, bias=given, offset=4)[0], attend(q, k, v, bias=dense)[0], rtol=1e-12)
+    dense = structured.dense(LQ, LK, 4)
+    assert_close(attend(q, k, v, bias=structured, offset=4)[0], attend(q, k, v, bias=dense)[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -149,14 +149,14 @@ def test_zero_sizes_as_in_torch(zero: str) -> None:
     assert attend(q, k, v, mask=M.Causal())[0].shape == expected.shape
 
 
-# Rows that see nothing
+# Fully masked rows
 
 
 @pytest.mark.parametrize(
     "rows", [[0, 1], [2], [3, 4], [0, 1, 2, 3, 4]], ids=["leading", "middle", "tail", "all"]
 )
 @pytest.mark.parametrize("how", ["mask", "bias"])
-def test_empty_rows_are_zero_with_zero_gradients(rows: list[int], how: str) -> None:
+def test_fully_masked_rows_and_their_gradients_are_zero(rows: list[int], how: str) -> None:
     q, k, v = qkv(grad=True)
     keep = torch.ones(LQ, LK, dtype=torch.bool)
     keep[rows] = False
@@ -179,7 +179,7 @@ def test_empty_rows_are_zero_with_zero_gradients(rows: list[int], how: str) -> N
         assert (bias.grad[rows] == 0).all()
 
 
-def test_an_empty_row_with_a_sink_has_the_sink_as_lse() -> None:
+def test_fully_masked_rows_with_a_sink() -> None:
     q, k, v = qkv()
     sink = torch.randn(2 * H)
     out, lse = attend(q, k, v, mask=M.Lengths(torch.tensor([0, LK])), sink=sink)
@@ -187,7 +187,7 @@ def test_an_empty_row_with_a_sink_has_the_sink_as_lse() -> None:
     assert_close(lse[0], sink[:, None].expand(-1, LQ).double())
 
 
-def test_finfo_min_everywhere_is_the_mean_of_v() -> None:
+def test_bias_of_finfo_min_gives_the_mean_of_v() -> None:
     for dtype in (torch.float64, torch.float32):
         q, k, v = qkv(dtype)
         bias = torch.full((LQ, LK), torch.finfo(dtype).min, dtype=dtype)
@@ -200,7 +200,7 @@ def test_finfo_min_everywhere_is_the_mean_of_v() -> None:
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["k", "v", "both"])
-def test_a_masked_nan_reaches_nothing(poison: float, where: str) -> None:
+def test_masked_nan_changes_nothing(poison: float, where: str) -> None:
     q, k, v = qkv()
     keep = torch.ones(LQ, LK, dtype=torch.bool)
     keep[:, 3] = False
@@ -221,7 +221,7 @@ def test_a_masked_nan_reaches_nothing(poison: float, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_an_attended_nan_shows_in_the_rows_that_attend_it(where: str) -> None:
+def test_attended_nan_reaches_only_attending_rows(where: str) -> None:
     q, k, v = qkv()
     expected = attend(q, k, v, mask=M.Causal(), offset=0)[0]
     (k if where == "k" else v)[:, :, 3] = NAN
@@ -230,7 +230,7 @@ def test_an_attended_nan_shows_in_the_rows_that_attend_it(where: str) -> None:
     assert out[:, :, 3:].isnan().all()
 
 
-def test_a_nan_query_that_sees_nothing_gives_no_gradient() -> None:
+def test_nan_query_in_a_fully_masked_row_has_zero_gradient() -> None:
     q, k, v = qkv()
     q[:, :, 1] = NAN
     keep = torch.ones(LQ, LK, dtype=torch.bool)
@@ -278,7 +278,7 @@ def test_gradients_of_structured_biases() -> None:
 
 
 def kept_in_python(seed: int, p: float, Hq: int, b: int, h: int, i: int, j: int) -> bool:
-    """The text of the design, with Python's integers."""
+    """Computes the documented dropout pattern with Python integers."""
     m64, m32, golden = 2**64 - 1, 2**32 - 1, 0x9E3779B97F4A7C15
 
     def mix(z: int) -> int:
@@ -314,7 +314,7 @@ def test_dropout_keeps_the_right_share_without_structure() -> None:
         assert abs((x * x.roll(1, dim)).mean().item()) < 0.005
 
 
-def test_a_key_keeps_its_fate_when_others_are_added() -> None:
+def test_dropout_of_a_key_ignores_the_number_of_keys() -> None:
     cpu = torch.device("cpu")
     assert torch.equal(keep_mask(5, 0.5, 2, 3, 4, 9, cpu)[..., :5], keep_mask(5, 0.5, 2, 3, 4, 5, cpu))
 
@@ -327,12 +327,12 @@ def test_dropout_of_zero_and_one() -> None:
     assert torch.equal(lse, attend(q, k, v)[1])
 
 
-def test_kept_weights_grow() -> None:
+def test_kept_weights_are_rescaled() -> None:
     q, k, v = qkv()
     w, full = regard.weights(q, k, v, dropout=0.5, seed=3), regard.weights(q, k, v)
     assert ((w == 0) | torch.isclose(w, 2 * full)).all()
     assert (w == 0).any()
 
 
-def test_the_reference_runs_everything() -> None:
+def test_reference_supports_every_call() -> None:
     assert reference.reasons(make(*qkv(), Options(dropout=0.5, softcap=1.0, sink=torch.zeros(2 * H)))) == ()

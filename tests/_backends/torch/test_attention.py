@@ -1,4 +1,4 @@
-"""PyTorch's kernels against the reference: the same mathematics, over the options."""
+"""The torch backend against the reference, for every option."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[tuple[Tensor, Tensor]]:
+def actual_and_expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[tuple[Tensor, Tensor]]:
     results = [regard.attention(q, k, v, impl=impl, **options) for impl in ("torch", "reference")]
     pairs = [r if isinstance(r, tuple) else (r,) for r in results]
     return list(zip(*pairs, strict=True))
@@ -71,7 +71,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[tuple[Tensor, 
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_options(mask: str, extra: str) -> None:
-    for actual, expected in both(*qkv(), **MASKS[mask], **EXTRAS[extra]):
+    for actual, expected in actual_and_expected(*qkv(), **MASKS[mask], **EXTRAS[extra]):
         assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         assert actual.dtype is expected.dtype
         assert actual.stride() == expected.stride()
@@ -80,7 +80,7 @@ def test_options(mask: str, extra: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("extra", ["plain", "lse", "sink", "bias", "alibi"])
 def test_dtypes(dtype: torch.dtype, extra: str) -> None:
-    for actual, expected in both(*qkv(dtype), mask=M.Causal(), **EXTRAS[extra]):
+    for actual, expected in actual_and_expected(*qkv(dtype), mask=M.Causal(), **EXTRAS[extra]):
         assert actual.dtype is expected.dtype
         assert rel_l2(actual, expected) < (1e-6 if dtype is torch.float64 else 2e-2)
 
@@ -93,7 +93,7 @@ def test_ranks(batch: tuple[int, ...] | None, extra: str) -> None:
     shape = () if batch is None else (*batch, 6)
     q, k, v = torch.randn(*shape, LQ, D), torch.randn(*shape, LK, D), torch.randn(*shape, LK, DV)
     offset = torch.arange(6).view(2, 3) if batch == (2, 3) else None
-    for actual, expected in both(q, k, v, mask=M.Causal(), offset=offset, **EXTRAS[extra]):
+    for actual, expected in actual_and_expected(q, k, v, mask=M.Causal(), offset=offset, **EXTRAS[extra]):
         assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -102,11 +102,11 @@ def test_ranks(batch: tuple[int, ...] | None, extra: str) -> None:
 def test_zero_sizes(zero: int, extra: str) -> None:
     b, h, lq, lk, d, dv = (0 if i == zero else n for i, n in enumerate((B, HQ, LQ, LK, D, DV)))
     q, k, v = torch.randn(b, h, lq, d), torch.randn(b, h, lk, d), torch.randn(b, h, lk, dv)
-    for actual, expected in both(q, k, v, **EXTRAS[extra]):
+    for actual, expected in actual_and_expected(q, k, v, **EXTRAS[extra]):
         assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_which_of_the_two_runs() -> None:
+def test_choice_between_sdpa_and_flex() -> None:
     arguments = qkv()
     assert _torch.kernel(make(*arguments, Options(mask=M.Window(2), dropout=0.1))) == "sdpa"
     assert _torch.kernel(make(*arguments, Options(bias=scores.Alibi.standard(HQ)))) == "sdpa"
@@ -114,18 +114,18 @@ def test_which_of_the_two_runs() -> None:
         assert _torch.kernel(make(*arguments, Options(**EXTRAS[extra]))) == "flex"
 
 
-def promises(text: str) -> list[list[str]]:
-    """The cells of the table of promises, without the line under its head."""
+def guarantees(text: str) -> list[list[str]]:
+    """Returns the cells of the table of guarantees, without the separator line."""
     head, _, *rows = text[text.index("| guarantee") :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
 
 
-def test_the_docs_promise_what_the_module_does() -> None:
+def test_docs_and_module_list_the_same_guarantees() -> None:
     page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-    assert promises(page) == promises(_torch.__doc__ or "")
+    assert guarantees(page) == guarantees(_torch.__doc__ or "")
 
 
-def test_sdpa_gets_no_tensor_for_a_plain_causal_mask() -> None:
+def test_sdpa_gets_no_tensor_for_a_causal_mask() -> None:
     arguments = qkv()
     assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Causal(), offset=0)))
     assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(None), offset=LK)))
@@ -140,7 +140,7 @@ def test_sdpa_gets_no_tensor_for_a_plain_causal_mask() -> None:
         ({"return_lse": True, "dropout": 0.5}, "the LSE, FlexAttention: has no dropout"),
     ],
 )
-def test_what_neither_can_do_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         regard.attention(*qkv(), impl="torch", **options)
 
@@ -170,7 +170,7 @@ def test_gradients_of_sdpa(mask: str) -> None:
         assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_repeats_with_a_seed_and_leaves_the_generator_alone() -> None:
+def test_dropout_with_a_seed_repeats_and_keeps_the_generator() -> None:
     arguments = qkv()
     state = torch.get_rng_state()
     first, second, other = (
@@ -196,8 +196,8 @@ def test_dropout_follows_manual_seed() -> None:
 @pytest.mark.parametrize(
     "mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)]
 )
-def test_masks_lie_where_the_tensors_lie(mask: M.Mask, bias: bool) -> None:
-    """Another device than the CPU's; the meta device stands for all of them."""
+def test_masks_are_on_the_device_of_the_inputs(mask: M.Mask, bias: bool) -> None:
+    """Devices other than the CPU; the meta device represents all of them."""
     q, k, v = (torch.empty(2, 4, 7, 8, device="meta") for _ in range(3))
     slopes = scores.Alibi(torch.ones(4, device="meta")) if bias else None
     assert mask.to_dense(7, 7, device="meta").is_meta

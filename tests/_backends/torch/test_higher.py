@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode against autograd through the reference, and what they must not do."""
+"""Second derivatives and forward mode against autograd through the reference; NaN, memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from support.strategies import Case, mask_strategy
 
 INF, NAN = float("inf"), float("nan")
 Maybe = Tensor | None
-# PyTorch's forward mode loads a module that uses it.
+# PyTorch's forward mode imports a module that uses torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
-Leaves = list[Maybe]  # q, k, v, the tensor behind the bias, sink
-# Of a result against float64, in relative L2; absolute below a root mean square of 1, because a bias that is
-# the same for a whole row has a gradient of zero. 16-bit inputs have that of float32 and their own rounding.
+Leaves = list[Maybe]  # q, k, v, the bias's tensor, sink
+# Limit of the relative L2 error against float64. Below a root mean square of 1 the error is
+# absolute, because the gradient of a per-row bias is zero. Results for 16-bit inputs have float32's
+# error plus their own rounding.
 LIMIT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 
 
@@ -47,7 +48,7 @@ def leaves_of(call: tuple[Tensor, ...], options: dict[str, Any]) -> Leaves:
 
 
 def with_leaves(x: Leaves, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with other tensors behind bias and sink."""
+    """Returns the options with the tensors of bias and sink replaced."""
     bias, sink = options.get("bias"), options.get("sink")
     if isinstance(bias, Alibi):
         bias = Alibi(x[3])
@@ -59,7 +60,7 @@ def with_leaves(x: Leaves, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical(x: Leaves, options: dict[str, Any]) -> Problem:
-    """In four dims, as these functions take it; the way there differentiates."""
+    """Returns the canonical Problem (four dims), differentiable with respect to the leaves."""
     p = make(*x[:3], Options(**with_leaves(x, options), return_lse=True))
     bias = pairs_4d(p.spec, p.bias) if isinstance(p.bias, Tensor) else p.bias
     q, k, v = (heads_4d(p.spec, y) for y in (p.q, p.k, p.v))
@@ -82,50 +83,50 @@ def to_double(x: Leaves) -> Leaves:
     return [None if y is None else y.detach().double().requires_grad_() for y in x]
 
 
-# Both ways
+# Both implementations
 
 
-def second(x: Leaves, options: dict[str, Any], t: Leaves, dout: Tensor, dlse: Tensor) -> list[Tensor]:
-    """What `double_backward` gives: the gradients of the leaves, then of dout and dlse."""
+def second_order(x: Leaves, options: dict[str, Any], t: Leaves, dout: Tensor, dlse: Tensor) -> list[Tensor]:
+    """Returns `double_backward`'s gradients of the leaves, then of dout and dlse."""
     p = canonical(x, options)
     B, Hq, Lq = p.spec.B, p.spec.Hq, p.spec.Lq
     tangents = inputs(canonical(t, options))
     got = double_backward(p, dout.reshape(B, Hq, Lq, -1), dlse.reshape(B, Hq, Lq), tangents)
     assert [g is None for g in got[:6]] == [y is None for y in inputs(p)]
-    *ours, ddout, ddlse = present(got)
-    theirs = present(inputs(p))
-    assert [(g.shape, g.dtype) for g in ours] == [(y.shape, y.dtype) for y in theirs]
+    *grads, ddout, ddlse = present(got)
+    canonical_inputs = present(inputs(p))
+    assert [(g.shape, g.dtype) for g in grads] == [(y.shape, y.dtype) for y in canonical_inputs]
     out, lse = jvp(p, tangents)
     assert torch.equal(out, ddout)
     assert torch.equal(lse, ddlse)
-    back = torch.autograd.grad(theirs, present(x), ours)
-    return [*back, out.reshape(dout.shape), lse.reshape(dlse.shape)]
+    leaf_grads = torch.autograd.grad(canonical_inputs, present(x), grads)
+    return [*leaf_grads, out.reshape(dout.shape), lse.reshape(dlse.shape)]
 
 
-def second_by_reference(
+def second_order_by_reference(
     x: Leaves, options: dict[str, Any], t: Leaves, dout: Tensor, dlse: Tensor
 ) -> list[Tensor]:
-    """The same in float64 by autograd of autograd, the last two by PyTorch's own forward mode."""
+    """Returns the same in float64, by double autograd and PyTorch's forward mode."""
     dy = (dout.double(), dlse.double())
     grads = torch.autograd.grad(reference(x, options), present(x), dy, create_graph=True)
     t64 = [y.double() for y in present(t)]
-    back = torch.autograd.grad(grads, present(x), t64, allow_unused=True, materialize_grads=True)
+    leaf_grads = torch.autograd.grad(grads, present(x), t64, allow_unused=True, materialize_grads=True)
     with forward_ad.dual_level():
         duals = iter([forward_ad.make_dual(y.detach(), ty) for y, ty in zip(present(x), t64, strict=True)])
         results = reference([None if y is None else next(duals) for y in x], options)
         tangents = [forward_ad.unpack_dual(y).tangent for y in results]
     zeros = [torch.zeros_like(y) if ty is None else ty for y, ty in zip(results, tangents, strict=True)]
-    return [*back, *zeros]
+    return [*leaf_grads, *zeros]
 
 
 def far_apart(got: Tensor, want: Tensor, computed: torch.dtype) -> bool:
-    """Also true for NaN."""
+    """Returns whether the error exceeds the limit. NaN does."""
     error, size = (got.double() - want).norm().item(), max(want.norm().item(), want.numel() ** 0.5)
     return not error <= (LIMIT[computed] + (LIMIT[got.dtype] if got.dtype is not computed else 0)) * size
 
 
 def fault(seed: int, work: float, double: bool) -> str | None:
-    """What is wrong with the derivatives of a sampled call, in its own dtype or all in float64."""
+    """Returns the faults of a sampled call's derivatives, in its dtype or in float64, or None."""
     call = Sampler(seed, work, [""]).call()
     x, options = leaves_of(call, call.options), call.options
     x64, options64 = to_double(x), {name: doubled(y) for name, y in options.items()}
@@ -136,9 +137,9 @@ def fault(seed: int, work: float, double: bool) -> str | None:
     t, dout, dlse = random_like(x), torch.randn_like(out), torch.randn_like(lse)
     reach = max(call.q.shape[-2], call.k.shape[-2]) if isinstance(options.get("bias"), Alibi) else 1
     t[3] = None if t[3] is None else t[3] / reach
-    got = second(x, options, t, dout, dlse)
-    want = second_by_reference(x64, options64, t, dout, dlse)
-    if reach > 1:  # a slope is multiplied by distances: its unit is one score at the farthest of them
+    got = second_order(x, options, t, dout, dlse)
+    want = second_order_by_reference(x64, options64, t, dout, dlse)
+    if reach > 1:  # the gradient of a slope sums distances: rescale it to the farthest distance
         got[3], want[3] = got[3] / reach, want[3] / reach
     bad = [n for n, (a, b) in enumerate(zip(got, want, strict=True)) if far_apart(a, b, lse.dtype)]
     apart = [f"{n}: {(got[n].double() - want[n]).norm():.3g} of {want[n].norm():.3g}" for n in bad]
@@ -146,12 +147,12 @@ def fault(seed: int, work: float, double: bool) -> str | None:
 
 
 def faults(seeds: range, work: float, double: bool) -> str:
-    return "\n".join(found for seed in seeds if (found := fault(seed, work, double)))
+    return "\n".join(text for seed in seeds if (text := fault(seed, work, double)))
 
 
 @pytest.fixture(params=[37, 1500, 2**19])
 def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Boxes of some heads of one row, of a few rows, of whole samples."""
+    """Sets the tile size: some heads of one row, a few rows, or whole samples."""
     monkeypatch.setattr(_tiles, "PAIRS", request.param)
     return int(request.param)
 
@@ -170,7 +171,7 @@ def test_many(first: int, pairs: int) -> None:
     assert not faults(range(first, first + 250), 3e4 if pairs == 37 else 1e6, double=True)
 
 
-# By differences
+# Finite differences
 
 
 B, HQ, HKV, LQ, LK, D, DV = 2, 4, 2, 5, 7, 3, 2
@@ -191,45 +192,45 @@ def small(options: dict[str, Any]) -> Leaves:
 
 @pytest.mark.parametrize("name", NUMERIC)
 def test_against_differences(name: str) -> None:
-    """Along t, both the results and the gradients of the reference change as told."""
+    """The derivatives match central differences of the reference's results and gradients."""
     options, step = NUMERIC[name], 1e-5
     x = small(options)
     t = random_like(x)
     dy = torch.randn(B, HQ, LQ, DV).double(), torch.randn(B, HQ, LQ).double()
 
     def shifted(by: float) -> list[Tensor]:
-        there = [
+        leaves = [
             None if a is None or b is None else (a + by * b).requires_grad_()
             for a, b in zip(x, t, strict=True)
         ]
-        results = reference(there, options)
-        seen = torch.where(results[1] == -INF, 0.0, results[1])
-        return [*torch.autograd.grad(results, present(there), dy), results[0].detach(), seen.detach()]
+        results = reference(leaves, options)
+        lse = torch.where(results[1] == -INF, 0.0, results[1])
+        return [*torch.autograd.grad(results, present(leaves), dy), results[0].detach(), lse.detach()]
 
-    got = second([y if y is None else y.requires_grad_() for y in x], options, t, *dy)
-    for ours, high, low in zip(got, shifted(step), shifted(-step), strict=True):
-        assert_close(ours, (high - low) / (2 * step), rtol=1e-6, atol=1e-8)
+    got = second_order([y if y is None else y.requires_grad_() for y in x], options, t, *dy)
+    for actual, high, low in zip(got, shifted(step), shifted(-step), strict=True):
+        assert_close(actual, (high - low) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["capped", "relative"])
-def test_they_differentiate(name: str) -> None:
+def test_double_backward_is_differentiable(name: str) -> None:
     options = NUMERIC[name]
     x = [y if y is None else y.requires_grad_() for y in small(options)]
     t, dout = inputs(canonical(random_like(x), options)), torch.randn(B, HQ, LQ, DV).double()
 
-    def run(*some: Tensor) -> tuple[Tensor, ...]:
-        p = canonical([*some, None], options)
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        p = canonical([*tensors, None], options)
         return tuple(present(double_backward(p, dout, None, t)))
 
     assert torch.autograd.gradcheck(run, present(x), fast_mode=True)
 
 
-# The contract
+# Guarantees
 
 
 def run_both(x: Leaves, options: dict[str, Any]) -> list[Tensor]:
-    """jvp and double_backward of float32 tensors with the same tangents each time."""
-    with torch.autocast("cpu", enabled=False):  # which would change the inputs themselves
+    """Runs jvp and double_backward on float32 tensors with fixed random tangents."""
+    with torch.autocast("cpu", enabled=False):  # autocast would convert the inputs
         p, generator = canonical(x, options), torch.Generator().manual_seed(5)
     t = [None if y is None else torch.randn(y.shape, generator=generator) for y in inputs(p)]
     dout = torch.randn(*p.q.shape[:3], p.v.shape[3], generator=generator)
@@ -255,8 +256,8 @@ HIDING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", HIDING)
-def test_hidden_keys_reach_nothing(name: str, bad: float, pairs: int) -> None:
-    """Keys from 9 on are hidden from all; the results are those for zeros there, to the bit."""
+def test_masked_keys_change_no_bit(name: str, bad: float, pairs: int) -> None:
+    """Keys from 9 on are masked. Non-finite values there give the same bits as zeros."""
     options, (q, k, v) = HIDING[name], tensors(4, 2, 11, 13)
     k[:, :, 9:], v[:, :, 9:] = 0.0, 0.0
     want = run_both(leaves_of((q, k, v), options), options)
@@ -267,8 +268,8 @@ def test_hidden_keys_reach_nothing(name: str, bad: float, pairs: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_what_is_attended_shows_where_it_is_seen(where: int, pairs: int) -> None:
-    """NaN in token 6 of one head of q, k or v: in the rows that see it, and in the keys that those see."""
+def test_attended_nan_reaches_only_dependent_results(where: int, pairs: int) -> None:
+    """NaN in token 6 of one head reaches the rows that attend to it and the keys of these rows."""
     options, x = {"mask": M.Window(2, 0), "offset": 0}, tensors(4, 4, 13, 13)
     clean = run_both(leaves_of(x, options), options)
     x[where][0, 1, 6, 1] = NAN
@@ -277,12 +278,12 @@ def test_what_is_attended_shows_where_it_is_seen(where: int, pairs: int) -> None
     rows[0, 1, 6 : last + 1], keys[0, 1, 4 : last + 1] = True, True
     out, lse, dq, dk, dv, ddout, ddlse = zip(run_both(leaves_of(x, options), options), clean, strict=True)
     for got, want in (out, dq, ddout, lse, ddlse):
-        check_touched(got, want, rows)
+        check_nan_rows(got, want, rows)
     for got, want in (dk, dv):
-        check_touched(got, want, keys)
+        check_nan_rows(got, want, keys)
 
 
-def test_a_bias_that_is_not_a_number_shows_in_its_row(pairs: int) -> None:
+def test_nan_bias_reaches_only_its_row(pairs: int) -> None:
     options, x = (
         {"mask": M.Window(2, 0), "offset": 0, "bias": torch.randn(2, 4, 13, 13)},
         tensors(4, 4, 13, 13),
@@ -293,22 +294,22 @@ def test_a_bias_that_is_not_a_number_shows_in_its_row(pairs: int) -> None:
     row[0, 1, 6], keys[0, 1, 4:7] = True, True
     got = run_both(leaves_of(x, options), options)
     out, lse, dq, dk, dv, dbias, ddout, ddlse = zip(got, clean, strict=True)
-    for one, want in (out, dq, ddout, lse, ddlse):
-        check_touched(one, want, row)
-    for one, want in (dk, dv):
-        check_touched(one, want, keys)
+    for result, want in (out, dq, ddout, lse, ddlse):
+        check_nan_rows(result, want, row)
+    for result, want in (dk, dv):
+        check_nan_rows(result, want, keys)
     assert torch.equal(dbias[0].isnan(), row & keys.mT)
 
 
-def check_touched(got: Tensor, clean: Tensor, touched: Tensor) -> None:
-    """NaN in every element of the rows that are touched, the clean numbers in all others."""
+def check_nan_rows(got: Tensor, clean: Tensor, touched: Tensor) -> None:
+    """Checks that touched rows are all NaN and other rows are bitwise equal to the clean ones."""
     touched = touched[..., 0] if got.ndim == 3 else touched.expand_as(got)
     assert torch.equal(got.isnan(), touched)
     assert torch.equal(got[~touched], clean[~touched])
 
 
-def test_rows_that_see_nothing(pairs: int) -> None:
-    """Zeros, also where the gradient that arrives is not finite; with a sink the LSE follows the sink."""
+def test_fully_masked_rows(pairs: int) -> None:
+    """Results are zero even for non-finite dout. With a sink, the LSE's tangent is the sink's."""
     q, k, v = tensors(4, 2, 7, 5)
     for sink in (None, torch.randn(4)):
         options = {"mask": M.Causal(), "offset": -3, "sink": sink}
@@ -332,11 +333,11 @@ def test_empty_sizes(sizes: tuple[int, int, int]) -> None:
     out, lse, *grads = run_both(leaves_of(tensors(H, H, Lq, Lk), options), options)
     assert out.shape == (2, H, Lq, 3)
     assert not out.any()
-    assert Lk or not any(g.any() for g in grads[:4])  # all that is left is the sink's own tangent
+    assert Lk or not any(g.any() for g in grads[:4])  # only the sink's tangent remains
     assert not Lq or not H or lse.all()
 
 
-def test_tangents_of_hidden_bias_reach_nothing() -> None:
+def test_tangents_of_masked_bias_change_nothing() -> None:
     bias = torch.zeros(1, 1, 5, 5).masked_fill(torch.eye(5) > 0, -INF)
     x = leaves_of(tensors(2, 2, 5, 5), {"bias": bias})
     p = canonical(x, {"bias": bias})
@@ -348,8 +349,8 @@ def test_tangents_of_hidden_bias_reach_nothing() -> None:
 def test_no_tangent_is_a_tangent_of_zero() -> None:
     options = {"bias": Alibi.standard(4), "sink": torch.randn(4), "mask": M.Causal()}
     p = canonical(leaves_of(tensors(4, 2, 7, 9), options), options)
-    dout, nothing = torch.randn(2, 4, 7, 3), [None] * 6
-    *grads, ddlse = double_backward(p, dout, None, nothing)
+    dout, no_tangents = torch.randn(2, 4, 7, 3), [None] * 6
+    *grads, ddlse = double_backward(p, dout, None, no_tangents)
     assert ddlse is None
     assert grads[3] is None
     assert not any(y.any() for y in present(grads))
@@ -369,23 +370,23 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-# Parts of masks
+# Rectangles of masks
 
 
 @given(case=mask_strategy(), data=st.data())
-def test_a_part_of_a_mask(case: Case, data: st.DataObject) -> None:
-    """The mask that a program gives for some samples, heads and rows is that part of the whole."""
+def test_mask_of_a_rectangle(case: Case, data: st.DataObject) -> None:
+    """`part_of` gives the mask of a rectangle of samples, heads and rows."""
 
-    def some(size: int) -> slice:
+    def random_slice(size: int) -> slice:
         start = data.draw(st.integers(0, size - 1))
         return slice(start, data.draw(st.integers(start + 1, size)))
 
-    samples, heads, rows = some(case.B), some(case.heads), some(case.Lq)
+    samples, heads, rows = random_slice(case.B), random_slice(case.heads), random_slice(case.Lq)
     program = case.mask.lower()
     offsets = torch.tensor(case.offsets)[samples] + rows.start
-    part = part_of(program.code, program.bind(case.batch), Rectangle(samples, heads, rows, case.Lk))
+    rectangle_mask = part_of(program.code, program.bind(case.batch), Rectangle(samples, heads, rows, case.Lk))
     want = case.dense()[samples, heads, rows]
-    got = part.to_dense(rows.stop - rows.start, case.Lk, offsets)
+    got = rectangle_mask.to_dense(rows.stop - rows.start, case.Lk, offsets)
     assert torch.equal(got.expand_as(want), want)
 
 
@@ -393,7 +394,7 @@ def test_a_part_of_a_mask(case: Case, data: st.DataObject) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """8192 tokens, one head: less than a third of one n x n tensor, whatever the allocator keeps."""
+    """8192 tokens with one head take less than a third of the memory of one n x n tensor."""
     code = """
         import torch
         from support.peak_memory import measure
@@ -411,9 +412,9 @@ def test_memory_is_linear() -> None:
         run(x[:, :, :1024])  # the first call also loads code
         print(measure(lambda: run(x)))
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120,
         cwd=ROOT / "tests",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) < 8192 * 8192 * 4 / 3, done.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert int(process.stdout) < 8192 * 8192 * 4 / 3, process.stdout
