@@ -86,7 +86,7 @@ class Crossover:
         return f"{when} ({gains[longest]:.3g} x)"
 
     def plot(self, path: str | None = None) -> Figure:
-        """Plots time and memory of forward and training by length (extra: `plot`)."""
+        """Plots time and memory of forward and training against length. Needs the extra `plot`."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 7), layout="constrained")

@@ -232,7 +232,7 @@ class MassOn(Fact):
         return [_zeros(problem.spec, problem.spec.Lq)]
 
     def by_sample(self, spec: Spec) -> Tensor:
-        """Returns the set of keys as bool (1 or B, Lk)."""
+        """Returns `keys` as a bool tensor (1 or B, Lk), True for keys in the set."""
         if self.keys.dtype == torch.bool:
             return _by_sample(spec, self.keys.to(spec.device))
         in_set = torch.zeros(1, spec.Lk, dtype=torch.bool, device=spec.device)
@@ -279,7 +279,7 @@ class BlockMass(Fact):
 
     @classmethod
     def coarser(cls, x: Tensor, block: int) -> Tensor:
-        """Reduces each block of `block` x `block` entries of x (..., nq, nk). Pads with 0."""
+        """Reduces each `block` x `block` block of x (..., nq, nk) to one entry. Pads with 0."""
         nq, nk = x.shape[-2:]
         x = torch.nn.functional.pad(x, (0, -nk % block, 0, -nq % block))
         x = x.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))

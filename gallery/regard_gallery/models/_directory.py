@@ -49,7 +49,7 @@ def _check_names(config: dict[str, Any], file: str) -> None:
 
 
 def _check_layers(config: dict[str, Any], tensors: int) -> None:
-    """Raises ValueError if the configuration has more layers than there are tensors."""
+    """Raises ValueError if the configuration has more layers than the weights have tensors."""
     for name, value in _items(config):
         if LAYERS.fullmatch(name) and type(value) is int and value > tensors:
             limit = f"at most as many layers as the weights have tensors, {tensors}"

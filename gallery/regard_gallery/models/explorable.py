@@ -12,7 +12,7 @@ from ._pretrained import from_directory
 def load(path: Path | None) -> tuple[Any, Any, str]:
     """Returns the model, its tokenizer and its name.
 
-    Downloads nothing and runs no code of a model.
+    Downloads nothing and runs no code that comes with a model.
     """
     if path is None:
         embedder = minilm.load()

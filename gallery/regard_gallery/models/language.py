@@ -12,7 +12,7 @@ from .generate import LanguageModel
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
     """Loads a language model, by default SmolLM2.
 
-    Downloads nothing, runs no code of a model and reads no pickle.
+    Downloads nothing, runs no code that comes with a model and reads no pickle.
     """
     if path is None or path.suffix == ".gguf":
         return smollm.load(path, attention=attention)

@@ -143,7 +143,10 @@ def _step_back(vector: Tensor, q: Tensor, k: Tensor, options: dict[str, Any]) ->
 
 
 def _mean_over_heads(q: Tensor, x: Tensor) -> Tensor:
-    """Averages over heads in float64: (..., Hq, L) -> (..., L). q (L, D) has no heads."""
+    """Averages x over heads in float64: (..., Hq, L) -> (..., L).
+
+    If q is (L, D), x has no heads and is only converted.
+    """
     return x.double() if q.ndim == 2 else x.mean(-2, dtype=torch.float64)
 
 

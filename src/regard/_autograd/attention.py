@@ -166,7 +166,10 @@ class AttentionBackward(Function):
 
 
 class ForwardMode(Function):
-    """Computes J t: the tangents of out and LSE. Arguments: a FlatCall and six tangents."""
+    """Computes J t: the tangents of out and LSE.
+
+    Arguments: a FlatCall and the tangents of its six inputs.
+    """
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
@@ -200,7 +203,7 @@ class ForwardMode(Function):
 class DoubleBackward(Function):
     """Computes the gradients of <J t, dy> with respect to the six inputs of a FlatCall and to dy.
 
-    Arguments: a FlatCall, dout, dlse and six tangents.
+    Arguments: a FlatCall, dout, dlse and the tangents of the six inputs.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ def run(call: LinearCall, name: str) -> LinearResult:
 
 
 class RegardLinearAttention(Function):
-    """Maps a LinearCall to (out, S, z or None). Arguments: its inputs and the LinearCall."""
+    """Maps a LinearCall to (out, S, z or None). Arguments: the call's inputs, then the call."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:

@@ -102,12 +102,15 @@ def _restore_strides(out: Any, spec: Spec) -> Any:
 
 
 def jvp(*args: Any) -> Results:
-    """Maps a FlatCall and six tangents to the tangents of out and LSE."""
+    """Maps a FlatCall and the tangents of its six inputs to the tangents of out and LSE."""
     return _contiguous(_higher.jvp(problem_of(FlatCall(*args[:FIELDS])), args[FIELDS:]))
 
 
 def double_backward(*args: Any) -> Results:
-    """Maps a FlatCall, dout, dlse and six tangents to the gradients of inputs, dout and dlse."""
+    """Maps a FlatCall, dout, dlse and the tangents of its six inputs to gradients.
+
+    They are those of the inputs, dout and dlse.
+    """
     dout, dlse, *tangents = args[FIELDS:]
     return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))
 

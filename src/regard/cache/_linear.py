@@ -114,7 +114,10 @@ class LinearCache:
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """Returns the expected shape of q (heads None) or k. A feature map may change D."""
+        """Returns the expected shape of k, or of q if `heads` is None.
+
+        A feature map may change D.
+        """
         shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, shape[1] if heads is None else heads, L, shape[3]
 

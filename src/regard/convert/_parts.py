@@ -99,7 +99,7 @@ class Channels(NamedTuple):
 
 
 def channels(module: Attention) -> Channels:
-    """Returns the channels of a query and key head."""
+    """Returns the indices of the rotary pairs and unrotated channels of a query or key head."""
     rule = module.position
     if not isinstance(rule, Rotary):
         return unrotated_channels(module.head_dim)
@@ -109,6 +109,6 @@ def channels(module: Attention) -> Channels:
 
 
 def unrotated_channels(n: int) -> Channels:
-    """Returns n channels without rotary pairs, as values have."""
+    """Returns the indices of n channels without rotary pairs, as values have."""
     empty = torch.arange(0)
     return Channels(empty, empty, torch.arange(n), empty.double())

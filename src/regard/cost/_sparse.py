@@ -180,7 +180,7 @@ class LinearSpec(GroupedSpec):
     decay: Decay | None = None
     delta: bool = False
     gate: bool = False
-    features: int | None = None  # channels of a key after the feature map; default head_dim
+    features: int | None = None  # channels per key after the feature map; default head_dim
     others: int = 0  # parameters of the output norm
     refused: ClassVar[tuple[str, ...]] = ("mask",)
 

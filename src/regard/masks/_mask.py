@@ -179,7 +179,10 @@ class Mask(Value):
         self, path: str | os.PathLike[str] | None = None, Lq: int | None = None, Lk: int | None = None,
         offset: Offset = None, *, head: int = 0, sample: int = 0, dark: bool = False,
     ) -> Figure:  # fmt: skip
-        """Returns a matplotlib Figure of the mask, saved to `path` if given (extra: `plot`)."""
+        """Returns a matplotlib Figure of the mask. Saves it to `path` if given.
+
+        Needs the extra `plot`.
+        """
         from . import _draw
 
         return _draw.image(_draw.picture(self, Lq, Lk, offset, head, sample), path, dark)

@@ -59,9 +59,9 @@ class LatentAttention(AttentionLayer):
         d_model: width of the input and of the output.
         heads: number of query heads.
         rank: number of channels of the content vector.
-        nope_dim: unrotated channels of a query and key head. May be 0.
-        rope_dim: rotated channels of a query head and of the shared rotary key. May be 0.
-        value_dim: channels of a value head. Default: `nope_dim`.
+        nope_dim: number of unrotated channels of a query and key head. May be 0.
+        rope_dim: number of rotated channels of a query head and of the shared rotary key. May be 0.
+        value_dim: number of channels of a value head. Default: `nope_dim`.
         q_rank: rank of the query projection. Default: full rank.
         bias: if True, the projections of x (`q` or `q_down`, and `kv_down`) have biases.
         out_bias: if True, the output projection has a bias. Default: `bias`.

@@ -88,7 +88,7 @@ def _scores(roles: dict[str, Role]) -> str:
 
 
 def _strip(texts: Sequence[str], shares: Sequence[float] = ()) -> str:
-    """Returns the tokens in a line, shaded by share."""
+    """Returns the tokens in a line, each shaded by its share of the attention."""
     shown = texts[:MOST_TOKENS]
     marks = "".join(map(_token, shown, shares or [0.0] * len(shown)))
     note = f" … {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""

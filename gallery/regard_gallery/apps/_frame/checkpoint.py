@@ -42,7 +42,7 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None
 
 
 def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Checkpoint:
-    """Reads a checkpoint of `write`.
+    """Reads a checkpoint that `write` wrote.
 
     Raises ValueError unless its metadata has the values in `expected` and all keys in `wanted`.
     """

@@ -1,4 +1,4 @@
-"""A stack of transformer blocks by its sizes, for the models of several applications."""
+"""Builds a stack of transformer blocks from its sizes, for the models of several applications."""
 
 from __future__ import annotations
 

@@ -165,7 +165,10 @@ def _dropped(data: TileData, pairs: Tensor) -> Tensor:
 
 
 def times(rows: Tensor, keys: Tensor) -> Tensor:
-    """Computes rows @ keys: (b, h, R, x) @ (b, n, x, y) -> (b, h, R, y)."""
+    """Computes rows @ keys, each query head with its key head.
+
+    (b, h, R, x) and (b, n, x, y) -> (b, h, R, y), n being the heads of `keys`.
+    """
     return (_folded(rows, keys) @ keys).view(*rows.shape[:3], keys.shape[-1])
 
 
