@@ -45,6 +45,14 @@ def test_without_typer_it_says_what_to_install() -> None:
     assert "pip install 'regard[cli]'" in run.stderr
 
 
+def test_info_works_without_typer() -> None:
+    program = "import sys; sys.modules['typer'] = None; from regard.cli import main; main()"
+    command = [sys.executable, "-c", program, "info"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "self-test reference" in run.stdout
+
+
 AFTER = ((), ("hello",), ("--help",), ("-m", "x", "hello"), ("--model=x", "--max-tokens", "5"), ("--", "--x"))
 
 

@@ -18,6 +18,4 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 ModelOption = Annotated[
     Path | None, typer.Option(help="A directory with safetensors, or a GGUF file. Default: SmolLM2-135M.")
 ]
-EncoderOption = Annotated[
-    Path | None, typer.Option(help="A local sentence-transformers directory. Default: MiniLM.")
-]
+EncoderOption = Annotated[Path | None, typer.Option(help="A sentence-transformers folder. Default: MiniLM.")]

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About two minutes: a smaller model, fewer steps.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: a smaller model, few steps.")] = False,
     width: Annotated[int | None, typer.Option(min=1, help="d_model of all models.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps per kind and seed.")] = None,
     seeds: Annotated[int | None, typer.Option(min=2, help="Training runs per kind.")] = None,
