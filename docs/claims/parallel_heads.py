@@ -39,7 +39,7 @@ def split(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def halves_apart(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Returns the largest difference between one call for all queries and one call for each half."""
+    """Returns the largest difference between one call for all queries and one for each half."""
     parts = [regard.attention(half, k, v) for half in q.chunk(2, 1)]
     return float((torch.cat(parts, 1) - regard.attention(q, k, v)).abs().max())
 

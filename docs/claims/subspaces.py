@@ -22,8 +22,8 @@ PARTS = {"queries": "self.query", "keys": "self.key", "values": "self.value", "o
 def heads_of(weights: dict[str, Tensor], layer: int, part: str) -> Tensor:
     """Returns one projection of a layer by head, (heads, width, D).
 
-    The D columns are the directions that a head reads from a token (queries, keys, values) or writes to
-    it (output).
+    The D columns are the directions that a head reads from a token (queries, keys, values) or
+    writes to it (output).
     """
     matrix = weights[f"encoder.layer.{layer}.attention.{PARTS[part]}.weight"].double()
     rows = matrix.T if part == "output" else matrix
