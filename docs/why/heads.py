@@ -18,7 +18,7 @@ KINDS, L, WIDTH, BACK = 8, 10, 64, 4
 
 
 class Layer(nn.Module):
-    """Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS) of the tokens before, nearest first."""
+    """Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS) of previous tokens, nearest first."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

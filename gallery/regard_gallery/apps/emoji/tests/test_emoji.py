@@ -53,7 +53,7 @@ def test_clip_scores_are_scaled_cosines() -> None:
 
 
 def write_package(folder: Path, count: int) -> None:
-    """Writes emoji of one colour each in the layout of the package. Every second one has a variant."""
+    """Writes emoji of one colour each in the package's layout. Every second one has a variant."""
     images = folder / "img" / "google" / "64"
     images.mkdir(parents=True)
     entries = []

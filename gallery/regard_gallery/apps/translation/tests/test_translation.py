@@ -90,7 +90,7 @@ def test_beams_for_all_sequences_find_the_best_one(penalty: float) -> None:
 
 
 def test_a_beam_that_starts_lower_can_win() -> None:
-    """Greedy search takes a (0.6), after which no token is likely. The end always follows b (0.4)."""
+    """Greedy search takes a (0.6), after which no token is likely. b (0.4) always ends."""
     end, a, b = 0, 1, 2
     after = torch.tensor([[0.0, 0.6, 0.4], [0.4, 0.3, 0.3], [1.0, 0.0, 0.0]]).log()
 
