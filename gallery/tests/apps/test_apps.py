@@ -316,7 +316,7 @@ def test_the_encoder_equals_minilm() -> None:
 
 
 class Toy(apps.Application):
-    """The task is to copy the previous token: a windowed layer can, the mean of all tokens cannot."""
+    """The task is to copy the previous token: a windowed layer can, the mean cannot."""
 
     name = "toy"
     more = ("accuracy",)
