@@ -1,8 +1,9 @@
-"""CLIP aligns images and texts by cross-attention. `python docs/claims/clip_towers.py`
+"""Claim: CLIP aligns images and texts by cross-attention. `python docs/claims/clip_towers.py`
 
-It has two encoders that never meet. What aligns them is the loss: each image shall be nearer to its own
-text than to the other texts of the batch, and the other way round. A small CLIP of Hugging Face
-Transformers with random weights shows the first, training it on a batch of pairs the second.
+CLIP has two encoders without attention between them. The contrastive loss aligns them: each image
+must be nearer to its own text than to the other texts of the batch, and vice versa. A small CLIP of
+Hugging Face Transformers with random weights shows the first, training it on a batch of pairs the
+second.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def small_clip() -> Any:
 
 
 def lengths_attended(model: Any, tokens: Tensor, pixels: Tensor) -> set[tuple[int, int]]:
-    """(queries, keys) of every attention in the model."""
+    """Returns the (queries, keys) lengths of all attention calls in the model."""
     found = model(input_ids=tokens, pixel_values=pixels, output_attentions=True)
     both = (*found.text_model_output.attentions, *found.vision_model_output.attentions)
     return {(weights.shape[2], weights.shape[3]) for weights in both}
 
 
 def matched(model: Any, tokens: Tensor, pixels: Tensor) -> float:
-    """The share of images whose nearest text is their own."""
+    """Returns the share of images whose nearest text is their own."""
     near = model(input_ids=tokens, pixel_values=pixels).logits_per_image.argmax(1)
     return float((near == torch.arange(len(pixels))).float().mean())
 
@@ -57,7 +58,7 @@ def measure(steps: int = 60) -> Finding:
     torch.manual_seed(0)
     model = small_clip().eval()
     tokens = torch.randint(1, 48, (PAIRS, WORDS))
-    tokens[:, -1] = 49  # the end, whose state is the text's
+    tokens[:, -1] = 49  # end token, whose state represents the text
     pixels = torch.randn(PAIRS, 3, 16, 16)
     with torch.no_grad():
         pairs = lengths_attended(model, tokens, pixels)

@@ -1,4 +1,4 @@
-"""The table of MHA, GQA, MQA and MLA. `python docs/claims/comparison.py` takes about two minutes
+"""Claim: the notes' table of MHA, GQA, MQA and MLA. `python docs/claims/comparison.py`
 
 The notes say     parameters  memory    inference  quality
     MHA           high        high      slow       high
@@ -6,9 +6,9 @@ The notes say     parameters  memory    inference  quality
     MQA           low         low       fast       medium
     MLA           low         very low  fast       high
 
-Measured at equal width: parameters of a layer, bytes that its cache keeps for each token, tokens in a
-second through a small model, and the loss of a smaller one on source code that it was not trained on;
-the parts are those of `regard compare`.
+The experiment takes about two minutes. It measures, at equal width, the parameters of a layer, its
+cache bytes per token, the decoding throughput of a small model, and the loss of a smaller model on
+held-out source code. It uses the models and measurements of `regard compare`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sizes(layers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def large() -> dict[str, Any]:
-    """Layers of DeepSeek-V2's sizes, without memory."""
+    """Builds layers of DeepSeek-V2's sizes on the meta device."""
     options: dict[str, Any] = {"bias": False, "device": "meta"}
     groups = {"MHA": 128, "GQA-4": 4, "MQA": 1}
     latent = LatentAttention(5120, 128, rank=512, nope_dim=128, rope_dim=64, q_rank=1536, **options)
@@ -43,7 +43,7 @@ def large() -> dict[str, Any]:
 
 
 def relative(column: Mapping[str, float]) -> str:
-    """Beside MHA."""
+    """Formats a column of the table relative to MHA."""
     return " / ".join(f"{column[kind] / column['MHA']:.3g}" for kind in KINDS)
 
 

@@ -1,7 +1,7 @@
-"""Runs every experiment and writes what it found into the table of docs/claims/README.md.
+"""Runs every experiment and writes its finding into the table of docs/claims/README.md.
 
-`python docs/claims/every.py [NAME ...]` runs all of them, or those named; the other rows stay as they
-are.
+`python docs/claims/every.py [NAME ...]` runs all experiments, or only the named ones. The rows of
+other experiments stay unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def row(name: str, found: Finding) -> str:
 
 
 def rows(page: str) -> dict[str, str]:
-    """The rows of the table by the names of their experiments."""
+    """Returns the table rows of the page by experiment name."""
     return {match[1]: match[0] for match in re.finditer(r"^\| .*\]\((\w+)\.py\) \|$", page, re.M)}
 
 

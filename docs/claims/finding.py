@@ -1,4 +1,4 @@
-"""What an experiment found about a claim, and how it is printed."""
+"""The finding of an experiment about a claim, and its printed form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    claim: str  # as the notes have it
-    verdict: str  # right, wrong or incomplete, as the numbers say
+    claim: str  # as the notes state it
+    verdict: str  # right, wrong or incomplete; computed from the numbers
     measured: str  # the numbers that decide, in one line
-    correct: str  # what is true
-    numbers: Mapping[str, Any]  # all of them
+    correct: str  # the correct statement
+    numbers: Mapping[str, Any]  # all measured numbers by name
 
     def __str__(self) -> str:
         rows = {"claim": self.claim, **self.numbers, "verdict": self.verdict, "correct": self.correct}
@@ -26,7 +26,7 @@ def verdict(holds: bool, otherwise: str = "wrong") -> str:
 
 
 def shown(value: Any) -> str:
-    """Numbers with few digits, also within lists and dicts."""
+    """Formats numbers with few digits, also inside lists and dicts."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

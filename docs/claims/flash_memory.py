@@ -1,7 +1,7 @@
-"""Flash attention needs memory linear in the length. `python docs/claims/flash_memory.py`
+"""Claim: flash attention needs memory linear in the length. `python docs/claims/flash_memory.py`
 
-The peak of the process beyond q, k and v, as the system reports it (Linux), for Regard's tiled kernel and
-for the formula with its n x n weights.
+Measures the peak memory of the process beyond q, k and v, as the system reports it (Linux), for
+Regard's tiled kernel and for the formula, which materialises the n x n weights.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ HEADS, D = 4, 64
 
 
 def peaks(lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the extra bytes of both at each length."""
+    """Returns the extra bytes of Regard and of the formula at each length."""
     found: tuple[list[int], list[int]] = [], []
-    for n in [64, *lengths]:  # the first loads code
+    for n in [64, *lengths]:  # the first length is a warm-up, which loads code
         qkv = torch.randn(3, HEADS, n, D)
         for bytes_, call in zip(found, (regard.attention, attend), strict=True):
             peak = peak_memory(lambda call=call, qkv=qkv: call(*qkv))

@@ -1,4 +1,4 @@
-"""Attention as it is written on paper, with all n x n weights."""
+"""The textbook formula of attention, which materialises all n x n weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Multi-head attention costs the FLOPs of single-head attention. `python docs/claims/head_flops.py`
+"""Claim: multi-head attention costs the FLOPs of single-head attention.
+`python docs/claims/head_flops.py`
 
-Heads divide the width: h products of d / h channels are one of d. Counted as PyTorch executes the
-formula.
+Heads divide the width: h products over d / h channels cost as much as one product over d channels.
+FLOPs are counted while PyTorch executes the formula.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ HEADS = 1, 2, 4, 8, 16
 
 
 def layer(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The result (n, d), and the weights (heads, n, n)."""
+    """Returns the output (n, d) and the weights (heads, n, n)."""
     q, k, v = (x @ qkv).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)  # (heads, n, d / heads) each
     found = weights(q, k)
     return (found @ v).movedim(0, 1).flatten(1) @ out, found
 
 
 def count(n: int, d: int, heads: int) -> tuple[int, int]:
-    """Operations of the products, and exponentials of the softmax."""
+    """Returns the FLOPs of the products and the number of exponentials of the softmax."""
     x, qkv, out = (torch.empty(*shape, device="meta") for shape in ((n, d), (d, 3 * d), (d, d)))
     with FlopCounterMode(display=False) as counter:
         _, found = layer(x, qkv, out, heads)

@@ -1,8 +1,8 @@
-"""Masked scores are filled with -1e9. `python docs/claims/masked_row.py`
+"""Claim: filling masked scores with -1e9 masks them. `python docs/claims/masked_row.py`
 
-In a row with something to see this is as good as -inf. In a row with nothing to see all scores are the
-same, and the softmax of equal scores is uniform: the result is the mean of all the values that were to be
-hidden. With -inf it is 0 / 0.
+In a row with at least one allowed key, -1e9 works as well as -inf. In a fully masked row all scores
+are equal, and the softmax of equal scores is uniform: the output is the mean of the masked values.
+With -inf, the output is 0 / 0.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def filled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, value: float) -> Tenso
 
 
 def largest(out: Tensor) -> float:
-    """Entry of the first row."""
+    """Returns the largest absolute entry of the first row."""
     return float(out[0].abs().max())
 
 
 def refuses_half() -> bool:
-    """-1e9 does not exist in float16."""
+    """Returns whether float16 refuses -1e9, which is out of its range."""
     try:
         torch.zeros(1, dtype=torch.float16).masked_fill(torch.tensor([True]), -1e9)
     except RuntimeError:
@@ -37,7 +37,7 @@ def refuses_half() -> bool:
 
 def measure(n: int = 8, d: int = 16) -> Finding:
     q, k, v = torch.randn(3, 1, n, d, generator=torch.Generator().manual_seed(0))
-    seen = torch.ones(n, n, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    seen = torch.ones(n, n, dtype=torch.bool).tril(-1)  # row 0 is fully masked
     notes, infinite = (filled(q, k, v, seen, value)[0] for value in (-1e9, -math.inf))
     ours = regard.attention(q, k, v, mask=seen)[0]
     mean = float((notes[0] - v[0].mean(0)).abs().max())

@@ -1,8 +1,9 @@
-"""Multi-head attention is fully parallel where single-head attention is not.
+"""Claim: multi-head attention is fully parallel, single-head attention is not.
 `python docs/claims/parallel_heads.py`
 
-Every row of one head is independent of the others, so one head can be cut into as many tasks as it has
-rows. The number of heads divides the same products in another way; what it changes in speed is measured.
+The rows of one head are independent of each other, so one head can be split into as many tasks as
+it has rows. More heads divide the same products differently. The experiment measures how the number
+of heads affects the speed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def threads(count: int) -> Iterator[None]:
 
 
 def split(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (heads, n, width / heads) out of x (3, n, width)."""
+    """Splits x (3, n, width) into q, k, v (heads, n, width / heads)."""
     q, k, v = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     return q, k, v
 
 
 def halves_apart(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """The largest difference between one call for all queries and a call for each half of them."""
+    """Returns the largest difference between one call for all queries and one for each half."""
     parts = [regard.attention(half, k, v) for half in q.chunk(2, 1)]
     return float((torch.cat(parts, 1) - regard.attention(q, k, v)).abs().max())
 

@@ -1,7 +1,8 @@
-"""Multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
+"""Claim: multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
 
-Queries, keys and values make 3 d^2; the output projection makes a fourth, and each of the four may have a
-bias of d. Counted in PyTorch's module and in Regard's.
+The projections of queries, keys and values have 3 d^2 parameters. The output projection adds d^2,
+and each of the four projections may have a bias of d. The experiment counts the parameters of
+PyTorch's module and of Regard's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention takes O(n^2 d) time. `python docs/claims/quadratic_time.py`
+"""Claim: attention takes O(n^2 d) time. `python docs/claims/quadratic_time.py`
 
-The operations of the two products are counted as PyTorch executes the formula; the times are Regard's. An
-exponent of 2 means that twice the length takes four times as long.
+The operations of the two products are counted while PyTorch executes the formula. The times are
+Regard's. An exponent of 2 means that twice the length takes four times as long.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def operations(n: int, d: int) -> int:
 
 
 def exponent(values: Sequence[float]) -> float:
-    """Of x in values ~ x^exponent, where x doubles from each to the next."""
+    """Returns e of values ~ x^e, where x doubles from each value to the next."""
     return math.log2(values[-1] / values[0]) / (len(values) - 1)
 
 
 def times(shapes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
-    """The shortest time of each shape (n, d), in seconds."""
+    """Returns the shortest time of each shape (n, d) in seconds."""
     calls = {f"{n} x {d}": partial(regard.attention, *torch.randn(3, 1, n, d)) for n, d in shapes}
     return list(best_times(calls, seconds).values())
 

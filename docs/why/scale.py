@@ -1,8 +1,8 @@
 """Why divide by sqrt(d_k)? `python docs/why/scale.py`
 
-64 random keys for each of 512 random queries. The scores have a standard deviation of sqrt(d_k): with
-many channels one score is far above the others, its weight is nearly 1, and the softmax is flat there:
-next to nothing flows back.
+Each of 512 random queries attends to 64 random keys. The scores have a standard deviation of
+sqrt(d_k). With many channels, one score is far above the others and its weight is nearly 1. The
+softmax is flat there, so almost no gradient flows back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CHANNELS = 4, 16, 64, 256, 1024
 
 
 class Row(NamedTuple):
-    largest: float  # weight of a query, the median; 1 / 64 if all were the same
-    slope: float  # norm of the softmax's derivative by the scores, the median
+    largest: float  # largest weight of a query, median over queries; 1 / 64 if uniform
+    slope: float  # norm of the softmax's Jacobian, median over queries
 
 
 def slopes(weights: Tensor) -> Tensor:
-    """Norms of the matrices diag(w) - w w^T, one for each row of weights."""
+    """Returns the norm of the Jacobian diag(w) - w w^T of each row of weights."""
     return (weights.diag_embed() - weights[..., :, None] * weights[..., None, :]).norm(dim=(-2, -1))
 
 

@@ -1,9 +1,9 @@
 """Self-attention against recurrence and convolution. `python docs/why/sequences.py`
 
-How much does the last result depend on a token so many places before it? Fresh layers of equal width, the
-norm of the derivative by each input. A recurrence passes everything through every step between; a
-convolution sees as far as its layers reach and nothing beyond; attention is one step away from every
-token.
+How much does the last output depend on a token at a given distance? The measure is the norm of the
+derivative with respect to each input, for untrained layers of equal width. A recurrence passes
+information through every step in between. A convolution reaches as far as its layers and no
+further. Attention is one step away from every token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ MAKERS: dict[str, Make] = {"recurrence": recurrence, "convolution": convolution,
 
 
 def influence(make: Make, n: int) -> Tensor:
-    """(n,): norms of the last result's derivative by the token at each distance, the mean over 8 samples."""
+    """Returns the influence (n,) of the token at each distance on the last output.
+
+    The influence is the norm of the derivative, averaged over 8 samples.
+    """
     torch.manual_seed(0)
     run, x = make(), torch.randn(8, n, WIDTH, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(run(x)[:, -1].sum(), x)
@@ -54,7 +57,7 @@ def influence(make: Make, n: int) -> Tensor:
 
 
 def multiplications(n: int, d: int) -> dict[str, int]:
-    """Of one layer; attention with its four projections."""
+    """Counts the multiplications of one layer. Attention includes its four projections."""
     return {
         "recurrence": 2 * n * d * d,
         "convolution": KERNEL * n * d * d,
@@ -63,7 +66,10 @@ def multiplications(n: int, d: int) -> dict[str, int]:
 
 
 def measure(n: int = 128) -> dict[str, dict[str, float]]:
-    """What the token farthest back does beside the last one, and how far back any does something."""
+    """Returns the influence of the farthest token relative to the last one, and the reach.
+
+    The reach is the largest distance with any influence.
+    """
     curves = {name: influence(make, n) for name, make in MAKERS.items()}
     return {
         name: {"far / near": float(curve[-1] / curve[0]), "reach": int(curve.nonzero().max())}

@@ -1,4 +1,4 @@
-"""The benchmarks run on tiny shapes, show what they should, and refuse a wrong result."""
+"""Benchmarks run on tiny shapes, print the expected rows, and refuse wrong results."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    """The modules of benchmarks/, by name."""
+    """Returns the modules of benchmarks/ by name."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        found = {name: importlib.import_module(name) for name in MODULES}
-        yield argparse.Namespace(**found)
+        modules = {name: importlib.import_module(name) for name in MODULES}
+        yield argparse.Namespace(**modules)
     finally:
         sys.path.remove(str(BENCHMARKS))
         for name in MODULES:
@@ -66,23 +66,23 @@ def options() -> argparse.Namespace:
     return argparse.Namespace(quick=True, only=[], threads=1, seconds=0.0, shrink=32)
 
 
-def rows_of(bench: Any, name: str, options: argparse.Namespace, L: int = 32) -> list[Any]:
+def measured_rows(bench: Any, name: str, options: argparse.Namespace, L: int = 32) -> list[Any]:
     (case,) = (c for c in bench.cases.CASES if c.name == name)
     with torch.no_grad():
         rows: list[Any] = bench.run.measure_case(case.shrunk(L), options)
     return rows
 
 
-def test_every_case_is_right_and_timed(bench: Any, options: argparse.Namespace) -> None:
+def test_every_case_is_correct_and_timed(bench: Any, options: argparse.Namespace) -> None:
     for case in bench.cases.CASES:
-        for row in rows_of(bench, case.name, options):
+        for row in measured_rows(bench, case.name, options):
             assert not row.fault
             assert row.ours > 0
             assert row.theirs > 0
             assert row.speed > 0
 
 
-def test_names_are_different(bench: Any) -> None:
+def test_names_of_cases_are_unique(bench: Any) -> None:
     names = [case.name for case in bench.cases.CASES]
     assert len(set(names)) == len(names)
     assert set(bench.report.HEADLINES) <= set(names)
@@ -101,7 +101,7 @@ def test_a_wrong_result_is_refused(
         return out
 
     monkeypatch.setattr(bench.peers.regard, "attention", wrong)
-    (row,) = rows_of(bench, "causal-512-64", options)
+    (row,) = measured_rows(bench, "causal-512-64", options)
     assert "against float64" in row.fault
     assert "refused" in bench.report.markdown_rows([row])
     assert " ms" not in bench.report.markdown_rows([row])
@@ -111,26 +111,26 @@ def test_a_wrong_peer_is_refused(
     bench: Any, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(bench.peers.SIDES, "sdpa", lambda case, inputs: lambda: torch.zeros_like(inputs.q))
-    (row,) = rows_of(bench, "dense-512-64", options)
+    (row,) = measured_rows(bench, "dense-512-64", options)
     assert row.fault.startswith("sdpa")
 
 
-def test_the_path_of_sdpa_is_told(bench: Any, options: argparse.Namespace) -> None:
-    (dense,), (other,) = (rows_of(bench, n, options) for n in ("dense-512-64", "value-size-1024"))
+def test_the_note_names_the_math_path_of_sdpa(bench: Any, options: argparse.Namespace) -> None:
+    (dense,), (other,) = (measured_rows(bench, n, options) for n in ("dense-512-64", "value-size-1024"))
     assert "math path" not in dense.note
     assert "math path" in other.note
 
 
-def test_the_machine(bench: Any) -> None:
-    found = bench.measure.machine(1, repeats=1)
-    assert found.fma[0] > 1e8
-    assert found.read[0] > 1e8
-    assert bench.measure.looked_again(found).fma[0] >= found.fma[0]
-    assert {"date", "CPU", "torch", "regard"} <= found.facts.keys()
+def test_the_machine_is_measured(bench: Any) -> None:
+    machine = bench.measure.machine(1, repeats=1)
+    assert machine.fma[0] > 1e8
+    assert machine.read[0] > 1e8
+    assert bench.measure.looked_again(machine).fma[0] >= machine.fma[0]
+    assert {"date", "CPU", "torch", "regard"} <= machine.facts.keys()
     assert 0 <= bench.measure.Load().others() <= 1
 
 
-def test_a_page_keeps_what_stands_around_the_markers(bench: Any, tmp_path: Path) -> None:
+def test_insert_keeps_the_text_around_the_markers(bench: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"a\n{bench.report.BEGIN}\nold\n{bench.report.END}\nb\n", encoding="utf-8")
     bench.report.insert(page, "new")
@@ -161,32 +161,32 @@ def test_the_chart_of_the_readme_shows_the_stored_results(bench: Any, tmp_path: 
         assert (BENCHMARKS / name).exists()
 
 
-def test_the_page_and_the_chart(bench: Any, options: argparse.Namespace, tmp_path: Path) -> None:
-    rows = rows_of(bench, "dense-512-64", options) + rows_of(bench, "dropout-1024", options)
+def test_the_page_and_the_chart_are_made(bench: Any, options: argparse.Namespace, tmp_path: Path) -> None:
+    rows = measured_rows(bench, "dense-512-64", options) + measured_rows(bench, "dropout-1024", options)
     page = bench.report.results_page(rows, [bench.scaling.Fact("c", "m")], "where")
     assert page.count("\n| d") == 2
     bench.report.chart(rows, tmp_path / "chart.png", "where")
     assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
-def test_the_files_are_written(
+def test_the_result_files_are_written(
     bench: Any, options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(f"{bench.report.BEGIN}{bench.report.END}", encoding="utf-8")
     monkeypatch.setattr(bench.run, "HERE", tmp_path)
     monkeypatch.setattr(bench.run, "PAGE", page)
-    here = bench.measure.Machine(bench.measure.facts(1), 1, (1e9, 1e9), (1e9, 1e9))
-    (row,) = rows_of(bench, "dense-2048-64", options)
+    machine = bench.measure.Machine(bench.measure.facts(1), 1, (1e9, 1e9), (1e9, 1e9))
+    (row,) = measured_rows(bench, "dense-2048-64", options)
     row = dataclasses.replace(row, shape=next(c.shape for c in bench.cases.CASES if c.name == row.name))
-    bench.run.write([row], [], here, "where")
+    bench.run.write([row], [], machine, "where")
     assert "| dense |" in page.read_text(encoding="utf-8")
     assert "| dense |" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     for name in ("results.png", "headlines.png", "headlines-dark.png"):
         assert (tmp_path / name).exists()
 
 
-def test_hunt_makes_calls_of_the_fused_kernel(bench: Any) -> None:
+def test_hunt_draws_different_cases(bench: Any) -> None:
     import random
 
     cases = list(bench.hunt.random_cases(random.Random(0), 20))
@@ -287,19 +287,19 @@ def test_the_commands_run(script: str) -> None:
         "modules.py": ["--length", "16", "--seconds", "0.001"],
     }
     command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", *tiny[script]]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "80"}
     )
-    assert done.returncode == 0, done.stderr
-    told = {
+    assert result.returncode == 0, result.stderr
+    expected = {
         "run.py": "| causal |",
         "hunt.py": "PyTorch was faster in",
         "modules.py": "| training, dropout 0.1 |",
     }
-    assert told[script] in done.stdout
+    assert expected[script] in result.stdout
 
 
-def test_every_row_of_both_sides_is_right(bench: Any) -> None:
+def test_every_row_of_a_side_is_correct(bench: Any) -> None:
     side = bench.side.Side()
     with torch.no_grad():
         faults = {name: side.prepare(name, 32, checked=True) for name in bench.side.ROWS}
@@ -321,9 +321,9 @@ def test_this_tree_is_compared_with_a_copy(
     assert bench.against.main(["HEAD", *rows, *tiny, "--limit", "100", "--small-limit", "100"]) == 0
     printed = capsys.readouterr().out
     assert "No row is slower." in printed
-    shown = [line.split() for line in printed.splitlines() if " to " in line]
-    assert [line[0] for line in shown] == ["causal-512-64", "backward-causal-512-64", "tiny-lse", "step"]
-    assert all(0.01 < float(line[line.index("to") - 2]) < 100 for line in shown)
+    row_lines = [line.split() for line in printed.splitlines() if " to " in line]
+    assert [line[0] for line in row_lines] == ["causal-512-64", "backward-causal-512-64", "tiny-lse", "step"]
+    assert all(0.01 < float(line[line.index("to") - 2]) < 100 for line in row_lines)
     kernels = printed.split("kernels ")
     assert kernels[1].split(";")[0] == kernels[2].split()[0] != "none"
 
@@ -346,12 +346,12 @@ def test_sides_take_turns(bench: Any) -> None:
         ([(1.04, 1.0)] * 4, "slower"),
         ([(1.02, 1.0)] * 4, ""),
         ([(1.0, 1.04)] * 4, ""),
-        ([(1.0, 1.0), (1.4, 1.0), (1.4, 1.0)], ""),  # disturbed
-        ([(1.04, 1.04), (1.04, 1.04), (1.04, 1.0)], ""),  # a lucky turn
+        ([(1.0, 1.0), (1.4, 1.0), (1.4, 1.0)], ""),  # disturbed turns
+        ([(1.04, 1.04), (1.04, 1.04), (1.04, 1.0)], ""),  # one turn happened to be faster
         ([(1.1, 1.0), (1.3, 1.0), (1.3, 1.0), (1.1, 1.4)], "unclear"),
     ],
 )
-def test_a_slower_side_is_found(bench: Any, pairs: list[tuple[float, float]], verdict: str) -> None:
+def test_verdicts_on_timings(bench: Any, pairs: list[tuple[float, float]], verdict: str) -> None:
     assert bench.against.Row("row", pairs).verdict(1.03) == verdict
 
 
@@ -394,7 +394,7 @@ def test_another_commit_must_exist(bench: Any) -> None:
         bench.against.chosen(["no such row"])
 
 
-def test_modules_stay_apart(bench: Any) -> None:
+def test_an_unknown_case_raises(bench: Any) -> None:
     assert isinstance(bench.run, ModuleType)
     with pytest.raises(ValueError, match="--only"):
         bench.cases.chosen(["no such case"])
@@ -404,6 +404,6 @@ def test_modules_stay_apart(bench: Any) -> None:
 def test_packed_runs(options: list[str]) -> None:
     script = BENCHMARKS / "packed.py"
     tiny = ["--most", "32", "--seconds", "0", "--threads", "1", *options]
-    done = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" ms |") == 6 * 4
+    result = subprocess.run([sys.executable, str(script), *tiny], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" ms |") == 6 * 4

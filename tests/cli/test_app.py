@@ -1,4 +1,4 @@
-"""The command `regard`: its frame. Subcommands are tested with what they run."""
+"""The command `regard`. Subcommands are tested with the code that they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from regard.cli import _app
 from regard.cli._app import GALLERY, app
 
-# Commands of the gallery are hidden where it is not installed.
+# Commands of the gallery are hidden if the gallery is not installed.
 NAMES = [c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden]  # type: ignore[union-attr]
 
 
@@ -38,7 +38,7 @@ def test_info_is_a_command() -> None:
     assert "native core" in result.output
 
 
-def test_without_typer_it_says_what_to_install() -> None:
+def test_missing_typer_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from regard.cli import main; main()"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
@@ -70,12 +70,12 @@ def test_without_the_gallery_its_commands_say_what_to_install(
 
 def test_without_the_gallery_help_lists_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_app, "entry_points", lambda group: [])
-    alone = _app.make_app()
-    result = CliRunner().invoke(alone, ["--help"])
+    library_app = _app.make_app()
+    result = CliRunner().invoke(library_app, ["--help"])
     assert result.exit_code == 0
     assert [name for name in GALLERY if name in result.output] == []
     assert "crossover" in result.output
-    assert CliRunner().invoke(alone, ["juggle"]).exit_code == 2
+    assert CliRunner().invoke(library_app, ["juggle"]).exit_code == 2
 
 
 def test_a_missing_package_says_what_to_install() -> None:
@@ -83,14 +83,14 @@ def test_a_missing_package_says_what_to_install() -> None:
 
     from regard.cli.console import one_line_errors
 
-    for name, wanted in (("uvicorn.config", "'regard[explore]'"), ("pandas", "regard-gallery")):
-        alone = typer.Typer()
+    for name, package in (("uvicorn.config", "'regard[explore]'"), ("pandas", "regard-gallery")):
+        failing_app = typer.Typer()
 
-        @alone.command()
+        @failing_app.command()
         def command(name: str = name) -> None:
             with one_line_errors():
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-        result = CliRunner().invoke(alone)
+        result = CliRunner().invoke(failing_app)
         assert result.exit_code == 1
-        assert result.stderr == f"regard: No module named {name!r}; pip install {wanted}\n"
+        assert result.stderr == f"regard: No module named {name!r}; pip install {package}\n"

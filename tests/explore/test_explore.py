@@ -1,4 +1,4 @@
-"""The explorer without a browser: what is computed, how it is packed, and the file as text."""
+"""The explorer without a browser: facts, packing, loading of models, and the saved file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support import assert_close, model_files
 from support.explore import data_of, harmful_tokens, small, unpacked
 
 
-def test_arrays_come_back() -> None:
+def test_packing_round_trips() -> None:
     for dtype in ("float32", "float16", "int32"):
         x = np.arange(12).reshape(3, 4).astype(dtype)[:, ::2]
         assert np.array_equal(unpacked(pack(x)), x)
@@ -34,11 +34,11 @@ def test_arrays_come_back() -> None:
     ("Lq", "Lk", "block"),
     [(1, 1, 1), (1024, 1024, 1), (1025, 1024, 2), (100_000, 100_000, 128), (10, 100_000, 1)],
 )
-def test_blocks_are_as_fine_as_their_number_allows(Lq: int, Lk: int, block: int) -> None:
+def test_blocks_are_as_fine_as_the_limit_allows(Lq: int, Lk: int, block: int) -> None:
     assert finest_block(Lq, Lk) == block
 
 
-def test_facts_are_those_of_the_weights() -> None:
+def test_facts_equal_those_of_the_weights() -> None:
     q, k = torch.randn(3, 23, 8), torch.randn(1, 23, 8)
     tokens = [f"t{i}" for i in range(23)]
     trace = explore.tensors(q, k, tokens, mask=Window(9)).traces[0]
@@ -79,66 +79,66 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_rows_do_not_depend_on_the_way(options: dict[str, Any]) -> None:
+def test_rows_and_tiles_agree(options: dict[str, Any]) -> None:
     trace = small(**({"mask": None} | options)).traces[0]
-    every = trace.layers[1].rows(list(range(23)))[0, 2].numpy()
+    all_rows = trace.layers[1].rows(list(range(23)))[0, 2].numpy()
     for queries in ([5], range(4, 9), [7, 3, 22], [0, 22]):
-        np.testing.assert_allclose(trace.rows(1, 2, queries), every[list(queries)], atol=1e-6)
+        np.testing.assert_allclose(trace.rows(1, 2, queries), all_rows[list(queries)], atol=1e-6)
     for queries, keys in ((range(4, 9), range(3, 20)), (range(23), range(5)), (range(1), range(20, 23))):
-        expected = every[queries.start : queries.stop, keys.start : keys.stop]
+        expected = all_rows[queries.start : queries.stop, keys.start : keys.stop]
         np.testing.assert_allclose(trace.tile(1, 2, queries, keys), expected, atol=1e-6)
 
 
 def test_overview_has_every_head_with_its_roles() -> None:
     n = 29
     eye = 30.0 * torch.eye(n)
-    # One head whose queries ask for the token before them, one that asks for nothing.
+    # Head 0 attends to the previous token, head 1 attends uniformly.
     q, k = (
         torch.stack([torch.cat([eye[:1], eye[:-1]]), torch.zeros(n, n)]),
         torch.stack([eye, torch.zeros(n, n)]),
     )
     trace = explore.tensors(q, k, [f"t{i}" for i in range(n)], mask=Causal()).traces[0]
-    found = overview(trace, [(0, 0), (0, 1)])
-    roles = [[name for name, _ in head["roles"]] for head in found["heads"]]
+    result = overview(trace, [(0, 0), (0, 1)])
+    roles = [[name for name, _ in head["roles"]] for head in result["heads"]]
     assert roles[0][0] == "previous token"
     assert "broad" in roles[1]
-    assert unpacked(found["thumbnails"]).shape == (2, n, n)
-    assert found["keys"][3] == "t3"
-    assert found["heads"][0]["distance"] < 1.1
+    assert unpacked(result["thumbnails"]).shape == (2, n, n)
+    assert result["keys"][3] == "t3"
+    assert result["heads"][0]["distance"] < 1.1
 
 
 def test_a_capture_can_be_explored() -> None:
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(2, 9, 16)
-    with see.capture(layer, keep="qk") as seen:
+    with see.capture(layer, keep="qk") as capture:
         layer(x, x, x)
-    trace = explore.captured(seen, [f"w{i}" for i in range(9)], sample=1).traces[0]
-    assert_close(torch.tensor(trace.rows(0, 2, [4])), seen[0].rows([4])[1, 2])
-    with see.capture(layer) as seen:
+    trace = explore.captured(capture, [f"w{i}" for i in range(9)], sample=1).traces[0]
+    assert_close(torch.tensor(trace.rows(0, 2, [4])), capture[0].rows([4])[1, 2])
+    with see.capture(layer) as capture:
         layer(x, x, x)
     with pytest.raises(ValueError, match="expected layers of capture"):
-        explore.captured(seen)
+        explore.captured(capture)
 
 
-def test_an_estimate_counts_what_the_mask_leaves() -> None:
+def test_an_estimate_counts_the_visible_pairs() -> None:
     q, k = torch.randn(2, 700, 8), torch.randn(1, 700, 8)
-    found = explore.estimate(q, k, mask=Causal())
-    assert found.flops == 2 * 8 * 2 * 700 * 701 // 2
-    assert 0 < found.seconds < 60
-    assert "TFLOP, about" in str(found)
+    estimate = explore.estimate(q, k, mask=Causal())
+    assert estimate.flops == 2 * 8 * 2 * 700 * 701 // 2
+    assert 0 < estimate.seconds < 60
+    assert "TFLOP, about" in str(estimate)
     later = explore.estimate(q, k, mask=Causal(), offset=3)
-    assert later.flops > found.flops
+    assert later.flops > estimate.flops
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any]:
-    """A small random model of Transformers, and its tokenizer."""
+    """Returns a small random model of Transformers and its tokenizer."""
     pytest.importorskip("transformers")
     return model_files.tiny_llama(len(model_files.byte_words())), model_files.byte_tokenizer()
 
 
-def give(monkeypatch: pytest.MonkeyPatch, *loaders: Any) -> None:
-    """Other distributions offer these loaders of models, and no other."""
+def set_loaders(monkeypatch: pytest.MonkeyPatch, *loaders: Any) -> None:
+    """Replaces the loaders of models that installed packages offer."""
     points = [SimpleNamespace(load=lambda load=load: load) for load in loaders]
     monkeypatch.setattr("regard.explore._read.entry_points", lambda **_: points)
 
@@ -146,7 +146,7 @@ def give(monkeypatch: pytest.MonkeyPatch, *loaders: Any) -> None:
 def test_a_pair_reads_texts_without_the_gallery(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give(monkeypatch)
+    set_loaders(monkeypatch)
     explorer = explore.text("hello you", model=pair)
     (trace,) = explorer.traces
     assert "".join(trace.keys) == "hello you"
@@ -164,7 +164,7 @@ def test_a_pair_reads_texts_without_the_gallery(
 def test_without_the_gallery_other_models_say_what_to_install(
     monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    give(monkeypatch)
+    set_loaders(monkeypatch)
     expected = (
         r"model: expected a pair of a model of Transformers and its tokenizer, got .*: pip install regard-g"
     )
@@ -172,32 +172,32 @@ def test_without_the_gallery_other_models_say_what_to_install(
         explore.text("hello", model=model)
 
 
-def test_a_loader_is_given_the_path(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_a_loader_receives_the_path(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[Any] = []
 
     def load(path: Path | None) -> tuple[Any, Any, str]:
-        given.append(path)
+        paths.append(path)
         return *pair, "small"
 
-    give(monkeypatch, load)
+    set_loaders(monkeypatch, load)
     assert explore.text("you", model="folder").traces[0].model == "small"
     assert explore.text().read is not None
-    assert given == [Path("folder"), None]
+    assert paths == [Path("folder"), None]
 
 
-def test_models_that_are_no_pair_are_named(pair: tuple[Any, Any]) -> None:
+def test_models_that_are_not_pairs_raise(pair: tuple[Any, Any]) -> None:
     for model in (pair[0], pair[:1], 3):
         with pytest.raises(TypeError, match=r"model: expected a pair .* and its tokenizer, or a path, got"):
             explore.text("hello", model=model)
-    both = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True, name_or_path=""))
+    encoder_decoder = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True, name_or_path=""))
     with pytest.raises(
         ValueError, match="model: expected an encoder or a decoder alone, got SimpleNamespace"
     ):
-        explore.text("hello", model=(both, pair[1]))
+        explore.text("hello", model=(encoder_decoder, pair[1]))
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_tokens_are_read_as_in_the_text(is_fast: bool) -> None:
+def test_tokens_are_slices_of_the_text(is_fast: bool) -> None:
     class Tokenizer:
         def __init__(self) -> None:
             self.is_fast = is_fast
@@ -228,7 +228,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_command_writes_a_file(
     command: Any, pair: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give(monkeypatch, lambda path: (*pair, path.name))
+    set_loaders(monkeypatch, lambda path: (*pair, path.name))
     page = tmp_path / "page.html"
     result = command("hello", "you", "--model", "small", "--save", page)
     assert result.exit_code == 0, result.output
@@ -240,14 +240,14 @@ def test_the_command_writes_a_file(
 def test_without_the_gallery_the_command_says_what_to_install(
     command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    give(monkeypatch)
+    set_loaders(monkeypatch)
     result = command(*arguments)
     assert result.exit_code == 1
     assert result.stderr.endswith("come with the gallery: pip install regard-gallery\n")
     assert result.stderr.count("\n") == 1
 
 
-# --- the file ---
+# --- the saved file ---
 
 
 def test_the_file_holds_everything(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_file_holds_everything(tmp_path: Path) -> None:
     assert "https://" not in page
 
 
-def test_fewer_heads_are_finer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_heads_have_finer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.explore.explorer.CELLS", 23 * 23)
     explorer = small()
     for heads, block in ((None, 4), ([(1, 2)], 1)):
@@ -273,7 +273,7 @@ def test_fewer_heads_are_finer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             np.testing.assert_allclose(unpacked(head["mass"]).sum(), 23, rtol=1e-5)
 
 
-def test_rows_and_keys_are_put_in_when_asked(tmp_path: Path) -> None:
+def test_requested_rows_and_keys_are_embedded(tmp_path: Path) -> None:
     explorer = small(mask=Window(5, 2))
     page = explorer.save(tmp_path / "page.html", heads=[(1, 2)], rows=[7], embed="qk").read_text(
         encoding="utf-8"
@@ -310,11 +310,11 @@ def test_save_refuses(tmp_path: Path, options: dict[str, Any], match: str) -> No
         ({"q": 1e6}, "within the range of float16"),
     ],
 )
-def test_keys_are_put_in_only_where_the_browser_understands(
+def test_keys_are_embedded_only_with_options_of_the_browser(
     tmp_path: Path, options: dict[str, Any], match: str
 ) -> None:
-    size = options.pop("q", 1.0)
-    q, k = torch.randn(1, 23, 8) * size, torch.randn(1, 23, 8)
+    factor = options.pop("q", 1.0)
+    q, k = torch.randn(1, 23, 8) * factor, torch.randn(1, 23, 8)
     with pytest.raises(ValueError, match=match):
         explore.tensors(q, k, **options).save(tmp_path / "page.html", embed="qk")
 
@@ -329,13 +329,13 @@ def test_keys_are_put_in_only_where_the_browser_understands(
         (lambda x: explore.tensors([x, x[:, :3]], [x, x]), "tokens: expected as many as in Layer"),
     ],
 )
-def test_wrong_arguments_are_named(call: Any, match: str) -> None:
+def test_wrong_arguments_raise(call: Any, match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         call(torch.randn(2, 5, 8))
 
 
-class Shape(HTMLParser):
-    """The elements of a page, and what is written in data blocks."""
+class ElementParser(HTMLParser):
+    """Collects the elements and comments of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,20 +348,20 @@ class Shape(HTMLParser):
         self.tags.append(("comment", data))
 
 
-def shape(page: str) -> list[Any]:
-    found = Shape()
-    found.feed(page)
-    return found.tags
+def elements(page: str) -> list[Any]:
+    parser = ElementParser()
+    parser.feed(page)
+    return parser.tags
 
 
-def test_no_token_changes_the_shape_of_the_file(tmp_path: Path) -> None:
+def test_no_token_changes_the_elements_of_the_file(tmp_path: Path) -> None:
     tokens = harmful_tokens()
     assert len(set(tokens)) == len(tokens) == 200
-    plain, harmful = (
+    harmless, harmful = (
         small(words, heads=1, layers=1).save(tmp_path / "page.html").read_text(encoding="utf-8")
         for words in (["a"] * 200, tokens)
     )
-    assert shape(plain) == shape(harmful)
+    assert elements(harmless) == elements(harmful)
     assert data_of(harmful)["traces"][0]["keys"] == tokens
 
 
@@ -373,7 +373,7 @@ def test_escaped_json_is_ascii_without_markup() -> None:
 
 
 def test_every_file_of_the_page_can_be_bundled() -> None:
-    """All imports and exports have the one form that the bundle understands."""
+    """All imports and exports have the form that the bundler supports."""
     for name, text in _page.files().items():
         lines = [line for line in text.splitlines() if re.match(r"\s*(import|export)\b", line)]
         assert name.endswith(".js") or not lines
@@ -383,28 +383,28 @@ def test_every_file_of_the_page_can_be_bundled() -> None:
 
 
 def test_the_file_of_100_000_tokens_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights that do not compress: random ones, for every block, key and query."""
+    """Random facts for every block, key and query, which do not compress."""
     n, rng = 100_000, np.random.default_rng(0)
     facts = small(heads=1, layers=1).traces[0].facts(0)
     sides = [-(-n // (128 << i)) for i in range(11)]
     blocks = tuple(rng.random((1, side, side), np.float32) for side in sides)
-    each = {
+    per_token = {
         name: rng.random((1, n), np.float32)
         for name in ("column", "entropy", "normalized", "row_max", "delimiters")
     }
-    made = type(facts)(
-        mass=blocks, max=blocks, **each, distances=np.arange(1 - n, n),
+    random_facts = type(facts)(
+        mass=blocks, max=blocks, **per_token, distances=np.arange(1 - n, n),
         by_distance=np.pad(rng.random((1, n), np.float32), ((0, 0), (n - 1, 0))),
         top_weights=rng.random((1, n, 8), np.float32), top_keys=rng.integers(0, n, (1, n, 8), np.int32),
     )  # fmt: skip
     q = torch.randn(1, n, 1)
-    monkeypatch.setattr(explore._make.see, "record", lambda q, k, *_, **__: _unseen(q, k))
+    monkeypatch.setattr(explore._make.see, "record", lambda q, k, *_, **__: _layer_without_facts(q, k))
     trace = explore.tensors(q, q, ["token"] * n).traces[0]
-    trace._facts_cache[0] = made
+    trace._facts_cache[0] = random_facts
     monkeypatch.setattr(type(trace), "roles", lambda self, layer: [[]])
     size = explore.Explorer((trace,)).save(tmp_path / "page.html").stat().st_size
     assert 10_000_000 < size < 20_000_000
 
 
-def _unseen(q: torch.Tensor, k: torch.Tensor) -> see.Layer:
+def _layer_without_facts(q: torch.Tensor, k: torch.Tensor) -> see.Layer:
     return see.Layer("layer", 0, (1, 1, q.shape[1], k.shape[1]), 0, {}, {}, q=q[None], k=k[None])

@@ -1,4 +1,4 @@
-"""The explorer's server: who may ask, what is answered, and what too much of anything does."""
+"""The explorer's server: responses, access control, and limits on requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ = json.dumps({"text": "a b c"}).encode()
 
 
 def read(text: str) -> Trace:
-    """In place of a model: every word is a token."""
+    """Replaces a model: every word is a token."""
     words = text.split()
     if len(words) > 4096:
         raise ValueError(f"text: expected at most 4096 tokens, got {len(words)}")
@@ -49,7 +49,7 @@ def client(explorer: Explorer) -> Iterator[Client]:
         yield client.enter()
 
 
-# --- what is answered ---
+# --- responses ---
 
 
 def test_rows_and_tiles_are_exact(client: Client, explorer: Explorer) -> None:
@@ -69,23 +69,23 @@ def test_rows_and_tiles_are_exact(client: Client, explorer: Explorer) -> None:
     "/api/0/0/0/rows/-1",
      "/api/0/0/0/rows/x", "/api/0/0/0/rows/" + "9" * 400, "/api/x", "/nothing"],
 )  # fmt: skip
-def test_what_is_not_there_is_404(client: Client, path: str) -> None:
+def test_unknown_paths_are_404(client: Client, path: str) -> None:
     assert client.ask(path).status == 404
 
 
-def test_texts_are_read_and_the_oldest_goes(client: Client) -> None:
-    numbers = []
+def test_reading_texts_drops_the_oldest_trace(client: Client) -> None:
+    trace_ids = []
     for i in range(MAX_TRACES + 2):
         answer = client.post(json.dumps({"text": f"the cat {i}"}).encode())
         assert answer.status == 200, answer
-        numbers.append(json.loads(answer.body)["trace"])
-    kept = client.json("/api")["traces"]
-    assert kept == [0, *numbers[-MAX_TRACES:]]
-    assert client.json(f"/api/{numbers[-1]}")["keys"] == ["the", "cat", str(MAX_TRACES + 1)]
-    assert client.ask(f"/api/{numbers[0]}").status == 404
+        trace_ids.append(json.loads(answer.body)["trace"])
+    remaining = client.json("/api")["traces"]
+    assert remaining == [0, *trace_ids[-MAX_TRACES:]]
+    assert client.json(f"/api/{trace_ids[-1]}")["keys"] == ["the", "cat", str(MAX_TRACES + 1)]
+    assert client.ask(f"/api/{trace_ids[0]}").status == 404
 
 
-def test_one_text_at_a_time() -> None:
+def test_one_text_is_read_at_a_time() -> None:
     started, may_end = threading.Event(), threading.Event()
 
     def slow(text: str) -> Trace:
@@ -112,7 +112,7 @@ def test_a_server_without_a_model_reads_nothing() -> None:
         assert client.enter().post(READ).status == 404
 
 
-# --- who may ask ---
+# --- access control ---
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -166,14 +166,14 @@ def test_posts_from_elsewhere_are_refused(client: Client, headers: dict[str, str
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_other_sites_cannot_even_load(client: Client, site: str) -> None:
+def test_loads_by_other_sites_are_refused(client: Client, site: str) -> None:
     assert client.ask("/api/0", Sec_Fetch_Site=site).status == 403
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/main.js", "/api", "/api/0", "/nothing", "/?token=", "/?token=x", "/?token=x&token=y"]
 )
-def test_without_the_secret_there_is_nothing(client: Client, path: str) -> None:
+def test_requests_without_the_token_are_refused(client: Client, path: str) -> None:
     assert Client(client.server).ask(path).status == 403
 
 
@@ -208,7 +208,7 @@ def test_the_link_works_once() -> None:
         assert "Set-Cookie" not in second.headers
 
 
-def test_every_answer_is_sealed(client: Client) -> None:
+def test_every_answer_has_the_security_headers(client: Client) -> None:
     port, answers = client.server.port, []
     for path in ("/", "/main.js", "/api", "/api/0", "/nothing", "/../x"):
         answers += [client.ask(path, Origin="http://evil.com"), Client(client.server).ask(path)]
@@ -235,8 +235,12 @@ def test_every_answer_is_sealed(client: Client) -> None:
 
 
 def test_only_loopback_listens(client: Client) -> None:
-    own = psutil.Process().net_connections("tcp")
-    listening = {c.laddr.ip for c in own if c.status == "LISTEN" and c.laddr.port == client.server.port}
+    connections = psutil.Process().net_connections("tcp")
+    listening = {
+        connection.laddr.ip
+        for connection in connections
+        if connection.status == "LISTEN" and connection.laddr.port == client.server.port
+    }
     assert listening <= {"127.0.0.1", "::1"}
     assert "127.0.0.1" in listening
 
@@ -244,7 +248,7 @@ def test_only_loopback_listens(client: Client) -> None:
 async def no_app(scope: Any, receive: Any, send: Any) -> None: ...
 
 
-def test_another_host_keeps_the_token() -> None:
+def test_other_hosts_require_the_token_too() -> None:
     guard = Guard(no_app, 80, "0.0.0.0")
     assert guard._is_ours("192.0.2.7:80")
     assert guard._is_ours("localhost:80")
@@ -261,13 +265,13 @@ opened: list[str] | None = None
 
 
 def watch(event: str, arguments: Any) -> None:
-    """An audit hook, which cannot be taken off; it listens while `opened` is a list."""
+    """An audit hook that records events while `opened` is a list. Audit hooks cannot be removed."""
     if opened is not None and event in ("open", "socket.connect", "os.listdir", "os.scandir"):
         opened.append(f"{event} {arguments[0]}")
 
 
-def test_no_path_leads_out(client: Client) -> None:
-    """Only exact names are files; nothing is opened, whatever is asked for."""
+def test_no_path_leaves_the_page(client: Client) -> None:
+    """Only exact names are served, and no request opens a file."""
     global opened
     paths = traversals()
     assert len(paths) == 100
@@ -276,15 +280,15 @@ def test_no_path_leads_out(client: Client) -> None:
     opened = []
     try:
         statuses = {path: client.ask(path).status for path in paths}
-        seen = [event for event in opened if "socket.connect" not in event]
+        file_events = [event for event in opened if "socket.connect" not in event]
     finally:
         opened = None
     assert {path: status for path, status in statuses.items() if status not in (404, 400)} == {}
-    assert sum(status == 400 for status in statuses.values()) <= 5  # not HTTP at all
-    assert seen == []
+    assert sum(status == 400 for status in statuses.values()) <= 5  # malformed requests
+    assert file_events == []
 
 
-def test_every_file_is_served_as_what_it_is(client: Client) -> None:
+def test_every_file_has_its_media_type(client: Client) -> None:
     for name in _page.files():
         answer = client.ask(f"/{name}")
         assert answer.body.decode() == _page.files()[name]
@@ -292,7 +296,7 @@ def test_every_file_is_served_as_what_it_is(client: Client) -> None:
     assert client.ask("/").body.decode() == _page.files()["index.html"]
 
 
-# --- too much ---
+# --- limits ---
 
 
 def test_bodies_without_a_length_are_counted(client: Client) -> None:
@@ -305,7 +309,7 @@ def test_bodies_without_a_length_are_counted(client: Client) -> None:
             f"Origin: http://{client.host}\r\nSec-Fetch-Site: same-origin\r\n"
             "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         )
-        with suppress(OSError):  # it may hang up before it has heard everything
+        with suppress(OSError):  # the server may hang up before the end of the body
             raw.sendall(chunks())
         assert b" 413 " in raw.recv(200)
 
@@ -322,14 +326,14 @@ def test_bodies_without_a_length_are_counted(client: Client) -> None:
     ],
     ids=range(16),
 )  # fmt: skip
-def test_bodies_that_make_no_sense_are_400(client: Client, body: bytes) -> None:
+def test_invalid_bodies_are_400(client: Client, body: bytes) -> None:
     answer = client.post(body)
     assert answer.status == 400
     assert b"Traceback" not in answer.body
 
 
 def quickest(client: Client, status: int, body: bytes, **headers: str) -> float:
-    """Seconds; others may be using the machine, so the best of some."""
+    """Returns the shortest time of seven requests in seconds, as the machine may be busy."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
@@ -339,32 +343,32 @@ def quickest(client: Client, status: int, body: bytes, **headers: str) -> float:
 
 
 def test_huge_input_costs_little(client: Client) -> None:
-    """In time and in memory: 10 MB, a million tokens, deep JSON, two hundred slow connections."""
+    """Limits on time and memory hold for large bodies, deep JSON and 200 slow connections."""
     client.post(READ)
     before = psutil.Process().memory_info().rss
     assert quickest(client, 400, b'{"text": "' + b"a " * 500_000 + b'"}') < 0.05
     assert quickest(client, 400, b"[" * 10_000) < 0.05
     assert quickest(client, 413, b"", Content_Length=str(10 << 20)) < 0.05
-    with_slow_connections(client)
+    check_slow_connections(client)
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
-def with_slow_connections(client: Client) -> None:
-    slow = []
+def check_slow_connections(client: Client) -> None:
+    connections = []
     try:
         for i in range(200):
-            one = socket.create_connection(("127.0.0.1", client.server.port), 10)
-            one.sendall([b"", b"G", b"GET / HTTP/1.1\r\nHost: "][i % 3])
-            slow.append(one)
+            connection = socket.create_connection(("127.0.0.1", client.server.port), 10)
+            connection.sendall([b"", b"G", b"GET / HTTP/1.1\r\nHost: "][i % 3])
+            connections.append(connection)
         start = time.perf_counter()
         assert client.ask("/api").status == 200
         assert time.perf_counter() - start < 1
-        open_now = [c for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"]
-        served = [c for c in open_now if c.laddr.port == client.server.port]
+        established = [c for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"]
+        served = [c for c in established if c.laddr.port == client.server.port]
         assert len(served) <= _connections.MAX_CONNECTIONS
     finally:
-        for one in slow:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
 def test_headers_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +391,7 @@ def test_bodies_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command ---
 
 
-def test_the_command_needs_to_be_told_twice(tmp_path: Path) -> None:
+def test_serving_other_hosts_requires_i_know(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""Applications: what they share, and each of them in its quick form on its real data."""
+"""Applications: the shared training frame, and a quick run of each application on its real data."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ BASELINES = {
     "medical": ("two thresholds",),
 }
 Captured = pytest.CaptureFixture[str]
-COMPILED = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+NEEDS_CORE = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 
-def quiet(step: int, loss: float, best: float) -> None:
+def ignore_progress(step: int, loss: float, best: float) -> None:
     pass
 
 
@@ -81,22 +81,25 @@ def test_every_application_is_tested() -> None:
     assert list(REQUESTS) == list(apps.NAMES)
 
 
-@COMPILED
+@NEEDS_CORE
 @pytest.mark.parametrize("name", REQUESTS)
 def test_quick_run_on_real_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains, compares, draws, leaves a checkpoint; the checkpoint answers, and is found finished."""
+    """A quick run trains, prints scores, draws a picture and writes a checkpoint.
+
+    `--use` answers from the checkpoint, and a resumed run repeats its scores.
+    """
     needs(name)
     monkeypatch.setenv("COLUMNS", "100")
-    done = run(name, "--quick", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    printed = done.output
-    for part in (*BASELINES[name], f"{name} by Regard", "times as long as with Regard's"):
-        assert part in printed
+    result = run(name, "--quick", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    printed = result.output
+    for text in (*BASELINES[name], f"{name} by Regard", "times as long as with Regard's"):
+        assert text in printed
     assert (tmp_path / f"{name}-quick.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.glob("*-0*")] == [f"{name}-quick-0.safetensors"]
     with safe_open(tmp_path / f"{name}-quick-0.safetensors", "pt") as file:
-        kept = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    assert set(kept) == set(apps.find(name)(quick=True).model().state_dict())
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert set(stored) == set(apps.find(name)(quick=True).model().state_dict())
     answer = run(name, "--quick", "--use", REQUESTS[name], "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     assert any(letter.isdigit() for letter in answer.output)
@@ -110,22 +113,22 @@ def test_quick_run_on_real_data(name: str, tmp_path: Path, monkeypatch: pytest.M
 )
 def test_quick_run_with_attention_by_pytorch(name: str, tmp_path: Path) -> None:
     needs(name)
-    done = run(name, "--quick", "--attention", "torch", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert f"{name} by PyTorch" in done.output
+    result = run(name, "--quick", "--attention", "torch", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert f"{name} by PyTorch" in result.output
     assert (tmp_path / f"{name}-quick-torch-0.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_attention_by_pytorch_gives_the_same_scores(name: str) -> None:
+def test_attention_by_pytorch_gives_the_same_loss(name: str) -> None:
     needs(name)
     app = apps.find(name)(quick=True)
     torch.manual_seed(0)
     model = app.model().eval()
     batch = app.batch(model, torch.Generator().manual_seed(3))
     with torch.no_grad():
-        own = app.loss(model, batch)
-        assert_close(app.loss(plain(model), batch), own, rtol=1e-5, atol=1e-6)
+        expected = app.loss(model, batch)
+        assert_close(app.loss(plain(model), batch), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -148,20 +151,22 @@ def test_a_wrong_request_is_refused(name: str) -> None:
     ],
 )
 def test_missing_data_names_the_command(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, gone = importlib.util.find_spec, package.replace("-", "_")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == gone else here(module))
+    find_spec, missing = importlib.util.find_spec, package.replace("-", "_")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == missing else find_spec(module)
+    )
     result = run(name, "--quick")
     assert result.exit_code == 1
     assert f"pip install --no-deps {package}" in result.output
 
 
-def test_the_list() -> None:
+def test_run_without_a_name_lists_the_applications() -> None:
     listed = run()
     assert listed.exit_code == 0
     assert [line.split()[0] for line in listed.output.splitlines()] == list(apps.NAMES)
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_name_is_refused() -> None:
     result = run("chess")
     assert result.exit_code == 1
     assert "name: expected one of text, " in result.output
@@ -170,13 +175,13 @@ def test_an_unknown_name() -> None:
 # Data
 
 
-def test_splits_of_cora_are_apart() -> None:
+def test_splits_of_cora_are_disjoint() -> None:
     needs("graph")
     app: Any = apps.find("graph")(quick=True, seed=3)
     assert app.data.x.shape == (2708, 1433)
     assert app.data.y[app.trained].bincount().tolist() == [20] * 7
-    parts = torch.cat([app.trained, app.validated, app.tested])
-    assert len(parts) == len(parts.unique()) == 140 + 500 + 1000
+    splits = torch.cat([app.trained, app.validated, app.tested])
+    assert len(splits) == len(splits.unique()) == 140 + 500 + 1000
     other: Any = apps.find("graph")(quick=True, seed=4)
     assert not torch.equal(app.tested, other.tested)
 
@@ -186,25 +191,28 @@ def test_the_last_two_films_are_held_out() -> None:
     app: Any = apps.find("recommendation")()
     assert len(app.histories) == 943
     assert sum(map(len, app.histories)) == 100_000
-    for seen, trained in zip(app.histories, app.trained, strict=True):
-        assert torch.equal(seen[:-2], trained)
-        assert not torch.isin(seen[-2:], trained).any()
+    for history, trained in zip(app.histories, app.trained, strict=True):
+        assert torch.equal(history[:-2], trained)
+        assert not torch.isin(history[-2:], trained).any()
 
 
-def test_ranks_leave_out_what_is_known() -> None:
+def test_ranks_leave_out_known_films() -> None:
     from regard_gallery.apps.recommendation import markov, quality, ranks
 
     histories = [torch.tensor([3, 1, 2]), torch.tensor([2, 3, 1])]
     scores = torch.tensor([[9.0, 5.0, 1.0, 7.0, 2.0], [9.0, 4.0, 8.0, 8.0, 4.0]])
-    found = ranks(lambda known: scores, histories, 1)
-    assert found.tolist() == [1, 0]  # film 4 is before film 2; film 4 equals film 1, of which half counts
+    computed = ranks(lambda known: scores, histories, 1)
+    assert computed.tolist() == [
+        1,
+        0,
+    ]  # film 4 ranks above film 2; film 4 ties with film 1, and half a tie rounds to 0
     assert quality(torch.tensor([0, 9, 10])) == pytest.approx(
         {"HR@10": 2 / 3, "NDCG@10": (1 + 1 / math.log2(11)) / 3}
     )
     assert markov(histories, 4).nonzero().tolist() == [[1, 2], [2, 3], [3, 1]]
 
 
-def test_films_seen_so_far_are_no_candidates() -> None:
+def test_earlier_films_are_not_candidates() -> None:
     from regard_gallery.apps.recommendation import seen_so_far
 
     known = seen_so_far(torch.tensor([[0, 3, 1], [2, 4, 1]]), 5)
@@ -212,16 +220,16 @@ def test_films_seen_so_far_are_no_candidates() -> None:
     assert [row.nonzero().flatten().tolist() for row in known[1]] == [[0, 2], [0, 2, 4], [0, 1, 2, 4]]
 
 
-def test_films_by_their_titles() -> None:
+def test_films_are_found_by_title() -> None:
     needs("recommendation")
     app: Any = apps.find("recommendation")(quick=True)
-    asked = ("alien", " Star Wars ", "Alien (1979)", "Fargo (")
-    found = [app.titles[app.film(title)] for title in asked]
-    assert found == ["Alien (1979)", "Star Wars (1977)", "Alien (1979)", "Fargo (1996)"]
+    requests = ("alien", " Star Wars ", "Alien (1979)", "Fargo (")
+    titles = [app.titles[app.film(title)] for title in requests]
+    assert titles == ["Alien (1979)", "Star Wars (1977)", "Alien (1979)", "Fargo (1996)"]
     with pytest.raises(ValueError, match=r"several begin with 'alie': Aliens \(1986\), Alien \(1979\)"):
         app.film("alie")
-    twice = next(title for title in app.titles if app.titles.count(title) > 1)
-    assert app.titles[app.film(twice)] == twice
+    shared_title = next(title for title in app.titles if app.titles.count(title) > 1)
+    assert app.titles[app.film(shared_title)] == shared_title
     with pytest.raises(ValueError, match="none is 'no such film'"):
         app.film("no such film")
     with pytest.raises(ValueError, match="use: expected at most 100 titles, got 101"):
@@ -242,21 +250,21 @@ def test_padding_is_never_recommended() -> None:
 def test_markov_over_several_films() -> None:
     needs("recommendation")
     app: Any = apps.find("recommendation")(quick=True)
-    app.histories = [torch.tensor(seen) for seen in ([1, 2, 3, 4], [5, 1, 6, 7], [2, 8, 5, 6])]
-    app.trained = [torch.tensor(seen) for seen in ([1, 2, 1, 2], [2, 3, 2, 6], [5, 6, 5, 8])]
+    app.histories = [torch.tensor(history) for history in ([1, 2, 3, 4], [5, 1, 6, 7], [2, 8, 5, 6])]
+    app.trained = [torch.tensor(history) for history in ([1, 2, 1, 2], [2, 3, 2, 6], [5, 6, 5, 8])]
     follows = {1: {2: 2}, 2: {1: 1, 3: 1, 6: 1}, 3: {2: 1}, 5: {6: 1, 8: 1}, 6: {5: 1}}
     popularity = torch.cat(app.trained).bincount(minlength=len(app.titles))
     for films, fade in ((1, 1.0), (2, 0.5), (3, 0.7)):
         expected = []
-        for seen in app.histories:
-            *known, right = seen.tolist()
+        for history in app.histories:
+            *known, target = history.tolist()
             scores = 1e-6 * popularity.double()
             for ago, film in enumerate(known[::-1][:films]):
                 for following, times in follows.get(film, {}).items():
                     scores[following] += fade**ago * times
             scores[[0, *known]] = -torch.inf
-            before, same = int((scores > scores[right]).sum()), int((scores == scores[right]).sum()) - 1
-            expected.append(before + same // 2)
+            higher, ties = int((scores > scores[target]).sum()), int((scores == scores[target]).sum()) - 1
+            expected.append(higher + ties // 2)
         assert app._markov_ranks(1, films, fade).tolist() == expected
 
 
@@ -265,9 +273,9 @@ def test_forecasts_do_not_see_the_future() -> None:
     from regard_gallery.apps.forecast import DAY, WEEK
 
     app: Any = apps.find("forecast")(quick=True)
-    series, wanted = app.windows([app.tested.start])
+    series, targets = app.windows([app.tested.start])
     assert not series[:, WEEK:, 0].any()
-    assert torch.equal(wanted[0], app.series[app.tested.start : app.tested.start + DAY, 0])
+    assert torch.equal(targets[0], app.series[app.tested.start : app.tested.start + DAY, 0])
     assert app.trained.stop - 1 + DAY <= app.validated.start < app.tested.start
     assert app.validated[-1] + DAY <= app.tested.start
     model = app.model().eval()
@@ -278,15 +286,15 @@ def test_forecasts_do_not_see_the_future() -> None:
     assert torch.equal(model(app.windows([app.tested.start])[0]), before)
 
 
-def test_reviews_are_apart() -> None:
+def test_splits_of_reviews_are_disjoint() -> None:
     needs("text")
     app: Any = apps.find("text")(quick=True)
-    parts = (app.trained, app.validated, app.tested)
-    assert len(set().union(*(part.texts for part in parts))) == sum(len(part.texts) for part in parts)
+    splits = (app.trained, app.validated, app.tested)
+    assert len(set().union(*(split.texts for split in splits))) == sum(len(split.texts) for split in splits)
 
 
-def test_the_encoder_is_minilm() -> None:
-    """Packed and padded, against Transformers' model."""
+def test_the_encoder_equals_minilm() -> None:
+    """Packed and padded outputs equal those of Transformers' model."""
     needs("text")
     transformers = pytest.importorskip("transformers")
     from regard_gallery.apps._parts.encoder import encode, minilm
@@ -299,16 +307,16 @@ def test_the_encoder_is_minilm() -> None:
     tokens, lengths = padded(encode(tokenizer, ["The sea.", "A dress that is far too large for me"], 128))
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     with torch.no_grad():
-        theirs = peer(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        expected = peer(input_ids=tokens, attention_mask=real.long()).last_hidden_state
         for encoder.packed in (True, False):
-            assert_close(encoder.eval()(tokens, lengths)[real], theirs[real], rtol=1e-4, atol=1e-5)
+            assert_close(encoder.eval()(tokens, lengths)[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
-# What they share, on a task that takes no time
+# The shared frame, on a task that trains in no time
 
 
 class Toy(apps.Application):
-    """Copy the token before: a causal layer can, the mean cannot."""
+    """The task is to copy the previous token: a windowed layer can, the mean cannot."""
 
     name = "toy"
     more = ("accuracy",)
@@ -351,36 +359,36 @@ class Toy(apps.Application):
         return request
 
 
-def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    whole = train(Toy(), None, "regard", quiet)
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    whole = train(Toy(), None, "regard", ignore_progress)
     broken = Toy()
-    broken.fails_at = 10  # the last file is from step 8
+    broken.fails_at = 10  # the last checkpoint is from step 8
     with pytest.raises(KeyboardInterrupt):
-        train(broken, tmp_path / "a", "regard", quiet)
-    resumed = train(Toy(), tmp_path / "a", "regard", quiet)
+        train(broken, tmp_path / "a", "regard", ignore_progress)
+    resumed = train(Toy(), tmp_path / "a", "regard", ignore_progress)
     assert resumed.step == whole.step == 12
     assert resumed.best == whole.best
     for name, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
-    ours, theirs = files.of_optimizer(resumed.optimizer), files.of_optimizer(whole.optimizer)
-    assert ours.keys() == theirs.keys() != set()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    resumed_state, whole_state = files.of_optimizer(resumed.optimizer), files.of_optimizer(whole.optimizer)
+    assert resumed_state.keys() == whole_state.keys() != set()
+    assert all(torch.equal(resumed_state[key], whole_state[key]) for key in resumed_state)
 
 
-def test_going_on_is_for_the_same_training(tmp_path: Path) -> None:
+def test_resuming_requires_the_same_recipe(tmp_path: Path) -> None:
     class Longer(Toy):
         full = trial = apps.Recipe(16, warmup=3, every=4)
 
     broken = Toy()
     broken.fails_at = 10
     with pytest.raises(KeyboardInterrupt):
-        train(broken, tmp_path / "a", "regard", quiet)
+        train(broken, tmp_path / "a", "regard", ignore_progress)
     with pytest.raises(ValueError, match=r"expected a checkpoint with recipe = \{'steps': 16, .*'steps': 12"):
-        train(Longer(), tmp_path / "a", "regard", quiet)
+        train(Longer(), tmp_path / "a", "regard", ignore_progress)
 
 
-def test_a_new_run_keeps_what_is_there_until_it_has_better(tmp_path: Path) -> None:
-    """An interrupted run leaves the old checkpoint; going on prefers what was interrupted."""
+def test_an_interrupted_run_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    """An interrupted run keeps the old checkpoint. Resuming continues the interrupted run."""
 
     class Interrupted(Toy):
         fails_at = 10
@@ -397,7 +405,7 @@ def test_a_new_run_keeps_what_is_there_until_it_has_better(tmp_path: Path) -> No
     assert resumed.outcomes[0].whole >= resumed.outcomes[0].seconds > 0
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_training(tmp_path: Path) -> None:
+def test_an_unwritable_folder_raises_before_training(tmp_path: Path) -> None:
     class Untrained(Toy):
         fails_at = 1
 
@@ -410,21 +418,21 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(tmp_path: Path)
 
 
 def test_the_best_weights_are_kept() -> None:
-    state = train(Toy(), None, "regard", quiet)
+    state = train(Toy(), None, "regard", ignore_progress)
     assert float(state.model["out"].weight.detach().sum()) == pytest.approx(state.best)  # type: ignore[index]
     assert not state.model.training
 
 
 def test_the_same_seed_gives_the_same_model() -> None:
     first, second, other = (
-        train(Toy(seed=seed), None, "regard", quiet).model["out"].weight  # type: ignore[index]
+        train(Toy(seed=seed), None, "regard", ignore_progress).model["out"].weight  # type: ignore[index]
         for seed in (0, 0, 1)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
 
 
-def test_seeds_are_averaged_and_the_goals_are_said(tmp_path: Path, capsys: Captured) -> None:
+def test_seeds_are_averaged_and_goals_are_reported(tmp_path: Path, capsys: Captured) -> None:
     assert apps.command(Toy, apps.Options(seeds=2, out=tmp_path)) == 0
     text = capsys.readouterr().out
     assert "0.5000 (0.5000 to 0.5000)" in text
@@ -433,7 +441,7 @@ def test_seeds_are_averaged_and_the_goals_are_said(tmp_path: Path, capsys: Captu
     assert {path.name for path in tmp_path.glob("toy-*")} == {"toy-0.safetensors", "toy-1.safetensors"}
 
 
-def test_the_gallery_is_written_from_runs(
+def test_the_gallery_page_is_written_from_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "docs"))
@@ -448,12 +456,12 @@ def test_the_gallery_is_written_from_runs(
     monkeypatch.setattr(applications, "PAGE", page)
     monkeypatch.setattr(applications, "NAMES", {"toy": "", "other": ""})
     times = {"regard": 0.5, "torch": 0.75}
-    monkeypatch.setattr("regard_gallery.apps._frame.run.step_times", lambda *given: times)
+    monkeypatch.setattr("regard_gallery.apps._frame.run.step_times", lambda *_: times)
     apps.command(Toy, apps.Options(seeds=2, out=tmp_path))
     with pytest.raises(SystemExit, match="toy: expected a full run over 3 seeds"):
         applications.main(tmp_path)
     apps.command(Toy, apps.Options(seeds=3, out=tmp_path))
-    apps.command(Toy, apps.Options(quick=True, out=tmp_path))  # leaves the full run alone
+    apps.command(Toy, apps.Options(quick=True, out=tmp_path))  # keeps the files of the full run
     applications.main(tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "old" not in text
@@ -469,7 +477,7 @@ def test_the_gallery_is_written_from_runs(
         applications.main(tmp_path)
 
 
-def test_the_gallery_has_every_application() -> None:
+def test_the_gallery_page_has_every_application() -> None:
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     for name in apps.NAMES:
         assert len(re.findall(rf"^\| \[{name}\]\(#{name}-", page, re.M)) == 1
@@ -499,12 +507,12 @@ def test_peers_need_not_be_beaten(tmp_path: Path, capsys: Captured) -> None:
             return super().baselines() | {"other": {"accuracy": 0.9, "loss": 0.1}}
 
     assert apps.command(WithPeer, apps.Options(out=tmp_path)) == 0
-    assert "other" in (said := capsys.readouterr().out)
-    assert "than other" not in said
+    assert "other" in (printed := capsys.readouterr().out)
+    assert "than other" not in printed
 
 
 def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> None:
-    """It leaves a checkpoint that loads as any other, but is not taken for one of Regard's to go on from."""
+    """The checkpoint loads like any other, but a run with Regard's attention does not resume it."""
     assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0
     assert "toy by PyTorch" in capsys.readouterr().out
     loaded: Any = apps.load(Toy, apps.Options(attention="torch", out=tmp_path))[1]
@@ -515,7 +523,7 @@ def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> No
         apps.run(Toy, apps.Options(resume=True, out=tmp_path))
 
 
-def test_wrong_numbers_of_seeds() -> None:
+def test_wrong_seeds_raise() -> None:
     with pytest.raises(ValueError, match="seeds: expected an integer from 1"):
         apps.Options(seeds=0)
     with pytest.raises(ValueError, match="seed: expected an integer from 0"):
@@ -524,7 +532,7 @@ def test_wrong_numbers_of_seeds() -> None:
         apps.Options(seed=2**31)
 
 
-def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     for options in (apps.Options(resume=True, out=tmp_path), apps.Options(seeds=2, out=tmp_path)):
         with pytest.raises(ValueError, match=r"(resume|seeds): expected nothing beside use"):
             apps.command(Toy, options, "a request")
@@ -540,39 +548,39 @@ def test_both_attentions_are_timed() -> None:
     assert all(value > 0 for value in times.values())
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls() -> None:
     recipe = apps.Recipe(steps=110, rate=2.0, warmup=10)
     assert [rate(recipe, step) for step in (0, 4, 9, 10, 60)] == pytest.approx([0.2, 1.0, 2.0, 2.0, 1.0])
     assert 0 < rate(recipe, 109) < 0.01
     assert rate(apps.Recipe(steps=9, rate=2.0, falls=False), 8) == 2.0
 
 
-def test_a_loss_that_is_not_finite_stops() -> None:
+def test_a_non_finite_loss_stops_training() -> None:
     class Broken(Toy):
         def loss(self, model: Any, batch: Tensor) -> Tensor:
             return super().loss(model, batch) * math.nan
 
     with pytest.raises(ValueError, match="loss: expected a finite number at step 1, got nan"):
-        train(Broken(), None, "regard", quiet)
+        train(Broken(), None, "regard", ignore_progress)
 
 
-def saved(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda state: None) -> Path:
+def write_checkpoint(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda state: None) -> Path:
     path = tmp_path / "toy-0.safetensors"
     state = dict(Toy().model().state_dict())
     change(state)
-    about = {"application": "toy", "quick": False, "seed": 0, "attention": "regard"}
-    files.write(path, state, about)
+    metadata = {"application": "toy", "quick": False, "seed": 0, "attention": "regard"}
+    files.write(path, state, metadata)
     return path
 
 
-def test_wrong_checkpoints(tmp_path: Path) -> None:
+def test_wrong_checkpoints_raise(tmp_path: Path) -> None:
     options = apps.Options(out=tmp_path)
     with pytest.raises(ValueError, match="expected a checkpoint; train one with `regard run toy`"):
         apps.load(Toy, options)
-    saved(tmp_path, lambda state: state.pop("out.bias"))
+    write_checkpoint(tmp_path, lambda state: state.pop("out.bias"))
     with pytest.raises(ValueError, match="checkpoint: expected the tensors of this model"):
         apps.load(Toy, options)
-    path = saved(tmp_path)
+    path = write_checkpoint(tmp_path)
     assert apps.load(Toy, options)[1].training is False
     with pytest.raises(ValueError, match="expected a checkpoint with seed = 4, got 0"):
         files.read(path, {"seed": 4}, ())
@@ -585,18 +593,18 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
 
 def test_other_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="attention: expected one of regard, torch, got 'jax'"):
-        train(Toy(), None, "jax", quiet)
+        train(Toy(), None, "jax", ignore_progress)
     with pytest.raises(ValueError, match="model: expected attention of"):
         plain(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="softcap: expected None with attention by PyTorch, got 3"):
         plain(nn.Sequential(rnn.Attention(8, 2, softcap=3.0)))(torch.randn(1, 3, 8))
 
 
-def test_data_from_elsewhere(tmp_path: Path) -> None:
+def test_data_comes_from_the_first_place_that_exists(tmp_path: Path) -> None:
     from regard_gallery.apps._frame.data import first_of
 
-    there = tmp_path / "there"
-    there.mkdir()
-    assert first_of([tmp_path / "no", there], "images", "make data") == there
+    existing = tmp_path / "there"
+    existing.mkdir()
+    assert first_of([tmp_path / "no", existing], "images", "make data") == existing
     with pytest.raises(FileNotFoundError, match=r"images: expected in one of .*; this brings it: make data"):
         first_of([tmp_path / "no"], "images", "make data")

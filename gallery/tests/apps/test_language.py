@@ -1,4 +1,4 @@
-"""The language models: n-grams against their definition, bits per byte, writing with a cache."""
+"""Language models: n-grams against their definition, bits per byte, and generation with a cache."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Gram = tuple[int, ...]
 # N-grams
 
 
-class Slow:
-    """Modified Kneser-Ney by dictionaries, as it is written down by Chen and Goodman."""
+class SlowNGrams:
+    """Modified Kneser-Ney smoothing with dictionaries, as Chen and Goodman define it."""
 
     def __init__(self, tokens: list[int], vocabulary: int, order: int) -> None:
         self.vocabulary, self.order = vocabulary, order
@@ -47,22 +47,22 @@ class Slow:
                 self.followers[gram[:-1]].append(gram[-1])
 
     def _discounts(self, counts: Counter[Gram]) -> list[float]:
-        how_many = Counter(counts.values())
-        one, two, three, four = (max(1, how_many[i]) for i in (1, 2, 3, 4))
+        count_of_counts = Counter(counts.values())
+        one, two, three, four = (max(1, count_of_counts[i]) for i in (1, 2, 3, 4))
         y = one / (one + 2 * two)
-        found = [1 - 2 * y * two / one, 2 - 3 * y * three / two, 3 - 4 * y * four / three]
-        return [0.0] + [min(max(d, 0.05), i + 0.95) for i, d in enumerate(found)]
+        discounts = [1 - 2 * y * two / one, 2 - 3 * y * three / two, 3 - 4 * y * four / three]
+        return [0.0] + [min(max(d, 0.05), i + 0.95) for i, d in enumerate(discounts)]
 
     def chance(self, context: Gram, token: int) -> float:
-        lower = 1 / self.vocabulary if not context else self.chance(context[1:], token)
+        backoff = 1 / self.vocabulary if not context else self.chance(context[1:], token)
         counts, discounts = self.counts[len(context) + 1], self.discounts[len(context) + 1]
-        seen = {w: counts[(*context, w)] for w in self.followers[context] if counts[(*context, w)]}
-        total = sum(seen.values())
+        follower_counts = {w: counts[(*context, w)] for w in self.followers[context] if counts[(*context, w)]}
+        total = sum(follower_counts.values())
         if not total:
-            return lower
-        taken = sum(discounts[min(count, 3)] for count in seen.values())
-        count = seen.get(token, 0)
-        return (count - discounts[min(count, 3)] + taken * lower) / total
+            return backoff
+        discounted_mass = sum(discounts[min(count, 3)] for count in follower_counts.values())
+        count = follower_counts.get(token, 0)
+        return (count - discounts[min(count, 3)] + discounted_mass * backoff) / total
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
@@ -71,21 +71,21 @@ def test_ngrams_equal_their_definition(order: int, vocabulary: int) -> None:
     random = np.random.default_rng(order)
     trained = random.integers(0, vocabulary, 400) * random.integers(0, 2, 400)
     tested = random.integers(0, vocabulary, 60)
-    slow = Slow(trained.tolist(), vocabulary, order)
+    slow = SlowNGrams(trained.tolist(), vocabulary, order)
     bits = NGrams(trained, vocabulary, order).bits(tested)
     for i, token in enumerate(tested.tolist()):
         context = tuple(tested[max(0, i - order + 1) : i].tolist())
         assert bits[i] == pytest.approx(-math.log2(slow.chance(context, token)), rel=1e-12)
 
 
-def test_chances_of_ngrams_sum_to_one() -> None:
+def test_ngram_probabilities_sum_to_one() -> None:
     random = np.random.default_rng(0)
-    grams = NGrams(random.integers(0, 7, 300), 9)  # 7 and 8 are never seen
+    grams = NGrams(random.integers(0, 7, 300), 9)  # tokens 7 and 8 never occur
     for _ in range(20):
         context = random.integers(0, 9, 4)
-        chances = [2 ** -grams.bits(np.append(context, token))[-1] for token in range(9)]
-        assert sum(chances) == pytest.approx(1.0)
-        assert min(chances) > 0
+        probabilities = [2 ** -grams.bits(np.append(context, token))[-1] for token in range(9)]
+        assert sum(probabilities) == pytest.approx(1.0)
+        assert min(probabilities) > 0
 
 
 def test_ngrams_learn_what_repeats() -> None:
@@ -103,27 +103,27 @@ def quick(name: str, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_documents_are_apart(name: str) -> None:
+def test_documents_are_disjoint(name: str) -> None:
     app = quick(name)
-    parts = [*app.tested, *app.validated, *app.trained]
-    assert len(set(parts)) == len(parts) == 10
+    documents = [*app.tested, *app.validated, *app.trained]
+    assert len(set(documents)) == len(documents) == 10
     assert app.tokenizer.decode(app.encode(app.tested).tolist()) == "".join(app.tested)
     assert quick(name, seed=1).tested != app.tested
 
 
-def test_each_work_once() -> None:
-    """The First Folio has the same plays."""
+def test_each_work_occurs_once() -> None:
+    """The First Folio, which repeats the plays, is left out."""
     needs("plays")
     from regard_gallery.apps.plays import works
 
-    found = works()
-    assert len(found) == 42
-    assert sum("Who's there?" in text and "Elsinore" in text for text in found) == 1
+    texts = works()
+    assert len(texts) == 42
+    assert sum("Who's there?" in text and "Elsinore" in text for text in texts) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_are_those_of_a_sequence_read_at_once(name: str) -> None:
-    """Those of the first sequence from its beginning, those of others with half a sequence before them."""
+def test_bits_equal_those_of_a_sequence_read_in_one_call(name: str) -> None:
+    """The first sequence is scored from its beginning, later ones after half a sequence."""
     app = quick(name)
     torch.manual_seed(0)
     model = app.model().eval()
@@ -132,21 +132,21 @@ def test_bits_are_those_of_a_sequence_read_at_once(name: str) -> None:
     L = app.length
     tokens = app.encode(app.tested)[: 3 * L + 5]
     with torch.no_grad():
-        found = app.bits(model, tokens)
-        assert len(found) == len(tokens) - 1
+        bits = app.bits(model, tokens)
+        assert len(bits) == len(tokens) - 1
         for begin, first in ((0, 0), (L // 2, L - L // 2), (L, L // 2), (2 * L, L // 2)):
             x, y = tokens[begin : begin + L], tokens[begin + 1 : begin + L + 1]
-            alone = F.cross_entropy(model(x[None])[0], y, reduction="none") / math.log(2)
-            own = found[begin + first : begin + L]
-            assert torch.allclose(own, alone[first:], rtol=1e-4, atol=1e-4)
+            expected = F.cross_entropy(model(x[None])[0], y, reduction="none") / math.log(2)
+            later_bits = bits[begin + first : begin + L]
+            assert torch.allclose(later_bits, expected[first:], rtol=1e-4, atol=1e-4)
 
 
-def test_bits_per_byte_of_a_model_that_knows_nothing() -> None:
+def test_bits_per_byte_of_a_uniform_model() -> None:
     app = quick("source")
     bits = torch.full((len(app.encode(app.tested)) - 1,), math.log2(app.size))
-    flat = torch.nn.Module()
-    flat.forward = lambda x: torch.zeros(*x.shape, app.size)  # type: ignore[method-assign]
-    assert app.scores(flat)["bits per byte"] == pytest.approx(bits.sum().item() / count_bytes(app.tested))
+    uniform = torch.nn.Module()
+    uniform.forward = lambda x: torch.zeros(*x.shape, app.size)  # type: ignore[method-assign]
+    assert app.scores(uniform)["bits per byte"] == pytest.approx(bits.sum().item() / count_bytes(app.tested))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_a_function_ends_where_another_begins(request_: str, written: str, kept:
 
 
 def test_means_by_doubling() -> None:
-    places, means = by_doubling(torch.arange(1.0, 9.0))
+    positions, means = by_doubling(torch.arange(1.0, 9.0))
     assert means == [1.0, 2.5, 5.5]
-    assert places == pytest.approx([1.0, math.sqrt(6), math.sqrt(28)])
+    assert positions == pytest.approx([1.0, math.sqrt(6), math.sqrt(28)])
 
 
 # The model
@@ -187,17 +187,17 @@ def test_writing_with_caches_equals_writing_without(near: int | None) -> None:
     assert written == tokens[5:]
 
 
-def test_near_layers_and_far_ones() -> None:
-    """Two near layers alone would reach 2 * 3 tokens back; the far ones between them reach all."""
+def test_reach_of_near_and_far_layers() -> None:
+    """One near layer reaches 3 tokens back. A second layer is far and reaches all tokens."""
     torch.manual_seed(0)
     tokens = torch.randint(50, (1, 20))
-    other = tokens.clone()
-    other[0, 0] = (tokens[0, 0] + 1) % 50
+    changed_tokens = tokens.clone()
+    changed_tokens[0, 0] = (tokens[0, 0] + 1) % 50
     for layers, changed in ((1, 4), (2, 20)):
         model = Decoder(50, layers=layers, near=3).eval()
         for weight in model.parameters():
             torch.nn.init.normal_(weight, std=0.2)
         with torch.no_grad():
-            differs = (model(tokens) != model(other)).any(-1)[0]
+            differs = (model(tokens) != model(changed_tokens)).any(-1)[0]
         assert differs[:changed].all()
         assert not differs[changed:].any()

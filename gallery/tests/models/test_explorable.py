@@ -1,4 +1,4 @@
-"""The models that the explorer reads from files: the entry point `regard.explore`."""
+"""Models that the explorer loads from files through the entry point `regard.explore`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_directory_reads_texts(directory: Path) -> None:
+def test_a_model_in_a_directory_reads_texts(directory: Path) -> None:
     (trace,) = explore.text("hello you", model=directory).traces
     assert "".join(trace.keys).replace("\u0120", " ").endswith("hello you")
     assert trace.model == directory.name
@@ -32,7 +32,7 @@ def test_a_directory_reads_texts(directory: Path) -> None:
     assert not np.triu(weights, 1).any()
 
 
-def test_a_gguf_file_reads_texts(tmp_path: Path) -> None:
+def test_a_model_in_a_gguf_file_reads_texts(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     words = model_files.byte_words()
     path = tmp_path / "small.gguf"
@@ -49,7 +49,7 @@ def test_minilm_is_the_default() -> None:
     assert trace.keys == ("[CLS]", "The", "cat", "sat", ".", "[SEP]")
 
 
-def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     from transformers import T5Config, T5Model
 
     sizes = {"vocab_size": 300, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}

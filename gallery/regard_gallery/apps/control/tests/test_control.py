@@ -1,4 +1,4 @@
-"""CartPole without velocities: what the policy sees, how it acts, and what it learns from."""
+"""CartPole without velocities: the policy's reach, acting with caches, episodes and advantages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def policy(history: int) -> HistoryPolicy:
 
 @pytest.mark.parametrize(("history", "reach"), [(0, 0), (3, 6)])
 def test_reach(history: int, reach: int) -> None:
-    """Two layers with `history` each see twice as far, and no further."""
-    model, seen = policy(history), torch.randn(1, 12, 2)
-    (slope,) = torch.autograd.grad(model(seen.requires_grad_())[0][0, -1].sum(), seen)
-    felt = slope[0].abs().sum(-1) > 0
-    assert felt.tolist() == [False] * (11 - reach) + [True] * (reach + 1)
+    """Two layers of `history` each reach back 2 * `history` steps and no further."""
+    model, observations = policy(history), torch.randn(1, 12, 2)
+    (gradient,) = torch.autograd.grad(model(observations.requires_grad_())[0][0, -1].sum(), observations)
+    has_influence = gradient[0].abs().sum(-1) > 0
+    assert has_influence.tolist() == [False] * (11 - reach) + [True] * (reach + 1)
 
 
-def test_acting_with_caches_is_the_whole_sequence_at_once() -> None:
+def test_acting_with_caches_equals_one_call_for_the_whole_sequence() -> None:
     model = policy(3)
     played = play(model, 5, 0, 30, torch.Generator().manual_seed(0))
     assert played.seen.shape[1] > 8
@@ -37,7 +37,7 @@ def test_acting_with_caches_is_the_whole_sequence_at_once() -> None:
     )
 
 
-def test_play_ends_where_the_pole_falls_or_the_time_is_up() -> None:
+def test_episodes_end_when_the_pole_falls_or_at_the_limit() -> None:
     model = policy(3)
     torch.nn.init.zeros_(model.act.weight)
     model.act.bias.data = torch.tensor([0.0, 1.0])  # always to the right
@@ -59,7 +59,7 @@ def test_velocities_are_hidden() -> None:
 
 @pytest.mark.parametrize("fell", [True, False])
 def test_advantages(fell: bool) -> None:
-    """By the definition: the sum over k of (discount trace)^k times the surprise of step t + k."""
+    """An advantage is the sum over k of (DISCOUNT * TRACE)^k times the TD error of step t + k."""
     values = torch.rand(2, 5)
     alive = torch.tensor([[True] * 4, [True, True, False, False]])
     lengths = [4, 2]
@@ -68,22 +68,22 @@ def test_advantages(fell: bool) -> None:
     for i, length in enumerate(lengths):
         for t in range(length):
             for k in range(length - t):
-                over = fell and t + k == length - 1
-                after = 0.0 if over else DISCOUNT * values[i, t + k + 1]
-                surprise = 1 - DISCOUNT + after - values[i, t + k]
-                expected[i, t] += (DISCOUNT * TRACE) ** k * surprise
+                terminal = fell and t + k == length - 1
+                next_value = 0.0 if terminal else DISCOUNT * values[i, t + k + 1]
+                td_error = 1 - DISCOUNT + next_value - values[i, t + k]
+                expected[i, t] += (DISCOUNT * TRACE) ** k * td_error
     torch.testing.assert_close(advantages(played), expected)
 
 
-def test_steps_depend_on_the_seed_alone() -> None:
+def test_batches_depend_only_on_the_seed() -> None:
     app, model = App(quick=True), policy(3)
-    one, two = (app.batch(model, torch.Generator().manual_seed(4)) for _ in range(2))
+    first, second = (app.batch(model, torch.Generator().manual_seed(4)) for _ in range(2))
     other = app.batch(model, torch.Generator().manual_seed(5))
-    assert torch.equal(one.seen, two.seen)
-    assert torch.equal(one.actions, two.actions)
-    assert one.seen.shape != other.seen.shape or not torch.equal(one.seen, other.seen)
+    assert torch.equal(first.seen, second.seen)
+    assert torch.equal(first.actions, second.actions)
+    assert first.seen.shape != other.seen.shape or not torch.equal(first.seen, other.seen)
 
 
-def test_use_refuses_what_is_no_seed() -> None:
+def test_use_refuses_a_request_that_is_not_a_seed() -> None:
     with pytest.raises(ValueError, match=r"use: expected a seed .* got 'left'"):
         App(quick=True).use(policy(3), "left")

