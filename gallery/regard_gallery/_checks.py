@@ -8,14 +8,17 @@ from torch import Tensor
 
 
 def describe(value: object) -> str:
-    """Describes a value for error messages: tensors by dtype and shape, others by type and repr."""
+    """Returns a description of a value for error messages.
+
+    A tensor is described by dtype and shape, any other value by type and repr.
+    """
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
-    """Returns `value`. Raises unless it is an int, not a bool, of at least `least`."""
+    """Returns `value`. Raises unless it is an int (not a bool) that is at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {describe(value)}")
     if value < least:
@@ -24,6 +27,6 @@ def count(name: str, value: Any, least: int = 0) -> int:
 
 
 def check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raises ValueError unless the images have the shape (B, *shape)."""
+    """Raises ValueError unless `images` has the shape (B, *shape) for some batch size B."""
     if images.shape[1:] != shape:
         raise ValueError(f"images: expected (B, {', '.join(map(str, shape))}), got {describe(images)}")

@@ -9,9 +9,10 @@ from functools import partial
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields a function that updates the bar: it takes `completed` or `advance`, and `description`.
+    """Shows a progress bar and yields the function that updates it. Used as a context manager.
 
-    The bar disappears when the context ends.
+    The function takes `completed` or `advance` (numbers of units) and `description` (a text). The
+    bar disappears when the context ends.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

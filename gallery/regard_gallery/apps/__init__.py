@@ -1,8 +1,8 @@
-"""Applications on real data. Each trains a small model of `regard.nn` modules and compares it with
-simple baselines.
+"""Applications on real data. Each trains a small model, built from `regard.nn` modules, and
+compares it with simple baselines.
 
-`regard run NAME` runs one. An application is a package with a class `App`; `_frame` and `_parts`
-contain the code that several applications share.
+`regard run NAME` runs an application. An application is a package with a class `App`. The packages
+`_frame` and `_parts` contain the code that several applications share.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def new_session(model: Path | None, attention: str, cache: str) -> Session:
 
 
 def stream(pieces: Iterable[str], session: Session, cache: str) -> None:
-    """Writes the text to stdout as it arrives, then speed and cache size to stderr."""
+    """Writes the pieces to stdout as they arrive, then speed and cache size to stderr."""
     for piece in pieces:
         show(piece)
     show("\n")

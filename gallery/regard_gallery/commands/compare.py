@@ -52,7 +52,10 @@ def compare(
 
 
 def _check(json: Path | None, plot: Path | None) -> None:
-    """Checks the output options before the models are trained."""
+    """Raises unless the files of --json and --plot can be written.
+
+    Runs before the models are trained, so that minutes of training are not lost.
+    """
     for name, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{name}: expected a file in a directory that exists, got {path}")
@@ -84,7 +87,7 @@ def _table(measured: Measured) -> Table:
 
 
 def _beside_the_notes(measured: Measured) -> Table:
-    """Builds a table of the lecture notes' words and the measured ratios to MHA."""
+    """Returns a table with each word of the lecture notes beside the measured ratio to MHA."""
     from ..compare import NOTES
 
     table = _empty_table("The lecture notes and the measurements: ratios to MHA, or nats")

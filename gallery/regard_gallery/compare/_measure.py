@@ -1,4 +1,4 @@
-"""Measures size, speed and loss of each kind of attention, at equal width."""
+"""Measures size, speed and loss of models that differ only in their kind of attention."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CLEAR = 0.05  # speeds that differ by less than this share of MHA's count as equal
+CLEAR = 0.05  # decoding speeds count as equal if they differ by less than CLEAR * MHA's speed
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The extent of training and timing."""
+    """How long to train, and how much to time."""
 
     steps: int = 400  # training steps
     seeds: int = 3
-    length: int = 256  # bytes per sequence
-    batch: int = 4  # sequences per step
-    tokens: int = 4096  # length of the prompt
+    length: int = 256  # bytes per training sequence
+    batch: int = 4  # sequences per training step
+    tokens: int = 4096  # length of the timed prompt
     rounds: int = 5  # repetitions of prefill and decoding
 
     def __post_init__(self) -> None:
@@ -54,13 +54,13 @@ class Row:
     """The results of one kind of attention."""
 
     kind: str
-    attention_parameters: int  # of one layer
+    attention_parameters: int  # number in one layer
     model_parameters: int
-    cache_bytes: int  # of all layers, for the prompt
+    cache_bytes: int  # of the caches of all layers after the prompt
     token_bytes: float  # cache bytes per token
     prefill: float  # tokens per second
     decode: float  # tokens per second
-    losses: tuple[float, ...]  # nats per byte, by seed
+    losses: tuple[float, ...]  # held-out loss of each seed, in nats per byte
 
     @property
     def loss(self) -> float:
@@ -68,13 +68,13 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """The standard deviation over seeds."""
+        """The standard deviation of the loss over the seeds."""
         return stdev(self.losses)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of all kinds, with the settings."""
+    """The results of all kinds of attention, and the settings."""
 
     sizes: Sizes
     effort: Effort
@@ -94,7 +94,7 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns the measurements of a column of the lecture notes, for the kinds in the notes."""
+        """Returns the measured value of each kind in the lecture notes, for one column of them."""
         columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
             "memory": lambda row: row.token_bytes,
@@ -104,7 +104,10 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, by column of the notes, the orderings that the measurements do not show."""
+        """Returns, for each column of the notes, the orderings that are not confirmed.
+
+        To confirm an ordering, measured speeds and losses must differ by more than a margin.
+        """
         compared = [self[kind] for kind in NOTES["quality"]]
         margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}
         return {
@@ -118,7 +121,10 @@ class Measured:
         return json.dumps(results | versions, indent=2)
 
     def plot(self, path: str | None = None) -> Figure:
-        """Plots the results in five panels, and writes them to `path` (needs the extra `plot`)."""
+        """Returns a matplotlib Figure of the results, in five panels. Saves it to `path` if given.
+
+        Needs the extra `plot`.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(13, 3.4), layout="constrained")
@@ -149,9 +155,9 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
-    """Plots means with standard deviations, and a dot per seed.
+    """Plots each kind's mean loss with its standard deviation, and a dot per seed.
 
-    Bars would have to start at zero.
+    There are no bars, because bars would have to start at zero, which hides the differences.
     """
     for row, colour in zip(rows, COLOURS, strict=False):
         axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)
@@ -160,9 +166,9 @@ def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def measure(sizes: Sizes, effort: Effort, *, progress: Callable[[str], None] = lambda step: None) -> Measured:
-    """Trains and times models that differ only in their attention.
+    """Trains and times a model for each kind of attention, and returns all results.
 
-    Speeds are those of untrained models, because they do not depend on the weights.
+    Untrained models are timed, because the speed does not depend on the weights.
 
     Args:
         progress: called `effort.ticks` times with a description of the next step.

@@ -21,7 +21,10 @@ Layer = Attention | LatentAttention | LinearAttention
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, the same for all kinds. `window` includes the query's own position."""
+    """The sizes of a model, which are the same for all kinds of attention.
+
+    `window` is the number of keys in a window, with the query's own position.
+    """
 
     width: int = 256
     heads: int = 8
@@ -33,7 +36,7 @@ class Sizes:
             count(name, size, 1)
         if self.heads % 4:
             raise ValueError(f"heads: expected a multiple of the 4 key heads of GQA-4, got {self.heads}")
-        if self.width % (4 * self.heads):  # rotary keys of MLA have D / 2 channels, in pairs
+        if self.width % (4 * self.heads):  # D / 2, the size of MLA's rotary keys, must be even
             raise ValueError(
                 f"width: expected a multiple of 4 for each of {self.heads} heads, got {self.width}"
             )
@@ -55,19 +58,22 @@ class ByteModel(nn.Module):
         return scores
 
     def new_caches(self, capacity: int) -> list[Any]:
-        """Returns empty caches for one sample. Those of `window` hold only the window."""
+        """Returns empty caches for one sample. With kind "window", they store only the window."""
         if self.kind != "window":
             return self.stack.new_caches(1, capacity)
         heads, D = self.sizes.heads, self.sizes.width // self.sizes.heads
         return [SlidingCache(1, heads, D, window=self.sizes.window) for _ in range(self.sizes.layers)]
 
     def cache_bytes(self, tokens: int) -> int:
-        """Returns the size of the caches of one sample with `tokens` tokens."""
+        """Returns the bytes of the caches of all layers, for one sample of `tokens` tokens."""
         return sum(cache.nbytes for cache in self.new_caches(tokens))
 
 
 def layer(kind: str, sizes: Sizes) -> Layer:
-    """Builds an attention layer. MLA has DeepSeek's proportions: rank 4 D, rotary keys of D / 2."""
+    """Returns an attention layer of this kind.
+
+    MLA has DeepSeek's proportions: latents of 4 D and rotary keys of D / 2 channels.
+    """
     width, heads = sizes.width, sizes.heads
     D = width // heads
     if kind == "linear":

@@ -1,4 +1,4 @@
-"""A table from lecture notes that describes MHA, GQA, MQA and MLA in words."""
+"""A table from lecture notes, which describes MHA, GQA, MQA and MLA by words such as "high"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
 
 
 def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
-    """Returns the orderings of the notes that the values do not show by more than the margin."""
+    """Returns the pairs "a < b" that the notes' words claim and the values do not show.
+
+    The values show a < b if b is larger by more than `margin`.
+    """
     return [
         f"{low} < {high}"
         for low, high in permutations(words, 2)

@@ -1,4 +1,4 @@
-"""Times prefill and decoding."""
+"""Times prefill and decoding of models that differ only in their kind of attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ._models import ByteModel, Sizes
 
-LIMIT = 1e-4  # largest relative error of decoding against one forward pass, in float32
+LIMIT = 1e-4  # largest relative difference between decoding and one forward pass, in float32
 
 
 class Side:
-    """A model and caches prefilled with a prompt (1, L), with room for `steps` more tokens."""
+    """A model, and its caches after a prompt (1, L), with room for `steps` more tokens."""
 
     def __init__(self, kind: str, sizes: Sizes, prompt: Tensor, steps: int) -> None:
         torch.manual_seed(0)
         self.kind, self.prompt, self.steps = kind, prompt, steps
         self.model = ByteModel(kind, sizes).eval()
-        self.to_read = self.to_write = float("inf")  # best seconds per token so far
+        self.to_read = self.to_write = float("inf")  # least seconds per token so far
         self.caches: list[Any] = []
         self.read()
 
@@ -33,9 +33,9 @@ class Side:
         self.caches = caches
 
     def write(self, tokens: Tensor) -> Tensor:
-        """Decodes tokens (1, L) one by one and returns their logits.
+        """Feeds tokens (1, L) to the model one by one and returns the logits (1, L, 256).
 
-        Leaves the caches unchanged.
+        Works on copies of the caches, so that every call starts after the prompt.
         """
         caches = [cache.fork() for cache in self.caches]
         begin = perf_counter()
@@ -44,7 +44,7 @@ class Side:
         return torch.cat(logits, 1)
 
     def check(self, tokens: Tensor) -> None:
-        """Raises ArithmeticError unless decoding equals one forward pass over all tokens."""
+        """Raises ArithmeticError unless decoding `tokens` gives the logits of one forward pass."""
         whole = self.model(torch.cat((self.prompt, tokens), 1))[:, self.prompt.shape[1] :]
         error = float((self.write(tokens) - whole).norm() / whole.norm())
         if not error < LIMIT:
@@ -56,9 +56,10 @@ def decoded(
     kinds: Sequence[str], sizes: Sizes, *, tokens: int, steps: int = 16, rounds: int = 5,
     progress: Callable[[str], None] = lambda kind: None,
 ) -> list[Side]:  # fmt: skip
-    """Times each kind: `rounds` times prefill of `tokens` tokens and decoding of `steps` tokens.
+    """Times prefill of `tokens` tokens and decoding of `steps` tokens, for each kind of attention.
 
-    The kinds take turns, so that other load on the machine affects all of them.
+    Returns a Side per kind, with the shortest times of `rounds` rounds. The kinds take turns, so
+    that other load on the machine affects all of them.
     """
     text = torch.randint(256, (1, tokens + steps), generator=torch.Generator().manual_seed(1))
     prompt, new = text.split((tokens, steps), 1)

@@ -14,9 +14,9 @@ HELD_OUT = 10  # the last 1 / HELD_OUT of the sequences are held out
 
 @cache
 def source_code(length: int) -> tuple[Tensor, Tensor]:
-    """Returns training and held-out sequences, each (n, length) int64.
+    """Returns training sequences and held-out sequences of bytes, each (n, length) int64.
 
-    The last files are held out.
+    Files are in the order of their names. The held-out sequences are from the last files.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)

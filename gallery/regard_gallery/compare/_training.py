@@ -11,8 +11,8 @@ from torch import Tensor
 from ._models import ByteModel, Sizes
 from ._text import source_code
 
-RATE, WARM = 3e-3, 0.1  # Adam's peak learning rate; share of the steps that are warmup
-EVALUATED = 64  # held-out sequences
+RATE, WARM = 3e-3, 0.1  # Adam's peak learning rate; share of the steps in which it rises
+EVALUATED = 64  # number of held-out sequences on which the loss is measured
 
 
 def trained(
@@ -21,7 +21,7 @@ def trained(
 ) -> float:  # fmt: skip
     """Trains a model and returns its held-out loss in nats per byte.
 
-    The seed determines the batches, the same for all kinds, and the initial weights.
+    The seed determines the initial weights and the batches. All kinds get the same batches.
     """
     torch.manual_seed(seed)
     model = ByteModel(kind, sizes)
@@ -46,6 +46,9 @@ def _loss(model: ByteModel, sequences: Tensor) -> Tensor:
 
 
 def _share(step: int, steps: int) -> float:
-    """Returns the share of the peak learning rate: linear warmup, then linear decay to zero."""
+    """Returns the learning rate of a step as a share of its peak.
+
+    It rises linearly in the warmup, then decays linearly to zero.
+    """
     warm = max(1, round(WARM * steps))
     return (step + 1) / warm if step < warm else (steps - step) / max(1, steps - warm)

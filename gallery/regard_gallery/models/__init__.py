@@ -1,1 +1,1 @@
-"""Models with real weights, from packages and local files: text, sentences and speech."""
+"""Models with pretrained weights, from packages and local files: text, sentences and speech."""

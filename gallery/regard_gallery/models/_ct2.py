@@ -1,6 +1,6 @@
-"""Reads CTranslate2's model.bin, a sequence of variables: name, shape, type and bytes."""
+"""Reads CTranslate2's model.bin, a list of variables. Each has a name, shape, type and bytes."""
 
-# By hand: CTranslate2's package writes this format and runs it, but does not expose the variables.
+# Not CTranslate2's package, which writes and runs this format but does not expose the variables.
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Variables = dict[str, np.ndarray[Any, Any]]
 
 class Model(NamedTuple):
     spec: str  # the kind of model, such as "WhisperSpec"
-    variables: Variables  # read-only views of the file
+    variables: Variables  # arrays by name, read-only views of the file
 
 
 def read(path: Path) -> Model:
-    """Reads all variables. Raises ValueError if any part of the file is malformed."""
+    """Reads a model.bin. Raises ValueError if any part of the file is malformed."""
     cursor = Cursor(path)
     version = cursor.count("I", "the version")
     if version != VERSION:

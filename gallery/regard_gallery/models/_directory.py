@@ -1,4 +1,6 @@
-"""Checks a directory with a model of Transformers, so that loading it reads only data inside it."""
+"""Checks a directory with a Transformers model, so that loading it runs no code from the model and
+reads no files elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from typing import Any
 from ._json import read_json
 
 CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
-# Keys that choose code or files: classes of a repository, kernels of the hub, weights elsewhere.
+# Configuration keys that choose code or files: classes of a repository, kernels of the hub, weights
+# elsewhere.
 CHOOSING = re.compile(
     r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
 )
-# Keys of the number of layers, which Transformers builds before it reads any weights.
+# Configuration keys of numbers of layers. They are checked because Transformers builds all layers
+# before it reads weights.
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(en|de)coder_layers")
 INDEX = "model.safetensors.index.json"
 
@@ -42,7 +46,10 @@ def checked(path: Path) -> Path:
 
 
 def _check_names(config: dict[str, Any], file: str) -> None:
-    """Raises ValueError if a key, at any depth, chooses code or files and its value is not null."""
+    """Raises ValueError if a key of `config`, at any depth, chooses code or files.
+
+    Keys with the value null are allowed. `file` is the name of the file, for the error message.
+    """
     for name, value in _items(config):
         if value is not None and CHOOSING.fullmatch(name):
             raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
@@ -68,7 +75,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_index(index: dict[str, Any], names: set[str]) -> None:
-    """Raises ValueError unless the index refers only to the checked files, `names`."""
+    """Raises ValueError unless the index of the weights refers only to the files `names`."""
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(type(x) is str and x in names for x in listed.values()):
         wanted = "a weight_map to the safetensors files beside it"

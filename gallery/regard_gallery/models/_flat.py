@@ -1,4 +1,4 @@
-"""Reads binary files. Every length is checked against the rest of the file before it is used."""
+"""Reads binary files. Before a length in a file is used, it is checked against the bytes left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 class Cursor:
-    """A read position in a file. Reading past the end raises ValueError with the position."""
+    """A file and a read position in it. Reading past the end raises ValueError.
+
+    The argument `what` of a method names the value that is read, for the error message.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
@@ -26,20 +29,20 @@ class Cursor:
         return ValueError(f"{self.path.name}, byte {self.at}: {message}")
 
     def take(self, count: int, what: str) -> memoryview:
-        """Returns a view of the next `count` bytes."""
+        """Returns a view of the next `count` bytes and advances the position."""
         if count > self.left:
             raise self.fault(f"{what} takes {count} bytes, but {self.left} are left of {self.size}")
         self.at += count
         return self.bytes[self.at - count : self.at]
 
     def number(self, form: str, what: str) -> int | float | bool:
-        """Reads one little-endian number of a `struct` format."""
+        """Reads one little-endian number. `form` is its format character in `struct`."""
         (value,) = struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))
         number: int | float | bool = value
         return number
 
     def count(self, form: str, what: str) -> int:
-        """Reads one unsigned integer."""
+        """Reads one unsigned integer. `form` is its format character in `struct`."""
         return int(self.number(form, what))
 
     def text(self, count: int, what: str) -> str:

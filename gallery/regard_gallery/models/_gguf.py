@@ -1,6 +1,6 @@
-"""Reads GGUF files: the model's metadata, and its tensors, which are dequantised on access."""
+"""Reads GGUF files: the model's metadata and its tensors. Tensors are dequantised on access."""
 
-# By hand: gguf's GGUFReader is much slower and checks no bounds (docs/decisions/0013-reading-gguf.md).
+# Not gguf's GGUFReader: it is much slower and checks no bounds (docs/decisions/0013-reading-gguf.md).
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_RANK = 4
-# The `struct` formats of values by kind. Strings and arrays begin with a length instead.
+# `struct` formats of the kinds of metadata values. Strings and arrays, which have none, begin with
+# a length.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
@@ -30,7 +31,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]  # in PyTorch's order: the last dim is contiguous
     kind: int  # a value of gguf.GGMLQuantizationType
     begin: int  # offset in bytes from the start of the tensor data
-    size: int  # bytes
+    size: int  # in bytes
 
 
 class Gguf:
@@ -55,9 +56,9 @@ class Gguf:
         self._start = self._checked_start(_alignment(cursor, self.values))
 
     def _checked_start(self, alignment: int) -> int:
-        """Returns the start of the tensor data.
+        """Returns the offset of the tensor data in the file.
 
-        Raises ValueError for tensors at invalid offsets.
+        Raises ValueError if a tensor is not aligned, overlaps another or ends after the file.
         """
         cursor = self._cursor
         start = math.ceil(cursor.at / alignment) * alignment
@@ -73,7 +74,10 @@ class Gguf:
         return start
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Returns the metadata of `key`. Raises ValueError if it is missing or has another type."""
+        """Returns the metadata value of `key`, or `default` if there is none.
+
+        Raises ValueError if the value is not of type `kind`, or is missing without a default.
+        """
         value = self.values.get(key, default)
         if value is None:
             raise self._cursor.fault(f"expected the value {key}, which is missing")
@@ -93,7 +97,7 @@ class Gguf:
         return self.tensors[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Dequantises a tensor to float32."""
+        """Returns the tensor with this name, dequantised to float32."""
         from gguf.quants import dequantize
 
         stored = self._stored(name)
@@ -126,7 +130,7 @@ def _value(cursor: Cursor, kind: int, key: str) -> Any:
 
 
 def _array(cursor: Cursor, key: str) -> Any:
-    """Reads an array: a list of strings, or a NumPy view of the file."""
+    """Reads a metadata array. Returns strings as a list, numbers as a NumPy view of the file."""
     kind, count = cursor.count("I", f"the kind of {key}"), cursor.count("Q", f"the length of {key}")
     if kind in FORMS:
         dtype = np.dtype("<" + FORMS[kind])

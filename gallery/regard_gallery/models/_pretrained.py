@@ -1,4 +1,6 @@
-"""Loads models of Transformers from local data. Only the caller chooses the attention."""
+"""Loads Transformers models from local data. The caller chooses the attention, the model's files
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ ATTENTIONS = ("regard", "sdpa", "eager")
 
 
 def from_directory(kind: Any, path: Path, attention: str) -> tuple[Any, Any]:
-    """Checks a directory, and loads a model of the class `kind` and its tokenizer from it."""
+    """Checks a directory. Returns its model, of the class `kind`, and its tokenizer."""
     from transformers import AutoTokenizer
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -23,21 +25,25 @@ def from_directory(kind: Any, path: Path, attention: str) -> tuple[Any, Any]:
 
 
 def from_state(kind: Any, config: Any, state: dict[str, Tensor], attention: str) -> Any:
-    """Builds a model of the class `kind` with exactly these tensors."""
+    """Returns a model of the class `kind` with the tensors of `state`.
+
+    Raises ValueError unless `state` has exactly the model's tensors.
+    """
     return _load(kind, None, attention, ("unexpected_keys",), config=config, state_dict=state)
 
 
 def _load(kind: Any, path: Path | None, attention: str, faults: tuple[str, ...] = (), **options: Any) -> Any:
-    """Loads a model in float32, in eval mode.
+    """Returns a model of the class `kind` in float32 and eval mode.
 
-    Raises ValueError for missing tensors, which Transformers would initialise at random.
+    Raises ValueError if tensors are missing, because Transformers would initialise them at random,
+    or if they have another shape. `faults` names further kinds of keys that must not occur.
     """
     try:
         model, info = kind.from_pretrained(
             path, attn_implementation=_implementation(attention), dtype=torch.float32,
             output_loading_info=True, **options,
         )  # fmt: skip
-    except RuntimeError as error:  # shapes differ from the configuration
+    except RuntimeError as error:  # the shape of a tensor differs from the configuration
         raise ValueError(f"model: {error}") from None
     for fault in ("missing_keys", "mismatched_keys", *faults):
         if names := sorted(map(str, info[fault])):

@@ -1,4 +1,4 @@
-"""Builds tokenizers. Turns the bare exceptions of `tokenizers` into ValueErrors with a name."""
+"""Builds tokenizers. Turns plain `Exception`s of the package `tokenizers` into ValueErrors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Reads a tokenizer.json."""
+    """Returns the tokenizer in a file tokenizer.json."""
     from tokenizers import Tokenizer
 
     with _faults(path.name):
@@ -17,7 +17,10 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def byte_level(words: list[str], merges: list[str], *, control: list[str], **options: Any) -> Any:
-    """Builds a byte-level BPE tokenizer of Transformers that splits digits, as SmolLM2's does."""
+    """Returns a Transformers tokenizer with byte-level BPE. Each digit is a token, as in SmolLM2.
+
+    `control` lists the special tokens. `options` are passed to `PreTrainedTokenizerFast`.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,9 +37,10 @@ def byte_level(words: list[str], merges: list[str], *, control: list[str], **opt
 
 
 def trained(texts: Iterable[str], size: int, *, control: list[str], first_space: bool = True) -> Any:
-    """Trains a byte-level BPE tokenizer with `size` tokens. The tokens of `control` come first.
+    """Returns a byte-level BPE tokenizer with `size` tokens, trained on `texts`.
 
-    Words include the space before them. `first_space` adds one before the first word.
+    The first tokens are the special tokens `control`. A word includes the space before it. With
+    `first_space`, a space is added before the first word of a text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,7 +56,7 @@ def trained(texts: Iterable[str], size: int, *, control: list[str], first_space:
 
 
 def by_word(tokenizer: Any, tokens: Iterable[int]) -> list[list[int]]:
-    """Groups byte-level tokens by word. A word begins with a space."""
+    """Groups byte-level tokens into words. A token that begins with a space begins a word."""
     groups: list[list[int]] = []
     for token in tokens:
         if groups and not (tokenizer.id_to_token(token) or "").startswith("Ġ"):

@@ -1,6 +1,6 @@
 """Reads wav files in PCM of any width, rate and number of channels."""
 
-# `wave` and not scipy.io.wavfile, which reserves the memory that a header claims.
+# Not scipy.io.wavfile, which allocates as much memory as the file's header claims to need.
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ZEROS = 16  # zero crossings on each side of the low-pass filter
 
 
 def read_wav(path: Path, rate: int) -> Tensor:
-    """Reads samples (L,) in [-1, 1], averaged over the channels and resampled to `rate`."""
+    """Reads a wav file. Returns samples (L,) in [-1, 1], the mean of the channels, at `rate` Hz."""
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, file_rate, frames, *_ = file.getparams()
-            # `readframes` reserves the memory that it is asked for, and a header may claim too much.
+            # `readframes` allocates the memory first, and a header may claim more frames than the file has.
             raw = file.readframes(min(frames, path.stat().st_size // (channels * width)))
     except (wave.Error, EOFError) as error:
         reason = str(error) or "it ends too early"
@@ -37,20 +37,20 @@ def read_wav(path: Path, rate: int) -> Tensor:
 
 
 def _numbers(raw: bytes, width: int) -> Tensor:
-    """Converts little-endian integers of `width` bytes to [-1, 1).
+    """Converts little-endian integers of `width` bytes to floats in [-1, 1).
 
-    One-byte integers are unsigned.
+    Integers of one byte are unsigned, all others signed, as in wav files.
     """
     if width == 1:
         return torch.from_numpy(np.frombuffer(raw, np.uint8).astype(np.float32)) / 128 - 1
-    # Shift the bytes into the upper bytes of 32-bit integers.
+    # Put the bytes into the upper bytes of 32-bit integers, which keeps the sign.
     padded = np.zeros((len(raw) // width, 4), np.uint8)
     padded[:, 4 - width :] = np.frombuffer(raw, np.uint8).reshape(-1, width)
     return torch.from_numpy(padded.view("<i4")[:, 0].astype(np.float64) / 2**31).float()
 
 
 def resample(samples: Tensor, old: int, new: int) -> Tensor:
-    """Resamples (L,) from the rate `old` to `new` with a polyphase low-pass filter."""
+    """Converts samples (L,) from the rate `old` to `new` with a polyphase low-pass filter."""
     from scipy.signal import firwin, resample_poly  # type: ignore[import-untyped]
 
     if old == new:

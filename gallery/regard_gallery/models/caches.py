@@ -1,4 +1,4 @@
-"""Caches for generation, by name."""
+"""The kinds of cache that `regard generate` and `regard chat` offer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Options of regard.hf.Cache.
+# Options of regard.hf.Cache for each kind of cache.
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "bf16": {"dtype": torch.bfloat16},
@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def maker(model: Any, kind: str = "dense") -> Callable[[], Any]:
     """Returns a function that creates empty caches for a model.
 
-    Models with another attention than `regard` get the cache of Transformers.
+    If the model's attention is not `regard`, the caches are Transformers' own.
     """
     if kind not in KINDS:
         raise ValueError(f"cache: expected one of {', '.join(KINDS)}, got {kind!r}")

@@ -1,4 +1,4 @@
-"""Loads models for the explorer: MiniLM, a directory of Transformers, or a GGUF file."""
+"""Loads models for the explorer: MiniLM, a directory with a Transformers model, or a GGUF file."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        """The largest number of positions. Models without positions have no limit."""
+        """The largest number of tokens that the model reads. Some models have no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end a text."""
+        """The tokens at which generation stops."""
         ends = self.model.generation_config.eos_token_id
         listed = ends if isinstance(ends, list) else [ends]
         return {end for end in [*listed, self.tokenizer.eos_token_id] if end is not None}
@@ -65,7 +65,7 @@ class Sampling:
             raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {self.seed}")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Chooses a token from logits (V,)."""
+        """Returns a token, chosen from logits (V,) over the vocabulary."""
         if self.temperature == 0:
             return int(logits.argmax())
         probs, tokens = (logits.double() / self.temperature).softmax(-1).sort(descending=True, stable=True)
@@ -79,19 +79,22 @@ class Report:
     """Token counts, times and cache size of a generation."""
 
     read: int = 0  # prompt tokens that were not in the cache
-    reading: float = 0.0  # seconds
+    reading: float = 0.0  # seconds of prefill
     written: int = 0  # generated tokens
-    writing: float = 0.0  # seconds after the first generated token
+    writing: float = 0.0  # seconds of decoding, after the prefill
     cache_bytes: int = 0
 
     @property
     def speed(self) -> float:
-        """Generated tokens per second, without the first, which belongs to the prefill."""
+        """Generated tokens per second of decoding. The first token is part of the prefill."""
         return (self.written - 1) / self.writing if self.writing else 0.0
 
 
 class Session:
-    """A model and a cache. The prefix that a prompt shares with the cache is not read again."""
+    """A model and a cache that is kept between prompts.
+
+    The prefix that a new prompt shares with the cached tokens is not computed again.
+    """
 
     def __init__(self, language: LanguageModel, new_cache: Callable[[], Any]) -> None:
         self.language, self.new_cache = language, new_cache
@@ -101,10 +104,11 @@ class Session:
     def _forget(self) -> None:
         self.cache: Any = self.new_cache()
         self.tokens: list[int] = []
-        self.whole = True  # False after an interrupted call, which fills only some layers
+        # False if a call of the model was interrupted, so that the caches of only some layers grew.
+        self.whole = True
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-        """Yields generated tokens after `prompt`, up to and without a stop token."""
+        """Yields the tokens that the model generates after `prompt`. Ends before a stop token."""
         limit, got = self.language.context, len(prompt)
         if not 1 <= got <= limit:
             raise ValueError(f"prompt: expected from 1 to {limit} tokens, which the model reads, got {got}")
@@ -131,7 +135,10 @@ class Session:
             report.writing = time.perf_counter() - first
 
     def _rewind(self, prompt: Sequence[int]) -> None:
-        """Crops the cache to its common prefix with `prompt`. Leaves at least one token to read."""
+        """Crops the cache to the prefix that its tokens share with `prompt`.
+
+        The prefix excludes the last token of `prompt`, which must be computed to get logits.
+        """
         if not self.whole:
             self._forget()
         common = 0
@@ -142,12 +149,12 @@ class Session:
         try:
             self.cache.crop(common - len(self.tokens))
             del self.tokens[common:]
-        except (NotImplementedError, ValueError, RuntimeError):  # a sliding cache dropped the prefix
+        except (NotImplementedError, ValueError, RuntimeError):  # a sliding cache no longer has the prefix
             self._forget()
 
     @torch.inference_mode()
     def _read(self, tokens: Sequence[int]) -> Tensor:
-        """Appends tokens to the cache and returns the logits (V,) of the next token."""
+        """Runs the model on tokens and appends them to the cache. Returns logits (V,)."""
         ids = torch.tensor([list(tokens)])
         self.whole = False
         out = self.language.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -158,17 +165,17 @@ class Session:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Returns the size of the keys and values in a cache of Regard or Transformers."""
+    """Returns the bytes of the keys and values in a cache of Regard or Transformers."""
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)
     return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
 
 
 def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """Yields the text of tokens as they arrive, in complete characters."""
-    # By hand: the DecodeStream of `tokenizers` drops an incomplete character at the end.
+    """Yields the text of the tokens as they arrive. Each piece has only complete characters."""
+    # Not DecodeStream of `tokenizers`, which drops an incomplete character at the end of the text.
     seen: list[int] = []
-    start = shown = 0  # text up to token `shown` was yielded; decoding begins at `start` for context
+    start = shown = 0  # tokens before `shown` were yielded; decoding starts at `start`, for context
     for token in tokens:
         seen.append(token)
         before = tokenizer.decode(seen[start:shown], skip_special_tokens=True)
@@ -183,15 +190,16 @@ def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 @dataclass
 class Conversation:
-    """A conversation of a user and a model, in the model's chat template."""
+    """A conversation of a user and a model. Prompts are made with the model's chat template."""
 
     session: Session
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def say(self, text: str, sampling: Sampling) -> Iterator[str]:
-        """Yields the answer as it is generated.
+        """Yields the model's answer to `text` in pieces, as they are generated.
 
-        An interrupted turn keeps the text so far. A turn that fails before any text is dropped.
+        If the answer is interrupted, `messages` keeps its pieces so far. If it fails before the
+        first piece, `messages` does not change.
         """
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -201,4 +209,4 @@ class Conversation:
             answer["content"] += piece
             self.messages = [*asked, answer]
             yield piece
-        self.messages = [*asked, answer]  # also if the answer is empty
+        self.messages = [*asked, answer]  # for an empty answer, which has no pieces

@@ -1,4 +1,6 @@
-"""Loads language models: SmolLM2 from its package, a GGUF file, or a directory of Transformers."""
+"""Loads language models: SmolLM2 from its package, a GGUF file, or a directory with a Transformers
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from .generate import LanguageModel
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
-    """Loads a language model, by default SmolLM2.
+    """Loads the language model at `path`, by default SmolLM2.
 
     Downloads nothing, runs no code that comes with a model and reads no pickle.
     """

@@ -17,7 +17,7 @@ POOLING = "pooling_mode_mean_tokens"
 
 
 class Embedder(NamedTuple):
-    """A BERT that embeds texts: the mean of the last states, scaled to length 1."""
+    """A BERT that embeds texts. An embedding is the mean of the last states, scaled to length 1."""
 
     model: Any
     tokenizer: Any
@@ -26,9 +26,9 @@ class Embedder(NamedTuple):
     def embed(
         self, texts: Sequence[str], *, batch: int = 32, done: Callable[[int], None] = lambda count: None
     ) -> Tensor:
-        """Computes embeddings (len(texts), D).
+        """Returns the embeddings of texts, (len(texts), D).
 
-        Calls `done` with the size of each finished batch.
+        After each batch, calls `done` with the number of texts in it.
         """
         if not texts:
             raise ValueError("texts: expected at least one, got none")

@@ -1,4 +1,4 @@
-"""Semantic search: splits texts into passages and ranks them by the similarity of embeddings."""
+"""Semantic search: splits texts into passages and ranks them by their similarity to a question."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Hit(NamedTuple):
 
 
 def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> list[Passage]:
-    """Splits a text into passages of whole lines, each at most `size` tokens.
+    """Splits a text into passages of whole lines, with at most `size` tokens each.
 
-    A blank line ends a passage that is at least half full.
+    A blank line ends a passage that has at least `size` / 2 tokens. A line of more than `size`
+    tokens is split.
     """
     room = embedder.limit - embedder.tokenizer.num_special_tokens_to_add()
     if not 1 <= size <= room:
         raise ValueError(f"size: expected from 1 to {room} tokens, which the model reads, got {size}")
     packed: list[Passage] = []
-    filled = 0  # tokens in the last passage
+    filled = 0  # number of tokens in the last passage
     for line, count in _short_lines(embedder, source, text, size):
         if not line.text.strip():
             filled = size if 2 * filled >= size else filled
@@ -46,7 +47,7 @@ def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> lis
 
 
 def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Iterator[tuple[Passage, int]]:
-    """Yields each line and its number of tokens. Splits lines of more than `size` tokens."""
+    """Yields each line as a Passage, and its number of tokens. Splits lines of more than `size`."""
     lines = text.splitlines()
     if not lines:
         return

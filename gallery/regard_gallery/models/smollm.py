@@ -1,4 +1,4 @@
-"""Loads SmolLM2 from a GGUF file, as a LlamaForCausalLM of Transformers."""
+"""Loads SmolLM2 from a GGUF file as a Transformers model (LlamaForCausalLM)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._tokenizers import byte_level
 from .generate import LanguageModel
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CONTROL = 3  # GGUF's type of control tokens
+CONTROL = 3  # GGUF's token type for control tokens
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> LanguageModel:
@@ -61,7 +61,7 @@ def _config(gguf: Gguf) -> Any:
 
 
 def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
-    """Reads every tensor, under its name in Transformers."""
+    """Returns all tensors of the file, under their names in Transformers."""
     from gguf import MODEL_ARCH, get_tensor_name_map
     from transformers import LlamaForCausalLM
 
@@ -80,7 +80,11 @@ def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorders rotary channels: pairs are adjacent in GGUF, and in the halves of a head here."""
+    """Reorders the rotary channels (rows) of a query or key weight for Transformers.
+
+    In GGUF, the two channels of a pair are adjacent. In Transformers, the first channels of all
+    pairs are the first half of a head, and the second channels the second half.
+    """
     pairs: Tensor = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
 

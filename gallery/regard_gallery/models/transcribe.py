@@ -12,16 +12,16 @@ from ._tokenizers import by_word
 from .whisper import Whisper
 
 RATE = 16000
-WINDOW = 30 * RATE  # samples per encoder input
-FRAME = 320  # samples per encoder position
-SMOOTHED = 7  # frames of the median filter
-# The defaults of OpenAI's program, which override the model's files: length penalty 1, and patience
-# 1, which stops as soon as there are as many finished texts as beams.
+WINDOW = 30 * RATE  # audio samples per encoder input
+FRAME = 320  # audio samples per encoder position, which is called a frame
+SMOOTHED = 7  # width of the median filter, in frames
+# The defaults of OpenAI's program, used instead of those in the model's files: length penalty 1, and
+# patience 1, so that the search stops as soon as it has as many finished texts as beams.
 BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
 
 class Segment(NamedTuple):
-    """The text between two times, in seconds."""
+    """A part of a transcript: its text, and its start and end in seconds."""
 
     start: float
     end: float
@@ -36,15 +36,18 @@ class Word(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """Words with their times, and the decoder's cross-attention."""
+    """The words of a segment with their times, and their cross-attention to the audio frames."""
 
     words: tuple[Word, ...]
-    weights: Tensor  # (words, frames): each word's mean attention weights
+    weights: Tensor  # (words, frames): attention weights, averaged over a word's tokens and the heads
     start: float  # time of the first frame, in seconds
 
 
 def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Segment]:
-    """Transcribes samples (L,) at 16 kHz. More than 30 seconds are processed in windows."""
+    """Transcribes audio samples (L,) at 16 kHz.
+
+    Up to 30 seconds give one segment. Longer audio is processed in windows of 30 seconds.
+    """
     if not len(samples):
         raise ValueError("samples: expected some sound, got none")
     is_long = len(samples) > WINDOW
@@ -62,7 +65,10 @@ def transcribe(whisper: Whisper, samples: Tensor, *, beams: int = 5) -> list[Seg
 
 
 def _features(samples: Tensor, *, whole: bool) -> dict[str, Tensor]:
-    """Computes the log-mel spectrogram of all samples, or of 30 seconds, padded with silence."""
+    """Returns the log-mel spectrogram of the samples.
+
+    Unless `whole`, the samples are cropped or padded with silence to 30 seconds.
+    """
     from transformers import WhisperFeatureExtractor
 
     options: dict[str, Any] = {"return_tensors": "pt", "return_attention_mask": True}
@@ -79,9 +85,10 @@ def _segment(whisper: Whisper, start: float, end: float, tokens: list[int]) -> S
 
 
 def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
-    """Computes the times of a segment's words from the cross-attention of the alignment heads.
+    """Returns the words of a segment with their times.
 
-    Dynamic time warping assigns frames to tokens.
+    The times come from the cross-attention of Whisper's alignment heads: dynamic time warping
+    assigns audio frames to tokens.
     """
     heard = samples[round(segment.start * RATE) : round(segment.end * RATE)]
     groups = by_word(whisper.tokenizer, segment.tokens)
@@ -101,9 +108,9 @@ def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
 
 
 def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Computes the weights (heads, tokens + 1, frames) of the alignment heads.
+    """Returns the cross-attention weights of the alignment heads, (heads, tokens + 1, frames).
 
-    Row i belongs to the query that predicts token i; the last row predicts the end.
+    Row i is the query that predicts token i. The last row is the query that predicts the end.
     """
     special = whisper.model.generation_config
     before = [special.decoder_start_token_id, special.no_timestamps_token_id]
@@ -112,17 +119,20 @@ def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -
     with torch.inference_mode():
         encoded = whisper.model.model.encoder(features)
         out = whisper.model(encoder_outputs=encoded, decoder_input_ids=ids, output_attentions=True)
-    layers = out.cross_attentions  # each (1, H, T, frames)
+    layers = out.cross_attentions  # of each layer: (1, H, decoder tokens, frames)
     if not layers or layers[0] is None:
         name = whisper.model.config._attn_implementation
         raise ValueError(f"whisper: expected attention regard or eager, which give weights, got {name}")
     rows = torch.stack([layers[layer][0, head] for layer, head in whisper.alignment_heads])
-    # A query predicts the token after its own.
+    # Drop the rows before the query that predicts the first token.
     return rows[:, len(before) - 1 :, : max(1, -(-len(heard) // FRAME))]
 
 
 def _sharpened(weights: Tensor) -> Tensor:
-    """Standardises each frame over the tokens and applies a median filter, as OpenAI does."""
+    """Standardises weights (..., tokens, frames) over the tokens, then median-filters over frames.
+
+    OpenAI's program does the same.
+    """
     spread, mean = torch.std_mean(weights, -2, keepdim=True, correction=0)
     scores = (weights - mean) / spread.clamp_min(1e-12)
     half = SMOOTHED // 2
@@ -133,8 +143,11 @@ def _sharpened(weights: Tensor) -> Tensor:
 
 
 def _first_frames(scores: Tensor) -> list[int]:
-    """Returns each row's first frame on the best monotonic path through scores (rows, frames)."""
-    # By hand: the same algorithm in Transformers is private, and librosa depends on numba.
+    """Returns the first frame of each row on the monotonic path with the largest sum of scores.
+
+    Scores are (rows, frames). The path goes from the first to the last row and frame.
+    """
+    # No library: Transformers' function for this is private, and librosa depends on numba.
     rows, frames = scores.shape
     gain = scores.double().numpy()
     total = np.full((rows + 1, frames + 1), -np.inf)

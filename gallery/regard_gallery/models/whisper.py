@@ -1,4 +1,4 @@
-"""Loads Whisper from CTranslate2's format, as a WhisperForConditionalGeneration of Transformers."""
+"""Loads Whisper from CTranslate2's format as a Transformers model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._json import read_json
 from ._pretrained import from_state
 from ._tokenizers import read_tokenizer
 
-# Values of CTranslate2's variables with which the model of Transformers computes the same function.
+# The settings in CTranslate2's variables under which Transformers' Whisper computes the same function.
 EXPECTED = {"pre_norm": 1, "scale_embeddings": 0, "start_from_zero_embedding": 0, "alibi": 0, "activation": 3}
 SPECIAL = {
     "eos_token_id": "<|endoftext|>",
@@ -25,7 +25,7 @@ SPECIAL = {
     "no_timestamps_token_id": "<|notimestamps|>",
 }
 ENGLISH_VOCABULARY = 51864
-# A sublayer's name in CTranslate2, its name in Transformers, and its concatenated projections.
+# A sublayer's name in CTranslate2, its name in Transformers, and the projections in each of its weights.
 SELF = ("self_attention", "self_attn", (("q_proj", "k_proj", "v_proj"), ("out_proj",)))
 CROSS = ("attention", "encoder_attn", (("q_proj",), ("k_proj", "v_proj"), ("out_proj",)))
 PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}
@@ -34,7 +34,7 @@ PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}
 class Whisper(NamedTuple):
     model: Any  # WhisperForConditionalGeneration
     tokenizer: Any  # tokenizers.Tokenizer
-    alignment_heads: tuple[tuple[int, int], ...]  # (layer, head) of the decoder's cross-attention
+    alignment_heads: tuple[tuple[int, int], ...]  # (layer, head) in the decoder's cross-attention
 
 
 def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
@@ -57,14 +57,14 @@ def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
 
 
 class _Known(dict[str, Any]):
-    """Variables by name. Raises ValueError for a missing one."""
+    """Variables by name. Looking up a missing name raises ValueError."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"model.bin: expected the variable {name}, which is missing")
 
 
 def _config(variables: _ct2.Variables) -> Any:
-    """Derives the configuration from the shapes of the variables."""
+    """Returns the Transformers configuration, derived from the shapes of the variables."""
     from transformers import WhisperConfig
 
     for name, value in EXPECTED.items():
@@ -169,9 +169,10 @@ def _norm(variables: _ct2.Variables, old: str, new: str) -> Iterator[tuple[str, 
 
 
 def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Splits concatenated weights and biases.
+    """Yields the weight and bias of each projection in `names`, with its name.
 
-    Biases of keys must be zero: Transformers has none.
+    CTranslate2 stores the projections concatenated. Biases of keys must be zero, because
+    Transformers' key projection has no bias.
     """
     weights = _tensor(variables, f"{old}/weight").chunk(len(names))
     biases = _tensor(variables, f"{old}/bias").chunk(len(names))

@@ -1,4 +1,4 @@
-"""The base class of applications, and the recipe by which they train."""
+"""The base class of applications, and their training recipe: steps, learning rate and so on."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ Scores = dict[str, float]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training with AdamW: linear warmup over `warmup` steps, then cosine decay."""
+    """Hyperparameters of training with AdamW.
+
+    The learning rate rises linearly to `rate` over `warmup` steps and then decays as a cosine.
+    """
 
     steps: int
     rate: float = 1e-3
     decay: float = 0.0
     warmup: int = 0
-    falls: bool = True  # False: constant after the warmup
-    clip: float = 1.0  # largest gradient norm
-    every: int = 100  # steps between validations; each writes a checkpoint to resume from
+    falls: bool = True  # False: the learning rate is constant after the warmup
+    clip: float = 1.0  # gradients are scaled down to at most this norm
+    every: int = 100  # steps between validations; every validation writes a checkpoint
 
 
 class Application(ABC):
     """A task: data, a model, a loss, measures, and simple baselines that the model must beat.
 
-    `quick` uses less of the same data, for tests. The seed determines everything random: the split,
-    the initial weights and the batches.
+    With `quick`, the application uses only a part of the data, for tests. The seed determines
+    everything random: the split, the initial weights and the batches.
     """
 
     name: ClassVar[str]
@@ -40,10 +43,10 @@ class Application(ABC):
     peers: ClassVar[tuple[str, ...]] = ()  # baselines listed for comparison, which need not be beaten
     request: ClassVar[str]  # describes the argument of `use`, for error messages
     seeds: ClassVar[int] = 1  # number of seeds of a full run
-    full: ClassVar[Recipe]  # of a full run
-    trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # of a quick run
-    tested: Any  # test data, as `measure` takes it
-    validated: Any  # validation data, as `measure` takes it
+    full: ClassVar[Recipe]  # the recipe of a full run
+    trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # the recipe of a quick run
+    tested: Any  # test data, in the form that `measure` takes as `held`
+    validated: Any  # validation data, in the same form
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         self.quick, self.seed = quick, seed
@@ -59,21 +62,27 @@ class Application(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Returns a new model. PyTorch's global generator draws its weights."""
+        """Returns a new model. Draws the initial weights from PyTorch's global generator."""
 
     @abstractmethod
     def batch(self, model: nn.Module, generator: torch.Generator) -> Any:
-        """Returns a training batch. Only reinforcement learning uses `model`, to act."""
+        """Returns a training batch.
+
+        Only the application `control` uses `model`, to play the episodes of the batch.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
     @abstractmethod
     def measure(self, model: nn.Module, held: Any) -> Scores:
-        """Returns all measures in `more` and `less` on `held`, which is `tested` or `validated`."""
+        """Returns the model's scores on `held`, which is `tested` or `validated`.
+
+        The keys are all measures in `more` and `less`.
+        """
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the validation score. Training keeps the weights with the highest."""
+        """Returns the validation score. Training keeps the weights with the highest score."""
         first, *_ = self.more + self.less
         return self.measure(model, self.validated)[first] * self._sign(first)
 
@@ -85,7 +94,7 @@ class Application(ABC):
 
     @abstractmethod
     def baselines(self) -> dict[str, Scores]:
-        """Returns the measures of the baselines on the test data, by name."""
+        """Returns the scores of each baseline on the test data. The keys are names of baselines."""
 
     @abstractmethod
     def draw(self, model: nn.Module, path: Path) -> None:
@@ -109,9 +118,10 @@ class Application(ABC):
         raise ValueError(f"use: expected {self.request}{bounds}, got {request!r}")
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """Returns the goals of a full run and whether `own`, the model's scores, reaches them.
+        """Returns, for each goal of a full run, whether the model's scores `own` reach it.
 
-        By default the model must beat every baseline but `peers` in every measure.
+        The keys describe the goals. By default, the model must beat every baseline that is not in
+        `peers`, in every measure.
         """
         return {
             f"{measure} better than {name}": (own[measure] - scores[measure]) * self._sign(measure) > 0

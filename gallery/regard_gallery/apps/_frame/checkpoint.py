@@ -21,7 +21,10 @@ class Checkpoint(NamedTuple):
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder. Raises OSError if it is not writable, before minutes of training."""
+    """Creates the folder. Raises OSError if it is not writable.
+
+    A run calls this first, so that it does not fail after minutes of training.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=folder):
         pass
@@ -44,7 +47,7 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None
 def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Checkpoint:
     """Reads a checkpoint that `write` wrote.
 
-    Raises ValueError unless its metadata has the values in `expected` and all keys in `wanted`.
+    Raises ValueError unless the metadata contains the items of `expected` and all keys in `wanted`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -72,7 +75,7 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with `prefix`, and removes the prefix."""
+    """Returns the tensors whose names begin with `prefix`, under names without the prefix."""
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
@@ -81,7 +84,7 @@ def named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Flattens the optimizer's state into tensors with names such as "3.exp_avg"."""
+    """Returns the optimizer's state as tensors with names such as "3.exp_avg" (of parameter 3)."""
     state = optimizer.state_dict()["state"]
     return {f"{index}.{name}": value for index, tensors in state.items() for name, value in tensors.items()}
 

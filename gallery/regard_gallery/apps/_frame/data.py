@@ -1,4 +1,6 @@
-"""Access to the data files of the applications. Errors name the command that installs them."""
+"""Finds and reads the applications' data files. If one is missing, the error names the command
+that installs it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from ...models._packages import directory
 
 MAX_BYTES = 256 << 20
-FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # target of `make data`
+FOLDER = Path(os.environ.get("REGARD_DATA", "build/data"))  # the folder that `make data` fills
 
 
 def package_file(package: str, *parts: str) -> Path:
@@ -21,9 +23,9 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
-    """Returns the first path that exists.
+    """Returns the first of `places` that exists.
 
-    Raises FileNotFoundError, which names `command`, if none does.
+    If none exists, raises a FileNotFoundError that says what is missing and names `command`.
     """
     for place in map(Path, places):
         if place.exists():

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from ..._checks import count
 
-MANY = 2**31  # a seed times the longest run stays below 2^63
+MANY = 2**31  # exclusive bound of seeds; a step's seed, about seed * 10^6, stays below 2^63
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run. `out` is the folder of checkpoints and pictures."""
+    """Options of a run. Checkpoints and pictures are written to the folder `out`."""
 
     quick: bool = False
     attention: str = "regard"
     resume: bool = False
     seed: int = 0
-    seeds: int | None = None  # number of seeds, counted from `seed`; None: the application's default
+    seeds: int | None = None  # number of seeds from `seed` on; None: the application's default
     out: Path = Path("build/apps")
 
     def __post_init__(self) -> None:
@@ -28,7 +28,10 @@ class Options:
             count("seeds", self.seeds, 1)
 
     def place(self, name: str, ending: str) -> Path:
-        """Returns the path of an output file. Quick and PyTorch runs have separate names."""
+        """Returns the path of the output file {name}{ending}.
+
+        In quick runs and in runs with PyTorch's attention, the name has a suffix before `ending`.
+        """
         kind = "-quick" * self.quick + "-torch" * (self.attention == "torch")
         return self.out / f"{name}{kind}{ending}"
 

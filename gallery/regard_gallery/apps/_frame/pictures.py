@@ -13,7 +13,7 @@ COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", 
 
 
 def figure(width: float = 7.6, height: float = 4.6, **options: Any) -> tuple[Figure, Any]:
-    """Returns a figure and its axes. `options` are passed to `subplots`."""
+    """Returns a figure of this size in inches, and its axes. `options` go to `subplots`."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""Converts a model to PyTorch's attention, for `--attention torch` and the speed ratio."""
+"""Converts a model to PyTorch's attention, for `--attention torch` and to compare the speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.positions import Rotary
 
 
 class PlainAttention(Attention):
-    """`Attention` that calls `scaled_dot_product_attention`."""
+    """`Attention` that calls PyTorch's `scaled_dot_product_attention`."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if options.get("cu_seqlens") is not None:
@@ -37,7 +37,7 @@ class PlainAttention(Attention):
 
 
 class PlainGraphAttention(GraphAttention):
-    """`GraphAttention` by gather and scatter, which materialises a tensor (E, H, d_head)."""
+    """`GraphAttention` by gather and scatter. Materialises a tensor (E, H, d_head) for E edges."""
 
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
         source, target = graph.edges
@@ -56,18 +56,18 @@ KINDS = {Attention: PlainAttention, GraphAttention: PlainGraphAttention}
 
 @lru_cache(maxsize=4)
 def _dense(mask: Mask, Lq: int, Lk: int) -> Tensor:
-    """Materialises a mask. Cached, because all layers of a step use the same mask."""
+    """Returns a mask as a bool tensor. Cached, because all layers of a step use the same mask."""
     return mask.to_dense(Lq, Lk)
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Replaces every attention layer by PyTorch's, in place. Parameters stay the same."""
+    """Makes every attention layer of `model` use PyTorch, in place. Keeps the parameters."""
     layers = [module for module in model.modules() if type(module) in KINDS]
     if not layers:
         raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, got none")
     for module in layers:
         module.__class__ = KINDS[type(module)]
     for module in model.modules():
-        if hasattr(module, "packed"):  # SDPA needs the padding
+        if hasattr(module, "packed"):  # SDPA does not take packed sequences
             module.packed = False  # type: ignore[assignment]
     return model

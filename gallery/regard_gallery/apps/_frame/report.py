@@ -17,7 +17,10 @@ from .run import OWN, Report, load, run
 
 
 def table(kind: type[Application], report: Report) -> Table:
-    """Builds a table of scores, baselines first. Several seeds show the mean and the range."""
+    """Returns a table of the scores of the baselines and then of the model.
+
+    With several seeds, a cell shows the mean and the range over the seeds.
+    """
     measures = kind.more + kind.less
     rows = Table("", *measures, title=kind.name)
     model = f"{kind.name} by {'Regard' if report.attention == 'regard' else 'PyTorch'}"
@@ -33,7 +36,7 @@ def _cell(values: list[float]) -> str:
 
 
 def write(kind: type[Application], report: Report, options: Options) -> None:
-    """Writes the scores and times as JSON, from which docs/gallery.md is generated."""
+    """Writes the scores and times to a JSON file. docs/gallery.md is generated from these files."""
     numbers = {
         "measures": kind.more + kind.less,
         "more is better": kind.more,
@@ -53,7 +56,10 @@ def write(kind: type[Application], report: Report, options: Options) -> None:
 
 
 def command(kind: type[Application], options: Options, request: str | None = None) -> int:
-    """Runs `regard run` and returns its exit code: 1 if a full run misses a goal."""
+    """Executes `regard run` and returns the exit code, which is 1 if a full run misses a goal.
+
+    With a request, prints the trained model's answer instead of training.
+    """
     show = Console(highlight=False, markup=False, soft_wrap=True).print
     if request is not None:
         for name, is_set in (("resume", options.resume), ("seeds", options.seeds is not None)):

@@ -1,4 +1,6 @@
-"""A complete run: trains with each seed, computes the baselines, draws and times training steps."""
+"""A complete run of an application: trains and scores the model and the baselines with each seed,
+draws a picture, and times training steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .application import Application, Scores
 from .options import Options
 from .training import about, step_times, train
 
-OWN = "Regard"  # the key of the model's scores beside the baselines
+OWN = "Regard"  # the key of the model in dicts of scores; other keys are baselines
 TIMING = 10.0  # seconds spent on measuring the speed ratio
 
 
@@ -25,8 +27,8 @@ class Outcome(NamedTuple):
 
     scores: Scores
     baselines: dict[str, Scores]
-    seconds: float  # training
-    whole: float  # seconds: loading, training, scoring and baselines
+    seconds: float  # of training
+    whole: float  # seconds of loading, training, scoring and baselines together
     threads: int
 
 
@@ -35,10 +37,10 @@ class Report(NamedTuple):
 
     attention: str
     outcomes: list[Outcome]  # one per seed
-    goals: dict[str, bool]  # whether the means over the seeds reach each goal
-    alone: int  # number of seeds that reach all goals individually
+    goals: dict[str, bool]  # for each goal, whether the scores averaged over the seeds reach it
+    alone: int  # number of seeds whose own scores reach all goals
     step: float  # seconds of a training step with Regard's attention
-    ratio: float  # step time with PyTorch's attention / with Regard's
+    ratio: float  # step time with PyTorch's attention divided by `step`
     checkpoint: Path
     picture: Path
 
@@ -52,13 +54,13 @@ class Report(NamedTuple):
 
 
 def _scores(outcomes: list[Outcome]) -> dict[str, list[Scores]]:
-    """Returns the scores by seed of every baseline and, under OWN, of the model."""
+    """Returns the list of scores (one per seed) of every baseline and, under OWN, of the model."""
     by_seed = [outcome.baselines | {OWN: outcome.scores} for outcome in outcomes]
     return {name: [scores[name] for scores in by_seed] for name in by_seed[0]}
 
 
 def run(kind: type[Application], options: Options) -> Report:
-    """Trains and scores with every seed. Draws and times the model of the first seed."""
+    """Trains and scores a model with every seed. Draws and times the model of the first seed."""
     files.prepare(options.out)
     count = options.seeds or (1 if options.quick else kind.seeds)
     outcomes = [_run_seed(kind, seed, options) for seed in range(options.seed, options.seed + count)]
@@ -75,13 +77,17 @@ def run(kind: type[Application], options: Options) -> Report:
 
 
 def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
-    """Returns whether the mean scores over the outcomes reach each goal."""
+    """Returns, for each goal, whether the scores averaged over the outcomes reach it."""
     means = {name: averaged(scores) for name, scores in _scores(outcomes).items()}
     return app.goals(means.pop(OWN), means)
 
 
 def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
-    """Trains and scores with one seed. With `resume`, a finished checkpoint is only read."""
+    """Trains and scores a model with one seed.
+
+    With `resume`, continues an interrupted run; the outcome of a finished run is read from its
+    checkpoint.
+    """
     began = perf_counter()
     app = kind(quick=options.quick, seed=seed)
     path = options.checkpoint(kind.name, seed)
@@ -111,7 +117,7 @@ def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
 
 
 def load(kind: type[Application], options: Options) -> tuple[Application, nn.Module]:
-    """Loads the application and the model that `run` trained, from its checkpoint."""
+    """Loads the application's data, and the trained model from the checkpoint that `run` wrote."""
     path = options.checkpoint(kind.name)
     if not path.exists():
         flags = " --quick" * options.quick + " --attention torch" * (options.attention == "torch")

@@ -21,8 +21,8 @@ from .application import Application, Recipe, Scores
 from .plain import plain
 
 ATTENTIONS = ("regard", "torch")
-Build = Callable[[], nn.Module] | None  # None: the application's model
-Progress = Callable[[int, float, float], None]  # steps done, last loss, best validation score
+Build = Callable[[], nn.Module] | None  # builds a model; None: the application's `model`
+Progress = Callable[[int, float, float], None]  # called with steps done, last loss, best validation score
 
 
 @dataclass
@@ -38,17 +38,18 @@ class State:
 
 
 def rival_scores(app: Application, rival: Build) -> Scores:
-    """Trains another model with the application's data and recipe, and returns its scores."""
+    """Trains the model `rival` with the application's data and recipe. Returns its test scores."""
     model = train(app, None, "regard", lambda step, loss, best: None, rival).model
     with torch.no_grad():
         return app.scores(model)
 
 
 def train(app: Application, path: Path | None, attention: str, tick: Progress, build: Build = None) -> State:
-    """Trains a model and loads the best weights into it. Resumes from `path` if the file exists.
+    """Trains a model and returns the final state, with the weights of the best validation score.
 
-    Every validation writes `path`, and the caller deletes it. `tick` is called after every step.
-    `build` replaces the application's model.
+    Every validation writes a checkpoint to `path`. If `path` exists, training resumes from it. The
+    caller deletes the file. `tick` is called after every step. `build`, if given, builds the model
+    instead of `app.model`.
     """
     state, metadata = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
@@ -69,7 +70,7 @@ def train(app: Application, path: Path | None, attention: str, tick: Progress, b
 
 
 def begin(app: Application, attention: str, build: Build = None) -> State:
-    """Returns a new model and its optimizer."""
+    """Returns the state before the first step: a new model and its optimizer."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, got {attention!r}")
     torch.manual_seed(app.seed)
@@ -81,7 +82,7 @@ def begin(app: Application, attention: str, build: Build = None) -> State:
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """Returns the learning rate of a step, counted from 0."""
+    """Returns the learning rate of step number `step`. The first step has number 0."""
     if step < recipe.warmup:
         return recipe.rate * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -103,7 +104,7 @@ def _step(app: Application, state: State) -> float:
 
 
 def update(app: Application, model: nn.Module, optimizer: AdamW, batch: object) -> float:
-    """Runs forward, backward and the optimizer on a batch. Returns the loss."""
+    """Runs one training step (forward, backward, optimizer) on a batch. Returns the loss."""
     loss = app.loss(model, batch)
     optimizer.zero_grad()
     loss.backward()
@@ -125,7 +126,7 @@ def _validate(app: Application, state: State) -> None:
 
 
 def about(app: Application, attention: str) -> dict[str, object]:
-    """Returns a checkpoint's metadata: the application, its options and the recipe."""
+    """Returns the metadata of checkpoints: the application, its options and the recipe."""
     options = {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
     return options | {"recipe": asdict(app.recipe)}
 
@@ -148,7 +149,10 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 
 
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
-    """Times a training step with each attention, in turns on one batch. Returns the shortest."""
+    """Returns the seconds of a training step with each of ATTENTIONS.
+
+    Steps on one batch are timed in turns, for about `seconds` in total. The shortest time counts.
+    """
     batch = app.batch(model, torch.Generator().manual_seed(0))
 
     def step(attention: str) -> Callable[[], float]:

@@ -13,16 +13,16 @@ from regard.nn import Block, EncoderBlock, Stack
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes from which `stack` builds transformer blocks."""
+    """The sizes of transformer blocks, which `stack` builds."""
 
     d_model: int = 64
     heads: int = 4
     layers: int = 3
-    hidden: int | None = None  # width of the feed-forward layers; None: the block's default
-    dropout: float = 0.0  # of the attention weights
+    hidden: int | None = None  # hidden width of the feed-forward layers; None: the block's default
+    dropout: float = 0.0  # dropout of the attention weights
 
     def stack(self, block: Callable[..., Block] = EncoderBlock, **options: Any) -> Stack:
-        """Returns a stack with a final LayerNorm. `options` are passed to every block."""
+        """Returns a stack of blocks with a final LayerNorm. `options` are passed to every block."""
         sizes = {"hidden": self.hidden, "dropout": self.dropout} | options
         blocks = (block(self.d_model, self.heads, **sizes) for _ in range(self.layers))
         return Stack(blocks, nn.LayerNorm(self.d_model))

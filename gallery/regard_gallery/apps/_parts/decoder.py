@@ -18,8 +18,9 @@ from ...models.generate import Sampling
 class Decoder(nn.Module):
     """Maps tokens (B, L) to next-token logits (B, L, vocabulary).
 
-    With `near`, layers 0, 2, ... have a causal window of `near` tokens before the query. The output
-    projections are initialised to zero, which speeds up the first training steps.
+    With `near`, queries in layers 0, 2, ... attend only to their own token and the `near` tokens
+    before it. The output projections are initialised to zero, which speeds up the first training
+    steps.
     """
 
     def __init__(self, vocabulary: int, *, layers: int = 4, near: int | None = None) -> None:
@@ -37,14 +38,14 @@ class Decoder(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, caches: Sequence[CacheLike] | None = None) -> Tensor:
-        """Returns logits of `tokens`. With caches, `tokens` are the new tokens only."""
+        """Returns logits (B, L, vocabulary). With caches, `tokens` holds only the new tokens."""
         scores: Tensor = self.stack(self.words(tokens), caches=caches) @ self.words.weight.T
         return scores
 
 
 @torch.inference_mode()
 def write(model: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """Yields generated tokens. Prefills one cache per layer with the prompt."""
+    """Yields the tokens that the model generates after `prompt`, with one cache per layer."""
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.stack.new_caches(1, len(prompt) + sampling.max_tokens)
     new = list(prompt)

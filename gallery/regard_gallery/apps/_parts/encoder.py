@@ -19,8 +19,8 @@ from ...models._json import read_json
 class TextEncoder(nn.Module):
     """Maps padded tokens (B, L) and lengths (B,) to states (B, L, d_model), with post-norm blocks.
 
-    With `packed`, padding is removed before the blocks; the result is the same. `config` is the
-    config.json of a BERT.
+    If the attribute `packed` is True, padding is removed before the blocks, which does not change
+    the result. `config` is the content of a BERT's config.json.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -49,7 +49,10 @@ class TextEncoder(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """Classifies tokens (B, L) by a linear layer on the mean state. Returns logits (B, classes)."""
+    """Maps tokens (B, L) and lengths (B,) to logits (B, classes).
+
+    The logits are a linear map of the mean state.
+    """
 
     def __init__(self, encoder: TextEncoder, classes: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class TextClassifier(nn.Module):
 
 
 def minilm() -> tuple[TextEncoder, Any]:
-    """Loads all-MiniLM-L6-v2: the encoder and its tokenizer."""
+    """Returns the encoder all-MiniLM-L6-v2 with its weights, and its tokenizer."""
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
@@ -87,9 +90,10 @@ def minilm() -> tuple[TextEncoder, Any]:
 
 
 def from_bert(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Renames a Hugging Face state dict for `TextEncoder`.
+    """Converts the state dict of a Hugging Face BERT to one of `TextEncoder`.
 
-    The embedding of token type 0 is added to the position embeddings.
+    `TextEncoder` has no token types, so the embedding of token type 0 is added to the position
+    embeddings.
     """
     names = ("word", "position", "token_type")
     words, positions, types = (state[f"embeddings.{name}_embeddings.weight"] for name in names)
@@ -116,6 +120,6 @@ def _layer(state: dict[str, Tensor], theirs: str, ours: str, end: str) -> dict[s
 
 
 def encode(tokenizer: Any, texts: Sequence[str], limit: int) -> list[Tensor]:
-    """Tokenizes texts, with special tokens. Truncates each to `limit` tokens."""
+    """Returns the tokens of each text, with special tokens, truncated to `limit` tokens."""
     tokenizer.enable_truncation(limit)
     return [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))]

@@ -1,5 +1,5 @@
-"""The base class of the language models: documents, tokens, bits per byte, n-gram baselines and
-generation.
+"""The base class of the applications that train a language model: documents, tokens, bits per byte,
+n-gram baselines and generation.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .._frame.pictures import BLUE, GREY, figure, save
 from .decoder import Decoder, write
 from .ngram import NGrams
 
-END = "<end>"  # end of a document; token 0
-BYTES = 257  # the vocabulary of bytes and END
+END = "<end>"  # token 0, which marks the end of a document
+BYTES = 257  # vocabulary size of the byte n-grams: all bytes, and END
 ORDER = 5
-VALIDATED = 30_000  # characters of each validation document
+VALIDATED = 30_000  # number of characters that are used of each validation document
 AT_ONCE = 8  # sequences per evaluation batch
 DRAWN = 400  # sequences in the picture
 
 
 class LanguageApp(Application):
-    """Trains a decoder on documents, with n-grams of bytes and of the same tokens as baselines."""
+    """Trains a decoder on documents. Baselines are n-grams of bytes and of the decoder's tokens."""
 
     less = ("bits per byte",)
     vocabulary: ClassVar[int]
     length: ClassVar[int]  # tokens per sequence
-    sequences: ClassVar[int]  # per batch
+    sequences: ClassVar[int]  # sequences per batch
     held_out: ClassVar[tuple[int, int]]  # numbers of test and validation documents
-    near: ClassVar[int | None] = None  # the decoder's `near`
+    near: ClassVar[int | None] = None  # the argument `near` of the decoder
     full = Recipe(4000, rate=4e-3, decay=0.1, warmup=200, every=500)
     sampling: ClassVar[Sampling]
 
@@ -61,7 +61,7 @@ class LanguageApp(Application):
         self.tokens = self.encode(self.trained)
 
     def encode(self, texts: list[str]) -> Tensor:
-        """Concatenates the tokens of all texts as (n,), with END first and after each text."""
+        """Returns the tokens of all texts, (n,), with END before the first and after every text."""
         documents = [[0], *([*encoding.ids, 0] for encoding in self.tokenizer.encode_batch(texts))]
         return torch.tensor([token for tokens in documents for token in tokens])
 
@@ -81,10 +81,10 @@ class LanguageApp(Application):
         return {"bits per byte": float(bits) / count_bytes(held)}
 
     def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Computes the bits of each token but the first, (n - 1,).
+        """Returns -log2 of each token's predicted probability, except the first token's: (n - 1,).
 
-        Sequences overlap by half, so that all tokens but the first have at least half a sequence of
-        context.
+        Sequences overlap by half, and only the second half of each is used (of the first sequence,
+        both). So all tokens after the first `length` / 2 have at least that much context.
         """
         half = self.length // 2
         padded = F.pad(tokens, (0, -(len(tokens) - 1) % half + half))
@@ -124,7 +124,10 @@ class LanguageApp(Application):
         return None
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the bits of a token against the length of its context, for decoder and n-grams."""
+        """Plots the mean bits per token against the number of context tokens.
+
+        One curve is for the decoder, one for the n-grams.
+        """
         tokens = self.encode(self.tested)
         begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
         sequences = tokens[begins[:, None] + torch.arange(self.length + 1)]  # (DRAWN, length + 1)
@@ -144,17 +147,17 @@ class LanguageApp(Application):
 
 
 def _bits(scores: Tensor, following: Tensor) -> Tensor:
-    """Computes the bits (B, L) of the tokens `following` (B, L) from logits (B, L, vocabulary)."""
+    """Returns -log2 of the probabilities of `following` (B, L), from logits (B, L, vocabulary)."""
     return F.cross_entropy(scores.transpose(1, 2), following, reduction="none") / math.log(2)
 
 
 def count_bytes(texts: list[str]) -> int:
-    """Counts the bytes of all texts. Each END counts as one byte."""
+    """Returns the number of UTF-8 bytes of all texts, plus one byte for the END of each text."""
     return sum(len(text.encode()) + 1 for text in texts)
 
 
 def _bytes(texts: list[str]) -> Any:
-    """Returns the bytes of all texts as tokens 1 to 256, with END as in `encode`."""
+    """Returns the bytes of all texts as tokens 1 to 256, with END (0) in the places of `encode`."""
     tokens = [0]
     for text in texts:
         tokens += [1 + byte for byte in text.encode()] + [0]
@@ -162,9 +165,10 @@ def _bytes(texts: list[str]) -> Any:
 
 
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Averages values 1, 2 to 3, 4 to 7, and so on. Returns the geometric middles and the means.
+    """Averages `values`, numbered from 1, over the ranges 1, 2 to 3, 4 to 7, and so on.
 
-    Drops the values after the last complete range.
+    Returns the geometric middle of each range and the mean of its values. Drops the values after
+    the last complete range.
     """
     starts = [2**i for i in range(int(math.log2(len(values) + 1)))]
     means = [float(values[a - 1 : 2 * a - 1].mean()) for a in starts]

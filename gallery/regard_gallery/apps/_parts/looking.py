@@ -1,4 +1,4 @@
-"""Attention weights of every layer of a stack, for pictures."""
+"""Computes the attention weights of every layer of a stack, for pictures."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from regard import evidence, weights
 from regard.facts import Rows
 from regard.nn import PreNorm, Stack
 
-Arguments = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # (q, k, v) and options of a call
+Arguments = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # (q, k, v) and options of `attention`
 
 
 def layer_weights(stack: Stack, x: Tensor) -> list[Tensor]:
-    """Computes each layer's weights (..., H, L, L) for inputs x (..., L, d_model)."""
+    """Returns each layer's attention weights (..., H, L, L) for inputs x (..., L, d_model)."""
     return [weights(*qkv, **options) for qkv, options in _arguments(stack, x)]
 
 
 def layer_rows(stack: Stack, x: Tensor, query: int) -> list[Tensor]:
-    """Computes the attention weights (..., H, L) of one query in each layer, in O(L) memory."""
+    """Returns each layer's attention weights (..., H, L) of one query, in O(L) memory."""
     row = Rows([query])
     return [evidence(*qkv, row, **options)[0][..., 0, :] for qkv, options in _arguments(stack, x)]
 
 
 def _arguments(stack: Stack, x: Tensor) -> Iterator[Arguments]:
-    """Yields the arguments of each layer's attention call."""
+    """Yields the arguments of each layer's call of `attention`, for inputs x (..., L, d_model)."""
     for block in stack.blocks:
         residual = block.attention
         if not isinstance(residual, PreNorm):

@@ -1,10 +1,11 @@
 """N-gram language models with interpolated modified Kneser-Ney smoothing.
 
-The code of an n-gram is (the id of its first n - 1 tokens) * vocabulary + its last token. The table
-of an order is therefore a sorted array of codes, and a lookup of a whole text is one binary search.
+An n-gram is stored as one integer, its code: (the id of its first n - 1 tokens) * vocabulary + its
+last token. So all n-grams of one length are a sorted array of codes, and one call of `searchsorted`
+looks up all n-grams of a text.
 """
 
-# By hand: nltk.lm has one discount per order (other scores), and takes milliseconds per token.
+# Not nltk.lm: it has one discount per order, which gives other scores, and takes milliseconds per token.
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ class _Order(NamedTuple):
     """The n-grams of one length. The id of an n-gram is its index in `codes`."""
 
     codes: Numbers  # sorted: id of the context * vocabulary + last token
-    counts: Floats  # of each n-gram, minus the discount
-    totals: Floats  # by context: the sum of its counts
-    discounted: Floats  # by context: the sum of its discounts
+    counts: Floats  # count of each n-gram, minus its discount
+    totals: Floats  # for each context: the sum of the counts of its n-grams, undiscounted
+    discounted: Floats  # for each context: the sum of the discounts of its n-grams
 
 
 class NGrams:
-    """Probabilities of tokens given the `order` - 1 tokens before them (Chen and Goodman, 1998)."""
+    """A model of each token's probability given the `order` - 1 tokens before it.
+
+    The smoothing is that of Chen and Goodman (1998).
+    """
 
     def __init__(self, tokens: Numbers, vocabulary: int, order: int = 5) -> None:
         self.vocabulary = vocabulary
@@ -37,14 +41,14 @@ class NGrams:
         for n, (codes, ids, _) in enumerate(tables, 1):
             if n == order:
                 counts = np.bincount(ids[ids != UNSEEN], minlength=len(codes))
-            else:  # count the distinct tokens before an n-gram, not its occurrences
+            else:  # Kneser-Ney: count the distinct tokens before an n-gram, not its occurrences
                 counts = np.bincount(ids[tables[n][2]], minlength=len(codes))
             self.orders.append(_order(codes, counts, vocabulary))
 
     def bits(self, tokens: Numbers) -> Floats:
-        """Computes the bits of each token (n,) given the tokens before it."""
+        """Returns -log2 of the probability of each token given the tokens before it, (n,)."""
         probabilities = np.full(len(tokens), 1 / self.vocabulary)
-        context = np.zeros(len(tokens), np.int64)  # the id of the n - 1 tokens before each token
+        context = np.zeros(len(tokens), np.int64)  # id of the (n - 1)-gram before each token; starts at n = 1
         for order in self.orders:
             probabilities = _interpolated(order, context, tokens, self.vocabulary, probabilities)
             context = _shifted(_lookup(order.codes, context, tokens, self.vocabulary))
@@ -53,10 +57,10 @@ class NGrams:
 
 
 def _tables(tokens: Numbers, vocabulary: int, order: int) -> list[tuple[Numbers, Numbers, Numbers]]:
-    """Returns three arrays for each n from 1 to `order`.
+    """Returns, for each n from 1 to `order`, three arrays that describe the n-grams of `tokens`.
 
-    These are the sorted codes, the id of the n-gram that ends at each token, and the index of each
-    n-gram's first occurrence.
+    These are the sorted codes of the distinct n-grams; for each token, the id of the n-gram that
+    ends there, or UNSEEN; and for each distinct n-gram, the index at which it first ends.
     """
     tables, context = [], np.zeros(len(tokens), np.int64)
     for _ in range(order):
@@ -82,7 +86,10 @@ def _order(codes: Numbers, counts: Numbers, vocabulary: int) -> _Order:
 
 
 def _discounts(counts_of_counts: Floats) -> Floats:
-    """Computes the discounts of counts 1, 2 and >= 3 from the numbers of n-grams by count."""
+    """Returns the discounts (3,) of n-grams that occur once, twice, and three times or more.
+
+    counts_of_counts[c] is the number of n-grams that occur c times.
+    """
     one, two, three, four = np.maximum(counts_of_counts[1:5], 1)
     share = one / (one + 2 * two)
     discounts = [1 - 2 * share * two / one, 2 - 3 * share * three / two, 3 - 4 * share * four / three]
@@ -91,7 +98,10 @@ def _discounts(counts_of_counts: Floats) -> Floats:
 
 
 def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: int, lower: Floats) -> Floats:
-    """Interpolates one order with `lower`, the probabilities from contexts shorter by one token."""
+    """Returns the probability of each token given its context, interpolated with `lower`.
+
+    `lower` are the probabilities given contexts that are shorter by one token.
+    """
     known = (context != UNSEEN) & (context < len(order.totals))
     row = np.where(known, context, 0)
     known &= order.totals[row] > 0
@@ -103,7 +113,7 @@ def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: 
 
 
 def _lookup(codes: Numbers, context: Numbers, tokens: Numbers, vocabulary: int) -> Numbers:
-    """Returns the id of each n-gram, or UNSEEN."""
+    """Returns the id of each n-gram (context id, last token), or UNSEEN if it is not in `codes`."""
     query = context * vocabulary + tokens
     index = np.minimum(np.searchsorted(codes, query), len(codes) - 1)
     return np.where((context != UNSEEN) & (codes[index] == query), index, UNSEEN)

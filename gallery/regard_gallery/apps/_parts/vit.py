@@ -13,11 +13,12 @@ BLOCKS = Blocks()
 
 
 class ViT(nn.Module):
-    """Maps images (B, channels, size, size) to (B, outputs), by a linear head on a class token.
+    """Maps images (B, channels, size, size) to (B, outputs), by a linear head on the class token.
 
-    `patches` embeds images as (B, d_model, size / patch, size / patch); by default it is a linear
-    map of each patch. `place_scale` is the standard deviation of the initial position embeddings.
-    If it is as large as the patch embeddings, positions are distinguishable from the start.
+    The module `patches` embeds images as (B, d_model, size / patch, size / patch). By default it is
+    a linear map of each patch. `place_scale` is the standard deviation of the initial position
+    embeddings. If they are as large as the patch embeddings, the model can distinguish positions
+    from the start.
     """
 
     def __init__(
@@ -40,16 +41,19 @@ class ViT(nn.Module):
         return out
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns the class token and the patches in row-major order, (B, 1 + patches, d_model)."""
+        """Returns the embedded class token and patches, (B, 1 + patches, d_model).
+
+        The patches are in row-major order. Position embeddings are added.
+        """
         check_images(images, self.shape)
         patches = self.patches(images).flatten(2).transpose(1, 2)
         first = self.first.expand(len(images), 1, -1)
         return torch.cat([first, patches], 1) + self.places
 
     def looks(self, images: Tensor) -> Tensor:
-        """Returns the class token's weights on the patches, (B, side, side), with sum 1.
+        """Returns the class token's attention weights on the patches, (B, side, side).
 
-        The weights are those of the last layer, averaged over its heads.
+        The weights are from the last layer, averaged over its heads and scaled to a sum of 1.
         """
         last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
         on_patches = last[:, :, 1:].mean(1)
@@ -58,6 +62,6 @@ class ViT(nn.Module):
 
 
 def convolved(channels: int, d_model: int) -> nn.Sequential:
-    """Returns a patch embedding for 4 x 4 patches: two convolutions of stride 2."""
+    """Returns an embedding of 4 x 4 patches for `ViT`: two convolutions of stride 2."""
     half = nn.Conv2d(channels, d_model // 2, 3, 2, 1)
     return nn.Sequential(half, nn.GELU(), nn.Conv2d(d_model // 2, d_model, 3, 2, 1))

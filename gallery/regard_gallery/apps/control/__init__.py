@@ -1,9 +1,9 @@
 """CartPole without velocities. A single observation does not show which way the pole falls, so the
 policy needs memory.
 
-The environment is gymnasium's CartPole-v1, with episodes of at most 500 steps. The policy observes
-two of its four values, the position of the cart and the angle of the pole. It is trained as an
-advantage actor-critic.
+The environment is gymnasium's CartPole-v1, with episodes of at most 500 steps. Of the four
+values of a state, the policy observes two: the position of the cart and the angle of the pole. The
+policy is trained as an advantage actor-critic.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .._frame.pictures import BLUE, GREY, ORANGE, figure, save
 from .._frame.training import rival_scores
 from .model import HistoryPolicy
 
-SEEN = (0, 2)  # position and angle; 1 and 3 are their velocities
-UNITS = torch.tensor([1.0, 10.0])  # scales both to about 1
+SEEN = (0, 2)  # indices of position and angle in a state; 1 and 3 are the velocities
+UNITS = torch.tensor([1.0, 10.0])  # factors that scale position and angle to about 1
 ACTIONS = 2
-HISTORY = 7  # observations before the current one
-LIMIT, TRAINED_LIMIT = 500, 300  # most steps per episode, in the test and in training
+HISTORY = 7  # number of observations before the current one that the policy attends to
+LIMIT, TRAINED_LIMIT = 500, 300  # maximal steps of an episode, in the test and in training
 EPISODES, VALIDATED, TESTED, SOLVED = 24, 40, 20, 450.0
 DISCOUNT, TRACE = 0.99, 0.95
 ENTROPY = 0.001
-SPREAD = 0.1  # least divisor when advantages are normalised: small advantages are noise
+SPREAD = 0.1  # advantages are divided by their deviation, but at least by this: small ones are noise
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
 
 
 class Played(NamedTuple):
     """A batch of episodes, padded at the end."""
 
-    seen: Tensor  # (B, L, 2)
+    seen: Tensor  # (B, L, 2), the observations
     actions: Tensor  # (B, L)
     values: Tensor  # (B, L + 1), the critic's estimates while acting
     alive: Tensor  # (B, L) bool: False in the padding
@@ -52,7 +52,10 @@ class Played(NamedTuple):
 def play(
     model: nn.Module, episodes: int, seed: int, limit: int = LIMIT, generator: torch.Generator | None = None
 ) -> Played:
-    """Plays episodes. Samples actions with `generator`, or takes the best ones if it is None."""
+    """Plays `episodes` episodes at once, of at most `limit` steps.
+
+    Samples actions with `generator`. If it is None, takes the most probable actions.
+    """
     import gymnasium
 
     world: Any = gymnasium.make_vec("CartPole-v1", episodes, "vector_entry_point", max_episode_steps=limit)
@@ -74,7 +77,7 @@ def play(
 
 
 def observed(state: Any) -> Tensor:
-    """Returns the policy's observations (B, 2) of the environment's states (B, 4)."""
+    """Maps the environment's states (B, 4) to the policy's observations (B, 2)."""
     return torch.from_numpy(state)[:, SEEN] * UNITS
 
 
@@ -85,10 +88,11 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def advantages(played: Played) -> Tensor:
-    """Computes generalised advantage estimates (GAE), (B, L).
+    """Returns generalised advantage estimates (GAE), (B, L).
 
-    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. After a fall
-    there are no more rewards. At the step limit, the value of the last state replaces them.
+    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. If the pole
+    fell, later rewards are 0. If the episode reached the step limit, the critic's value of the last
+    state stands for the later rewards.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)
@@ -108,7 +112,7 @@ class App(Application):
     more = ("return",)
     request = "a seed for the start of an episode, such as 7"
     full = Recipe(steps=80, rate=1e-3, warmup=10, clip=0.5, every=5)
-    tested, validated = (TESTED, TEST_SEED), (VALIDATED, VALIDATION_SEED)  # episodes, the first seed
+    tested, validated = (TESTED, TEST_SEED), (VALIDATED, VALIDATION_SEED)  # (number of episodes, seed)
 
     def load(self) -> None:
         self.limits = (20, 20) if self.quick else (TRAINED_LIMIT, LIMIT)
@@ -132,7 +136,7 @@ class App(Application):
         return F.mse_loss(values, returns) - objective
 
     def measure(self, model: nn.Module, held: tuple[int, int]) -> Scores:
-        """Returns the mean number of steps until the pole falls, with the best actions."""
+        """Returns the mean length of episodes with the policy's most probable actions."""
         episodes, seed = held
         lengths = play(model, episodes, seed + self.seed, self.limits[1]).lengths
         return {"return": lengths.double().mean().item()}
@@ -155,7 +159,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots an episode, and each head's mean weight on the latest observations."""
+        """Plots an episode, and how much each head attends to each of the last observations."""
         played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
         picture, (left, right) = figure(9, 3.6, ncols=2)
         place, angle = (played.seen[0] / UNITS).T

@@ -30,10 +30,10 @@ class HistoryPolicy(nn.Module):
         self.act, self.value = nn.Linear(d_model, actions), nn.Linear(d_model, 1)
 
     def forward(self, seen: Tensor, caches: Sequence[CacheLike] | None = None) -> tuple[Tensor, Tensor]:
-        """Returns logits and values. With caches, `seen` holds the new observations only."""
+        """Returns action logits and state values. With caches, `seen` has only new observations."""
         states = self.stack(self.embed(seen), caches=caches)
         return self.act(states), self.value(states).squeeze(-1)
 
     def weights(self, seen: Tensor) -> list[Tensor]:
-        """Returns each layer's weights (heads, L, L) for observations (L, observed)."""
+        """Returns each layer's attention weights (heads, L, L) for observations (L, observed)."""
         return layer_weights(self.stack, self.embed(seen))

@@ -1,8 +1,8 @@
 """Emoji and their names: rank the names of all held-out emoji for a held-out image.
 
 Data: 1,906 emoji with names, and their skin tone variants, from the npm package
-`emoji-datasource-google`. MiniLM, which is not trained, encodes the names. The image encoder is
-trained.
+`emoji-datasource-google`. Only the image encoder is trained. The names are encoded by MiniLM, whose
+weights stay as they are.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .model import CLIP, contrast
 
 PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
 SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384
-BATCH, SHIFT = 128, 2  # images; pixels
-TESTED, VALIDATED = 0.2, 0.1  # shares of the families
-LIMIT = 64  # most tokens of a name
+BATCH, SHIFT = 128, 2  # images per batch; maximal shift of the images in pixels
+TESTED, VALIDATED = 0.2, 0.1  # shares of the emoji families (see Emoji.family)
+LIMIT = 64  # maximal number of tokens of a name
 AMONG, TIMES_CHANCE = 5, 10
-# Code points that join others or choose a variant of a person: gender, age, skin tone, direction.
+# Code points that join others, or choose a variant of a person: gender, age, skin tone, direction.
 BESIDE = (
     "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
     "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
@@ -39,9 +39,9 @@ BESIDE = (
 
 
 class Emoji(NamedTuple):
-    unified: str  # code points in hex, "1F3C3-200D-2640"
+    unified: str  # code points in hex, such as "1F3C3-200D-2640"
     name: str
-    files: tuple[str, ...]  # the image, then its skin tone variants
+    files: tuple[str, ...]  # file names of the image and then of its skin tone variants
 
     @property
     def text(self) -> str:
@@ -49,13 +49,16 @@ class Emoji(NamedTuple):
 
     @property
     def family(self) -> str:
-        """The code points that all variants of a person share, such as those of "running"."""
+        """The code points that the variants of an emoji share.
+
+        All variants of "person running" are one family, so that the split keeps them together.
+        """
         points = [point for point in self.unified.split("-") if point not in BESIDE]
         return "-".join(points) or "a person"
 
 
 def emoji() -> tuple[Path, list[Emoji]]:
-    """Returns the folder of the images and the list of emoji."""
+    """Reads the data. Returns the folder of the images and the list of emoji."""
     folder = first_of(PLACES, "emoji", "make data (or npm install emoji-datasource-google)")
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     known = []
@@ -69,7 +72,7 @@ def emoji() -> tuple[Path, list[Emoji]]:
 
 
 def read_image(path: Path) -> Tensor:
-    """Reads an image on a white background as (3, SIZE, SIZE), scaled to [-1, 1]."""
+    """Returns an image as (3, SIZE, SIZE) in [-1, 1], on a white background."""
     import numpy as np
     from PIL import Image
 
@@ -84,13 +87,13 @@ class Part(NamedTuple):
     """One part of the data split: emoji, their images and the embeddings of their names."""
 
     emoji: list[Emoji]
-    images: Tensor  # (n, 3, SIZE, SIZE), of all variants
-    first: Tensor  # (len(emoji) + 1,): the index of each emoji's first image, and n
+    images: Tensor  # (n, 3, SIZE, SIZE): the images of all emoji; in training also their skin tone variants
+    first: Tensor  # (len(emoji) + 1,): the index in `images` of each emoji's first image; then n
     sentences: Tensor  # (len(emoji), SENTENCE): MiniLM's embeddings of the names
 
     @property
     def plain(self) -> Tensor:
-        """The first image of each emoji, without skin tone."""
+        """The first image of each emoji, which has no skin tone: (len(emoji), 3, SIZE, SIZE)."""
         return self.images[self.first[:-1]]
 
 
@@ -120,24 +123,28 @@ class App(Application):
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """Embeds texts with MiniLM: the mean state, scaled to length 1, (len(texts), SENTENCE)."""
+        """Returns MiniLM's embeddings (len(texts), SENTENCE): mean states, scaled to length 1."""
         sums = []
         for begin in range(0, len(texts), BATCH):
             tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))
-            sums.append(self._encoder.eval()(tokens, lengths).sum(1))  # states of padding are zero
+            # States of padding are zero, so the sum is over tokens only.
+            sums.append(self._encoder.eval()(tokens, lengths).sum(1))
         return F.normalize(torch.cat(sums), dim=-1)
 
     def model(self) -> nn.Module:
         """Returns a CLIP model that embeds images in MiniLM's space.
 
-        Texts are not projected: there are too few names to learn a projection from.
+        It has no trained projection of texts, because there are too few names to learn one from.
         """
         blocks = Blocks(STATES, dropout=0.1)
         image = ViT(SIZE, PATCH, SENTENCE, blocks, channels=3, patches=convolved(3, STATES))
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draws distinct emoji with random skin tones, all shifted by one random offset."""
+        """Returns images (BATCH, 3, SIZE, SIZE) and name embeddings (BATCH, SENTENCE).
+
+        Draws distinct emoji with random skin tones. All images are shifted by one random offset.
+        """
         part = self.trained
         chosen = torch.randperm(len(part.emoji), generator=generator)[:BATCH]
         begin, end = part.first[chosen], part.first[chosen + 1]
@@ -149,7 +156,7 @@ class App(Application):
         return contrast(model(*batch))
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the mean reciprocal rank, which is less noisy than recall on few images."""
+        """Returns the mean reciprocal rank, because recall is noisy if there are few images."""
         scores = model(self.validated.plain, self.validated.sentences)
         return (1 / ranks(scores)).mean().item()
 
@@ -157,9 +164,10 @@ class App(Application):
         return {"recall@5": recall(model(held.plain, held.sentences))}
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores chance, and names ranked by their similarity to the name of the nearest image.
+        """Scores chance and a nearest-neighbour search by pixels.
 
-        The nearest image is the training image with the nearest pixels.
+        The search finds the training image that is nearest to a test image, and ranks the test
+        names by their similarity to the name of that training image.
         """
         part = self.trained
         pixels = torch.cdist(self.tested.plain.flatten(1), part.images.flatten(1)).argmin(1)
@@ -175,7 +183,7 @@ class App(Application):
         return many | super().goals(own, baselines)
 
     def answer(self, model: nn.Module, request: str) -> str:
-        """Lists the emoji whose images, not names, are nearest to the request."""
+        """Lists the emoji whose image embeddings are nearest to the request. Ignores the names."""
         if (tokens := len(encode(self._tokenizer, [request], len(request) + 2)[0])) > LIMIT:
             raise ValueError(f"use: expected at most {LIMIT} tokens, got {tokens}")
         sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]
@@ -188,7 +196,7 @@ class App(Application):
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws held-out images with their best names, the right one in bold."""
+        """Draws test images and below each the names that fit best. The right name is bold."""
         scores = model(self.tested.plain, self.tested.sentences)
         shown = torch.arange(0, len(scores), max(1, len(scores) // 8))[:8]
         picture, axes = figure(9, 2.6, nrows=2, ncols=8)
@@ -205,13 +213,14 @@ class App(Application):
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Returns the rank (n,), from 1, of each image's own text, for scores (n, n).
+    """Returns the rank (n,) of each image's own text among all texts. The best rank is 1.
 
-    Ties count against it.
+    scores[i, j] compares image i with text j. A text with the same score as the image's own text
+    counts as better.
     """
     return (scores >= scores.diagonal()[:, None]).sum(1).double()
 
 
 def recall(scores: Tensor) -> float:
-    """Returns the share of images whose own text is among the best five."""
+    """Returns the share of images whose own text has rank 5 or better, for scores (n, n)."""
     return (ranks(scores) <= AMONG).double().mean().item()

@@ -12,7 +12,9 @@ SHARPEST = math.log(100.0)
 
 
 class CLIP(nn.Module):
-    """Two encoders with outputs (B, D), scaled to length 1 (Radford et al., 2021).
+    """An image and a text encoder, whose outputs (B, D) are scaled to length 1.
+
+    The method is CLIP (Radford et al., 2021).
 
     The encoders do not attend to each other; only the loss combines images and texts.
     """
@@ -23,7 +25,10 @@ class CLIP(nn.Module):
         self.sharpness = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Returns the cosine of each image and text, (images, texts), times a learned factor."""
+        """Returns the cosine of every image with every text, times a learned factor.
+
+        The result is (number of images, number of texts).
+        """
         cosines = self.of_images(images) @ self.of_texts(texts).T
         return cosines * self.sharpness.clamp(max=SHARPEST).exp()
 
@@ -35,9 +40,9 @@ class CLIP(nn.Module):
 
 
 def contrast(scores: Tensor) -> Tensor:
-    """Computes the symmetric contrastive loss for scores (B, B).
+    """Returns the symmetric contrastive loss of scores (B, B), image by text.
 
-    Matching pairs are on the diagonal.
+    Image i belongs to text i, so that the diagonal has the matching pairs.
     """
     labels = torch.arange(len(scores), device=scores.device)
     return 0.5 * (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels))

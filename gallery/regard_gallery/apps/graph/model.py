@@ -12,7 +12,10 @@ DROPOUT = 0.6
 
 
 class GAT(nn.Module):
-    """Two graph attention layers (Velickovic et al., 2018): 8 heads of 8 channels, then one."""
+    """Two graph attention layers (Velickovic et al., 2018).
+
+    The first has 8 heads of 8 channels, the second one head with a channel per class.
+    """
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -20,14 +23,14 @@ class GAT(nn.Module):
         self.second = GraphAttention(64, classes, mean=True, dropout=DROPOUT)
 
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
-        """Maps dense or sparse features (n, d) to logits (n, classes)."""
+        """Maps the nodes' features (n, features), dense or sparse, to logits (n, classes)."""
         x = F.elu(self.first(drop(x, self.training), graph))
         out: Tensor = self.second(drop(x, self.training), graph)
         return out
 
 
 def drop(x: Tensor, training: bool) -> Tensor:
-    """Applies dropout. For sparse x, only to its stored entries."""
+    """Applies dropout to x, or to the stored entries of a sparse x."""
     if not x.is_sparse:
         return F.dropout(x, DROPOUT, training)
     values = F.dropout(x.values(), DROPOUT, training)

@@ -26,8 +26,8 @@ KINDS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 SIZE, PATCH, WIDTH, BATCH, VALIDATED = 28, 4, 64, 64, 2000
-AHEAD = 0.03  # accuracy above the baseline that is the goal
-UNSIGNED_BYTES = 8  # IDX's code of the only type in these files
+AHEAD = 0.03  # the goal: accuracy of the baseline + AHEAD
+UNSIGNED_BYTES = 8  # IDX's code of the element type; these files have no other
 
 
 class Images(NamedTuple):
@@ -39,7 +39,7 @@ class Images(NamedTuple):
 
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
-    """Reads the first `count` images of "train" or "t10k", after shuffling if there is a seed."""
+    """Reads the first `count` images of "train" or "t10k". With a seed, shuffles them first."""
     folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
@@ -50,8 +50,12 @@ def fashion(which: str, count: int | None = None, seed: int | None = None) -> Im
 
 
 def read_idx(path: Path, rank: int) -> Tensor:
-    """Reads an IDX file of bytes: two zeros, type, rank, sizes (4 bytes each), values."""
-    # By hand: torchvision is heavy for this, and idx2numpy has had no release for years.
+    """Reads a gzipped IDX file of `rank` dims with uint8 elements.
+
+    The file has two zero bytes, a byte each for element type and rank, four bytes per size, and the
+    elements.
+    """
+    # No library: torchvision is heavy for this, and idx2numpy has had no release for years.
     stored = gzip.decompress(bounded(path).read_bytes())
     if stored[:4] != bytes((0, 0, UNSIGNED_BYTES, rank)):
         raise ValueError(f"{path}: expected an IDX file of bytes with {rank} dims, got {stored[:4].hex()}")
@@ -93,7 +97,7 @@ class App(Application):
         return {"accuracy": torch.cat(right).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores logistic regression. The validation images choose the strength of its penalty."""
+        """Scores logistic regression, with the penalty that is best on the validation images."""
         from sklearn.linear_model import LogisticRegression
 
         x, held, tested = (part.x.flatten(1).numpy() for part in (self.trained, self.validated, self.tested))
@@ -120,7 +124,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws the first test image of each kind, and the class token's attention to it."""
+        """Draws the first test image of each kind, with the class token's attention to patches."""
         first = torch.stack([(self.tested.y == kind).nonzero()[0, 0] for kind in range(len(KINDS))])
         images = self.tested.x[first]
         predicted, looks = model(images).argmax(-1), model.looks(images)  # type: ignore[operator]

@@ -1,13 +1,13 @@
 """Brain tissue: a U-Net with attention segments grey and white matter in slices of an MR image.
 
 Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`.
-It is one brain, the average of 152 people. Training, validation and test are ranges of its axial
-slices with gaps between them, because neighbouring slices are nearly equal. The results do not
-carry over to other people, other scanners or illness.
+The template is one brain, the average of 152 people. Training, validation and test are ranges of
+its axial slices with gaps between the ranges, because neighbouring slices are nearly equal. The
+results do not carry over to other people, other scanners or illness.
 
 The template is lit evenly, so that brightness alone nearly determines the tissue. Scanners light
-unevenly. Each slice is therefore multiplied by a smooth random field and gets noise. Scores on the
-unchanged slices are listed too.
+unevenly. Each slice is therefore multiplied by a smooth random field, and noise is added. Scores on
+the unchanged slices ("even light") are listed too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .model import Segmenter
 
 FILE = ("nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz")
 TISSUES = ("other", "grey", "white")
-HEIGHT, WIDTH = 240, 208  # of a padded slice
-TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, from the bottom
-BATCH, LEVELS = 4, 512  # slices; levels of brightness, of which the template has 255
-UNEVEN, NOISE = 0.3, 0.03  # largest log of the light field; standard deviation of the noise
+HEIGHT, WIDTH = 240, 208  # size of a padded slice
+TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, counted from the bottom
+BATCH, LEVELS = 4, 512  # slices per batch; levels of brightness (0 to 255 without light field)
+UNEVEN, NOISE = 0.3, 0.03  # largest |log| of the light field; standard deviation of the noise
 
 
 class Slices(NamedTuple):
@@ -39,7 +39,7 @@ class Slices(NamedTuple):
     y: Tensor  # (n, HEIGHT, WIDTH), indices in TISSUES
 
     def shaded(self, generator: torch.Generator) -> Slices:
-        """Multiplies each slice by a smooth random field and adds noise."""
+        """Returns the slices, each multiplied by a smooth random light field, with added noise."""
         corners = UNEVEN * (2 * torch.rand(len(self.x), 1, 4, 4, generator=generator) - 1)
         light = F.interpolate(corners, self.x.shape[-2:], mode="bilinear", align_corners=True).exp()
         noise = NOISE * torch.randn(self.x.shape, generator=generator)
@@ -50,7 +50,7 @@ class Slices(NamedTuple):
 
 
 def brain() -> tuple[Tensor, Tensor, Tensor]:
-    """Reads the T1 image and the maps of grey and white matter, each (z, y, x) in bytes."""
+    """Reads the T1 image and the maps of grey and white matter, each (z, y, x) uint8."""
     kinds = ("t1", "gm", "wm")
     t1, grey, white = (volume(package_file(*FILE[:-1], FILE[-1].format(kind))) for kind in kinds)
     if not t1.shape == grey.shape == white.shape:
@@ -59,7 +59,7 @@ def brain() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
-    """Cuts out axial slices. The label of a pixel is its most probable tissue."""
+    """Returns the axial slices `chosen`. The label of a pixel is its most probable tissue."""
     t1, grey, white = (whole[chosen.start : chosen.stop].int() for whole in volumes)
     border = (0, WIDTH - t1.shape[2], 0, HEIGHT - t1.shape[1])
     tissue = torch.stack([255 - grey - white, grey, white]).argmax(0)
@@ -67,7 +67,7 @@ def cut(volumes: tuple[Tensor, Tensor, Tensor], chosen: range) -> Slices:
 
 
 def volume(path: Path) -> Tensor:
-    """Reads a NIfTI file of bytes as (z, y, x)."""
+    """Reads a NIfTI file with uint8 values as a tensor (z, y, x)."""
     import nibabel
 
     try:
@@ -80,7 +80,10 @@ def volume(path: Path) -> Tensor:
 
 
 def dice(found: Tensor, truth: Tensor, tissue: int) -> float:
-    """Computes Dice, 2 |A and B| / (|A| + |B|), of a tissue's predicted and true pixels."""
+    """Returns the Dice score of a tissue: 2 |A and B| / (|A| + |B|).
+
+    A and B are the pixels at which `found` (predicted) and `truth` have this tissue.
+    """
     a, b = found == tissue, truth == tissue
     return (2 * (a & b).sum() / (a.sum() + b.sum()).clamp_min(1)).item()
 
@@ -102,7 +105,7 @@ class App(Application):
         return Segmenter(HEIGHT, WIDTH, len(TISSUES), Blocks(dropout=0.1))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
-        """Draws slices, mirrors half of them at random, and applies random light and noise."""
+        """Returns random slices with random light and noise. Mirrors each with probability 1/2."""
         count = 1 if self.quick else BATCH
         chosen = torch.randint(len(self.trained.x), (count,), generator=generator)
         x, y = self.trained.x[chosen], self.trained.y[chosen]
@@ -123,11 +126,15 @@ class App(Application):
         return dict(zip(self.more, (value for pair in by_light for value in pair), strict=True))
 
     def _predicted(self, model: nn.Module, slices: Slices) -> Tensor:
-        """Predicts the tissue of each pixel, (n, HEIGHT, WIDTH)."""
+        """Returns the predicted tissue of each pixel, (n, HEIGHT, WIDTH)."""
         return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores the two thresholds that are best for the training slices in the same light."""
+        """Scores a baseline that labels tissue by two thresholds of brightness.
+
+        For each light (uneven, even), the thresholds are those that are best on training slices in
+        that light.
+        """
         shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
         by_light = []
         for trained, tested in ((shaded, self.tested), (self.trained, self.even)):
@@ -136,7 +143,10 @@ class App(Application):
         return {"two thresholds": self._scores(by_light)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """Compares in uneven light only: in even light, thresholds are hard to beat."""
+        """Returns whether the model beats the thresholds in uneven light.
+
+        Scores in even light are not compared, because thresholds are hard to beat there.
+        """
         rival = baselines["two thresholds"]
         return {f"{name} better than thresholds": own[name] > rival[name] for name in self.more[:2]}
 
@@ -152,7 +162,10 @@ class App(Application):
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws a test slice, its tissue, the prediction and its greyest patch's attention."""
+        """Draws a test slice, its true and predicted tissue, and the attention of one patch.
+
+        The patch is the one with most grey matter.
+        """
         one = self.tested.one(len(self.tested.x) // 2)
         stride: int = model.stride  # type: ignore[assignment]
         grey = F.avg_pool2d((one.y == 1).float(), stride)[0]
@@ -179,24 +192,27 @@ def _overlay(axes: Any, looks: Tensor, row: int, column: int, stride: int) -> No
 
 
 def dices(found: Tensor, slices: Slices) -> tuple[float, float]:
-    """Returns the Dice scores of grey and white matter."""
+    """Returns the Dice scores of grey and white matter, for predictions `found`."""
     return dice(found, slices.y, TISSUES.index("grey")), dice(found, slices.y, TISSUES.index("white"))
 
 
 def levels(slices: Slices) -> Tensor:
-    """Quantises the brightness to integers below LEVELS, (n, HEIGHT, WIDTH)."""
+    """Returns the brightness of each pixel as an integer below LEVELS, (n, HEIGHT, WIDTH)."""
     return (slices.x[:, 0] * 255).round().long().clamp_max(LEVELS - 1)
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """Returns the lowest level of grey matter and that of white, chosen for the best sum of Dice."""
+    """Returns the lowest level of brightness that counts as grey matter, and the lowest for white.
+
+    Of all pairs of levels, they have the largest sum of both Dice scores.
+    """
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])
-    below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1)
+    below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1): pixels darker than a level
     grey_all, white_all = below[1, -1], below[2, -1]
     a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")
-    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels predicted grey
-    above = below[:, -1, None] - below  # (tissues, b): pixels predicted white
+    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels labelled grey, in [a, b)
+    above = below[:, -1, None] - below  # (tissues, b): pixels labelled white, from b
     grey = 2 * between[1] / (between.sum(0) + grey_all).clamp_min(1)
     white = 2 * above[2] / (above.sum(0) + white_all).clamp_min(1)
     best = torch.where(a <= b, grey + white, 0).argmax()

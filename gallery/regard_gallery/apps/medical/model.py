@@ -19,9 +19,10 @@ CHANNELS = (8, 16, 32)
 class Segmenter(nn.Module):
     """Maps images (B, 1, height, width) to logits (B, classes, height, width).
 
-    Convolutions halve the resolution once for each entry of CHANNELS. The resulting patches of
-    `stride` x `stride` pixels attend to each other. Transposed convolutions double the resolution
-    again, with skip connections from the way down.
+    Convolutions halve the resolution once for each entry of CHANNELS. Each position of the result
+    stands for a patch of `stride` x `stride` pixels, and these patches attend to each other.
+    Transposed convolutions then restore the resolution, with skip connections from the earlier
+    features of the same resolution.
     """
 
     def __init__(self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS) -> None:
@@ -50,7 +51,7 @@ class Segmenter(nn.Module):
         return out
 
     def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Returns the features at each resolution, and the patches (B, patches, d_model)."""
+        """Returns the features of each resolution, and embedded patches (B, patches, d_model)."""
         check_images(images, self.shape)
         skips = [F.gelu(self.first(images))]
         for down in self.down:
@@ -58,9 +59,10 @@ class Segmenter(nn.Module):
         return skips, self.patches(skips[-1]).flatten(2).transpose(1, 2) + self.places
 
     def looks(self, image: Tensor, row: int, column: int) -> Tensor:
-        """Returns the attention weights of one patch of an image (1, height, width).
+        """Returns the attention weights of the patch at (row, column), (layers, *grid).
 
-        The shape is (layers, *grid). Weights are averaged over the heads.
+        The image is (1, height, width), and `grid` its rows and columns of patches. Weights are
+        averaged over the heads.
         """
         layers = layer_rows(self.stack, self._tokens(image[None])[1], row * self.grid[1] + column)
         return torch.stack([weights[0].mean(0).unflatten(0, self.grid) for weights in layers])

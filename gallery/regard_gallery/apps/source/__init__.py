@@ -1,7 +1,7 @@
 """Python's standard library: a language model that completes functions.
 
 Data: the modules of the running Python's standard library, some 160 files and 5 MB. Whole files are
-held out. Every second layer has a window.
+held out. In every second layer, attention is limited to a window.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from ...models.generate import Sampling
 from .._parts.language import LanguageApp
 
-SHORTEST = 1000  # characters; shorter files only re-export names
+SHORTEST = 1000  # minimal number of characters of a file; shorter files only re-export names
 
 
 class App(LanguageApp):
@@ -32,7 +32,10 @@ class App(LanguageApp):
         return [text for text in texts if len(text) >= SHORTEST]
 
     def ended(self, request: str, written: str) -> int | None:
-        """Returns the index of the first line that is not indented more than the request."""
+        """Returns the index in `written` at which the function ends, or None if it has not ended.
+
+        A function ends before the first line that is not indented more than the request.
+        """
         indent = len(request) - len(request.lstrip())
         outside = re.search(rf"\n {{0,{indent}}}[^\s]", written)
         return None if outside is None else outside.start()

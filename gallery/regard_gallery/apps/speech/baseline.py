@@ -1,9 +1,9 @@
-"""Baseline recognisers of connected words: the cheapest path through templates, which are
-recordings (dynamic time warping) or hidden Markov models.
+"""Baseline recognisers of connected words. They find the cheapest path of the frames through
+templates of words. A template is a recording (dynamic time warping) or a hidden Markov model.
 """
 
-# By hand: hmmlearn re-estimates transitions too (other scores), and neither hmmlearn nor tslearn
-# recognises connected words.
+# No library: hmmlearn also re-estimates transitions, which gives other scores, and neither hmmlearn
+# nor tslearn recognises connected words.
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-NARROWEST = 0.1  # least deviation of a state's Gaussian; features have deviation 1 over all frames
+NARROWEST = 0.1  # least standard deviation of a state's Gaussian; over all frames, it is 1
 
 
 class Templates(NamedTuple):
     """Templates of words. A template is a sequence of states, each with a mean frame."""
 
-    mean: Tensor  # (n, longest, features)
-    spread: Tensor | None  # (n, longest, features): deviations of Gaussians; None: costs are distances
-    last: Tensor  # (n,): the last state of each template
+    mean: Tensor  # (n, longest, features): the mean frame of each state; n templates
+    spread: Tensor | None  # same shape: deviations of the states' Gaussians; None: costs are distances
+    last: Tensor  # (n,): the index of each template's last state
     symbols: list[int]  # the symbol of each template
 
     def costs(self, heard: Tensor) -> Tensor:
-        """Computes the cost (L, n, longest) of each frame in each state."""
+        """Maps frames (L, features) to the cost of each frame in each state, (L, n, longest)."""
         if self.spread is None:
             return torch.cdist(heard, self.mean.flatten(0, 1)).view(len(heard), *self.mean.shape[:2])
         scaled = (heard[:, None, None] - self.mean) / self.spread
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def read(self, heard: Tensor, penalty: float) -> list[int]:
-        """Recognises frames (L, features): returns the symbols on the cheapest path.
+        """Returns the symbols of the words on the cheapest path of the frames (L, features).
 
         Each word costs `penalty`. From one frame to the next, the path stays in its state or
-        advances by one or two states. At the end of a word it may enter the first or second state
-        of any word.
+        advances by one or two states. From the last state of a word, the path may enter the first
+        or second state of any word.
         """
         n, longest, _ = self.mean.shape
-        total = torch.full((n, longest + 2), torch.inf)  # two columns in front for entering a word
+        # Cost of the best path to each state. Two columns in front are for entering a word.
+        total = torch.full((n, longest + 2), torch.inf)
         begun = torch.zeros(n, longest + 2, dtype=torch.long)
         best, ends = 0.0, []
         for t, cost in enumerate(self.costs(heard)):
@@ -55,7 +56,10 @@ class Templates(NamedTuple):
         return self._backtrace(ends)
 
     def _backtrace(self, ends: list[tuple[int, int]]) -> list[int]:
-        """Returns the best path's symbols, given the best word that ends at each frame."""
+        """Returns the symbols of the best path.
+
+        ends[t] is the best word that ends at frame t, and the frame at which the word begins.
+        """
         symbols, t = [], len(ends) - 1
         while t >= 0:
             word, begin = ends[t]
@@ -65,7 +69,11 @@ class Templates(NamedTuple):
 
 
 def _moves(x: Tensor) -> Tensor:
-    """Stacks the values before each move (stay, advance one, advance two): (3, n, longest)."""
+    """Returns (3, n, longest): for each state, the values of the states before a move into it.
+
+    The moves are to stay, to advance by one state and to advance by two. x (n, longest + 2) has the
+    values of all states, after two columns for entering a word.
+    """
     return torch.stack([x[:, 2:], x[:, 1:-1], x[:, :-2]])
 
 
@@ -76,10 +84,11 @@ def of_recordings(frames: list[Tensor], symbols: Tensor) -> Templates:
 
 
 def of_words(frames: list[Tensor], symbols: Tensor, states: int, rounds: int = 3) -> Templates:
-    """Fits a left-to-right hidden Markov model with a Gaussian in each state, for each symbol.
+    """Returns a template for each symbol: a left-to-right hidden Markov model.
 
-    Frames are first divided evenly among the states. Each round then assigns frames to the states
-    of their most probable path (Viterbi training).
+    Each of the `states` states has a Gaussian, fitted to the symbol's recordings. Frames are first
+    divided evenly among the states. Each round then assigns frames to the states of their most
+    probable path (Viterbi training).
     """
     words = sorted(set(symbols.tolist()))
     models = []
@@ -101,9 +110,10 @@ def _template(gaussians: tuple[Tensor, Tensor]) -> Templates:
 
 
 def _gaussians(frames: Tensor, path: Tensor, states: int) -> tuple[Tensor, Tensor]:
-    """Computes mean and deviation (states, features) of the frames in each state.
+    """Returns mean and standard deviation of the frames in each state, both (states, features).
 
-    States with fewer than two frames take those of all frames.
+    path[i] is the state of frame i. A state with fewer than two frames gets the mean and deviation
+    of all frames.
     """
     overall = torch.std_mean(frames, 0)
     by_state = (frames[path == state] for state in range(states))
@@ -112,7 +122,7 @@ def _gaussians(frames: Tensor, path: Tensor, states: int) -> tuple[Tensor, Tenso
 
 
 def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
-    """Returns each recording's cheapest path through all states: the states (L,) of its frames."""
+    """Returns the state of each frame, (L,), on each recording's cheapest path through `word`."""
     padded = pad_sequence(recordings, batch_first=True)
     costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
     total = torch.full((len(recordings), costs.shape[2] + 2), torch.inf)
@@ -120,7 +130,7 @@ def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
     moves = []
     for cost in costs.unbind(1):
         cheapest, move = _moves(total).min(0)
-        total[:, :2] = torch.inf  # only the first frame enters the word
+        total[:, :2] = torch.inf  # later frames cannot enter the word
         total[:, 2:] = cheapest + cost
         moves.append(move)
     by_recording = torch.stack(moves, 1).tolist()
@@ -128,7 +138,10 @@ def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
 
 
 def _states(moves: list[list[int]]) -> Tensor:
-    """Backtraces the state of each frame from moves[frame][state], the states advanced on entry."""
+    """Returns the state of each frame, (L,), on the path that ends in the last state.
+
+    moves[frame][state] is by how many states the best path advanced to reach `state` at `frame`.
+    """
     state, states = len(moves[0]) - 1, []
     for by_state in reversed(moves):
         states.append(state)

@@ -1,4 +1,4 @@
-"""A small speech recogniser: an encoder trained by CTC, which needs no labels of time."""
+"""A small speech recogniser: an encoder trained with CTC, which needs no labels of time."""
 
 from __future__ import annotations
 
@@ -35,19 +35,25 @@ class Recogniser(nn.Module):
         return F.gelu(self.near(frames.transpose(1, 2))).transpose(1, 2)
 
     def weights(self, frames: Tensor) -> Tensor:
-        """Returns the last layer's head-averaged weights (L, L) for frames (L, features)."""
+        """Returns the last layer's attention weights (L, L) for frames (L, features).
+
+        They are averaged over the heads.
+        """
         return layer_weights(self.stack, self._embedded(frames[None]))[-1][0].mean(0)
 
 
 def ctc(log_probs: Tensor, lengths: Tensor, spoken: list[Tensor]) -> Tensor:
-    """Computes the CTC loss of log-probabilities (B, L, 1 + symbols)."""
+    """Returns the CTC loss of log-probabilities (B, L, 1 + symbols), given the spoken symbols."""
     counts = torch.tensor([*map(len, spoken)])
     by_frame = log_probs.transpose(0, 1)
     return F.ctc_loss(by_frame, torch.cat(spoken), lengths, counts, blank=BLANK, zero_infinity=True)
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Decodes the best symbol of each frame, merges repetitions and removes blanks."""
+    """Returns the symbols of each sample by greedy CTC decoding.
+
+    Takes the best symbol of each frame, merges repetitions and removes blanks.
+    """
     decoded = []
     for best, length in zip(log_probs.argmax(-1), lengths.tolist(), strict=True):
         merged = best[:length].unique_consecutive()

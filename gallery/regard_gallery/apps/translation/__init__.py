@@ -1,9 +1,9 @@
 """English to French: an encoder-decoder for short sentences, with cached beam search.
 
 Data: sentence pairs of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the
-source package of `nmt` on PyPI. The English has at most WORDS words. English sentences are held out
-with all their translations. No training pair contains a held-out English or French sentence,
-ignoring case and punctuation.
+source package of `nmt` on PyPI. English sentences have at most WORDS words. They are held out with
+all their translations. No training pair contains a held-out English or French sentence, not even
+with other case or punctuation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .beam import Written
 from .model import END, START, Sentences, Translator, sentences
 
 PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
-WORDS = 8  # most words of an English sentence
+WORDS = 8  # maximal number of words of an English sentence
 TESTED, VALIDATED = 2000, 500
-VOCABULARY, READ = 3000, 40_000  # tokens; pairs from which the tokenizer learns them
+VOCABULARY, READ = 3000, 40_000  # number of tokens, and of pairs on which the tokenizer is trained
 BATCH, SMOOTHING = 128, 0.1
 BEAMS, PENALTY = 4, 1.0
 LEXICON = "word by word (IBM model 1)"
@@ -41,7 +41,7 @@ Pair = tuple[str, str]
 
 
 class Held(NamedTuple):
-    """A held-out sentence and all its translations."""
+    """A held-out English sentence and all its French translations."""
 
     source: str
     references: list[str]
@@ -50,11 +50,14 @@ class Held(NamedTuple):
 class Batch(NamedTuple):
     source: Sentences
     target: Sentences  # begins with START
-    following: Tensor  # (total,): the token after each target token
+    following: Tensor  # (total,): the token after each token of `target`, without padding
 
 
 def tatoeba(lines: int | None = None) -> list[Pair]:
-    """Reads distinct pairs (English, French) from the first lines. The file is sorted by length."""
+    """Returns the distinct pairs (English, French) in the first `lines` lines of the file.
+
+    The file is sorted by length, so these are the shortest sentences. None means all lines.
+    """
     path = first_of(PLACES, "Tatoeba English-French")
     try:
         with ZipFile(bounded(path)) as archive, archive.open("fra.txt") as file:
@@ -66,19 +69,22 @@ def tatoeba(lines: int | None = None) -> list[Pair]:
 
 
 def clean(text: str) -> str:
-    """Normalises Unicode, apostrophes and spaces. The French text has three kinds of spaces."""
+    """Normalises Unicode, apostrophes and spaces, of which the French text has three kinds."""
     return " ".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split())
 
 
 def bare(text: str) -> str:
-    """Reduces a text to its letters and digits. Texts that are equal then count as the same."""
+    """Returns the letters and digits of a text in lower case.
+
+    Texts for which this is equal count as the same sentence.
+    """
     return re.sub(r"\W+", "", text.casefold())
 
 
 def hold_out(pairs: list[Pair], count: int, seed: int) -> tuple[list[Held], list[Pair]]:
-    """Holds out `count` English sentences.
+    """Returns `count` held-out English sentences with their translations, and the training pairs.
 
-    Also returns the pairs that share no sentence with them.
+    The training pairs are those that contain no held-out English or French sentence.
     """
     french: dict[str, list[str]] = defaultdict(list)
     for source, target in pairs:
@@ -132,7 +138,7 @@ class App(Application):
         return F.cross_entropy(scores, batch.following, label_smoothing=SMOOTHING * model.training)
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the mean log-probability of a token."""
+        """Returns the mean log-probability of a token of the validation translations."""
         pairs = [(one.source, reference) for one in self.validated for reference in one.references]
         return -float(self.loss(model, self._batch(pairs)))
 
@@ -141,7 +147,10 @@ class App(Application):
         return quality([self.text(written.tokens) for written in translations], held)
 
     def translate(self, model: nn.Module, texts: list[str]) -> list[Written]:
-        """Each in French. Sentences of about the same length go together."""
+        """Translates English texts to French.
+
+        Sentences of similar length share a batch, which reduces padding.
+        """
         tokens = self._tokens([clean(text) for text in texts])
         order = sorted(range(len(texts)), key=lambda i: len(tokens[i]))
         by_index: dict[int, Written] = {}
@@ -167,7 +176,7 @@ class App(Application):
         return f"{self.text(written.tokens)}\n({about})"
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws the cross-attention of two test sentences, between French and English words."""
+        """Draws the cross-attention from French to English words, for two test sentences."""
         shown = sorted((one.source for one in self.tested[:50]), key=lambda text: -len(text.split()))[:2]
         picture, axes = figure(10, 4.6, ncols=2)
         for axis, source, written in zip(axes, shown, self.translate(model, shown), strict=True):
@@ -181,9 +190,9 @@ class App(Application):
     def alignment(
         self, model: nn.Module, source: str, target: list[int]
     ) -> tuple[Tensor, list[str], list[str]]:
-        """Computes the cross-attention (French words, English words), averaged over all heads.
+        """Returns cross-attention weights (French words, English words) and both lists of words.
 
-        Also returns the words of both sentences.
+        Weights are averaged over all heads of all layers. The list of English words comes first.
         """
         from regard.see import capture
 
@@ -191,7 +200,7 @@ class App(Application):
         with capture(model, keep="qk") as captured:
             model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
         layers = [layer.rows(list(range(len(target) + 1))) for layer in captured if "cross" in layer.name]
-        weights = torch.cat(layers, 1)[0].mean(0)  # row i, whose input is token i, predicts token i + 1
+        weights = torch.cat(layers, 1)[0].mean(0)  # (target, source); row i predicts token i of `target`
         english, french = ([*by_word(self.tokenizer, tokens), [END]] for tokens in (read, target))
         by_source = torch.stack([word.sum(1) for word in weights.split([*map(len, english)], 1)], 1)
         by_both = torch.stack([word.mean(0) for word in by_source.split([*map(len, french)])])
@@ -202,7 +211,7 @@ class App(Application):
 
 
 def quality(found: list[str], held: list[Held]) -> Scores:
-    """Computes BLEU and chrF against all references of each sentence, whose number varies."""
+    """Returns BLEU and chrF of the translations `found` against all references of a sentence."""
     from sacrebleu import corpus_bleu, corpus_chrf
 
     references = list(zip_longest(*(one.references for one in held)))

@@ -1,6 +1,6 @@
-"""A lexicon learned by IBM model 1 (Brown et al., 1993), and translation word by word."""
+"""Translates word by word, with a lexicon learned by IBM model 1 (Brown et al., 1993)."""
 
-# By hand: nltk's IBMModel1 is several times slower, and breaks ties differently (other scores).
+# Not nltk's IBMModel1: it is several times slower, and breaks ties differently (other scores).
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
-NOTHING = ""  # the NULL word, which is in every source sentence
+NOTHING = ""  # IBM model 1's NULL word, which is added to every source sentence
 WORD = re.compile(r"\w+'|\w+|[^\w\s]")  # "l'homme" is two words
 
 Pairs = Sequence[tuple[str, str]]
@@ -25,10 +25,10 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
     links, token, tokens = _links(sentences)
     codes, entry = np.unique(links[:, 0] * len(targets) + links[:, 1], return_inverse=True)
     source = codes // len(targets)
-    probability = np.ones(len(codes))  # of a target word, given the source word
+    probability = np.ones(len(codes))  # for each pair in `codes`: of the target word, given the source word
     for _ in range(rounds):
         weight = probability[entry]
-        weight /= np.bincount(token, weight, tokens)[token]  # a target word's links sum to 1
+        weight /= np.bincount(token, weight, tokens)[token]  # makes the links of each target word sum to 1
         expected = np.bincount(entry, weight, len(codes))
         probability = expected / np.bincount(source, expected, len(sources))[source]
     best = np.lexsort((-probability, source))
@@ -39,9 +39,9 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
 
 
 def _spelling(texts: Iterable[str]) -> dict[str, str]:
-    """Maps lower-case words to their most frequent form inside sentences.
+    """Maps each lower-case word to its most frequent spelling, so that names keep their capital.
 
-    Names keep their capital.
+    The first words of texts, which always have a capital, are not counted.
     """
     forms: dict[str, Counter[str]] = {}
     for text in texts:
@@ -51,7 +51,7 @@ def _spelling(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _indexed(pairs: Pairs) -> tuple[list[str], list[str], list[tuple[list[int], list[int]]]]:
-    """Returns the vocabularies of both languages, and the pairs as indices in them."""
+    """Returns the vocabularies of both languages, and each pair of sentences as word indices."""
     sides: tuple[dict[str, int], dict[str, int]] = ({NOTHING: 0}, {})
     sources = [[0, *_indices(words(source), sides[0])] for source, _ in pairs]
     targets = [_indices(words(target), sides[1]) for _, target in pairs]
@@ -65,12 +65,13 @@ def _indices(sentence: list[str], vocabulary: dict[str, int]) -> list[int]:
 def _links(sentences: list[tuple[list[int], list[int]]]) -> tuple[Integers, Integers, int]:
     """Links every target word to every source word of its sentence.
 
-    Returns the links (n, 2) as (source, target), each link's index of the target word in the corpus
-    (n,), and the number of target words in the corpus.
+    Returns the n links and the number T of target words in the corpus. The links are two arrays:
+    (n, 2), the vocabulary indices of source and target word; and (n,), the position of the target
+    word in the corpus, from 0 to T - 1.
     """
     links, token, tokens = [], [], 0
     for source, target in sentences:
-        a, b = np.meshgrid(source, target)  # (target, source)
+        a, b = np.meshgrid(source, target)  # both (target length, source length)
         links.append(np.stack([a.ravel(), b.ravel()], 1))
         token.append(np.repeat(np.arange(tokens, tokens + len(target)), len(source)))
         tokens += len(target)
@@ -82,7 +83,7 @@ def words(text: str) -> list[str]:
 
 
 def word_by_word(known: dict[str, str], text: str) -> str:
-    """Replaces each word by its translation, in the same order. Keeps unknown words."""
+    """Replaces each word by its translation in `known`. Keeps the word order and unknown words."""
     joined = " ".join(known.get(word, word) for word in words(text))
     spaced = re.sub(r" ([.,])", r"\1", joined).replace("' ", "'")
     return spaced[:1].upper() + spaced[1:]

@@ -1,6 +1,6 @@
 """Beam search."""
 
-# By hand: the beam search of Transformers runs only on its own model classes and caches.
+# Not Transformers' beam search, which runs only on its own model classes and caches.
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Written(NamedTuple):
-    tokens: list[int]  # without start and end
-    score: float  # the log-probability, with the end
+    tokens: list[int]  # without the start and end tokens
+    score: float  # the log-probability of the tokens and the end token
 
 
 def beam_search(
@@ -26,25 +26,25 @@ def beam_search(
     """Returns the best sequence of each sample.
 
     Args:
-        step: `step(tokens, parents)`, both (samples * width,), returns the log-probabilities of the
-            next token, (samples * width, words). Row i continues row parents[i] of the previous
-            step and reads tokens[i]. Rows of a sample are adjacent. In the first call, parents[i]
-            is i.
+        step: `step(tokens, parents)` returns the log-probabilities of the next token, (samples *
+            width, words). Both arguments are (samples * width,). Row i is the sequence in row
+            parents[i] of the previous call, followed by tokens[i]. Rows of a sample are adjacent.
+            In the first call, parents[i] is i.
         samples: the number of samples.
-        start, end: the tokens before and after every sequence.
+        start, end: the tokens that begin and end every sequence. Results contain neither.
         width: the number of beams per sample; 1 is greedy search.
-        longest: the most tokens of a sequence, including the end.
-        penalty: the best beam has the largest score / length ** penalty; more than 0 favours long
-            sequences.
+        longest: the maximal number of tokens of a sequence, including `end`.
+        penalty: the best beam is the one with the largest score / length ** penalty. Values above 0
+            favour long sequences.
     """
     count("samples", samples, 1)
     count("width", width, 1)
     count("longest", longest, 1)
-    first = torch.arange(samples)[:, None] * width  # each sample's first row
+    first = torch.arange(samples)[:, None] * width  # (samples, 1): the first row of each sample
     parents = first + torch.arange(width)
     tokens = torch.full((samples, width, 1), start)
     scores = torch.full((samples, width), -torch.inf)
-    scores[:, 0] = 0.0  # all beams start equal, so only the first may continue
+    scores[:, 0] = 0.0  # all beams start equal, so only the first counts in the first step
     for position in range(longest):
         log_probs = step(tokens[..., -1].flatten(), parents.flatten()).view(samples, width, -1)
         log_probs = _only_end(log_probs, tokens[..., -1] == end, position == longest - 1, end)
@@ -58,7 +58,10 @@ def beam_search(
 
 
 def _only_end(log_probs: Tensor, ended: Tensor, last: bool, end: int) -> Tensor:
-    """Forces the end at the last position and, at no cost, after an end."""
+    """Returns log_probs (samples, width, words) in which some beams can only continue with `end`.
+
+    These are all beams if `last`, and beams that have ended, for which `end` then costs nothing.
+    """
     others = torch.arange(log_probs.shape[-1]) != end
     free = log_probs.masked_fill(ended[..., None], 0.0)
     return free.masked_fill((ended[..., None] | last) & others, -torch.inf)

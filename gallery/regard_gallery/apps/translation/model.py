@@ -1,4 +1,4 @@
-"""An encoder-decoder with one embedding for both languages and rotary positions."""
+"""An encoder-decoder with rotary positions. Both languages share one token embedding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BLOCKS = Blocks(128, dropout=0.1)
 
 
 class Sentences(NamedTuple):
-    """Padded tokens (B, L) and lengths (B,)."""
+    """A batch of sentences: padded tokens (B, L) and lengths (B,)."""
 
     tokens: Tensor
     lengths: Tensor
 
     @property
     def real(self) -> Tensor:
-        """A mask (B, L) that is False in the padding."""
+        """A bool tensor (B, L) that is True for tokens and False for padding."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
 
@@ -44,9 +44,10 @@ def _writer(d_model: int, heads: int, *, hidden: int | None, dropout: float, pos
 
 
 class Translator(nn.Module):
-    """Maps source and target to next-token logits (total, words) of the target without its padding.
+    """Maps source and target sentences to next-token logits (total, words).
 
-    With `packed`, padding is removed before the blocks; the result is the same.
+    `total` is the number of target tokens without padding. If the attribute `packed` is True,
+    padding is removed before the blocks, which does not change the result.
     """
 
     def __init__(self, words: int, blocks: Blocks = BLOCKS) -> None:
@@ -62,9 +63,9 @@ class Translator(nn.Module):
         return self.score((self._packed_states if self.packed else self.states)(source, target))
 
     def states(self, source: Sentences, target: Sentences) -> Tensor:
-        """Computes the states (total, d_model) of the target tokens, without padding.
+        """Returns the decoder's states (total, d_model) of the target tokens without padding.
 
-        The target needs no padding mask, because its attention is causal.
+        Self-attention of the target needs no padding mask: it is causal, and padding comes last.
         """
         memory = self.read(source)
         context = Lengths(source.lengths)
@@ -72,7 +73,7 @@ class Translator(nn.Module):
         return out[target.real]
 
     def _packed_states(self, source: Sentences, target: Sentences) -> Tensor:
-        """Computes the result of `states` with packed sequences."""
+        """Returns the same as `states`, computed on packed sequences."""
         context, cu_seqlens = packing.cu_seqlens(source.lengths), packing.cu_seqlens(target.lengths)
         memory = self.stacks.encoder(self.embed(source.tokens[source.real]), cu_seqlens=context)
         x = self.embed(target.tokens[target.real])
@@ -80,7 +81,7 @@ class Translator(nn.Module):
         return out
 
     def read(self, source: Sentences) -> Tensor:
-        """Encodes the source as (B, Ls, d_model)."""
+        """Returns the encoder's states (B, L, d_model) of padded source sentences."""
         out: Tensor = self.stacks.encoder(self.embed(source.tokens), lengths=source.lengths)
         return out
 
@@ -93,9 +94,9 @@ class Translator(nn.Module):
         return states @ self.words.weight.T
 
     def writing(self, source: Sentences, width: int) -> Step:
-        """Returns the step function of a beam search.
+        """Returns the function `step` for `beam_search`.
 
-        Encodes the source once and caches the output.
+        The source is encoded once, here. The keys and values of cross-attention are cached.
         """
         memory = self.stacks.decoder.remember(self.read(source).repeat_interleave(width, 0))
         context = Lengths(source.lengths.repeat_interleave(width))
@@ -111,7 +112,7 @@ class Translator(nn.Module):
         return step
 
     def translate(self, source: Sentences, width: int, longest: int, penalty: float = 0.0) -> list[Written]:
-        """Translates each sentence by beam search. Call `eval()` first."""
+        """Returns the best translation of each sentence by beam search. Call `eval()` first."""
         return beam_search(
             self.writing(source, width), len(source.lengths), start=START, end=END, width=width,
             longest=longest, penalty=penalty,
