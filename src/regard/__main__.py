@@ -1,4 +1,4 @@
-"""`python -m regard` is the command `regard`."""
+"""Makes `python -m regard` run the command `regard`."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""Crossovers: the lengths above which approximations need less time or memory than attention."""
+"""Crossovers: the lengths above which an approximation beats exact attention in time or memory."""
 
 from __future__ import annotations
 
@@ -56,19 +56,28 @@ class Crossover:
         return [name for name in dict.fromkeys(point.mechanism for point in self.points) if name != EXACT]
 
     def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
-        """Returns seconds or bytes by length. Empty if nothing was measured."""
+        """Maps each measured length to the mechanism's time in seconds or memory in bytes.
+
+        The dict is empty if the quantity was not measured.
+        """
         points = [p for p in self.points if (p.mechanism, p.work) == (mechanism, work)]
         if quantity == "time":
             return {p.L: p.time for p in points}
         return {p.L: p.memory for p in points if p.memory is not None}
 
     def gains(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
-        """Returns the ratio of exact attention to the mechanism by length; above 1 is a gain."""
+        """Maps each measured length to exact attention's time or memory divided by the mechanism's.
+
+        A value above 1 is a gain.
+        """
         curve, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
         return {L: amount / curve[L] for L, amount in exact.items()}
 
     def first(self, mechanism: str, work: Work, quantity: Quantity) -> int | None:
-        """Returns the shortest measured length from which all gains are at least 1.1, or None."""
+        """Returns the crossover: the shortest length with a gain of at least 1.1, or None.
+
+        The gain must also be at least 1.1 at every longer length that was measured.
+        """
         crossover = None
         for L, gain in sorted(self.gains(mechanism, work, quantity).items(), reverse=True):
             if gain < CLEAR:
@@ -112,13 +121,14 @@ def measure(
 ) -> Crossover:  # fmt: skip
     """Measures time and peak memory of exact attention and of each mechanism, without projections.
 
-    Memory is measured after all times, if the system reports it.
+    All times are measured first, then the memory, if the system reports it.
 
     Args:
         lengths: lengths L to measure. q, k and v are (1, heads, L, dim) float32.
-        causal: measure causal attention and the mechanisms that have a causal form.
+        causal: whether attention is causal. Mechanisms without a causal form are then left out.
         heads, dim: H and D.
-        seconds: time budget for each length and work. Every call runs at least twice.
+        seconds: time budget for forward and for training at each length. Every call runs at least
+            twice.
         progress: called with a description of each step before it starts.
     """
     jobs = [(count("lengths", L, 1), work) for L in sorted(set(lengths)) for work in get_args(Work)]
@@ -139,7 +149,10 @@ def measure(
 
 
 def _peak(call: Callable[[], object]) -> int | None:
-    """Returns the peak bytes beyond q, k and v, of a second call because the first loads code."""
+    """Returns the peak memory of a call in bytes, beyond the memory of q, k and v.
+
+    Measures the second of two calls, because the first also loads code.
+    """
     peak_memory(call)
     peak = peak_memory(call)
     return None if peak is None else max(peak, RESOLUTION)

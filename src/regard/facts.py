@@ -35,14 +35,17 @@ class Fact(Value):
     """The base class of facts."""
 
     def check(self, spec: Spec) -> None:
-        """Raises ValueError if the fact cannot be computed for a call with these sizes."""
+        """Raises ValueError if the fact cannot be computed for the sizes in `spec`."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates the parts, zero-filled. Sums over queries are in float64."""
+        """Allocates the fact's parts, filled with zeros.
+
+        Parts that sum over queries are float64.
+        """
         raise NotImplementedError
 
     def result(self, parts: Parts, spec: Spec) -> Any:
-        """Returns the parts in the caller's shape, rounded to the dtype of the LSE."""
+        """Converts the parts to the fact's result: caller's leading dims, dtype of the LSE."""
         (part,) = _in_caller_shape(parts, spec)
         return part
 
@@ -52,7 +55,7 @@ class Rows(Fact):
     """Rows of the weight matrix, (..., Hq, R, Lk).
 
     Args:
-        indices: an int or R ints, the indices of the queries; -1 is the last.
+        indices: the indices of R queries, or one int. -1 is the last query.
     """
 
     indices: tuple[int, ...]
@@ -73,12 +76,16 @@ class Rows(Fact):
         return [_zeros(problem.spec, len(self.indices), problem.spec.Lk)]
 
     def places(self, Lq: int) -> list[int]:
-        """Returns the indices as non-negative integers."""
+        """Returns the query indices as non-negative integers."""
         return [i % Lq for i in self.indices]
 
 
 class TopKResult(NamedTuple):
-    """The result of `TopK`. If a query may attend to fewer than k keys, the rest is 0 and -1."""
+    """The result of `TopK`.
+
+    If a query may attend to fewer than k keys, the remaining weights are 0 and the remaining keys
+    -1.
+    """
 
     weights: Tensor  # (..., Hq, Lq, k)
     keys: Tensor  # (..., Hq, Lq, k) int64
@@ -105,7 +112,7 @@ class TopK(Fact):
 
 
 class RowMaxResult(NamedTuple):
-    """The result of `RowMax`. For a fully masked row it is 0 and -1."""
+    """The result of `RowMax`. For a fully masked row, the weight is 0 and the key is -1."""
 
     weights: Tensor  # (..., Hq, Lq)
     keys: Tensor  # (..., Hq, Lq) int64
@@ -129,7 +136,7 @@ class ColumnMass(Fact):
     """The sum of the attention weights of each key over all queries, (..., Hq, Lk).
 
     Args:
-        weights: float (..., Lq), multiplies the rows. Default: all 1.
+        weights: float (..., Lq), a factor for the attention weights of each query. Default: all 1.
     """
 
     weights: Tensor | None
@@ -149,7 +156,7 @@ class ColumnMass(Fact):
         return [_zeros(problem.spec, problem.spec.Lk, dtype=torch.float64)]
 
     def by_sample(self, spec: Spec) -> Tensor | None:
-        """Returns the weights as (1 or B, Lq) in the dtype of the results."""
+        """Returns the argument `weights` as (1 or B, Lq) in the dtype of the results, or None."""
         return None if self.weights is None else _by_sample(spec, self.weights.to(spec.lse_dtype))
 
 
@@ -165,7 +172,7 @@ class Entropy(Fact):
     """The entropy of each query's weights, -sum p log p. A sink counts as one more key."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates the nats, and the number of allowed keys (plus 1 with a sink)."""
+        """Allocates two parts: entropies in nats, and numbers of allowed keys (sink included)."""
         Lq = problem.spec.Lq
         return [_zeros(problem.spec, Lq), _zeros(problem.spec, Lq, dtype=torch.int64)]
 
@@ -184,10 +191,13 @@ class DistanceResult(NamedTuple):
 
 @value
 class DistanceHistogram(Fact):
-    """The sum of the weights at each distance, query position - key position."""
+    """The sum of the weights at each distance (query position - key position), (..., Hq, n)."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates the mass. The second part is all distances, (n,) int64, ascending."""
+        """Allocates the mass as the first part.
+
+        The second part holds the n distances, ascending, int64.
+        """
         spec, offset = problem.spec, problem.offset
         if offset is None:
             first = last = int(spec.offset or 0)
@@ -207,7 +217,8 @@ class MassOn(Fact):
     """The sum of each query's weights over a set of keys, (..., Hq, Lq).
 
     Args:
-        keys: bool (..., Lk), True = in the set; or a list of key indices; -1 is the last.
+        keys: bool (..., Lk), True for keys in the set, or a list of key indices, where -1 is the
+            last key.
     """
 
     keys: Tensor
@@ -279,7 +290,10 @@ class BlockMass(Fact):
 
     @classmethod
     def coarser(cls, x: Tensor, block: int) -> Tensor:
-        """Reduces each `block` x `block` block of x (..., nq, nk) to one entry. Pads with 0."""
+        """Reduces each block of `block` x `block` entries of x (..., nq, nk) to one entry.
+
+        Incomplete blocks at the end are padded with 0.
+        """
         nq, nk = x.shape[-2:]
         x = torch.nn.functional.pad(x, (0, -nk % block, 0, -nq % block))
         x = x.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
@@ -308,7 +322,8 @@ class BlockMax(BlockMass):
 def largest(p: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest visible weights of p (..., n) and their indices, in descending order.
 
-    Ties go to the lower index. If fewer than k are visible, the rest is 0 and -1.
+    Ties go to the lower index. If fewer than k weights are visible, the remaining weights are 0 and
+    the remaining indices -1.
     """
     p = torch.nn.functional.pad(torch.where(visible, p, -1.0), (0, max(0, k - p.shape[-1])), value=-1.0)
     weights, indices = (x[..., :k] for x in p.sort(dim=-1, descending=True, stable=True))
@@ -326,7 +341,7 @@ def _check_shape(name: str, x: Tensor, target: tuple[int, ...]) -> None:
 
 
 def _by_sample(spec: Spec, x: Tensor) -> Tensor:
-    """Flattens the batch dims of x, broadcastable to (*batch, L), to (1 or B, L)."""
+    """Returns x, which broadcasts to (*batch, L), with its batch dims flattened: (1 or B, L)."""
     if x.numel() == x.shape[-1]:
         return x.reshape(1, -1)
     return x.expand(*spec.batch, -1).reshape(spec.B, -1)

@@ -1,6 +1,7 @@
 """Random features: maps phi for which phi(q).phi(k) approximates a kernel such as exp(q.k).
 
-They make attention linear in the length: sum_j phi(q).phi(k_j) v_j = phi(q).(sum_j phi(k_j) v_j).
+Random features make attention linear in the length:
+sum_j phi(q).phi(k_j) v_j = phi(q).(sum_j phi(k_j) v_j).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def orthogonal_gaussian(
     noise = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)
     lengths = torch.randn(features, dim, generator=generator, dtype=torch.float64).norm(dim=1)
     q, r = torch.linalg.qr(noise)
-    # Fixing the signs by r's diagonal makes q uniform over the orthogonal group.
+    # With the signs of r's diagonal, q is uniformly distributed over the orthogonal group.
     rows: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:features]
     projection: Tensor = lengths[:, None] * rows
     return projection.to(device=device, dtype=dtype or torch.get_default_dtype())

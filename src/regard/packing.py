@@ -66,7 +66,7 @@ def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
 
 
 def _counts(lengths: Integers | None, keep: Tensor | None) -> Tensor:
-    """Returns the lengths (N,) int64, or the number of real tokens in `keep`."""
+    """Returns the number of tokens of each sequence, (N,) int64, from `lengths` or from `keep`."""
     if (lengths is None) == (keep is None):
         raise TypeError(f"lengths, keep: expected one of them, got {'neither' if keep is None else 'both'}")
     if keep is not None:
@@ -118,7 +118,7 @@ def unpack(
         cu_seqlens: integers (N + 1,). The padding of each sequence comes last.
         keep: instead of cu_seqlens, bool (N, L): True = real token, as for `pack`.
         length: L, with `cu_seqlens` only. Default: the longest sequence.
-        dim: the dim of the tokens. A negative dim is the same as for `pack`.
+        dim: the dim of the tokens in x. A negative `dim` has the same value as in `pack`.
     """
     dim = _token_dim(x, dim, 0)
     counts = None if cu_seqlens is None else lengths(cu_seqlens)
@@ -135,7 +135,10 @@ def unpack(
 
 
 def _token_dim(x: Tensor, dim: int, least: int) -> int:
-    """Normalises a negative `dim`. `least` is 1 for a padded batch: dim 0 is the batch dim."""
+    """Returns `dim` as a non-negative index.
+
+    `least` is the lowest index allowed: 1 for a padded batch, because its dim 0 is the batch dim.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a tensor, got {describe(x)}")
     if not least <= dim + x.ndim * (dim < 0) < x.ndim:
@@ -155,7 +158,7 @@ def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None)
 
 
 def _real_tokens(lengths: Integers | None, keep: Tensor | None, N: int, L: int) -> tuple[Tensor, ...]:
-    """Returns the batch index and column of each real token of a padded batch, (total,) each."""
+    """Returns two index tensors (total,): the sample and the column of each real token."""
     counts = _counts(lengths, keep)
     if keep is None:
         if len(counts) != N or (N and int(counts.max()) > L):

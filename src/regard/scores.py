@@ -35,8 +35,8 @@ class Alibi:
     ) -> Alibi:
         """Returns the bias with the slopes of the paper: powers of 2^(-8/H) if H is a power of two.
 
-        Otherwise the slopes for the next lower power of two, followed by every second slope for the
-        next higher one.
+        For any other H, the slopes are those for the next lower power of two, followed by every
+        second slope for the next higher power of two.
         """
         heads = count("heads", heads, 1)
         lower = 2 ** int(math.log2(heads))
@@ -70,8 +70,9 @@ class RelativeBias:
 
     Args:
         table: a float tensor (num_buckets, Hq), like `relative_attention_bias.weight` of HF.
-        bidirectional: half of the buckets are for later keys. Otherwise later keys share bucket 0.
-        max_distance: distances from here on share the last bucket.
+        bidirectional: if True, half of the buckets are for keys after the query. Otherwise all keys
+            after the query share bucket 0.
+        max_distance: all distances from this one on share the last bucket.
     """
 
     def __init__(self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> None:
@@ -104,7 +105,7 @@ class RelativeBias:
         return self.table[self.bucket(distance)].t().contiguous()
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Returns the row of the table for each distance pos - j."""
+        """Returns the index of the table row for each distance pos - j."""
         side = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         steps = torch.tensor(_buckets(side, self.max_distance), device=distance.device)
         if not self.bidirectional:
@@ -112,7 +113,10 @@ class RelativeBias:
         return steps[distance.abs().clamp(max=self.max_distance)] + side * (distance < 0)
 
     def in_dtype(self, dtype: torch.dtype) -> RelativeBias:
-        """Returns the bias with the table in another dtype, in which gradients are then summed."""
+        """Returns the bias with its table cast to `dtype`.
+
+        Gradients are then summed in `dtype`, too.
+        """
         return self._with(self.table.to(dtype))
 
     def to(self, device: torch.device | str) -> RelativeBias:
@@ -151,8 +155,8 @@ def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
 def _computed_buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
     """Returns the bucket of each distance from 0 to max_distance.
 
-    The first half of the buckets hold one distance each, the others are logarithmic. Computed in
-    single precision, like the T5 models.
+    Each bucket of the first half holds one distance. Each bucket of the second half holds a range
+    of distances, and the ranges grow logarithmically. Computed in single precision, as in T5.
     """
     exact = buckets // 2
     far = np.arange(exact, max_distance + 1, dtype=np.float32) / np.float32(exact)
@@ -166,7 +170,7 @@ def _powers(heads: int) -> list[float]:
 
 
 def _distance(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor:
-    """Returns pos - j, (Lq, Lk), or (B, Lq, Lk) for an offset (B,)."""
+    """Returns the distances pos - j as (Lq, Lk), or as (B, Lq, Lk) for an offset (B,)."""
     queries = first_position(Lq, Lk, offset, device) + torch.arange(Lq, device=device)
     return queries[..., :, None] - torch.arange(Lk, device=device)
 

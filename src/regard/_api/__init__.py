@@ -1,1 +1,1 @@
-"""The public functions, one file each."""
+"""The public functions, each in its own file."""

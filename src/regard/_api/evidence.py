@@ -19,7 +19,7 @@ from ..masks import Mask
 
 
 class Evidence(tuple[Any, ...]):
-    """A tuple of the results of `evidence`, one for each fact in `want`."""
+    """The results of `evidence`: a tuple with one result for each fact in `want`."""
 
     want: tuple[Fact, ...]
 
@@ -58,8 +58,9 @@ def evidence(
 
     Returns:
         A tuple with the result of each fact, in the order of `want`. Results have q's leading dims
-        (..., Hq); there are none for q (Lq, D). They are float32 (float64 for float64), key indices
-        and distances int64. A fully masked row has weights 0, entropy 0 and key indices -1.
+        (..., Hq), or none if q is (Lq, D). They are float32 (float64 for float64 inputs); key
+        indices and distances are int64. A fully masked row has weights 0, entropy 0 and key indices
+        -1.
 
     Example:
         >>> top, entropy = regard.evidence(
@@ -85,17 +86,18 @@ def _compute(
 
 
 def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:
-    """Computes a row of attention rollout, (..., L): the share of each input token in token `row`.
+    """Computes one row of attention rollout, (..., L): each input token's share in output `row`.
 
-    Attention rollout multiplies the matrices (A + I) / 2 of all layers, rows scaled to sum to 1. A
-    is the mean of the weights over heads, I stands for the residual connection. One row needs a
-    vector-matrix product for each layer, which is computed tile by tile at O(L) memory.
+    Attention rollout multiplies the matrices (A + I) / 2 of all layers, after scaling their rows to
+    sum to 1. A is the mean of the weights over heads. I, the identity, stands for the residual
+    connection. One row needs a vector-matrix product for each layer, which is computed tile by tile
+    at O(L) memory.
 
     Args:
         layers: the layers in order, each (q, k) or (q, k, options): queries (..., Hq, L, D) and
             keys (..., Hkv, L, D) of self-attention, and a dict of keyword arguments of `evidence`,
             such as `mask`.
-        row: the index of the token, -1 for the last.
+        row: the index of the output token, -1 for the last.
         impl: as in `evidence`.
     """
     if not isinstance(layers, Sequence) or not layers:
@@ -117,7 +119,7 @@ def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") ->
 
 
 def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Checks a layer of `rollout` and returns q, k and its options."""
+    """Checks layer n of `rollout` and returns its q, k and options."""
     if not isinstance(layer, Sequence) or len(layer) not in (2, 3):
         raise TypeError(f"layers[{n}]: expected (q, k) or (q, k, options), got {describe(layer)}")
     q, k, options = (*layer, {})[:3]
@@ -131,9 +133,9 @@ def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]
 
 
 def _step_back(vector: Tensor, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """Multiplies vector (..., L) by (A + I) / 2, rows scaled to sum to 1.
+    """Multiplies vector (..., L) by A + I of one layer, rows scaled to sum to 1.
 
-    Rows of A sum to 1, or to less with a sink.
+    The scaling is needed because rows of A sum to less than 1 if there is a sink.
     """
     all_keys = torch.ones(k.shape[-2], dtype=torch.bool)
     (row_sums,) = evidence(q, k, None, MassOn(all_keys), **options)
@@ -160,7 +162,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
 
 
 def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
-    """Returns values with Dv = 0, which kernels do not read."""
+    """Returns a placeholder for the values with Dv = 0, because evidence needs no values."""
     like = k if v is None else v
     return like[..., :0] if isinstance(like, Tensor) and like.ndim and not like.is_nested else like
 

@@ -73,18 +73,19 @@ def linear_attention(
             "softmax" (over D), "unit" (vectors of length 1), or a function of a tensor that may
             change its last dim.
         normalize: whether to divide by the sum of the weights, phi(q) . (sum of phi(k)), as softmax
-            does. Use it with a non-negative phi. A row whose weights sum to 0 gives zeros. Not with
-            `beta`.
+            does. Use it with a non-negative phi. If the weights of a query sum to 0, its output is
+            zeros. Cannot be combined with `beta`.
         log_decay: the logarithm of the factor by which the state decays at each token, usually
             negative. A number, one value for each head (Hkv,), or one for each token (..., Hkv, L),
             in q's dtype or float32.
-        beta: the fraction, from 0 to 1, of the value stored at k that v replaces. Shapes as
-            `log_decay`.
-        scale: multiplies q.k. Default 1 / sqrt(D), D after the feature map. No effect with
-            `normalize`.
+        beta: how much of the value stored under k is replaced by v, from 0 (nothing) to 1 (all).
+            The same shapes as for `log_decay`.
+        scale: multiplies q.k. Default 1 / sqrt(D), where D is the size of phi(q). It has no effect
+            if `normalize` is True.
         lengths: (B,) integers, the number of tokens of each sample. Padding leaves the state
-            unchanged. With causal=True its output rows are zeros.
-        state: the state that an earlier call returned. q, k and v are the tokens after it.
+            unchanged. With causal=True, the output rows of padding are zeros.
+        state: the state that an earlier call returned. q, k and v are the tokens that follow the
+            tokens of that call.
         return_state: whether to return the state after the last token, too.
         impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
 

@@ -21,15 +21,15 @@ def merge(outs: Partials, lses: Partials) -> tuple[Tensor, Tensor]:
 
         lse = log(sum_i exp(lse_i)),    out = sum_i exp(lse_i - lse) * out_i
 
-    A fully masked row of a partial result (LSE -inf) contributes nothing. A row that is fully
-    masked in all of them is zeros with an LSE of -inf and has zero gradients. `merge` is
-    differentiable with respect to outs and lses, in reverse and forward mode. The LSE of a call
+    A fully masked row of a partial result (LSE -inf) contributes nothing. If a row is fully masked
+    in all partial results, its output is zeros, its LSE is -inf and its gradients are zero. `merge`
+    is differentiable with respect to outs and lses, in reverse and forward mode. The LSE of a call
     includes its `sink`: pass the sink to only one of the calls.
 
     Args:
         outs: N tensors (..., Hq, Lq, Dv) of one floating dtype, or one tensor (N, ..., Hq, Lq, Dv).
-        lses: N tensors (..., Hq, Lq), or one tensor (N, ..., Hq, Lq). float64 for float64, else
-            float32.
+        lses: N tensors (..., Hq, Lq), or one tensor (N, ..., Hq, Lq), in float64 if outs are
+            float64, else in float32.
 
     Returns:
         out (..., Hq, Lq, Dv) in the dtype of outs and the LSE (..., Hq, Lq), computed in the LSE's
@@ -49,14 +49,14 @@ def merge(outs: Partials, lses: Partials) -> tuple[Tensor, Tensor]:
     fully_masked = total == 0
     total = total.masked_fill(fully_masked, 1)  # before the logarithm, whose gradient at 0 is infinite
     lse = (top + total.log()).masked_fill(fully_masked, -torch.inf)
-    # 0 * NaN is NaN: clear rows without weight.
+    # 0 * NaN is NaN, so rows without weight are set to 0 before the product.
     outs_seen = outs.to(lses.dtype).masked_fill((lses == -torch.inf).unsqueeze(-1), 0)
     out = ((masses / total).unsqueeze(-1) * outs_seen).sum(0)
     return out.to(outs.dtype), lse
 
 
 def _stacked(name: str, partials: Partials) -> Tensor:
-    """Stacks partial results to (N, ...)."""
+    """Returns N partial results as one tensor (N, ...)."""
     if isinstance(partials, Tensor):
         if partials.ndim == 0 or len(partials) == 0:
             raise ValueError(f"{name}: expected N >= 1 results in dim 0, got shape {tuple(partials.shape)}")

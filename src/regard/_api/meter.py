@@ -25,7 +25,7 @@ class Comparison:
 
     error: float  # |out - exact| / |exact| in the L2 norm, over all rows compared
     kl: float | None  # nats, mean over rows of KL(approximate weights || exact weights)
-    top1: float | None  # the fraction of rows with the largest weight at the same key
+    top1: float | None  # the fraction of rows in which both have their largest weight at the same key
     rows: int  # query rows compared, over samples and heads
 
     def __repr__(self) -> str:
@@ -48,12 +48,13 @@ def compare_to_exact(
     The weights of the approximation are recovered from its results: with unit vectors as values,
     the result equals the weights. KL and top-1 agreement are defined for every approximation that
     is linear in v, KL only if its weights are probabilities. KL(approximate || exact) stays finite
-    for a sparse pattern: exact attention restricted to keys of mass p has a KL of -log p.
+    for a sparse pattern: if the pattern keeps keys with a total exact weight of p and is otherwise
+    exact, the KL is -log p.
 
     Args:
         approximation: a function (q, k, v, **options) -> out, or a module with a method `attend` of
             this form, such as the modules of `regard.nn`. `attend` excludes the projections. A
-            module is compared in evaluation mode.
+            module is put into evaluation mode for the comparison.
         q: (B, H, Lq, D).
         k: (B, Hkv, Lk, D), Hkv a divisor of H.
         v: (B, Hkv, Lk, Dv).
@@ -61,7 +62,8 @@ def compare_to_exact(
         lengths: (B,) the number of tokens of each sample. Passed to the approximation unless None.
             Rows of padding are not compared.
         scale: the scale of exact attention. Default 1 / sqrt(D).
-        weights: whether to compare the weights, which calls the approximation Lk / Dv more times.
+        weights: whether to compare the weights, too. This calls the approximation Lk / Dv more
+            times.
         options: keyword arguments of the approximation.
 
     Example:
@@ -87,7 +89,7 @@ def compare_to_exact(
 
 
 class _Exact:
-    """Exact attention: its output, and its log weights for a range of keys."""
+    """Computes exact attention: its output at once, and its log weights for any range of keys."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, scale: float | None
@@ -103,14 +105,14 @@ class _Exact:
         self.causal, self.lengths = causal, lengths.to(q.device)[:, None]
         self.real = (self._range(0, Lq) < self.lengths)[:, None].expand(B, H, Lq)
         self.rows = int(self.real.sum())
-        # LINEAR and PROBABILITY allow for float32 rounding.
+        # Added to LINEAR and PROBABILITY, which allow for float32 rounding only.
         self.rounding = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
 
     def _range(self, first: int, end: int) -> Tensor:
         return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
-        """Returns the logarithms of the weights (B, H, Lq, n), -inf for masked keys."""
+        """Returns the logarithms of the weights of n keys, (B, H, Lq, n), -inf for masked keys."""
         q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
         s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
         positions = self._range(keys.start, keys.stop)
@@ -120,13 +122,13 @@ class _Exact:
         return s.masked_fill((positions >= self.lengths)[:, None, None], -torch.inf)
 
     def relative_error(self, actual: Tensor, expected: Tensor) -> float:
-        """Computes the relative L2 error over all rows but padding."""
+        """Computes the relative L2 error over all rows except padding."""
         difference, norm = (x.double()[self.real].norm() for x in (actual - expected, expected))
         return float(difference / norm)
 
 
 class _WeightSums:
-    """Accumulates sums over keys for every query row, one range of keys at a time."""
+    """Accumulates KL, sum and largest weight of every query row, one range of keys at a time."""
 
     def __init__(self, exact: _Exact) -> None:
         self.exact = exact
@@ -138,7 +140,7 @@ class _WeightSums:
         self.best_key = torch.zeros_like(self.best, dtype=torch.int64)
 
     def add(self, first: int, weights: Tensor) -> None:
-        """Adds the approximate weights (B, H, Lq, Dv) of the keys from `first` on."""
+        """Adds the approximate weights (B, H, Lq, Dv) of Dv keys, beginning with key `first`."""
         n = min(weights.shape[3], self.exact.k.shape[2] - first)
         keys, w = slice(first, first + n), weights[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)
@@ -153,7 +155,7 @@ class _WeightSums:
             self.best_key[side][larger] = index[larger] + first
 
     def kl(self) -> float | None:
-        """Returns the mean KL, or None if the weights of some row are no probabilities."""
+        """Returns the mean KL over rows, or None if the weights of a row are not probabilities."""
         real = self.exact.real
         tolerance = PROBABILITY + self.exact.rounding
         valid = (self.lowest > -tolerance) & ((self.total - 1).abs() < tolerance)

@@ -3,7 +3,8 @@
 A packed row holds N sequences. `cu_seqlens` (N + 1,) are their cumulative lengths.
 Positions start at 0 in every sequence, and `offset` applies to each sequence separately.
 
-`attention` is a parameter of both functions, because `attention.py` imports this module.
+`attend_packed` and `attend_jagged` take the function `attention` as a parameter, because
+`attention.py` imports this module.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def attend_jagged(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention over nested q (N, Hq, jq, D), k (N, Hkv, jk, D) and v (N, Hkv, jk, Dv).
 
-    Returns nested out (N, Hq, jq, Dv) and, with `return_lse`, LSE (N, Hq, jq).
+    jq and jk are the ragged dims. Returns nested out (N, Hq, jq, Dv) and, with `return_lse`, the
+    nested LSE (N, Hq, jq).
     """
     rows_q, cu_seqlens_q = _row("q", q, len(q))
     rows_k, cu_seqlens_k = _row("k", k, len(q))
@@ -111,7 +113,7 @@ class PackedPlan(NamedTuple):
 
     sizes_q: list[int]  # number of queries of each sequence
     sizes_k: list[int]  # number of keys of each sequence
-    offsets: list[int]  # offset of each sequence
+    offsets: list[int]  # position of query 0 of each sequence
     row: Mask | None  # mask of one call over the row; None: one call for each sequence
     shift: int  # offset of the call over the row
 
@@ -137,9 +139,9 @@ def _plan(
 ) -> PackedPlan:  # fmt: skip
     """Plans a packed call. Cached, because all layers of a model share a plan.
 
-    `by_distance` is True for a bias that depends on distances.
+    `by_distance` says whether the call has a bias that depends on distances.
     """
-    with torch.inference_mode(False):  # else the cached tensors could not be used in training
+    with torch.inference_mode(False):  # inference tensors in the cached plan could not be used in training
         cu_seqlens = (torch.tensor(numbers, device=device) for numbers in (cu_seqlens_q, cu_seqlens_k))
         documents = from_cu_seqlens(*cu_seqlens)
     sizes_q, sizes_k = (
@@ -150,7 +152,7 @@ def _plan(
     shifts = {o + k - q for o, q, k in zip(offsets, cu_seqlens_q, cu_seqlens_k, strict=False)}
     if not kinds and not by_distance:
         shifts = {0}  # neither mask nor bias depends on positions
-    # Distances in the row equal distances in a sequence; positions do not.
+    # Tokens of a sequence have the same distance in the row as in the sequence, but not the same position.
     if MaskKind.POSITION in kinds or len(shifts) > 1:
         return PackedPlan(sizes_q, sizes_k, offsets, None, 0)
     return PackedPlan(
@@ -171,7 +173,10 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
 def _unread_row(
     qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
 ) -> Mask:
-    """Returns the mask of one call over the row, without reading the values of cu_seqlens."""
+    """Returns the mask of one call over the row, without reading the values of cu_seqlens.
+
+    For calls in which these values cannot be read, as under torch.compile.
+    """
     mask, kinds = options["mask"], _kinds(options["mask"])
     self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
     if MaskKind.POSITION in kinds or not (self_attention or (not kinds and not by_distance)):
@@ -194,7 +199,10 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _kinds(mask: Any) -> frozenset[MaskKind]:
-    """Returns the kinds of a mask. Raises TypeError if the mask cannot apply to every sequence."""
+    """Returns the MaskKinds of a mask.
+
+    Raises TypeError if the mask cannot apply to every sequence.
+    """
     if mask is None:
         return frozenset()
     if not isinstance(mask, Mask) or MaskKind.INDEX in mask.kinds:
@@ -229,7 +237,10 @@ def _one_by_one(attention: Attention, qkv: QKV, plan: PackedPlan, options: Optio
 
 
 def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k: list[int]) -> list[Any]:
-    """Returns the bias of each sequence: of a tensor (Hq, total_q, total_k) a diagonal block."""
+    """Returns the bias of each sequence.
+
+    For a tensor (Hq, total_q, total_k) this is the block of the sequence's queries and keys.
+    """
     if not isinstance(bias, Tensor):
         return [bias] * len(sizes_q)
     if not broadcasts(tuple(bias.shape), target):

@@ -15,7 +15,7 @@ from .._call.make import make
 from .._call.spec import Bias, Options, Problem, Spec, learned
 from ..masks import Mask
 
-COUNTED = 2**26  # without the native core, larger masks than this many pairs are not counted
+COUNTED = 2**26  # without the native core, visible pairs are counted only in masks of up to this many pairs
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Plan:
 
     impl: str
     kernel: str  # native: instruction set, torch: "sdpa" or "flex", reference: "float64"
-    against: Mapping[str, tuple[str, ...]]  # why each other backend cannot run the call; () if it can
+    against: Mapping[str, tuple[str, ...]]  # backend -> why it cannot run the call; () if it can
     fraction: float  # visible pairs divided by all pairs
     flops: int  # 2 * visible pairs * (D + Dv)
     flops_executed: int  # 2 * computed pairs * (D + Dv)
-    bytes_read: int  # every input once
+    bytes_read: int  # size of all inputs, each read once
     bytes_written: int  # out and LSE
     peak_extra_bytes: int  # out, LSE and scratch
     tasks: int
-    cut: str  # dimension that tasks split: "queries", or "keys" in decode steps
+    cut: str  # the dimension that is divided among tasks: "queries", or "keys" in decode steps
 
     @property
     def isa(self) -> str | None:
@@ -61,7 +61,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Predicts backend and work of `attention` with these arguments, without running it.
 
-    Meta tensors are planned for the torch backend, and their masks are not counted.
+    Meta tensors are planned for the torch backend, and all their pairs count as visible.
 
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
@@ -104,7 +104,10 @@ def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
 
 
 def _visible_pairs(problem: Problem) -> int:
-    """Counts the visible pairs in the dense mask. Above COUNTED pairs all count as visible."""
+    """Counts the visible pairs in the dense mask.
+
+    If the call has more than COUNTED pairs or meta tensors, all pairs count as visible.
+    """
     spec = problem.spec
     if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:
         return spec.pairs

@@ -26,9 +26,9 @@ def attend_stored(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `attention(q, *stored.dense(q.dtype), ...)` for q (B, Hq, Lq, D), without dropout.
 
-    With few query rows the native kernel reads the storage in place. Then a repeated call skips the
-    checks, even if length, offset and data have changed. A token `new`, checked by the caller, is
-    first written as the last stored token.
+    With few query rows the native kernel reads the storage in place. A later call that differs only
+    in length, offset and data then skips the checks. If a token `new` is given, it is written as
+    the last stored token before attention. The caller has checked it.
     """
     key = None if listeners else _key(q, stored, options, impl)  # listeners are notified by `attention` only
     prepared = _prepared.get(key) if key is not None else None
@@ -73,7 +73,10 @@ def _core_reads(k: Tensor, v: Tensor) -> bool:
 
 
 def _key(q: Tensor, stored: Stored, options: Options, impl: str) -> Key | None:
-    """Returns the signature of a call without length, offset and data. None: no fast path."""
+    """Returns the signature of a call, without its length, offset and data.
+
+    Returns None if the call cannot take the fast path.
+    """
     mask, offset, bias, scale, softcap, sink, _, _, return_lse = options
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
     if bias is not None or q.is_neg() or in_autocast() or is_watched(q, k, v):
@@ -122,10 +125,10 @@ def _checked_offsets(offset: Tensor, B: int) -> Tensor:
 
 
 def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
-    """Builds the Problem with placeholders for k and v.
+    """Builds the Problem of a call, with placeholders for k and v.
 
-    Returns None if the call needs k and v as tensors: if it is watched, differentiated or in
-    autocast.
+    Returns None for a call that needs k and v as tensors: a watched or differentiated call, or a
+    call under autocast.
     """
     k, v, table = stored.k, stored.v, stored.table
     if not isinstance(q, Tensor) or q.ndim != 4 or in_autocast():
@@ -138,9 +141,10 @@ def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
 
 
 def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
-    """Prepares a native call.
+    """Prepares a call that reads the storage natively.
 
-    Returns None if another backend runs the call or it has too many query rows to decode.
+    Returns None if another backend runs the call, or if the call has too many query rows to run as
+    decode.
     """
     spec = problem.spec
     if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):

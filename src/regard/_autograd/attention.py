@@ -2,7 +2,7 @@
 
 The torch and reference backends consist of differentiable operations. The native kernels get their
 derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
-<J t, dy>, which is the derivative of the other two (`_backends/torch/higher.py`). Every second
+<J t, dy>, which differentiates the first two maps (`_backends/torch/higher.py`). Every second
 derivative exists except forward mode of forward mode. A missing derivative raises an error.
 """
 
@@ -31,7 +31,7 @@ TENSORS, OFFSETS, SEED = (FlatCall._fields.index(name) for name in ("tensors", "
 
 
 def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
-    """Computes out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None, by the backend `name`."""
+    """Computes out (..., Hq, Lq, Dv), and the LSE (..., Hq, Lq) or None, with backend `name`."""
     if name != "native":
         results: tuple[Tensor, Tensor | None] = TABLE["attention"][name].run(problem)
         return results
@@ -53,7 +53,8 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 class RegardAttention(Function):
     """Maps a canonical Problem to (out, LSE or None): the fast path of training.
 
-    Arguments: the six inputs and the Problem. `Transformed` is the equivalent for watched calls.
+    Arguments: the six differentiable inputs and the Problem. `Transformed` is the equivalent for
+    watched calls.
     """
 
     @staticmethod
@@ -96,7 +97,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...])
 class Transformed(Function):
     """Maps a FlatCall to (out, LSE, stats, residual); backward needs the last two.
 
-    It has the form that `torch.func`, forward mode and operators need, which is slower to call.
+    `torch.func`, forward mode and operators need a Function of this form. It is slower to call than
+    `RegardAttention`.
     """
 
     @staticmethod
@@ -127,7 +129,7 @@ class Transformed(Function):
 class AttentionBackward(Function):
     """Computes J^T dy: the gradients of the six inputs of a FlatCall.
 
-    Arguments: those of the operator `attention_backward`.
+    Takes the arguments of the operator `attention_backward`.
     """
 
     @staticmethod
@@ -174,7 +176,7 @@ class ForwardMode(Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
         _check_mapped(*args[FIELDS:])
-        if type(args[0]) in PLAIN:  # run the differentiable operations of `_higher` directly
+        if type(args[0]) in PLAIN:  # `_higher` consists of differentiable operations: no operator needed
             return _ops.jvp(*args)
         return _call_below_autograd(_ops.attention_jvp, args)
 
@@ -265,15 +267,15 @@ def _sum(x: Maybe, y: Maybe) -> Maybe:
 
 
 def _call_below_autograd(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Calls an operator below autograd: the calling Function has the derivatives."""
-    if is_dynamo_compiling():  # a compiled backward pass, outside of any Function
+    """Calls an operator below autograd, because the calling Function defines the derivatives."""
+    if is_dynamo_compiling():  # in a compiled backward pass there is no calling Function
         return op(*args)  # type: ignore[no-any-return]
     with below_autograd():
         return op(*args)  # type: ignore[no-any-return]
 
 
 def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
-    """Replaces the results that are not wanted by None."""
+    """Returns the results with None in place of those that are not wanted."""
     return tuple(x if w else None for x, w in zip(results, wanted, strict=True))
 
 
@@ -309,7 +311,7 @@ def _save(ctx: Any, call: Sequence[Any], *results: Maybe) -> None:
 
 
 def _restore(ctx: Any) -> tuple[FlatCall, tuple[Any, ...]]:
-    """Returns the FlatCall and the results that `_save` has saved."""
+    """Returns the FlatCall and the results that `_save` stored in ctx."""
     tensors, end = ctx.saved_tensors, INPUTS + 2 + ctx.n_results
     offsets, seed = tensors[INPUTS : INPUTS + 2]
     call = (*tensors[:INPUTS], tensors[end:], offsets, seed, *ctx.constants)
@@ -317,10 +319,10 @@ def _restore(ctx: Any) -> tuple[FlatCall, tuple[Any, ...]]:
 
 
 def _register(op: Any, function: type[Function]) -> None:
-    """Registers the derivatives of an operator."""
+    """Registers `function` as the autograd Function of operator `op`."""
 
     def with_derivatives(*args: Any) -> tuple[Tensor, ...]:
-        if in_transform():  # the dispatcher has unwrapped a level: too late to apply a Function
+        if in_transform():  # the tensors are already unwrapped: too late to apply a Function
             raise NotImplementedError(
                 f"{op}: torch.func cannot differentiate an operator, as inside torch.compile; call "
                 "regard.attention under torch.func outside, or use backward() or torch.autograd.grad"

@@ -1,4 +1,4 @@
-"""Runs linear attention, and gives the native backend its gradients."""
+"""Runs linear attention, and defines the gradients of the native backend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
 def run(call: LinearCall, name: str) -> LinearResult:
-    """Runs a call by the backend `name`.
+    """Runs a call with backend `name`.
 
-    Only the native backend needs a Function for its gradients.
+    Only the native backend needs a Function: the others consist of differentiable operations.
     """
     if name == "native" and any_needs_grad(*call[:INPUTS]):
         return LinearResult(*_attend(*call[:INPUTS], call))
@@ -31,7 +31,10 @@ def run(call: LinearCall, name: str) -> LinearResult:
 
 
 class RegardLinearAttention(Function):
-    """Maps a LinearCall to (out, S, z or None). Arguments: the call's inputs, then the call."""
+    """Maps a LinearCall to (out, S, z or None).
+
+    Arguments: the seven tensors that start a LinearCall, then the LinearCall itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Maybe, ...]:
@@ -57,7 +60,7 @@ class RegardLinearAttention(Function):
 def _through_torch(
     p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
-    """Computes the gradients by the torch backend, so that they can be differentiated again."""
+    """Computes the gradients with the torch backend, so that they can be differentiated again."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
     used = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
     inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]

@@ -38,9 +38,9 @@ class FlatCall(NamedTuple):
     k: Tensor  # (B, Hkv, Lk, D)
     v: Tensor  # (B, Hkv, Lk, Dv)
     bias: Maybe  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
-    by_head: Maybe  # ALiBi slopes (Hq,), or a relative bias by distance (Hq, 2 * far + 1)
+    by_head: Maybe  # ALiBi slopes (Hq,), or a relative bias (Hq, 2 * far + 1) at distances -far to far
     sink: Maybe  # (Hq,)
-    tensors: Sequence[Tensor]  # of the mask program, (1 or B, ...)
+    tensors: Sequence[Tensor]  # the tensors of the mask program, (1 or B, ...)
     offsets: Maybe  # (B,) int64
     seed: Maybe  # () int64, with dropout
     code: Sequence[int]  # the mask program
@@ -68,11 +68,11 @@ class BackwardArguments(NamedTuple):
     residual: Maybe  # like out, for 16-bit dtypes
     dout: Tensor  # (B, Hq, Lq, Dv)
     dlse: Maybe  # (B, Hq, Lq)
-    wanted: Sequence[bool]  # for each of the six inputs
+    wanted: Sequence[bool]  # for each of the six inputs: whether to compute its gradient
 
 
 def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments]:
-    """Splits the arguments of the backward pass."""
+    """Splits the arguments of the backward operator into the FlatCall and the rest."""
     return FlatCall(*args[:FIELDS]), BackwardArguments(*args[FIELDS:])
 
 
@@ -87,7 +87,7 @@ def forward(*args: Any) -> Results:
 
 
 def backward(*args: Any) -> Results:
-    """Maps a FlatCall and BackwardArguments to the gradients that are wanted."""
+    """Maps a FlatCall and BackwardArguments to the six gradients, None for those not wanted."""
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)
@@ -95,7 +95,7 @@ def backward(*args: Any) -> Results:
 
 
 def _restore_strides(out: Any, spec: Spec) -> Any:
-    """Restores the strides of `spec.out_stride`, which a hook or a transform may have changed."""
+    """Returns out with the strides `spec.out_stride`. A hook or transform may have changed them."""
     if out is None or out.stride() == spec.out_stride:
         return out
     return out.new_empty_strided(out.shape, spec.out_stride).copy_(out)
@@ -107,9 +107,9 @@ def jvp(*args: Any) -> Results:
 
 
 def double_backward(*args: Any) -> Results:
-    """Maps a FlatCall, dout, dlse and the tangents of its six inputs to gradients.
+    """Maps a FlatCall, dout, dlse and the tangents of its six inputs to eight gradients.
 
-    They are those of the inputs, dout and dlse.
+    These are the gradients of <J t, dy> with respect to the six inputs, dout and dlse.
     """
     dout, dlse, *tangents = args[FIELDS:]
     return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))
@@ -120,7 +120,7 @@ def _contiguous(results: Results) -> Results:
 
 
 def arguments(problem: Problem) -> FlatCall:
-    """Converts a problem of any layout to the arguments of an operator."""
+    """Converts a Problem of any layout to a FlatCall, the arguments of an operator."""
     p, spec = canonical(problem), problem.spec
     seed = None
     if spec.dropout:
@@ -133,7 +133,7 @@ def arguments(problem: Problem) -> FlatCall:
 
 
 def problem_of(call: FlatCall) -> Problem:
-    """Converts the arguments of an operator to a canonical Problem, without checks."""
+    """Converts a FlatCall to a canonical Problem, without checks."""
     q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
@@ -175,7 +175,10 @@ def _jvp_shapes(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_shapes(*args: Any) -> Results:
-    """Returns empty gradients. Those of k and v have the memory order of k and v."""
+    """Returns uninitialised tensors with the shapes of the wanted gradients.
+
+    The gradients of k and v have the memory order of k and v.
+    """
     call, rest = backward_arguments(args)
     q, *kv, bias, by_head, sink = (x if w else None for x, w in zip(call.inputs, rest.wanted, strict=True))
     dk, dv = (None if x is None else torch.empty_like(x) for x in kv)
@@ -227,7 +230,7 @@ def none_to_empty(*results: Maybe) -> tuple[Tensor, ...]:
 
 
 def _check(call: FlatCall) -> None:
-    """Checks the shapes of a direct call of an operator. The kernels do not check them."""
+    """Checks the shapes of a direct call of an operator, because the kernels do not."""
     q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
     B, Hq, Lq, D = q.shape
     Hkv, Lk = v.shape[1:3]
@@ -269,7 +272,10 @@ def _forward_flops(*args: Any, out_val: Any = None) -> int:
 
 @register_flop_formula(torch.ops.regard.attention_backward, get_raw=True)
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
-    """Counts the recomputed scores and the products of the wanted gradients, five in all."""
+    """Returns the FLOPs of the recomputed scores and of the products for the wanted gradients.
+
+    With all gradients there are five matrix products.
+    """
     call, rest = backward_arguments(args)
     D, Dv = call.q.shape[3], call.v.shape[3]
     q, k, v, *others = rest.wanted

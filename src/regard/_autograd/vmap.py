@@ -1,7 +1,8 @@
 """Batching rules of the operators for vmap: the mapped samples are flattened into the batch.
 
-A batch shares one dropout pattern, one `by_head` and one sink. With dropout, or if these or their
-gradients differ between mapped samples, each sample is a call.
+A flattened batch has one `by_head`, one sink and one dropout pattern. So each mapped sample is a
+separate call if there is dropout, or if `by_head`, the sink or their gradients differ between
+mapped samples.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> t
 
 
 def map_one_by_one(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls `apply` for each sample and stacks the results."""
+    """Calls `apply` separately for each mapped sample and stacks the results."""
     results = [apply(*_sample(args, dims, index)) for index in range(count)]
     stacked = tuple(None if xs[0] is None else torch.stack(xs) for xs in zip(*results, strict=True))
     return stacked, tuple(None if x is None else 0 for x in stacked)
@@ -76,7 +77,10 @@ def _flatten_call(call: FlatCall, dims: Any, count: int) -> FlatCall:
     B = _in_front(call.q, dims.q, count).shape[1]
 
     def in_batch(x: Any, dim: Any) -> Any:
-        """Expands x to the flattened batch. A tensor (1, ...) that is not mapped stays."""
+        """Expands x to the flattened batch.
+
+        A tensor (1, ...) that is not mapped is returned as it is.
+        """
         if x is None or (dim is None and x.shape[0] == 1):
             return x
         x = _in_front(x, dim, count)
@@ -98,12 +102,12 @@ def _flatten(x: Any, dim: Any, count: int) -> Any:
 
 
 def _in_front(x: Any, dim: Any, count: int) -> Tensor:
-    """Returns x as (count, ...): the mapped dim moved to the front, or expanded."""
+    """Returns x as (count, ...): moves the mapped dim to the front, or adds one by expanding."""
     return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)  # type: ignore[no-any-return]
 
 
 def _split(x: Tensor, count: int, dim: int = 0) -> Tensor:
-    """Splits the batch at `dim` into (count, B)."""
+    """Splits dim `dim`, the flattened batch, into two dims (count, B)."""
     return x.unflatten(dim, (count, x.shape[dim] // count))  # type: ignore[no-any-return]
 
 

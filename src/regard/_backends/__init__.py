@@ -1,4 +1,4 @@
 """The backends: the native core, PyTorch and the reference.
 
-`dispatch` chooses one for each call.
+`dispatch` chooses a backend for each call.
 """

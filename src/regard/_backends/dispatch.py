@@ -79,7 +79,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
     """Returns the name of the backend that runs the call.
 
-    Raises NotImplementedError if `impl` cannot run it.
+    Raises NotImplementedError if no backend that `impl` allows can run the call.
     """
     if impl == "auto":
         names = preference(call.spec.device)
@@ -114,7 +114,10 @@ def preference(device: torch.device) -> tuple[str, ...]:
 
 
 def check_name(name: object, argument: str, *other_names: str) -> None:
-    """Checks that `name` is a backend or one of `other_names`."""
+    """Checks that `name` is a backend or one of `other_names`.
+
+    Raises an error that names `argument`.
+    """
     known = (*other_names, *BACKENDS)
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected one of {', '.join(known)}, got {describe(name)}")

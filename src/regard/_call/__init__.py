@@ -1,1 +1,1 @@
-"""The arguments of a call, checked and frozen. Imports only values (masks, scores, facts)."""
+"""Checks and freezes the arguments of a call. Imports only value classes: masks, scores, facts."""

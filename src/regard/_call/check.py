@@ -22,8 +22,8 @@ def fail(error: type[Exception], name: str, expected: str, got: object, qkv: QKV
 def check(qkv: QKV, program: Program | None, options: Options) -> tuple[int, ...]:
     """Checks shapes, dtypes, devices and options without reading data.
 
-    Returns the broadcast batch dims. `options.mask` and `options.offset` are results of `as_mask`
-    and `as_offset`.
+    Returns the broadcast batch dims. `options.mask` and `options.offset` must already be converted
+    by `as_mask` and `as_offset`.
     """
     check_tensors(qkv)
     _check_scalars(options)
@@ -88,8 +88,8 @@ def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
 def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) -> int | Tensor:
     """Returns the 64-bit seed of the dropout pattern, as a signed integer.
 
-    Without a seed, draws one from PyTorch's default CPU generator. In a watched call a tensor stays
-    a tensor, because its value may not be known yet.
+    Without a seed, draws one from PyTorch's default CPU generator. In a watched call, a seed that
+    is a tensor stays a tensor, because its value may not be known yet.
     """
     if seed is None:
         if not dropout:
@@ -199,7 +199,7 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: QKV) -
 
 
 def check_learned(name: str, x: Tensor, qkv: QKV) -> None:
-    """Checks a float tensor other than q, k and v: q's dtype or float32, strided, on q's device."""
+    """Checks that x, such as a bias, has q's dtype or float32, is strided and on q's device."""
     q = qkv[0]
     if x.dtype not in (q.dtype, torch.float32):
         or_float = "" if q.dtype is torch.float32 else " or torch.float32"

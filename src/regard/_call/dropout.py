@@ -21,9 +21,10 @@ def keep_mask(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: to
 
 
 def keep_mask_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns the keep mask for selected heads (b * Hq + h), queries and keys.
+    """Returns the keep mask at selected heads, queries and keys.
 
-    The three int64 tensors broadcast.
+    `head`, `query` and `key` are int64 tensors that broadcast. `head` is b * Hq + h for head h of
+    sample b.
     """
     row = _query_words(seed, head, query)
     x = ((key >> 1) * 0x9E3779B9 + (row & LOW)) & LOW

@@ -2,7 +2,7 @@
 
 The canonical form has q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), a bias tensor that
 broadcasts to (B, Hq, Lq, Lk), and a sink (Hq,) in the dtype of the LSE. Views bring every call into
-this form, except for the tensors in `Spec.copied`.
+this form, except for the tensors in `Spec.copied`, which are copied.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
 def _strides(
     qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
-    """Returns strides for (B, H, L, D) by name, and the names of tensors that need a copy."""
+    """Returns name -> strides for (B, H, L, D), and the names of tensors that need a copy."""
     tensors = dict(zip("qkv", qkv, strict=True)) | ({} if bias is None else {"bias": bias})
     strides, copied = {}, []
     for name, x in tensors.items():
@@ -88,7 +88,7 @@ def _contiguous(sizes: tuple[int, ...]) -> Strides:
 
 
 def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
-    """Returns the stride of all batch dims flattened into one, or None if there is none."""
+    """Returns the stride of all batch dims flattened into one, or None if no such stride exists."""
     if 0 in batch:
         return 0
     missing = len(batch) - len(shape)
@@ -116,7 +116,7 @@ def ordered_like(stride: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
 
 
 def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
-    """Returns the dims by descending stride.
+    """Returns the dims, sorted by descending stride.
 
     Insertion sort, because `sorted` does not take SymInts.
     """
@@ -127,7 +127,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """Returns x, or a contiguous copy over all samples if `spec.copied` names it."""
+    """Returns x, or a contiguous copy expanded to all samples if `name` is in `spec.copied`."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 
@@ -137,7 +137,7 @@ def copied(spec: Spec, name: str, x: Any) -> Any:
 def canonical(problem: Problem) -> Problem:
     """Returns the problem in canonical form, by differentiable views.
 
-    `mask` becomes None: the mask program is in the Spec.
+    The field `mask` becomes None, because the Spec contains the mask program.
     """
     spec, p = problem.spec, problem
     if spec.is_canonical:
@@ -152,7 +152,7 @@ def canonical(problem: Problem) -> Problem:
 def _canonical_spec(spec: Spec) -> Spec:
     """Returns the Spec of the canonical form.
 
-    Strides stay: a Spec's strides always have four dims.
+    Strides stay the same, because a Spec's strides always have four dims.
     """
     canonical_spec: Spec | None = spec.memo.get("canonical")
     if canonical_spec is None:
@@ -197,7 +197,7 @@ def dense_mask(problem: Problem) -> Tensor | None:
 def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
     """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk), or None.
 
-    ALiBi and a relative bias are computed in that precision.
+    ALiBi and a relative bias are computed in `dtype`, too.
     """
     bias, spec = problem.bias, problem.spec
     if bias is None:

@@ -17,7 +17,7 @@ SEGMENT = 512  # tokens between two states that training saves; equals the core'
 
 
 class LinearState(NamedTuple):
-    """The state of linear attention after some tokens. Its size does not depend on their number.
+    """The state of linear attention after some tokens. Its size is the same for any number of them.
 
     The tensors are float32, or float64 for float64 inputs.
     """
@@ -38,7 +38,10 @@ class LinearOptions(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """A checked call in four dims. The compute dtype is float64 for float64, else float32."""
+    """A checked call of linear attention in canonical form.
+
+    The compute dtype is float64 for float64 inputs, else float32.
+    """
 
     q: Tensor  # (B, Hq, Lq, D)
     k: Tensor  # (B, Hkv, Lk, D)
@@ -66,7 +69,7 @@ class LinearCall(NamedTuple):
 
 
 class LinearResult(NamedTuple):
-    """The result of a backend."""
+    """The result of linear attention as a backend returns it."""
 
     out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
     S: Tensor  # (B, Hkv, D, Dv) in the compute dtype
@@ -102,7 +105,10 @@ def _check_flags(spec: Spec, options: LinearOptions) -> None:
 
 
 def _per_token(name: str, gate: Tensor | float | None, problem: Problem) -> Tensor | None:
-    """Expands a gate to (B, Hkv, L). It is one number, or has one value a head or a token."""
+    """Expands a gate (log_decay or beta) to (B, Hkv, L).
+
+    A gate is one number, or has one value for each head or for each token.
+    """
     if gate is None:
         return None
     spec = problem.spec
@@ -129,7 +135,7 @@ def _check_gate(name: str, gate: Tensor, shape: tuple[int, ...], spec: Spec) -> 
 
 
 def _flat_state(spec: Spec, options: LinearOptions) -> tuple[Tensor | None, Tensor | None]:
-    """Checks `options.state`. Returns S (B, Hkv, D, Dv) and z (B, Hkv, D), or None for each."""
+    """Checks `options.state`. Returns S (B, Hkv, D, Dv) and z (B, Hkv, D). Both may be None."""
     state = options.state
     if state is None:
         return None, None

@@ -74,13 +74,13 @@ def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | No
 
 
 def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Problem:
-    """Builds the Problem of any call. `make` is the fast path for a known signature.
+    """Builds the Problem of any call. `make` is the fast path for calls with a known signature.
 
     `key` is None for a watched call: sizes may be symbolic, no Spec is cached and no value is read.
     """
     bias, sink = options.bias, options.sink
     if not is_compiling() and _any_negated(q, k, v, bias, sink):
-        # Views like `z.conj().imag` store the negated numbers.
+        # Views like `z.conj().imag` store negated numbers, which the kernels would read as they are.
         q, k, v, *resolved = (_resolve_neg(x) for x in (q, k, v, *options))
         return make(q, k, v, Options(*resolved))
     mask, offset = as_mask(options.mask), as_offset(options.offset)
@@ -135,10 +135,13 @@ def _bias_kind(bias: Bias | None) -> str:
 
 
 def _by_head(spec: Spec, bias: Bias | None) -> Tensor | None:
-    """Returns ALiBi slopes (Hq,), a relative bias by distance (Hq, 2 * far + 1), or None."""
+    """Returns ALiBi slopes (Hq,), a relative bias (Hq, 2 * far + 1), or None.
+
+    The relative bias has one column for each distance from -far to far, where far is max_distance.
+    """
     if isinstance(bias, Alibi):
         return bias.slopes.to(spec.lse_dtype).contiguous()
-    if isinstance(bias, RelativeBias):  # constant beyond max_distance
+    if isinstance(bias, RelativeBias):  # the bias is constant beyond max_distance
         return bias.in_dtype(spec.lse_dtype).by_distance(-bias.max_distance, bias.max_distance)
     return None
 

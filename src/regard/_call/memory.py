@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def remember(memory: dict[Key, T], key: Key, value: T) -> T:
-    """Stores a value under a call's signature and returns it. A full memory is cleared first."""
+    """Stores `value` in the cache under a call's signature and returns it.
+
+    Clears a full cache first.
+    """
     if len(memory) >= MAX_SPECS:
         memory.clear()
     memory[key] = value

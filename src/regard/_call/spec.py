@@ -36,7 +36,7 @@ class Options(NamedTuple):
     return_lse: bool = False
 
     def of_weights(self) -> dict[str, Any]:
-        """Returns by name the options that affect the weights before dropout."""
+        """Returns a dict of the options that affect the weights before dropout."""
         return dict(zip(self._fields[:6], self, strict=False))
 
 
@@ -48,7 +48,7 @@ class Spec:
     """
 
     dtype: torch.dtype
-    lse_dtype: torch.dtype  # `compute_dtype` of the dtype
+    lse_dtype: torch.dtype  # compute_dtype(dtype)
     device: torch.device
     batch: tuple[int, ...]  # broadcast leading dims, () for (H, L, D) and (L, D)
     rank: int  # the caller's q.ndim; 2: no heads, (L, D)
@@ -76,9 +76,9 @@ class Spec:
     out_shape: tuple[int, ...]  # with the caller's leading dims
     out_stride: Strides  # (B, H, L, Dv), dense, in q's memory order
     has_operands: bool  # the call has a tensor besides q, k and v, or a seed
-    is_canonical: bool  # four dims, equal batch sizes: see `layout.canonical`
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by layout and backends
-    # impl -> backend that dispatch chose, without and with gradients
+    is_canonical: bool  # q, k and v have four dims and equal batch sizes: see `layout.canonical`
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # caches of other modules
+    # impl -> the backend that dispatch chose. The first dict is for calls without gradients.
     choices: tuple[dict[str, str], dict[str, str]] = field(
         default_factory=lambda: ({}, {}), compare=False, repr=False
     )
@@ -105,10 +105,10 @@ class Problem(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Mask | None
-    tensors: tuple[Tensor, ...]  # of the mask program, batch dims flattened to 1 or B
+    tensors: tuple[Tensor, ...]  # the tensors of the mask program, batch dims flattened to 1 or B
     offset: Tensor | None  # (B,) int64
     bias: Bias | None
-    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, 2 * far + 1), in lse_dtype
+    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias at distances -far to far
     sink: Tensor | None
     seed: Any  # a signed 64-bit integer; in a watched call possibly a tensor ()
     needs_grad: bool  # grad mode is on and an input requires grad, or an input has a tangent
@@ -129,7 +129,7 @@ class Problem(NamedTuple):
 
 
 def learned(bias: Bias | None) -> Tensor | None:
-    """Returns the tensor that holds a bias: the bias itself, ALiBi slopes or a relative table."""
+    """Returns the tensor of a bias: the bias itself, ALiBi slopes, or a RelativeBias's table."""
     return bias.slopes if isinstance(bias, Alibi) else bias.table if isinstance(bias, RelativeBias) else bias
 
 

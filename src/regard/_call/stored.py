@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GROUP = 32  # channels that share a scale
+GROUP = 32  # number of channels that share a scale
 HALF = GROUP // 2
 # New tokens: keys (B, Hkv, L, D), or (B, L, D) if Hkv = 1; values, or None if they are a view of the keys.
 New = tuple[Tensor, Tensor | None]
@@ -17,16 +17,17 @@ TOP = {"int8": 127, "int4": 15}  # the largest code
 
 
 class Stored(NamedTuple):
-    """Stored keys and values of B samples, Lk of each. Key j of a sample has position j.
+    """Stored keys and values of B samples, Lk per sample. Key j of a sample has position j.
 
     Without a table, k is (B, Hkv, capacity, D) and key j of sample b is row j of k[b]. With a
     table, k is (pages, Hkv, page, D) and key j is row j % page of page table[b][j // page].
 
     `kind` is the format. Quantised formats have groups of 32 channels, the last group zero-padded:
         "float": D numbers, without groups.
-        "int8": x = code * scale. Codes int8 from -127 to 127, scales float16 (..., groups).
-        "int4": x = code * scale + low. Codes 0 to 15, 16 bytes a group: byte i holds channel i in
-            its low half, channel i + 16 in its high half. Scale and low: float16 (..., groups, 2).
+        "int8": x = code * scale. Codes are int8 from -127 to 127, scales are float16 (..., groups).
+        "int4": x = code * scale + low. Codes are 0 to 15. A group takes 16 bytes: the low 4 bits of
+            byte i hold channel i, the high 4 bits channel i + 16. `k_scale` and `v_scale` hold
+            scale and low as float16 (..., groups, 2).
     """
 
     k: Tensor
@@ -53,10 +54,10 @@ class Stored(NamedTuple):
         return k.to(dtype), v.to(dtype)
 
     def write(self, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:
-        """Writes the first counts[b] tokens of sample b to rows starts[b] and following.
+        """Writes the first counts[b] tokens of sample b to the rows that begin at starts[b].
 
-        k is (B, Hkv, L, D), v is (B, Hkv, L, Dv). With v = None writes keys only, for values that
-        are a view of the keys.
+        k is (B, Hkv, L, D), v is (B, Hkv, L, Dv). v = None writes keys only: then the stored values
+        are a view of the stored keys.
         """
         for x, target, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if x is not None and scale is None:
@@ -89,7 +90,7 @@ class Stored(NamedTuple):
         return (self.table[sample, row // self.page].long(), row % self.page), (sample, i)
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Returns the first Lk rows (B, Hkv, Lk, ...), gathered from pages if there is a table."""
+        """Returns the first Lk rows of x, (B, Hkv, Lk, ...). Gathers them if x is in pages."""
         if self.table is None:
             return x.narrow(2, 0, self.length)
         used = self.table[:, : -(-self.length // self.page)]
@@ -97,7 +98,10 @@ class Stored(NamedTuple):
 
 
 def decode(codes: Tensor, scale: Tensor, kind: str, D: int) -> Tensor:
-    """Dequantises codes (..., groups * 32 or 16) to float32 (..., D)."""
+    """Dequantises codes to float32 (..., D).
+
+    Codes are (..., groups * 32) for int8 and (..., groups * 16) for int4.
+    """
     values: Tensor  # (..., groups, 32)
     if kind == "int8":
         values = codes.unflatten(-1, (-1, GROUP)) * scale.float().unsqueeze(-1)
@@ -128,9 +132,10 @@ def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _fit_int4(groups: Tensor) -> Tensor:
-    """Fits scale and low (..., 2), in float16, to the codes of the full range by least squares.
+    """Returns scale and low of each group as float16 (..., 2), fitted by least squares.
 
-    On N(0, 1) the error is 4 % smaller than with scale and low taken from the range.
+    The codes to fit come from the group's minimum and maximum. On N(0, 1) data the error is 4 %
+    smaller than if scale and low came from the minimum and maximum directly.
     """
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step = (high - low) / TOP["int4"]
@@ -144,7 +149,7 @@ def _fit_int4(groups: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, least: int, top: int) -> Tensor:
-    """Rounds to codes. NaN, from 0 / 0 in a constant group, becomes code 0."""
+    """Rounds x to codes from `least` to `top`. NaN becomes 0: in a constant group x is 0 / 0."""
     return x.round().nan_to_num(0).clamp(least, top)
 
 

@@ -1,4 +1,4 @@
-"""Argument checks that several modules share, and how messages and reprs show values."""
+"""Argument checks that several modules share, and the formatting of values for messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def describe(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """Formats a value for a repr. A tensor becomes `<dtype shape>`, up to 8 integers a list."""
+    """Formats a value for a repr.
+
+    A tensor becomes `<dtype shape>`, or a list if it has at most 8 elements and is an int64 vector.
+    """
     if not isinstance(value, Tensor):
         return repr(value)
     if value.ndim < 2 and value.numel() <= 8 and value.dtype == torch.int64 and readable(value):
@@ -54,7 +57,7 @@ def is_integer(value: object) -> bool:
 def as_int(value: Any) -> int:
     """Converts an integer to a Python int.
 
-    A SymInt stays symbolic: as an int it would be a constant.
+    A SymInt is returned as it is: converted to an int, it would become a constant of the graph.
     """
     return value if isinstance(value, INTEGER) else operator.index(value)  # type: ignore[return-value]
 
@@ -134,7 +137,10 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Returns whether a tensor's values can be read: not fake, meta, compiled or transformed."""
+    """Returns whether a tensor's values can be read.
+
+    They cannot in a fake or meta tensor, or while PyTorch compiles or transforms.
+    """
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.device.type != "meta"

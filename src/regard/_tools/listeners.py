@@ -18,7 +18,7 @@ listeners: list[Listener] = []
 def notify(q: Tensor, k: Tensor, **options: Any) -> None:
     """Passes q, k and the options of a call to every listener.
 
-    Listeners are not notified of calls that a listener makes.
+    A listener's own calls of `attention` notify no listener.
     """
     notified = listeners[:]
     listeners.clear()

@@ -47,9 +47,9 @@ def peak_memory(run: Callable[[], Any]) -> int | None:
 
 
 def _extra(run: Callable[[], Any]) -> int:
-    gc.collect(1)  # garbage of the last call; a full collection takes longer than most calls
+    gc.collect(1)  # frees garbage of the last call; collecting all generations takes longer than most calls
     ctypes.CDLL(None).malloc_trim(0)
-    REFS.write_text("5")  # resets VmHWM
+    REFS.write_text("5")  # resets VmHWM, the peak memory of the process
     before = _status("VmRSS")
     result = run()
     peak = _status("VmHWM")
@@ -59,14 +59,17 @@ def _extra(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _freed_at_once() -> Iterator[None]:
-    """Makes malloc return freed blocks to the system at once, so that reuse hides no allocation."""
+    """Makes malloc return freed blocks to the system at once.
+
+    Otherwise a call could reuse blocks that were freed before, and its peak would appear too low.
+    """
     set_option = ctypes.CDLL(None).mallopt
     set_option(MMAP_THRESHOLD, SMALL)
     set_option(TRIM_THRESHOLD, SMALL)
     try:
         yield
     finally:
-        # The values that glibc's dynamic thresholds reach after large blocks are freed.
+        # glibc's dynamic thresholds reach these values by themselves after large blocks are freed.
         set_option(MMAP_THRESHOLD, LARGE)
         set_option(TRIM_THRESHOLD, 2 * LARGE)
 

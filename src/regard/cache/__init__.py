@@ -1,4 +1,4 @@
-"""KV caches. `cache.attend(q, k, v)` appends k and v, then attends causally."""
+"""KV caches. `cache.attend(q, k, v)` appends k and v to the cache, then attends causally."""
 
 from ._kv import KVCache
 from ._latent import LatentCache

@@ -25,7 +25,7 @@ CAUSAL = Causal()
 
 
 class CacheOptions(NamedTuple):
-    """The options of `attend`: the options of `attention`, `window` and `impl`."""
+    """The options of `attend`: those of `attention` as an `Options`, plus `window` and `impl`."""
 
     options: Options
     window: int | None
@@ -45,7 +45,7 @@ class AttendKeywords(TypedDict, total=False):
 
 
 class ScaledKeywords(AttendKeywords, total=False):
-    """The keyword arguments of `attend` in caches where `scale` has a default."""
+    """The keyword arguments of `attend` in caches whose `scale` is optional."""
 
     scale: float | None
 
@@ -53,10 +53,12 @@ class ScaledKeywords(AttendKeywords, total=False):
 def attend(
     q: Tensor, stored: Stored, held: Count, chunk: Chunk, settings: CacheOptions, base: Mask | None = None
 ) -> Result:
-    """Computes attention of q (B, Hq, Lq, D), the queries of the last Lq of `held` tokens.
+    """Computes attention of q (B, Hq, Lq, D) over the stored keys.
 
-    `base` is the cache's mask; the default is causal. If the chunk has padding, q is aligned with
-    the chunk, and the output of padding is zero (LSE -inf).
+    The queries belong to the last Lq of the `held` tokens of each sample.
+
+    `base` is the cache's mask; the default is causal. If the chunk has padding, query i belongs to
+    token i of the chunk instead, and the output of padding is zero (LSE -inf).
     """
     options, window, impl = settings
     Lq = q.shape[2]
@@ -106,5 +108,5 @@ def _as_mask(mask: Any) -> Mask:
 
 @functools.lru_cache(maxsize=64)
 def _window(window: int) -> Mask:
-    """Returns the mask of the last `window` keys, the query's position included."""
+    """Returns a mask of the `window` keys up to and including the query's position."""
     return Window(count("window", window, 1) - 1)

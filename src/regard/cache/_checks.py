@@ -1,4 +1,4 @@
-"""Checks of the arguments of caches. They raise before the cache is changed."""
+"""Checks of the arguments of caches. They raise an error before the cache is changed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The size of an append: L tokens per sample, of which the first `new` are real."""
+    """The size of an append: L tokens per sample. The first `new` are real, the rest is padding."""
 
     L: int
-    new: Count  # an int only if it is L
+    new: Count  # L if all tokens are real, else a tuple with the number for each sample
 
 
 NO_CHUNK = Chunk(0, 0)
 
 
 def integers(name: str, values: Integers, B: int | None) -> list[int]:
-    """Converts B integers to a list. If B is None, their number is not checked."""
+    """Converts B integers to a list. If B is None, any number of integers is accepted."""
     x = tensor_of(name, values)
     if not holds_integers(x) or x.ndim != 1 or B not in (None, len(x)):
         shape = "(B,)" if B is None else f"(B,) = ({B},)"
@@ -38,7 +38,10 @@ def integers(name: str, values: Integers, B: int | None) -> list[int]:
 
 
 def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
-    """Returns the samples that `reorder(index)` selects. Their number is `count`, if given."""
+    """Returns the samples that `reorder(index)` selects.
+
+    If `count` is given, checks that there are `count` samples.
+    """
     samples = integers("index", index, count)
     if not samples or not 0 <= min(samples) <= max(samples) < B:
         raise ValueError(f"index: expected samples from 0 to {B - 1}, at least one, got {samples}")
@@ -46,7 +49,7 @@ def sample_indices(index: Integers, B: int, count: int | None = None) -> list[in
 
 
 def cropped_lengths(n: Integers, lengths: tuple[int, ...]) -> list[int]:
-    """Returns the length of each sample after `crop(n)`. A negative n counts from the end."""
+    """Returns the length of each sample after `crop(n)`. A negative n drops the last -n tokens."""
     wanted = [as_int(n)] * len(lengths) if is_integer(n) else integers("n", n, len(lengths))
     cropped = [m if m >= 0 else m + held for m, held in zip(wanted, lengths, strict=True)]
     if any(not 0 <= m <= held for m, held in zip(cropped, lengths, strict=True)):
@@ -60,7 +63,7 @@ def cropped_lengths(n: Integers, lengths: tuple[int, ...]) -> list[int]:
 
 
 def chunk_of(L: int, lengths: Lengths, B: int) -> Chunk:
-    """Returns the size of an append of L tokens, lengths[b] of them real in sample b."""
+    """Returns the Chunk of an append of L tokens, of which lengths[b] are real in sample b."""
     if lengths is None:
         return Chunk(L, L)
     new = integers("lengths", lengths, B)

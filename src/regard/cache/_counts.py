@@ -37,7 +37,7 @@ def largest(n: Count) -> int:
 
 
 def of_samples(n: Count, samples: Iterable[int]) -> Count:
-    """Returns the counts of the given samples, in their order."""
+    """Returns the counts of the given samples, in the order of `samples`."""
     return n if isinstance(n, int) else shared([n[b] for b in samples])
 
 
@@ -47,7 +47,7 @@ def as_tensor(n: Count, B: int, device: torch.device) -> Tensor:
 
 
 def formatted(counts: Sequence[int]) -> str:
-    """Formats counts for messages and reprs."""
+    """Returns the counts as text for messages and reprs."""
     if len(set(counts)) == 1:
         return str(counts[0])
     return str(list(counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"

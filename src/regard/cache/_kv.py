@@ -27,10 +27,10 @@ class KVCache(RowCache):
 
     Args:
         B, Hkv, D, Dv: batch size, key heads, size of a key, size of a value (default D).
-        capacity: tokens to allocate; appending more raises ValueError. None: the storage grows by
-            doubling.
-        dtype: of keys, values and queries. Nothing is cast.
-        device: of the storage.
+        capacity: number of tokens per sample to allocate. Appending more raises ValueError. If
+            None, the storage grows by doubling.
+        dtype: dtype of keys, values and queries. Tensors of another dtype raise an error.
+        device: device of the storage.
 
     Example:
         >>> cache = KVCache(1, 8, 64, capacity=4096)
@@ -48,13 +48,16 @@ class KVCache(RowCache):
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 
     def append(self, k: Tensor, v: Tensor, *, lengths: Lengths = None) -> None:
-        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv), or the first lengths[b] of sample b."""
+        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv).
+
+        With `lengths` (B,), appends only the first lengths[b] tokens of sample b.
+        """
         self._append((k, v), lengths)
 
     def extend(self, k: Tensor, v: Tensor) -> Stored:
         """Appends k and v and returns views of all stored tokens, for callers that run attention.
 
-        The views hold the last `rows_with(L)` tokens. They are invalid after the next write.
+        The views contain the last `rows_with(L)` tokens. They are invalid after the next write.
         """
         if self._is_checked_step(k, (k, v)):
             storage, row, dropped = self._content
@@ -103,10 +106,11 @@ class KVCache(RowCache):
 
         Args:
             q: queries (B, Hq, Lq, D) of the last Lq tokens, usually Lq = L.
-            k, v: the new tokens (B, Hkv, L, D) and (B, Hkv, L, Dv). None: nothing is appended.
+            k, v: keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the new tokens. If both are
+                None, nothing is appended.
             lengths: (B,): only the first lengths[b] new tokens of sample b are real. Then Lq = L,
                 and the output of padding is zero (LSE -inf).
-            mask: a further restriction, by position, as in `attention`.
+            mask: a mask as in `attention`, which further restricts the keys.
             window: attend only to the last `window` tokens, the query's position included.
             bias, scale, softcap, sink, return_lse, impl: as in `attention`, where Lk is
                 `len(cache)` after the append.

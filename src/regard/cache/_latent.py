@@ -31,7 +31,7 @@ class LatentCache(RowCache):
 
     Args:
         B: batch size.
-        rank, rope: channels of the compressed vector and of the rotary key.
+        rank, rope: number of channels of the compressed vector and of the rotary key.
         capacity, dtype, device: as in `KVCache`.
     """
 
@@ -46,7 +46,10 @@ class LatentCache(RowCache):
         self._begin(B, layout, KeepAll(capacity, type(self).__name__))
 
     def append(self, latent: Tensor, *, lengths: Lengths = None) -> None:
-        """Appends latent (B, L, rank + rope), or the first lengths[b] of sample b."""
+        """Appends latent (B, L, rank + rope).
+
+        With `lengths` (B,), appends only the first lengths[b] tokens of sample b.
+        """
         self._append((latent, None), lengths)
 
     @overload
@@ -76,7 +79,7 @@ class LatentCache(RowCache):
 
         Args:
             q: absorbed queries (B, Hq, Lq, rank + rope).
-            latent: the new tokens (B, L, rank + rope). None: nothing is appended.
+            latent: the latents of the new tokens (B, L, rank + rope). If None, nothing is appended.
             scale: 1 / sqrt(D), where D is the head size before absorption, rotary channels
                 included. It has no default, because D is not rank + rope.
 

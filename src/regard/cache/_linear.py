@@ -18,15 +18,16 @@ from ._rows import layout_of
 
 
 class LinearCache:
-    """A cache for linear attention. Its state (B, Hkv, D, Dv) does not grow with the tokens.
+    """A cache for linear attention: a state (B, Hkv, D, Dv) that does not grow with the length.
 
     Args:
         B, Hkv, D, Dv: batch size, key heads, size of a key after the feature map, size of a value
             (default D).
         normalize: whether `attend` divides by the sum of the weights. The state then includes the
             sum of the keys (B, Hkv, D).
-        dtype: of queries, keys and values. The state is float32, or float64 for float64.
-        device: of the state.
+        dtype: dtype of queries, keys and values. The state is float64 if dtype is float64, else
+            float32.
+        device: device of the state.
 
     Example:
         >>> cache = LinearCache(1, 8, 64, normalize=True)
@@ -56,7 +57,10 @@ class LinearCache:
 
     @property
     def state(self) -> LinearState:
-        """The state for `linear_attention`. Later calls do not change this object."""
+        """The state in the form that `linear_attention` takes.
+
+        Later calls do not change this object.
+        """
         return self._state
 
     @property
@@ -116,13 +120,16 @@ class LinearCache:
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
         """Returns the expected shape of k, or of q if `heads` is None.
 
-        A feature map may change D.
+        The last dim is taken from x, because a feature map may change D.
         """
         shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, shape[1] if heads is None else heads, L, shape[3]
 
     def crop(self, n: Integers) -> NoReturn:
-        """Raises NotImplementedError: the state is a sum over tokens. Use `fork()` to go back."""
+        """Raises NotImplementedError, because tokens cannot be removed from a sum over all tokens.
+
+        To be able to go back, keep a `fork()` of the cache.
+        """
         raise NotImplementedError(
             f"crop({n!r}): a LinearCache stores a sum over its tokens and cannot drop any; keep a fork()"
         )
@@ -139,7 +146,7 @@ class LinearCache:
         return copy.copy(self)
 
     def state_dict(self) -> State:
-        """Returns the state and the lengths (B,) as a dict of tensors."""
+        """Returns the tensors of the state and the lengths (B,) as a dict."""
         S, z = self._state
         return {"S": S.clone()} | ({} if z is None else {"z": z.clone()}) | {"lengths": self.lengths}
 

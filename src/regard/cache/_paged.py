@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class PagedCache:
     """A paged KV cache: sequences of any length in pages of `page` tokens, from one pool.
 
-    Sequences have ids. Methods take `ids`, the sequence of each sample of the batch. The default is
-    all sequences in the order in which they were added.
+    Sequences have ids. Methods take `ids` (B,): sample b of the batch belongs to sequence ids[b].
+    The default is all sequences in the order in which they were added.
 
-    Sequences with a common prefix (`add(like=...)`, `fork`, `reorder`) share its pages. Pages are
-    copied on write: appending to a shared page first copies that page.
+    Sequences with a common prefix (`add(like=...)`, `fork`, `reorder`) share the pages of the
+    prefix. Pages are copied on write: appending to a shared page first copies that page.
 
     Args:
         pages: number of pages. All memory is allocated by the constructor.
@@ -63,7 +63,7 @@ class PagedCache:
 
     def _begin(self, sequences: dict[int, PagedSequence]) -> None:
         self._sequences = sequences
-        self._table: tuple[tuple[tuple[int, ...], ...], Tensor] | None = None  # pages and page table
+        self._table: tuple[tuple[tuple[int, ...], ...], Tensor] | None = None  # (pages, their page table)
         weakref.finalize(self, _release_all, self._pool, sequences).atexit = False
 
     # Content
@@ -119,8 +119,9 @@ class PagedCache:
         """Adds a sequence and returns its id.
 
         Args:
-            like: the id of a sequence whose first tokens are shared. Default: the new one is empty.
-            tokens: how many tokens of `like`. Default: all.
+            like: the id of a sequence whose first tokens the new sequence shares. Default: the new
+                sequence is empty.
+            tokens: how many tokens of `like` to share. Default: all.
         """
         sequence = PagedSequence()
         if like is not None:
@@ -134,7 +135,10 @@ class PagedCache:
         return name
 
     def _first(self, sequence: PagedSequence, tokens: int | None) -> PagedSequence:
-        """Returns the first tokens of a sequence, in the same pages. The default is all."""
+        """Returns a sequence of the first `tokens` tokens of another, in the same pages.
+
+        The default is all tokens.
+        """
         n = sequence.length if tokens is None else count("tokens", tokens)
         if n > sequence.length:
             raise ValueError(f"tokens: expected at most the {sequence.length} of the sequence, got {n}")
@@ -157,12 +161,18 @@ class PagedCache:
     # Appending and attending
 
     def append(self, k: Tensor, v: Tensor, *, ids: Integers | None = None, lengths: Lengths = None) -> None:
-        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv), or lengths[b] of them, to B sequences."""
+        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the B sequences `ids`.
+
+        With `lengths`, appends only the first lengths[b] tokens of sample b.
+        """
         names = self._ids(ids)
         self._keep(names, self._appended(names, (k, v), lengths)[0])
 
     def _appended(self, names: list[int], new: New, lengths: Lengths) -> tuple[PageDraft, Chunk]:
-        """Writes new tokens to unused slots. Returns a draft, which `_keep` commits."""
+        """Writes new tokens to unused slots.
+
+        Returns a draft, to be committed by `_keep`, and its Chunk.
+        """
         chunk = self._pool.storage.layout.chunk(new, lengths, len(names))
         counts = per_sample(chunk.new, len(names))
         draft = self._pool.draft([self._sequences[name] for name in names], counts)
@@ -174,10 +184,10 @@ class PagedCache:
         self._sequences.update(zip(names, draft.after, strict=True))
 
     def _table_of(self, sequences: list[PagedSequence]) -> Tensor:
-        """Returns the page table (B, max_pages) int32. The last table is cached."""
+        """Returns the page table (B, max_pages) int32 of B sequences. Caches the last table."""
         pages = tuple(sequence.pages for sequence in sequences)
         if self._table is None or self._table[0] != pages:
-            # A power of two, so that the shape seldom changes: a new shape repeats the checks of the call.
+            # A power of two, so that the shape seldom changes: after a change, the call is checked again.
             width = 1 << max(map(len, pages)).bit_length()
             rows = [row + (0,) * (width - len(row)) for row in pages]
             self._table = pages, torch.tensor(rows, dtype=torch.int32, device=self.device)
@@ -230,7 +240,10 @@ class PagedCache:
     # Editing
 
     def crop(self, n: Integers, *, ids: Integers | None = None) -> None:
-        """Keeps the first n tokens of each sequence, or drops the last -n; n is an int or (B,)."""
+        """Keeps the first n tokens of each sequence, or drops the last -n if n < 0.
+
+        n is an int for all sequences, or integers (B,).
+        """
         names = self._ids(ids)
         before = [self._sequences[name] for name in names]
         lengths = checks.cropped_lengths(n, tuple(sequence.length for sequence in before))
@@ -243,7 +256,10 @@ class PagedCache:
         self._assign(names, [self._sequences[names[row]] for row in rows])
 
     def _assign(self, names: list[int], after: list[PagedSequence]) -> None:
-        """Replaces sequences. Shares the new pages before it releases the old ones."""
+        """Replaces the sequences `names` by `after`.
+
+        Adds users to the new pages before it releases the old ones, so that no page becomes free.
+        """
         for sequence in after:
             self._pool.share(sequence.pages)
         for name, sequence in zip(names, after, strict=True):
@@ -251,7 +267,7 @@ class PagedCache:
             self._sequences[name] = sequence
 
     def fork(self) -> PagedCache:
-        """Returns an independent copy of the cache that shares the pool. Copies no token."""
+        """Returns an independent copy of the cache that shares the pool. Does not copy tokens."""
         twin = copy.copy(self)
         for sequence in self._sequences.values():
             self._pool.share(sequence.pages)
@@ -313,7 +329,10 @@ class PagedCache:
         self._replace(dict(zip(names, saved, strict=True)), state)
 
     def _replace(self, saved: dict[int, PagedSequence], state: State) -> None:
-        """Replaces all sequences by saved ones, whose pages are indices into the state's pages."""
+        """Replaces all sequences by saved ones.
+
+        The pages of the saved sequences are indices into the pages of the state.
+        """
         self.reset()
         fresh = self._pool.next_free(len(state["k"]))
         for name, x in self._pool.storage.tensors.items():
@@ -322,7 +341,7 @@ class PagedCache:
         for sequence, (pages, length) in saved.items():
             self._sequences[sequence] = PagedSequence(tuple(fresh[number] for number in pages), length)
             self._pool.share(self._sequences[sequence].pages)
-        self._pool.release(fresh)  # undoes the user that `take` added
+        self._pool.release(fresh)  # removes the user that `take` added to each page
         self._next_id = max([self._next_id, *(sequence + 1 for sequence in saved)])
 
 

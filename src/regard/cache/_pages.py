@@ -14,7 +14,7 @@ from ._rows import RowLayout
 
 
 class PagedSequence(NamedTuple):
-    """A sequence of `length` tokens, stored in these pages in order."""
+    """A sequence of `length` tokens, stored in order in the pages `pages`."""
 
     pages: tuple[int, ...] = ()
     length: int = 0
@@ -25,7 +25,7 @@ class PageDraft(NamedTuple):
 
     before: list[PagedSequence]
     after: list[PagedSequence]
-    taken: list[int]  # free pages to use
+    taken: list[int]  # free pages that the append will use
     copies: list[tuple[int, int]]  # (shared page, its copy)
 
 
@@ -40,7 +40,10 @@ class Pages:
     # Appending
 
     def draft(self, before: list[PagedSequence], new: Sequence[int]) -> PageDraft:
-        """Plans to append new[b] tokens to sequence b. A shared page that is not full is copied."""
+        """Plans an append of new[b] tokens to sequence b.
+
+        If the last page of a sequence is shared and not full, the page is copied.
+        """
         reused = [self._reused(seq) if m else seq.pages for seq, m in zip(before, new, strict=True)]
         lengths = [sequence.length + m for sequence, m in zip(before, new, strict=True)]
         missing = [-(-n // self.page) - len(pages) for n, pages in zip(lengths, reused, strict=True)]
@@ -53,12 +56,18 @@ class Pages:
         return PageDraft(before, after, taken, copies)
 
     def _reused(self, sequence: PagedSequence) -> tuple[int, ...]:
-        """Returns the pages that a sequence still uses after an append."""
+        """Returns the pages that a sequence still uses after an append.
+
+        The last page is left out if it must be copied: it is shared and not full.
+        """
         shares_last = sequence.length % self.page != 0 and self.users[sequence.pages[-1]] > 1
         return sequence.pages[:-1] if shares_last else sequence.pages
 
     def next_free(self, count: int) -> list[int]:
-        """Returns the next free pages without taking them. Raises ValueError if too few exist."""
+        """Returns the next `count` free pages without taking them.
+
+        Raises ValueError if there are fewer.
+        """
         if count > len(self.free):
             raise ValueError(
                 f"PagedCache is full: {count} pages of {self.page} tokens needed, {len(self.free)} of "
@@ -67,7 +76,7 @@ class Pages:
         return self.free[len(self.free) - count :][::-1]
 
     def write(self, draft: PageDraft, table: Tensor, counts: Sequence[int], new: New) -> None:
-        """Copies shared pages and writes new tokens, to slots that no sequence uses yet."""
+        """Carries out a draft: copies pages and writes new tokens, only to slots not in use."""
         for source, target in draft.copies:
             for x in self.storage.tensors.values():
                 x[target] = x[source]
@@ -75,7 +84,7 @@ class Pages:
         write_stored(self.storage.paged(0, table), starts, counts, *new)
 
     def keep(self, draft: PageDraft) -> None:
-        """Commits an append: updates the reference counts."""
+        """Commits an append by updating the reference counts."""
         self.take(draft.taken)
         self.release(source for source, _ in draft.copies)
 

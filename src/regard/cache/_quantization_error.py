@@ -1,7 +1,7 @@
 """The quantisation error of 8-bit and 4-bit caches.
 
-Scales are per token, so stored codes never change. Scales are also per group of channels, so an
-outlier channel, common in the keys of trained models, affects only its group.
+Each token has its own scales, so new tokens never change stored codes. Each group of channels has
+its own scale, so an outlier channel, common in the keys of trained models, affects only its group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class QuantizationError(NamedTuple):
     bits: int
     k: float
     v: float
-    out: float | None  # of the output of attention; None without q
+    out: float | None  # error of the output of attention; None without q
 
 
 def quantization_error(
@@ -35,7 +35,7 @@ def quantization_error(
         k, v: float tensors (..., Hkv, Lk, D) and (..., Hkv, Lk, Dv).
         q: (..., Hq, Lq, D). If given, the error of the output is computed, in float64.
         bits: 8 or 4.
-        options: options of `attention`, such as mask and scale.
+        options: further options of `attention`, such as mask and scale.
 
     Example:
         >>> quantization_error(k, v, q, bits=4, mask=masks.Causal())

@@ -11,7 +11,7 @@ from ._rows import layout_of
 
 
 class QuantizedCache(KVCache):
-    """A `KVCache` that stores 8 or 4 bits per channel, and a scale per group of 32 channels.
+    """A `KVCache` that stores 8 or 4 bits per channel, plus scales for each group of 32 channels.
 
     Attention uses the dequantised keys and values. A group of 32 channels takes 34 bytes with 8
     bits and 20 bytes with 4 bits; in bfloat16 it takes 64. On N(0, 1) data the error of the output
@@ -21,7 +21,7 @@ class QuantizedCache(KVCache):
     Args:
         B, Hkv, D, Dv, capacity, device: as in `KVCache`.
         bits: 8 or 4.
-        dtype: of the queries, keys and values passed in, and of the output.
+        dtype: dtype of the queries, keys and values passed in, and of the output.
     """
 
     _sizes = (*KVCache._sizes, "bits")

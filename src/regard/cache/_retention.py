@@ -1,7 +1,7 @@
-"""Retention policies: which tokens a `RowCache` keeps and which of them queries attend to.
+"""Retention policies: which tokens a `RowCache` keeps, and which of them a query attends to.
 
 Methods take the content of a cache and return the new content, so that the cache is unchanged if a
-call raises. Both policies have the same methods.
+call raises. `KeepAll` and `KeepWindow` have the same methods.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Content(NamedTuple):
     """The content of a `RowCache`."""
 
     storage: RowStorage
-    held: Count  # slots in use
-    dropped: Count  # tokens of each sample that are no longer held
+    held: Count  # number of slots in use
+    dropped: Count  # number of tokens of each sample that are no longer held
 
     @property
     def lengths(self) -> Count:
@@ -37,14 +37,14 @@ class Content(NamedTuple):
 class KeepAll:
     """Keeps every token. Without a capacity, the storage grows by doubling."""
 
-    visible: Mask | None = None  # the mask of a query of the last token; None: all keys
-    counts: tuple[str, ...] = ("lengths",)  # the integer tensors (B,) of a state
+    visible: Mask | None = None  # the mask for the query of the last token; None: it attends to all keys
+    counts: tuple[str, ...] = ("lengths",)  # names of the integer tensors (B,) in a state
 
     def __init__(self, capacity: int | None, owner: str) -> None:
         self.capacity, self.owner = None if capacity is None else count("capacity", capacity, 1), owner
 
     def with_room(self, content: Content, new: Count) -> Content:
-        """Returns the content with free slots for `new` tokens."""
+        """Returns the content with free slots for `new` tokens, in new storage if necessary."""
         storage, held, _ = content
         needed = largest(plus(held, new))
         if needed <= storage.rows:
@@ -57,7 +57,7 @@ class KeepAll:
         return Content(storage.copy(largest(held), max(needed, 2 * storage.rows, LEAST_ROWS)), held, 0)
 
     def settled(self, content: Content) -> Content:
-        """Returns the content to keep after a call."""
+        """Returns the content that the cache keeps after a call."""
         return content
 
     def rows_with(self, content: Content, L: int) -> int:
@@ -65,7 +65,10 @@ class KeepAll:
         return largest(content.held) + L
 
     def attend(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
-        """Computes attention of the queries of the last tokens. `content` includes the chunk."""
+        """Computes attention of q, the queries of the last tokens.
+
+        `content` includes the new chunk.
+        """
         storage, held, _ = content
         return attend(q, storage.stored(largest(held)), held, chunk, settings)
 
@@ -82,8 +85,8 @@ class KeepAll:
 class KeepWindow:
     """Keeps the last `window` tokens and the first `sinks` tokens.
 
-    The slots are [sinks | last tokens in order | spare]. When the spare slots are used up, the
-    sinks and the last window + rollback tokens move to new storage.
+    The slots hold the sinks, then the last tokens in order, then spare slots. When the spare slots
+    are used up, the sinks and the last window + rollback tokens move to new storage.
     """
 
     counts = ("lengths", "held")
@@ -101,11 +104,11 @@ class KeepWindow:
         return self._compacted(content, new)
 
     def settled(self, content: Content) -> Content:
-        # A chunk larger than the spare slots has enlarged the storage temporarily.
+        # If the chunk was larger than the spare slots, the storage was enlarged: shrink it again.
         return content if content.storage.rows == self.capacity else self._compacted(content, 0)
 
     def _compacted(self, content: Content, new: Count) -> Content:
-        """Copies the tokens to keep into new storage with free slots for `new` tokens."""
+        """Copies the tokens to keep into new storage that has free slots for `new` tokens."""
         storage, held, _ = content
         B, S = storage.B, self.sinks
         remaining = shared([min(n, self.needed) for n in per_sample(held, B)])
@@ -133,13 +136,16 @@ class KeepWindow:
         return attend(q, storage.stored(largest(held)), held, chunk, settings, self.visible)
 
     def _attend_twice(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
-        """Attends to the sinks and to the window, each with its own offset, and merges both."""
+        """Attends to the sinks and to the window in two calls, and merges the results.
+
+        The two calls have different offsets.
+        """
         S, stored = self.sinks, content.storage.stored(self.sinks)
         first = stored._replace(k=stored.k[:, :, :S], v=stored.v[:, :, :S])
         recent = minus(content.held, S)
         last = stored._replace(k=stored.k[:, :, S:], v=stored.v[:, :, S:], length=largest(recent))
         with_lse = settings.options._replace(return_lse=True)
-        without_sink = with_lse._replace(sink=None)  # the sink counts once
+        without_sink = with_lse._replace(sink=None)  # the option `sink` must count only once
         results = [
             attend(q, first, content.lengths, chunk, settings._replace(options=with_lse)),
             attend(q, last, recent, chunk, settings._replace(options=without_sink), self.recent),
@@ -158,7 +164,7 @@ class KeepWindow:
                 )
 
     def _holds(self, position: int, length: int, rows: int) -> bool:
-        """Returns whether all earlier keys that a query at `position` attends to are held."""
+        """Returns whether the cache holds every earlier key that a query at `position` needs."""
         oldest = length - rows + self.sinks  # the first position held after the sinks
         return length == rows or position <= self.sinks or position - self.window + 1 >= oldest
 
@@ -192,7 +198,7 @@ Retention = KeepAll | KeepWindow
 
 
 def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Returns (samples, slots before, slots after) for each group of samples with equal counts."""
+    """Returns (samples, held, remaining) for groups of samples with equal numbers of tokens."""
     if isinstance(held, int) and isinstance(remaining, int):
         return [(slice(None), held, remaining)]
     pairs = zip(per_sample(held, B), per_sample(remaining, B), strict=True)
@@ -200,7 +206,7 @@ def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]
 
 
 def _check_relative(options: Options) -> None:
-    """Raises TypeError if mask or bias depends on more than the distance."""
+    """Raises TypeError if the mask or the bias depends on anything but the distance."""
     if isinstance(options.bias, Tensor):
         raise TypeError("bias: expected scores.Alibi or scores.RelativeBias in a SlidingCache, got a tensor")
     mask = options.mask

@@ -28,9 +28,9 @@ R = TypeVar("R", bound="RowCache")
 
 
 class RowCache:
-    """A cache with `RowStorage` and a retention policy."""
+    """The base class: a cache with a `RowStorage` and a retention policy."""
 
-    _sizes: tuple[str, ...]  # the attributes in the repr
+    _sizes: tuple[str, ...]  # the names of the attributes in the repr
 
     def _begin(self, B: int, layout: RowLayout, keeps: Retention) -> None:
         self.B = count("B", B, 1)
@@ -42,12 +42,12 @@ class RowCache:
     # Content
 
     def __len__(self) -> int:
-        """The number of tokens of the longest sample, dropped ones included."""
+        """The number of tokens of the longest sample, including dropped tokens."""
         return largest(self._content.lengths)
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each sample, (B,) int64, dropped ones included."""
+        """The number of tokens of each sample, (B,) int64, including dropped tokens."""
         return as_tensor(self._content.lengths, self.B, self.device)
 
     @property
@@ -58,7 +58,7 @@ class RowCache:
 
     @property
     def capacity(self) -> int | None:
-        """Slots per sample; None if the storage grows."""
+        """The number of slots per sample, or None if the storage grows."""
         return self._keeps.capacity
 
     @property
@@ -81,7 +81,7 @@ class RowCache:
     # Appending and attending
 
     def _append(self, new: New, lengths: Lengths) -> Content:
-        """Appends new tokens. Returns the content that queries of these tokens attend to."""
+        """Appends new tokens. Returns the content that the queries of the new tokens attend to."""
         content = self._appended(new, self._content.storage.layout.chunk(new, lengths, self.B).new)
         self._content = self._keeps.settled(content)
         return content
@@ -111,7 +111,7 @@ class RowCache:
                 self._checked = signature(q, *new)
         return result
 
-    # Fast path: a decode step like one that passed all checks
+    # Fast path: a decode step with the signature of a step that passed all checks
 
     def _is_checked_step(self, q: Tensor, new: New) -> bool:
         """Returns whether an earlier step had this signature, and every sample has a free slot."""
@@ -123,7 +123,7 @@ class RowCache:
         return not (is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)))
 
     def _attend_step(self, q: Tensor, new: New, options: Options, impl: str) -> Result:
-        """Does the same as `_attend` for a checked step without mask, bias and window."""
+        """Does the same as `_attend`, faster, for a checked step without mask, bias and window."""
         storage, slot, dropped = self._content
         if self._keeps.visible is not None:
             options = fast_new(Options, (self._keeps.visible, *options[1:]))
@@ -135,9 +135,10 @@ class RowCache:
     # Editing
 
     def crop(self, n: Integers) -> None:
-        """Keeps the first n tokens of each sample, or drops the last -n; n is an int or (B,).
+        """Keeps the first n tokens of each sample, or drops the last -n if n < 0.
 
-        A `SlidingCache` raises ValueError if it has dropped tokens that the next query attends to.
+        n is an int for all samples, or integers (B,). A `SlidingCache` raises ValueError if it no
+        longer holds all tokens that the next query attends to.
         """
         lengths = checks.cropped_lengths(n, per_sample(self._content.lengths, self.B))
         self._content = self._keeps.cropped(self._content, lengths)
@@ -184,7 +185,10 @@ class RowCache:
 
 
 def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
-    """Returns a key that is equal for steps with the same checks; None if checks are required."""
+    """Returns shapes, dtypes and devices. Steps with equal signatures pass the same checks.
+
+    Returns None for a step that must be checked.
+    """
     if type(q) is not Tensor or type(k) is not Tensor:
         return None
     if type(v) is Tensor:

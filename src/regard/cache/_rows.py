@@ -28,12 +28,12 @@ class RowLayout(NamedTuple):
     D: int
     Dv: int
     kind: str
-    dtype: torch.dtype  # of the tensors passed in and out
+    dtype: torch.dtype  # dtype of queries, keys, values and outputs
     device: torch.device
 
     @property
     def tails(self) -> Tails:
-        """The tensors (B, Hkv, rows, *tail) of a storage: name -> (tail, dtype)."""
+        """Name -> (tail, dtype) of each tensor (B, Hkv, rows, *tail) of a storage."""
         if self.kind == "latent":
             return {"latent": ((self.D,), self.dtype)}
         if self.kind == "float":
@@ -41,14 +41,14 @@ class RowLayout(NamedTuple):
         return self._coded("k", self.D) | self._coded("v", self.Dv)
 
     def _coded(self, name: str, D: int) -> Tails:
-        """Returns the tails of the codes and of the scales. `Stored` describes their layout."""
+        """Returns tail and dtype of codes and scales. `Stored` describes the layout of both."""
         groups, scale = -(-D // GROUP), f"{name}_scale"
         if self.kind == "int8":
             return {name: ((groups * GROUP,), torch.int8), scale: ((groups,), torch.half)}
         return {name: ((groups * HALF,), torch.uint8), scale: ((groups, 2), torch.half)}
 
     def empty(self, B: int, rows: int) -> RowStorage:
-        """Allocates zeros. A NaN in an unused row would send kernels to their slow path."""
+        """Allocates storage of zeros. NaN in unused rows would send kernels to their slow path."""
         with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             return RowStorage(self, {
                 name: torch.zeros((B, self.Hkv, rows, *tail), dtype=dtype, device=self.device)
@@ -58,7 +58,7 @@ class RowLayout(NamedTuple):
     def chunk(self, new: New, lengths: Lengths, B: int) -> Chunk:
         """Checks new tokens, k (B, Hkv, L, D) and v (B, Hkv, L, Dv) or latents (B, L, D)."""
         k, v = new
-        dim = 1 if self.kind == "latent" else 2  # of the tokens
+        dim = 1 if self.kind == "latent" else 2  # the dim of the tokens
         L = k.shape[dim] if isinstance(k, Tensor) and k.ndim == dim + 2 else 0
         if self.kind == "latent":
             check_new("latent", k, (B, L, self.D), self.dtype, self.device)
@@ -68,7 +68,7 @@ class RowLayout(NamedTuple):
         return chunk_of(L, lengths, B)
 
     def check_state(self, state: State, B: int, rows: int) -> None:
-        """Checks that the tensors of a state have the shapes and dtypes of a storage (B, rows)."""
+        """Checks that the tensors of a state have the shapes and dtypes of `empty(B, rows)`."""
         for name, (tail, dtype) in self.tails.items():
             check_saved(name, state[name], (B, self.Hkv, rows, *tail), dtype)
 
@@ -94,10 +94,10 @@ class RowStorage:
         v = k.narrow(3, 0, layout.Dv) if is_latent else tensors["v"]
         kind, D, Dv = "float" if is_latent else layout.kind, layout.D, layout.Dv
         stored = Stored(k, v, tensors.get("k_scale"), tensors.get("v_scale"), None, 0, kind, self.rows, D, Dv)
-        self._before, self._after = stored[:7], stored[8:]  # the fields around `length`
+        self._before, self._after = stored[:7], stored[8:]  # the fields of `Stored` before and after `length`
 
     def __reduce__(self) -> tuple[type[RowStorage], tuple[RowLayout, State]]:
-        return RowStorage, (self.layout, self.tensors)  # recreates the view of the latents
+        return RowStorage, (self.layout, self.tensors)  # the constructor recreates the view of the latents
 
     @property
     def nbytes(self) -> int:
@@ -108,16 +108,19 @@ class RowStorage:
         return fast_new(Stored, (*self._before, length, *self._after))
 
     def paged(self, length: int, table: Tensor) -> Stored:
-        """Returns views of the first `length` tokens of each sequence. table is (B, max_pages)."""
+        """Returns views of the first `length` tokens of B sequences. table is (B, max_pages)."""
         *tensors, _, _, kind = self._before
         return fast_new(Stored, (*tensors, table, self.rows, kind, length, *self._after))
 
     def write(self, starts: Count, counts: Count, new: New) -> None:
-        """Writes the first counts[b] new tokens of sample b to its rows from starts[b] on."""
+        """Writes the first counts[b] new tokens of sample b to the rows that begin at starts[b]."""
         write_stored(self.stored(0), per_sample(starts, self.B), per_sample(counts, self.B), *new)
 
     def copy(self, filled: int, rows: int | None = None, samples: list[int] | None = None) -> RowStorage:
-        """Copies the first `filled` rows of all or some samples into new storage."""
+        """Copies the first `filled` rows of the given samples into new storage with `rows` rows.
+
+        The default is all samples and the same number of rows.
+        """
         fresh = self.layout.empty(len(samples or range(self.B)), self.rows if rows is None else rows)
         for name, x in self.tensors.items():
             source = x[:, :, :filled]
@@ -125,7 +128,7 @@ class RowStorage:
         return fresh
 
     def state(self, held: Count) -> State:
-        """Returns copies of the rows in use. Rows beyond the end of shorter samples are zero."""
+        """Returns copies of the rows in use. Shorter samples are padded with zeros."""
         saved = {}
         for name, x in self.tensors.items():
             saved[name] = x[:, :, : largest(held)].clone(memory_format=torch.contiguous_format)

@@ -14,17 +14,20 @@ class SlidingCache(KVCache):
     """A KV cache of bounded size: the last `window` tokens and the first `sinks` tokens.
 
     The mask is `Causal() & (Window(window - 1) | Prefix(sinks))`, as in StreamingLLM. Positions
-    count all tokens of the sequence, dropped ones included, also for `Alibi` and `RelativeBias`.
+    count all tokens of the sequence, including dropped tokens. `Alibi` and `RelativeBias` use these
+    positions, too.
 
-    `crop(n)` requires that the keys of the next query are held: n is at most `rollback` tokens
-    back, or n <= sinks, or nothing has been dropped yet.
+    `crop(n)` is possible if the cache still holds the keys of the next query: if n is at most
+    `rollback` below the greatest length so far, or n <= sinks, or nothing has been dropped.
 
     Args:
         B, Hkv, D, Dv, dtype, device: as in `KVCache`.
-        window: tokens that a query attends to, its own included.
-        sinks: tokens at the start of the sequence that are never dropped.
-        rollback: tokens that `crop` can always remove, counted from the greatest length so far.
-        spare: extra slots, default max(16, window / 4). Tokens are moved once every `spare` tokens.
+        window: number of tokens that a query attends to, including its own.
+        sinks: number of tokens at the start of the sequence that are never dropped.
+        rollback: number of tokens that `crop` can always remove, counted from the greatest length
+            so far.
+        spare: number of extra slots, default max(16, window / 4). The tokens to keep are moved once
+            every `spare` new tokens.
     """
 
     _sizes = (*KVCache._sizes, "window", "sinks")

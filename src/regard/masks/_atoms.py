@@ -82,13 +82,13 @@ def _reach(name: str, reach: int | None) -> int | None:
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:
-    """Returns the smaller of two reaches; None is unlimited."""
+    """Returns the smaller of two reaches of a Window. None is unlimited."""
     return b if a is None else a if b is None else min(a, b)
 
 
 @declare(Op.LENGTHS, cost=0, n=0)
 class Lengths(Mask):
-    """A mask that allows the first n keys of each sample, for padded batches.
+    """A mask that allows the first n[b] keys of sample b, for padded batches.
 
     Args:
         n: an int for all samples, or integers of the batch shape (*batch,).
@@ -120,9 +120,10 @@ class Documents(Mask):
     """A mask that allows keys whose document id equals the query's.
 
     Args:
-        q_ids: ids of the queries (..., Lq). Without `k_ids`: ids by position (..., Lk), shared by
-            queries and keys. Then a query whose position is outside [0, Lk) may attend to no key.
-        k_ids: ids of the keys (..., Lk).
+        q_ids: ids of the queries (..., Lq). If `k_ids` is None, these are the ids (..., Lk) of all
+            positions, for queries and keys alike. A query whose position is outside [0, Lk) then
+            may attend to no key.
+        k_ids: ids of the keys (..., Lk). If given, ids belong to indices, not to positions.
     """
 
     q_ids: Tensor
@@ -183,7 +184,7 @@ class Prefix(Mask):
 
 @declare(Op.GLOBAL, kind=MaskKind.POSITION, tokens=1)
 class Global(Mask):
-    """A mask of global tokens: they attend to all keys, and all queries attend to them.
+    """A mask of global tokens. Global tokens attend to all keys, and all queries attend to them.
 
     Args:
         tokens: positions (n,), or (..., n) per sample, padded with -1; or a bool tensor (..., L)
@@ -209,7 +210,7 @@ class Global(Mask):
 
     def _mod(self, call: FlexCall) -> Mod:
         tokens, size = self.tokens, max(call.Lk, call.highest + 1, 1)
-        # Padding and tokens beyond all positions go to an extra column, which is dropped.
+        # Padding and tokens beyond all positions are written to an extra column, which is removed.
         columns = torch.where((tokens >= 0) & (tokens < size), tokens, size)
         marks = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=call.device)
         marks = marks.scatter(1, columns, True)[:, :size].contiguous()
@@ -235,7 +236,7 @@ def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
 
 
 def _ascending(tokens: Tensor) -> Tensor:
-    """Sorts positions (..., n), removes duplicates, and trims the padding."""
+    """Sorts positions (..., n), replaces duplicates by padding, and trims columns of padding."""
     tokens = tokens.sort(-1).values
     repeats = torch.nn.functional.pad(tokens[..., 1:] == tokens[..., :-1], (1, 0))[..., : tokens.shape[-1]]
     tokens = tokens.masked_fill(repeats, -1).sort(-1).values
@@ -260,7 +261,7 @@ class RandomBlocks(Mask):
     Args:
         per_row: number of key blocks for each query block.
         block: tokens per block.
-        seed: an int of 64 bits.
+        seed: a 64-bit integer.
     """
 
     per_row: int
@@ -354,7 +355,7 @@ class Dense(Mask):
 
 @declare(Op.BLOCKS, table=3)
 class Blocks(Mask):
-    """A block-sparse mask: a bool table with one entry for each `block` queries x `block` keys.
+    """A block-sparse mask: a bool table with an entry for each block of `block` x `block` pairs.
 
     Rows and columns are query and key indices, not positions, so `offset` has no effect.
 
@@ -382,7 +383,7 @@ class Blocks(Mask):
         return pairs.at_block(self.table, self.block)
 
     def _cut(self, tile: Rectangle) -> Mask:
-        """Expands the table to a Dense mask, because the rows of a tile need not start a block."""
+        """Returns a Dense mask of the tile, because a tile may begin in the middle of a block."""
         rows = torch.arange(tile.rows.start, tile.rows.stop, device=self.device) // self.block
         keys = torch.arange(tile.Lk, device=self.device) // self.block
         return Dense.borrow(cut(self.table, tile.samples, tile.heads)[..., rows[:, None], keys])

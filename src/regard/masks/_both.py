@@ -10,7 +10,7 @@ from ._mask import Mask
 
 
 def both(a: Mask | None, b: Mask | Tensor | None) -> Mask | None:
-    """Returns `a & b`. None allows everything; a bool tensor b becomes a `Dense` mask."""
+    """Returns `a & b`, where None allows everything. A bool tensor b becomes a `Dense` mask."""
     if not (b is None or isinstance(b, Mask | Tensor)):
         raise TypeError(f"mask: expected a Mask or a bool tensor (True = may attend), got {describe(b)}")
     other = Dense(b) if isinstance(b, Tensor) else b

@@ -33,7 +33,7 @@ def from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> Argum
     Args:
         attn_mask: broadcastable to (..., Hq, Lq, Lk). Bool, True = may attend, or float, which is
             added to the scores.
-        is_causal: causal, aligned to the top left, so the result has offset 0.
+        is_causal: whether to add a causal mask, aligned to the top left (offset 0 in the result).
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal: expected at most one of them, got both")
@@ -63,7 +63,7 @@ def from_mha(
             Bool, or float, which is added to the scores.
         key_padding_mask: (Lk,) or (B, Lk), bool or float.
         heads: the number of heads.
-        is_causal: causal, aligned to the top left, so the result has offset 0.
+        is_causal: whether to add a causal mask, aligned to the top left (offset 0 in the result).
     """
     masks: list[Mask | None] = [Causal()] if is_causal else []
     biases: list[Tensor] = []
@@ -84,7 +84,7 @@ def from_mha(
 def to_mha(mask: Mask, batch: int, heads: int, Lq: int, Lk: int, offset: Offset = None) -> Tensor:
     """Returns the `attn_mask` of `nn.MultiheadAttention`: bool, True = may NOT attend.
 
-    The shape is (Lq, Lk), or (B * heads, Lq, Lk) if heads or samples differ.
+    The shape is (Lq, Lk), or (B * heads, Lq, Lk) if the mask differs between heads or samples.
     """
     dense = mask.to_dense(Lq, Lk, offset, heads)
     if dense.ndim > 2:
@@ -137,7 +137,7 @@ def to_hf_4d(
 ) -> Tensor:  # fmt: skip
     """Returns a 4-D attention_mask (B or 1, 1 or Hq, Lq, Lk): bool, True = may attend.
 
-    With `dtype`: a float mask, 0 = may attend and finfo(dtype).min = may not.
+    With `dtype`, returns a float mask: 0 = may attend, finfo(dtype).min = may not attend.
     """
     dense = mask.to_dense(Lq, Lk, offset, heads)
     dense = dense[(None,) * (4 - dense.ndim)]
@@ -150,12 +150,13 @@ def to_hf_4d(
 def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) -> Documents:
     """Returns the mask of packed sequences: each query may attend to the keys of its own sequence.
 
-    Positions count through the whole pack. So `& Causal()` is causal attention within each sequence
-    only if queries and keys are the same tokens.
+    Positions are counted from the start of the pack, not of the sequence. So `& Causal()` is causal
+    attention within each sequence only if queries and keys are the same tokens.
 
     Args:
         cu_seqlens_q: integers (N + 1,).
-        cu_seqlens_k: integers (N + 1,). Default: queries and keys are the same tokens.
+        cu_seqlens_k: integers (N + 1,). Default: cu_seqlens_q, for queries and keys of the same
+            tokens.
     """
     cu_seqlens_q = tensor_of("cu_seqlens_q", cu_seqlens_q)
     q_ids = _ids("cu_seqlens_q", cu_seqlens_q)
@@ -171,7 +172,7 @@ def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) ->
 
 
 def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
-    """Returns the cu_seqlens (N + 1,) int32 of the queries and of the keys.
+    """Converts a `Documents` mask to the cu_seqlens (N + 1,) int32 of the queries and of the keys.
 
     The tokens of a document must be contiguous, and queries and keys must have the documents in the
     same order.
@@ -189,8 +190,8 @@ def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
 def padding(keep: Tensor) -> Mask:
     """Returns the mask for padded keys: keep is bool (L,) or (B, L), True = real token.
 
-    The result combines `Lengths` if the real tokens of each sample are contiguous. Otherwise, and
-    if values cannot be read (`torch.compile`), it is `Dense`.
+    If the real tokens of each sample are contiguous, the result is a combination of `Lengths`.
+    Otherwise, or if values cannot be read (`torch.compile`), the result is `Dense`.
     """
     keep = tensor_of("keep", keep)
     if not readable(keep):
@@ -248,7 +249,7 @@ def _ids(name: str, cu_seqlens: Tensor) -> Tensor:
 
 
 def _segments(name: str, ids: Tensor) -> tuple[list[int], list[int]]:
-    """Returns the document ids in order of appearance and the number of tokens of each."""
+    """Returns the document ids in order of appearance, and each document's number of tokens."""
     if math.prod(ids.shape[:-1]) != 1:
         raise ValueError(f"{name}: expected one row of packed sequences, got shape {tuple(ids.shape)}")
     values, sizes = torch.unique_consecutive(ids.flatten(), return_counts=True)
@@ -258,7 +259,7 @@ def _segments(name: str, ids: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _common_order(q_docs: list[int], k_docs: list[int]) -> list[int]:
-    """Returns an order of all documents that the queries and the keys both follow."""
+    """Returns all documents in an order that agrees with both the queries' and the keys' order."""
     if q_docs == k_docs:
         return k_docs
     if q_docs == sorted(q_docs) and k_docs == sorted(k_docs):

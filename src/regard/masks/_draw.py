@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_SIZE = 32
-# Blue on warm white differ in lightness, so they stay distinct under every kind of colour blindness.
+# Blue and warm white differ in lightness, so they stay distinct under every kind of colour blindness.
 NOTHING, SEEN, SELF, INK = "#f3efe6", "#14508c", "#e69f00", "#33312c"
 SHADES = ("· ", "░░", "▒▒", "▓▓", "██")
 
@@ -26,7 +26,7 @@ class Colours(NamedTuple):
     paper: str
     excluded: str
     allowed: str
-    diagonal: str  # key position = query position
+    diagonal: str  # pairs with key position = query position
     ink: str
 
 
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 def picture(mask: Mask, Lq: int | None, Lk: int | None, offset: Offset, head: int, sample: int) -> Picture:
-    """Evaluates one head of one sample of a mask, with default sizes if Lq or Lk is None."""
+    """Evaluates a mask for one head of one sample. If Lq or Lk is None, uses default sizes."""
     Lq, Lk = _default_sizes(mask, Lq, Lk)
     if Lq < 1 or Lk < 1:
         raise ValueError(f"Lq and Lk: expected at least 1 to draw, got {Lq} and {Lk}")
@@ -84,7 +84,10 @@ def _start(Lq: int, Lk: int, offset: Offset, sample: int) -> int:
 
 
 def _cells(allowed: Tensor, max_cells: int) -> tuple[Tensor, int]:
-    """Downsamples to at most max_cells per side. Returns the allowed share and size of a cell."""
+    """Downsamples to at most max_cells cells per side.
+
+    Returns the share of allowed pairs in each cell, and the side of a cell in pairs.
+    """
     step = -(-max(allowed.shape) // max_cells)
     shares = torch.nn.functional.avg_pool2d(allowed[None, None].double(), step, step, ceil_mode=True)
     return shares[0, 0], step
@@ -105,21 +108,24 @@ def text(image: Picture, width: int | None) -> str:
 
 
 def _ticks(cells: int, step: int) -> str:
-    """Returns the line of key positions above the columns."""
+    """Returns the line of text with key positions that stands above the columns."""
     label_width = len(str(cells * step)) + 1
     spacing = max(5, -(-label_width // 2))
     return "".join(str(n * step).ljust(2 * spacing) for n in range(0, cells, spacing)).rstrip()
 
 
 def _shade(share: float) -> str:
-    """Returns the character for a cell: empty only for a share of 0, full only for a share of 1."""
+    """Returns the characters that draw a cell.
+
+    A cell is drawn empty only if its share is 0, and full only if its share is 1.
+    """
     if share in (0.0, 1.0):
         return SHADES[-1] if share else SHADES[0]
     return SHADES[1 + min(int(share * 3), 2)]
 
 
 def html(image: Picture) -> str:
-    """Returns an inline SVG, which needs no plotting package."""
+    """Returns the picture as an inline SVG, which needs no plotting package."""
     cells, _ = _cells(image.allowed, 96)
     rows, columns = cells.shape
     unit = max(3, min(14, 420 // max(rows, columns)))

@@ -21,12 +21,12 @@ def to_flex_mask_mod(
     mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, batch: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
 ) -> Mod:  # fmt: skip
-    """Returns a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`; True = may attend.
+    """Converts a mask to a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`; True = may attend.
 
     Args:
         Lq, Lk, offset: as in `Mask.to_dense`.
         batch: the batch shape. Required with several batch dims; b is then the flattened index.
-        device: where the function runs. Default: the device of the mask's tensors.
+        device: the device on which the function runs. Default: the device of the mask's tensors.
     """
     target = mask.device if device is None else torch.device(device)
     program = mask.lower()
@@ -39,7 +39,7 @@ def to_flex(
     mask: Mask, Lq: int, Lk: int, offset: Offset = None, *, batch: int | None = None,
     heads: int | None = None, block: int = 128, device: torch.device | str | None = None,
 ) -> BlockMask:  # fmt: skip
-    """Returns a FlexAttention BlockMask.
+    """Converts a mask to a FlexAttention BlockMask.
 
     Args:
         Lq, Lk, offset: as in `Mask.to_dense`.
@@ -94,7 +94,11 @@ def _batch(program: Program) -> tuple[int, ...]:
 
 
 def _table(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Converts counts (B, H, nq) and block indices (B, H, nq, m) to a bool table."""
+    """Converts the key blocks of each query block to a bool table (B, H, nq, columns).
+
+    For each of nq query blocks, the first `counts` (B, H, nq) of `indices` (B, H, nq, m) are its
+    key blocks.
+    """
     valid = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     column = torch.where(valid, indices.long(), columns)
     table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 M = TypeVar("M", bound="Mask")
-_classes: dict[int, type[Mask]] = {}  # Op -> the class that decodes it
+_classes: dict[int, type[Mask]] = {}  # opcode -> the class that decodes it
 
 
 class MaskKind(Enum):
-    """What a mask depends on, and so whether it also applies to sequences of other lengths."""
+    """What a mask depends on. This decides whether the mask also applies to other lengths."""
 
     DISTANCE = "distance"  # query position - key position
     POSITION = "position"  # positions in a sequence of any length
-    INDEX = "index"  # query and key indices, or the samples, of one call
+    INDEX = "index"  # query and key indices, or samples, of one particular call
 
 
 class CallSizes(NamedTuple):
@@ -67,15 +67,15 @@ def declare(
 
 
 def decode(code: tuple[int, ...], tensors: Sequence[Tensor]) -> Mask:
-    """Returns the mask that lowers to this program. Tensors are not copied."""
+    """Returns the mask of a mask program. Tensors are not copied."""
     return _classes[code[0]]._decode(code[2:], tensors)
 
 
 def part_of(code: tuple[int, ...], tensors: Sequence[Tensor], tile: Rectangle) -> Mask:
     """Returns the mask restricted to a tile of a call.
 
-    The batch dims of `tensors` are flattened to a dim of size 1 or B. The offset of the tile is
-    `tile.rows.start` more than the offset of the call.
+    The batch dims of `tensors` are flattened to a dim of size 1 or B. Evaluate the result with the
+    call's offset plus `tile.rows.start`.
     """
     return decode(code, tensors)._cut(tile)
 
@@ -102,13 +102,16 @@ class Mask(Value):
         self, Lq: int, Lk: int, offset: Offset = None, heads: int | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns the mask as a bool tensor; True = may attend. It defines the mask's meaning.
+        """Returns the mask as a bool tensor; True = may attend.
+
+        This method defines the meaning of a mask.
 
         Args:
             Lq, Lk: numbers of queries and keys.
             offset: the position of query 0: an int, or integers (*batch,). Default Lk - Lq.
-            heads: the number of query heads. It only checks PerHead and tensors with a head dim.
-            device: where to compute. Default: the device of the mask's tensors.
+            heads: the number of query heads. Used only to check PerHead and tensors with a head
+                dim.
+            device: the device of the result. Default: the device of the mask's tensors.
 
         Returns:
             (Lq, Lk) if heads and samples share the mask, (H, Lq, Lk) if only heads differ,
@@ -122,8 +125,8 @@ class Mask(Value):
         return dense.expand(shape).clone(memory_format=torch.contiguous_format)
 
     def lower(self) -> Program:
-        """Returns the mask program. It does not depend on lengths and is cached."""
-        # torch.compile cannot trace the lock of a cached property.
+        """Returns the mask program, which does not depend on Lq and Lk and is cached."""
+        # torch.compile cannot trace the lock of the cached property `_program`.
         return self._lowered() if is_dynamo_compiling() else self._program
 
     def check(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
@@ -138,8 +141,8 @@ class Mask(Value):
     def check_values(self, batch: Sequence[int], heads: int, Lq: int, Lk: int, offset: Offset = None) -> None:
         """Raises ValueError if a length of a `Lengths` mask exceeds Lk.
 
-        The largest length is read once and cached. `Global` and `Prefix` may exceed Lk, because the
-        sequence may still grow. Fake and meta tensors are not checked.
+        The largest length is read once and cached. Tokens of `Global` and n of `Prefix` may exceed
+        Lk, because the sequence may still grow. Fake and meta tensors are not checked.
         """
         if self._max_length > Lk:
             raise ValueError(f"{self!r}: expected lengths up to Lk = {Lk}, got {self._max_length}")
@@ -150,7 +153,7 @@ class Mask(Value):
 
     @property
     def device(self) -> torch.device:
-        """The device of the mask's tensors; the CPU if it has none."""
+        """The device of the mask's tensors, or the CPU if the mask has no tensors."""
         return next((tensor.device for tensor in self._tensors()), torch.device("cpu"))
 
     def draw(
@@ -169,7 +172,10 @@ class Mask(Value):
         self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
         sample: int = 0, file: str | os.PathLike[str] | IO[str] | None = None, width: int | None = None,
     ) -> None:  # fmt: skip
-        """Prints the drawing to the terminal or an open `file`. With a path, saves an image."""
+        """Prints the drawing to the terminal or to an open file.
+
+        If `file` is a path, saves an image.
+        """
         if isinstance(file, (str, os.PathLike)):
             self.image(file, Lq, Lk, offset, head=head, sample=sample)
         else:
@@ -234,7 +240,7 @@ class Mask(Value):
 
     @functools.cached_property
     def _max_length(self) -> int:
-        """The largest length in the `Lengths` of this mask, 0 if there is none."""
+        """The largest length in the `Lengths` masks of this mask, 0 if there are none."""
         return max((child._max_length for child in self._children()), default=0)
 
     def _check(self, sizes: CallSizes) -> None:
@@ -256,7 +262,10 @@ class Mask(Value):
         return self._allows(grid)
 
     def _mod(self, call: FlexCall) -> Mod:
-        """Returns a mask_mod for FlexAttention. Tensors have one batch dim, of size 1 or B."""
+        """Returns a mask_mod for FlexAttention.
+
+        The mask's tensors have one batch dim, of size 1 or B.
+        """
         return lambda b, h, q, k: self._allows(Pair(call, b, h, q, k))
 
     def _intersection(self, other: Mask) -> Mask | None:
@@ -267,7 +276,10 @@ class Mask(Value):
         return node(self._op, *self._arguments(pool))
 
     def _arguments(self, pool: Pool) -> list[int]:
-        """Returns the fields as integers; a tensor becomes its index in the pool."""
+        """Returns the fields as integers.
+
+        A tensor is added to the pool and becomes its index there.
+        """
         dims, fields = self._dims, self.__dict__
         return [pool.add(fields[name], dims[name]) if name in dims else fields[name] for name in self._names]
 
@@ -277,7 +289,10 @@ class Mask(Value):
         return cls._of(*(tensors[x] if name in cls._dims and x is not None else x for name, x in fields))
 
     def _cut(self, tile: Rectangle) -> Mask:
-        """Returns the mask restricted to a tile. Tensors have one batch dim, of size 1 or B."""
+        """Returns the mask restricted to a tile.
+
+        The mask's tensors have one batch dim, of size 1 or B.
+        """
         return self._map(lambda x: x._cut(tile) if isinstance(x, Mask) else cut(x, tile.samples))
 
     @classmethod
@@ -288,7 +303,7 @@ class Mask(Value):
         return mask
 
     def _map(self: M, change: Callable[[Any], Any]) -> M:
-        """Returns a copy with `change` applied to every tensor and child mask."""
+        """Returns a copy of the mask with `change` applied to every tensor and child mask."""
         return self._of(*(_mapped(content, change) for _, content in self._items()))
 
 
@@ -306,7 +321,7 @@ class _Combination(Mask):
         return self.masks
 
     def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
-        """Combines the results of the masks, one tensor each."""
+        """Combines `allowed`, one bool tensor for each of the masks, into one."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:
@@ -342,7 +357,10 @@ class _NaryOperator(_Combination):
 
 @declare(Op.AND)
 class And(_NaryOperator):
-    """A mask that allows keys that all of its masks allow: `a & b`. Merges windows into one."""
+    """A mask that allows keys that all of its masks allow: `a & b`.
+
+    Several windows are merged into one.
+    """
 
     def _simplified(self, masks: list[Mask]) -> tuple[Mask, ...]:
         merged: list[Mask] = []

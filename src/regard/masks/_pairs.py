@@ -1,7 +1,7 @@
 """Pairs of a query and a key, on which masks are evaluated.
 
 `to_dense` evaluates a mask on a `Grid`, all pairs of a call at once. FlexAttention evaluates it on
-one `Pair`. Both classes have the same methods, so that an atom needs one formula.
+one `Pair`. Both classes have the same methods, so that an atom needs only one formula.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # FlexAttention's mask
 
 
 class Grid(NamedTuple):
-    """All pairs of a call. Results broadcast to (*batch, H, Lq, Lk)."""
+    """All pairs of a call. The methods return tensors that broadcast to (*batch, H, Lq, Lk)."""
 
     query: Tensor  # (Lq,), query indices
     pos: Tensor  # (Lq,), or (*batch, Lq) if samples differ: query positions
@@ -36,33 +36,39 @@ class Grid(NamedTuple):
         return column(self.pos)
 
     def of_sample(self, x: Tensor) -> Tensor:
-        """Returns x (*batch,) at the sample of each pair."""
+        """Returns the entry of x (*batch,) for each pair's sample."""
         return x[..., None, None, None] if x.ndim else x
 
     def at_query(self, x: Tensor) -> Tensor:
-        """Returns x (*batch, Lq) at the query index."""
+        """Returns the entry of x (*batch, Lq) for each pair's query index."""
         return column(x)
 
     def at_key(self, x: Tensor) -> Tensor:
-        """Returns x (*batch, Lk) at the key index."""
+        """Returns the entry of x (*batch, Lk) for each pair's key index."""
         return row(x)
 
     def at_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x (*batch, L) at the query position, and whether the position is in [0, L)."""
+        """Returns the entry of x (*batch, L) for each pair's query position.
+
+        The second result says whether the position is in [0, L).
+        """
         L = x.shape[-1]
         inside = (self.pos >= 0) & (self.pos < L)
         lead = common_shape(x.shape[:-1], self.pos.shape[:-1])
-        # Positions outside gather from an extra column.
+        # Positions outside [0, L) read an extra column of zeros.
         padded = torch.nn.functional.pad(x, (0, 1)).expand(*lead, L + 1)
         index = torch.where(inside, self.pos, L).expand(*lead, -1)
         return column(padded.gather(-1, index)), column(inside)
 
     def at_block(self, x: Tensor, size: int) -> Tensor:
-        """Returns x (*batch, H, nq, nk) at the pair's block, with `size` tokens per block."""
+        """Returns the entry of x (*batch, H, nq, nk) for each pair's block.
+
+        A block is `size` queries x `size` keys.
+        """
         return x if size == 1 else x[..., self.i // size, self.j // size]
 
     def by_head(self, masks: Sequence[Tensor]) -> Tensor:
-        """Returns masks[h] (..., 1 or H, Lq, Lk) at each head h."""
+        """Returns one tensor (..., H, Lq, Lk). Its head h is taken from masks[h]."""
         heads = [x if x.ndim < 3 else x.select(-3, h if x.shape[-3] > 1 else 0) for h, x in enumerate(masks)]
         shape = common_shape((len(self.query), len(self.j)), *(x.shape for x in heads))
         return torch.stack([x.expand(shape) for x in heads], dim=-3)
@@ -74,7 +80,7 @@ class FlexCall(NamedTuple):
     Lk: int
     offset: int | Tensor  # an int, or (B,)
     lowest: int  # the smallest query position of all samples
-    highest: int  # the largest
+    highest: int  # the largest query position of all samples
     device: torch.device
 
 
@@ -126,7 +132,7 @@ def row(x: Tensor) -> Tensor:
 
 
 def pick(tensor: Tensor, *index: Tensor) -> Tensor:
-    """Indexes every dim of `tensor`, with broadcasting: dims of size 1 are read at index 0."""
+    """Indexes every dim of `tensor`. Dims of size 1 broadcast: they are read at index 0."""
     return tensor[tuple(x if n > 1 else x * 0 for x, n in zip(index, tensor.shape, strict=True))]
 
 
@@ -140,5 +146,5 @@ class Rectangle(NamedTuple):
 
 
 def cut(x: Tensor, *slices: slice) -> Tensor:
-    """Returns the view x[slices] with broadcasting: dims of size 1 are not sliced."""
+    """Returns the view x[slices]. Dims of size 1 broadcast: they are not sliced."""
     return x[tuple(s if n > 1 else slice(None) for n, s in zip(x.shape, slices, strict=False))]

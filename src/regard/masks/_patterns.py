@@ -13,17 +13,20 @@ from ._mask import Mask
 
 
 def sliding(window: int) -> Mask:
-    """Returns a mask of the last `window` keys, the query's position included (Mistral, HF)."""
+    """Returns a mask of the `window` keys that end with the query's position (Mistral, HF)."""
     return Window(count("sliding(window)", window, 1) - 1, 0)
 
 
 def streaming(window: int, sinks: int = 4) -> Mask:
-    """Returns a causal mask of the last `window` keys and the first `sinks` keys (StreamingLLM)."""
+    """Returns a causal mask of a sliding window and the first `sinks` keys (StreamingLLM).
+
+    The window is the `window` keys up to and including the query's position.
+    """
     return (sliding(window) | Prefix(sinks)) & Causal()
 
 
 def prefix_lm(n: int) -> Mask:
-    """Returns a prefix-LM mask: every query may attend to the first n keys, the rest is causal."""
+    """Returns a prefix-LM mask: causal, and every query may also attend to the first n keys."""
     return Causal() | Prefix(n)
 
 
@@ -42,10 +45,11 @@ def longformer(
     """Returns the Longformer mask: a sliding window and global tokens.
 
     Args:
-        window: keys on each side of the query. HF's `attention_window` counts both sides.
+        window: number of keys on each side of the query. HF's `attention_window` is the sum of
+            both.
         global_tokens: positions, as in `Global`.
         dilation: the distance between neighbouring keys of the window.
-        causal: exclude later keys.
+        causal: whether to exclude keys after the query.
     """
     reach = count("longformer(window)", window) * count("longformer(dilation)", dilation, 1)
     local: Mask = Window(reach, reach) if dilation == 1 else Window(reach, reach) & Dilated(dilation)
@@ -61,10 +65,10 @@ def bigbird(
     Args:
         block: tokens per block.
         window: width of the window around each query, in blocks.
-        random: random key blocks for each query block.
-        global_blocks: blocks at the start of the sequence whose tokens are global.
+        random: number of random key blocks for each query block.
+        global_blocks: number of blocks at the start of the sequence whose tokens are global.
         seed: selects the random blocks.
-        causal: exclude later keys.
+        causal: whether to exclude keys after the query.
     """
     half = count("bigbird(window)", window, 1) * count("bigbird(block)", block, 1) // 2
     mask: Mask = Window(half, half)

@@ -1,4 +1,4 @@
-"""Mask programs: a mask as integers in prefix order, and the tensors that they refer to."""
+"""Mask programs: a mask as integers in prefix order, and the tensors that the integers refer to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._tools.arguments import broadcasts, same
 
-UNLIMITED = 2**62  # the reach of a Window that is None
+UNLIMITED = 2**62  # encodes None, an unlimited reach of a Window
 
 
 class Op(IntEnum):
@@ -70,7 +70,11 @@ class Pool:
         self.cores: list[int] = []
 
     def add(self, tensor: Tensor, core: int) -> int:
-        """Adds a tensor with `core` non-batch dims and returns its index. Missing dims become 1."""
+        """Adds a tensor and returns its index.
+
+        `core` is its number of non-batch dims. If the tensor has fewer dims, dims of size 1 are
+        added in front.
+        """
         if tensor.ndim < core:
             tensor = tensor[(None,) * (core - tensor.ndim)]
         for index, earlier in enumerate(self.tensors):
@@ -88,7 +92,7 @@ def node(op: Op, *arguments: int, children: Iterable[list[int]] = ()) -> list[in
 
 
 def nodes(code: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Splits consecutive nodes of a program."""
+    """Yields the code of each of the consecutive nodes in `code`."""
     while code:
         yield code[: code[1]]
         code = code[code[1] :]

@@ -35,10 +35,14 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shifts right logically; `>>` of int64 is arithmetic."""
+    """Shifts right by `bits`, filling with zeros. (`>>` of int64 would copy the sign bit.)"""
     return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)
 
 
 def _unsigned_remainder(z: Tensor, n: int) -> Tensor:
-    """Returns z % n with z as uint64. Halving z first makes it non-negative in int64."""
+    """Returns z % n, where z is read as uint64.
+
+    PyTorch's remainder is signed. So it is computed from z >> 1, which is not negative, and the
+    last bit is added afterwards.
+    """
     return torch.remainder(torch.remainder(_shift(z, 1), n) * 2 + (z & 1), n)

@@ -15,7 +15,7 @@ def create_causal_mask(Lq: int, Lk: int | None = None) -> Tensor:
 
 
 def create_window_mask(Lq: int, left: int, right: int = 0, Lk: int | None = None) -> Tensor:
-    """Returns a mask (Lq, Lk) of `left` keys before and `right` keys after each query."""
+    """Returns a mask (Lq, Lk) that allows `left` keys before and `right` keys after each query."""
     return Window(left, right).to_dense(Lq, Lq if Lk is None else Lk)
 
 
@@ -25,9 +25,9 @@ def create_prefix_mask(L: int, n: int) -> Tensor:
 
 
 def create_document_mask(ids: Tensor) -> Tensor:
-    """Returns a mask that allows keys with the query's document id.
+    """Returns a mask that allows keys whose document id equals the query's.
 
-    ids (L,) give (L, L), ids (B, L) give (B, 1, L, L).
+    The result is (L, L) for ids (L,), and (B, 1, L, L) for ids (B, L).
     """
     mask = Documents(ids)
     L = mask.q_ids.shape[-1]
@@ -35,7 +35,7 @@ def create_document_mask(ids: Tensor) -> Tensor:
 
 
 def create_padding_mask(tokens: Tensor, pad: int = 0) -> Tensor:
-    """Returns a mask (B, 1, 1, L) that excludes `pad`, from token ids (B, L)."""
+    """Returns a mask (B, 1, 1, L) that excludes keys where `tokens` (B, L) equals `pad`."""
     tokens = tensor_of("tokens", tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected shape (B, L), got {describe(tokens)}")
@@ -43,6 +43,6 @@ def create_padding_mask(tokens: Tensor, pad: int = 0) -> Tensor:
 
 
 def create_decoder_mask(tokens: Tensor, pad: int = 0) -> Tensor:
-    """Returns a causal mask (B, 1, L, L) that excludes `pad`, from token ids (B, L)."""
+    """Returns a causal mask (B, 1, L, L) that excludes keys where `tokens` (B, L) equals `pad`."""
     real = create_padding_mask(tokens, pad)
     return real & create_causal_mask(real.shape[-1]).to(real.device)

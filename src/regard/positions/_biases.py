@@ -47,14 +47,16 @@ class AlibiBias(nn.Module):
 
 
 class Relative(nn.Module):
-    """A module that returns the relative position bias of T5. All layers of a T5 stack share one.
+    """A module that returns the relative position bias of T5.
+
+    In T5, all layers of the encoder share one such module, and so do all layers of the decoder.
 
     Args:
         heads: Hq.
-        num_buckets: rows of the learned `table` (num_buckets, Hq).
-        max_distance: distances from here on share the last bucket.
+        num_buckets: number of rows of the learned `table` (num_buckets, Hq).
+        max_distance: all distances from this one on share the last bucket.
         bidirectional: True for an encoder, False for a decoder.
-        device, dtype: of the table.
+        device, dtype: device and dtype of the table.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Sinusoidal(nn.Module):
 
     Args:
         d_model: number of channels, even.
-        base: the base of the wavelengths.
+        base: as in `sinusoidal`. The longest wavelength is about 2 pi base positions.
     """
 
     def __init__(self, d_model: int, *, base: float = 10000.0) -> None:
@@ -43,7 +43,10 @@ class Sinusoidal(nn.Module):
         self.d_model, self.base = d_model, base
 
     def forward(self, x: Tensor, positions: Positions = 0) -> Tensor:
-        """Returns x plus the embeddings. `positions`: the first position, (L,), or (B, L)."""
+        """Returns x plus the embeddings.
+
+        `positions` is the position of the first token, or integers (L,) or (B, L).
+        """
         at = _token_positions(x, self.d_model, positions)
         return x + sinusoidal(at, self.d_model, base=self.base).to(x.dtype)
 
@@ -55,9 +58,10 @@ class Learned(nn.Module):
     """A module that adds learned embeddings to x (..., L, d_model).
 
     Args:
-        length: number of positions, the rows of the parameter `weight` (length, d_model).
+        length: number of positions, which is the number of rows of the parameter `weight` (length,
+            d_model).
         d_model: number of channels.
-        device, dtype: of the parameter.
+        device, dtype: device and dtype of the parameter.
     """
 
     def __init__(

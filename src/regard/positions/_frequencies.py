@@ -22,7 +22,10 @@ class Scaling:
         raise NotImplementedError
 
     def gain(self) -> float:
-        """Returns the attention factor, which multiplies cos and sin (and scores by its square)."""
+        """Returns the attention factor, which multiplies cos and sin.
+
+        Scores are thereby multiplied by its square.
+        """
         return 1.0
 
 
@@ -33,8 +36,8 @@ def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None
 
     Args:
         dims: number of rotated channels, even.
-        base: above 1.
-        scaling: `LinearScaling`, `NTK`, `YaRN`, `Llama3` or `Frequencies`.
+        base: the base of the formula above, greater than 1.
+        scaling: `LinearScaling`, `NTK`, `YaRN`, `Llama3` or `Frequencies`. Default: no scaling.
     """
     if count("dims", dims, 2) % 2:
         raise ValueError(f"dims: expected an even number of channels, got {dims}")
@@ -52,7 +55,7 @@ def _unscaled(dims: int, base: float) -> Tensor:
 
 
 def _periods(dims: int, base: float) -> Tensor:
-    """Returns 1 / frequency (dims / 2,), always on the CPU."""
+    """Returns the reciprocals of the unscaled frequencies, (dims / 2,), always on the CPU."""
     exponents: Tensor = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
     return torch.pow(base, exponents)
 
@@ -78,7 +81,7 @@ class LinearScaling(Stretching):
 
 @dataclass(frozen=True)
 class NTK(Stretching):
-    """NTK-aware scaling: a larger base, which divides the lowest frequency by `factor`.
+    """NTK-aware scaling: increases the base so that the lowest frequency is divided by `factor`.
 
     High frequencies hardly change. "Dynamic" NTK at length n, for a model trained with length m, is
     `NTK(factor * n / m - (factor - 1))`.
@@ -92,16 +95,17 @@ class NTK(Stretching):
 
 @dataclass(frozen=True)
 class YaRN(Stretching):
-    """YaRN scaling: keeps high frequencies, divides low frequencies by `factor`, blends between.
+    """YaRN scaling: keeps high frequencies, divides low ones by `factor`, and blends in between.
 
     Args:
         factor: ratio of the context lengths.
         original_length: context length in training.
         beta_fast: pairs with more rotations than this in `original_length` keep their frequency.
-        beta_slow: pairs with fewer rotations are divided by `factor`.
-        attention_factor: multiplies cos and sin. Default: from `mscale`, or it grows with `factor`.
+        beta_slow: pairs with fewer rotations than this have their frequency divided by `factor`.
+        attention_factor: multiplies cos and sin. Default: computed from `factor`, and from `mscale`
+            and `mscale_all_dim` if both are given.
         mscale, mscale_all_dim: as in the configurations of DeepSeek.
-        truncate: round the bounds of the blend to whole pairs.
+        truncate: whether to round the bounds of the blended range to whole pairs.
     """
 
     original_length: int
@@ -132,7 +136,10 @@ class YaRN(Stretching):
         return self.growth()
 
     def growth(self, mscale: float = 1.0) -> float:
-        """Returns the attention factor of the paper (DeepSeek's `yarn_get_mscale`)."""
+        """Returns 0.1 * mscale * log(factor) + 1, as DeepSeek's `yarn_get_mscale`.
+
+        With mscale = 1 it is the attention factor of the paper.
+        """
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
@@ -151,12 +158,14 @@ class YaRN(Stretching):
 
 @dataclass(frozen=True)
 class Llama3(Stretching):
-    """The scaling of Llama 3.1: divides low frequencies by `factor`, blends by wavelength.
+    """The scaling of Llama 3.1: keeps short wavelengths, scales long ones, and blends in between.
 
     Args:
         factor: ratio of the context lengths.
-        low_freq_factor: wavelengths above original_length / low_freq_factor are scaled.
-        high_freq_factor: wavelengths below original_length / high_freq_factor are kept.
+        low_freq_factor: above a wavelength of original_length / low_freq_factor, frequencies are
+            divided by `factor`.
+        high_freq_factor: below a wavelength of original_length / high_freq_factor, frequencies are
+            kept.
         original_length: context length in training.
     """
 
@@ -185,7 +194,9 @@ class Llama3(Stretching):
 
 @dataclass(frozen=True)
 class Frequencies(Scaling):
-    """Explicit frequencies, in radians per position, one for each pair. `base` is not used.
+    """Frequencies given explicitly, in radians per position, one for each pair of channels.
+
+    The argument `base` of `Rotary` then has no effect.
 
     Example:
         >>> rotary = Rotary(64, scaling=Frequencies(inv_freq.tolist(), attention_factor))

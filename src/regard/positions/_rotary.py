@@ -30,7 +30,8 @@ def rotary_table(
         positions: integers (..., L).
         turns: frequencies (dims / 2,), in radians per position.
         factor: multiplies cos and sin.
-        dtype: of the results. Computed in float32, or in float64 for float64.
+        dtype: dtype of the results. Angles are computed in float64 if dtype is float64, else in
+            float32.
     """
     precision = torch.float64 if dtype is torch.float64 else torch.float32
     angles = positions[..., None].to(precision) * turns.to(positions.device, precision)
@@ -42,13 +43,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace
 
     Args:
         x: queries or keys (..., L, D), any strides.
-        cos: (..., L, dims / 2), as from `rotary_table`. The dims before L broadcast to x.
-            Channels from `dims` on are copied unchanged.
-        sin: the same shape.
+        cos: (..., L, dims / 2), as from `rotary_table`. The dims before L broadcast to x. Only the
+            first `dims` channels are rotated, the others are copied.
+        sin: like cos.
         layout: which channels form a pair: "half" or "interleaved".
-        inplace: write into x. x must not require grad.
+        inplace: whether to write the result into x, which then must not require grad.
 
-    Allocates only the result. In place, it allocates half of x temporarily.
+    Allocates only the result, or with inplace=True temporary memory of half the size of x.
     """
     _check(x, cos, sin, layout)
     if inplace:
@@ -81,7 +82,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
 
 
 def _pairs(x: Tensor, half: int, layout: str) -> Pair:
-    """Returns views of the first and of the second channel (..., L, half) of all pairs."""
+    """Returns two views (..., L, half) of x: the first and the second channels of all pairs."""
     if layout == "half":
         return x[..., :half], x[..., half : 2 * half]
     return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -157,12 +158,15 @@ class Rotary(nn.Module):
         self._tables: dict[tuple[torch.device, torch.dtype], Pair] = {}
 
     def forward(self, x: Tensor, positions: Positions = 0, *, inplace: bool = False) -> Tensor:
-        """Rotates x (..., H, L, D). `positions`: the first position, (L,), or (B, L)."""
+        """Rotates x (..., H, L, D).
+
+        `positions` is the position of the first token, or integers (L,) or (B, L).
+        """
         cos, sin = self.table(x, positions)
         return rotate(x, cos, sin, layout=self.layout, inplace=inplace)
 
     def table(self, x: Tensor, positions: Positions = 0) -> Pair:
-        """Returns cos and sin (L, dims / 2) or (B, 1, L, dims / 2) for x, in x's dtype."""
+        """Returns cos and sin for x, (L, dims / 2) or (B, 1, L, dims / 2), in x's dtype."""
         if x.dim() < 2:
             raise ValueError(f"x: expected (..., H, L, D), got {describe(x)}")
         L = x.shape[-2]
@@ -174,7 +178,10 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _cached_table(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Returns cos and sin of at least the first `length` positions. Grows by doubling."""
+        """Returns cos and sin of at least the first `length` positions.
+
+        The cached table grows by doubling.
+        """
         table = self._tables.get((device, dtype))
         if table is None or len(table[0]) < length:
             size = max(length, 2 * len(table[0]) if table is not None else 0)

@@ -1,6 +1,6 @@
 """Attention by the compiled core: allocates the results and passes addresses, sizes and strides.
 
-The core sees no tensor objects.
+The core itself knows no tensor objects.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, operands
     )
     del keepalive
-    return out if spec.rank == 4 else _restore_batch(out, spec), lse  # saves a call at rank 4
+    return out if spec.rank == 4 else _restore_batch(out, spec), lse  # skips a function call at rank 4
 
 
 class Saved(NamedTuple):
     """The results of a forward pass and the other tensors that backward needs.
 
-    Stats hold the LSE without its rounding error: at scores of -1e4 a float32 LSE is off by 5e-4,
-    and so would be all weights. The residual keeps the rounding of a 16-bit output out of the
-    gradients.
+    Backward uses stats instead of the LSE, because stats have no rounding error: at scores of -1e4
+    a float32 LSE is off by 5e-4, and so would be all weights computed from it. The residual keeps
+    the rounding of a 16-bit output out of the gradients.
     """
 
     out: Tensor  # (B, Hq, Lq, Dv)
     lse: Tensor | None
-    stats: Tensor  # (2, B, Hq, Lq): each row's shift, an integer in base 2, and softmax sum at that shift
+    stats: Tensor  # (2, B, Hq, Lq): each row's shift, an integer exponent of 2, and its softmax sum
     residual: Tensor | None  # like out, for 16-bit dtypes: the rounding error of out
 
 
 def forward_saving(problem: Problem) -> Saved:
-    """Runs the forward pass of a canonical problem and returns what backward needs."""
+    """Runs the forward pass of a canonical problem and returns the tensors that backward needs."""
     spec, q, k, v = problem[:4]
     call, like_q, _ = spec.memo.get("native") or prepare(spec, q)
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
@@ -90,7 +90,7 @@ class Gradients(NamedTuple):
     k: Tensor | None
     v: Tensor | None
     bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk)
-    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, distances)
+    by_head: Tensor | None  # of ALiBi slopes (Hq,), or of a relative bias (Hq, 2 * far + 1)
     sink: Tensor | None  # (Hq,)
 
 
@@ -98,7 +98,10 @@ def backward(
     problem: Problem, out: Tensor, stats: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
 ) -> Gradients:  # fmt: skip
-    """Computes the gradients that `wanted` selects. Those of q, k and v have q's dtype."""
+    """Computes the gradients that `wanted` selects.
+
+    The gradients of q, k and v have q's dtype.
+    """
     spec, q, k, v = problem[:4]
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
@@ -136,8 +139,8 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
 def _empty_bias(problem: Problem) -> Tensor | None:
     """Allocates the gradient of a bias tensor.
 
-    A broadcast bias is summed in float64. A bias of full size (Lq, Lk) has a gradient in its own
-    dtype if that has 16 bits, else in the dtype of the LSE.
+    If the bias broadcasts over queries or keys, its gradient is a sum and has dtype float64.
+    Otherwise the gradient has the bias's dtype if that has 16 bits, else the dtype of the LSE.
     """
     spec, bias = problem.spec, problem.bias
     if not isinstance(bias, Tensor):
@@ -162,8 +165,8 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Operands | None]:
     """Returns the core's call object, whether out has q's layout, and empty operands or None.
 
-    None means that the operands depend on the tensors of the call. The result is cached in the
-    Spec.
+    The third result is None if the operands depend on the tensors of the call. The results are
+    cached in the Spec.
     """
     like_q = spec.rank == 4 and q.shape == spec.out_shape
     like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
@@ -215,7 +218,7 @@ def _stored_fields(stored: Stored) -> dict[str, Any]:
 
 
 def _outer(x: Tensor) -> tuple[int, int, int]:
-    """Returns the strides of samples (or pages), heads and rows."""
+    """Returns the strides of x along samples (or pages), heads and rows."""
     return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
 
 
@@ -236,7 +239,11 @@ def operands_of(
 
 
 def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
-    """Returns ALiBi slopes or a relative bias, its first distance and the number of distances."""
+    """Returns by_head, its first distance and its number of distances.
+
+    by_head is None, the ALiBi slopes (Hq,) or a relative bias (Hq, distances). The two numbers are
+    0 unless it is a relative bias.
+    """
     table = problem.by_head
     if table is None:
         return None, 0, 0
@@ -245,7 +252,7 @@ def _by_head(problem: Problem) -> tuple[Tensor | None, int, int]:
 
 
 def _mask_tensors(problem: Problem) -> list[_core.MaskTensor]:
-    """Describes the mask program's tensors: sizes and strides for (b, h, q, k).
+    """Describes the mask program's tensors: sizes and strides for sample, head, query and key.
 
     Strides are 0 in broadcast dims.
     """
@@ -264,11 +271,11 @@ class Cost(NamedTuple):
 
     pairs: int  # (query, key) pairs that the mask allows, over all samples and heads
     touched: int  # pairs computed
-    full: int  # (panel, key) pairs: every row of the panel may attend to the key
-    partial: int  # (panel, key) pairs: some rows may
-    empty: int  # (panel, key) pairs: no row may
+    full: int  # (panel, key) pairs in which every row of the panel may attend to the key
+    partial: int  # (panel, key) pairs in which some rows of the panel may
+    empty: int  # (panel, key) pairs in which no row of the panel may
     tasks: int
-    scratch_bytes: int  # of all threads
+    scratch_bytes: int  # scratch memory of all threads
     threads: int
 
 
@@ -288,7 +295,10 @@ def decodes(problem: Problem) -> bool:
 def spans(
     problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1
 ) -> list[tuple[int, int, int]]:
-    """Returns the spans of query rows row, row + step, ...: (begin, end, bit set of rows)."""
+    """Returns the spans of `count` query rows row, row + step, ...
+
+    A span is (begin, end, bit set of rows).
+    """
     operands, keepalive = _mask_operands(problem)
     result = attention_of(problem.spec).spans(
         batch, head, row, step, count, problem.spec.offset or 0, operands

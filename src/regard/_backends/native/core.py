@@ -50,12 +50,12 @@ def address(x: Tensor | None) -> int:
 
 
 def fma_probe(rounds: int) -> float:
-    """Runs multiply-adds in registers on the calling thread. Returns the number of FLOPs."""
+    """Runs multiply-adds in registers on the calling thread. Returns how many FLOPs it executed."""
     return _core.fma_probe(rounds)
 
 
 def read_probe(x: Tensor) -> None:
-    """Reads a contiguous float32 tensor once, on the calling thread."""
+    """Reads a contiguous float32 tensor once, on the calling thread, to measure bandwidth."""
     _core.read_probe(x.data_ptr(), x.numel())
 
 
@@ -66,7 +66,7 @@ def isas() -> list[str]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Uses another instruction set in a `with` block."""
+    """Makes the core use instruction set `name` in a `with` block."""
     if name not in isas():
         raise ValueError(f"name: expected one of {', '.join(isas())}, got {name!r}")
     previous = _core.isa()

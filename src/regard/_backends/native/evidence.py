@@ -17,8 +17,8 @@ from .core import _core
 class Buffers(NamedTuple):
     """The output buffers that facts of one kind need in a native call."""
 
-    fields: dict[str, Any]  # of the core's Facts: numbers, or tensors whose addresses are passed
-    parts: Callable[[Any], F.Parts]  # fact -> its parts, valid after the call
+    fields: dict[str, Any]  # fields of the core's Facts: numbers, or tensors whose addresses are passed
+    parts: Callable[[Any], F.Parts]  # returns the parts of a fact; to be called after the native call
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
@@ -42,14 +42,14 @@ def _compute(problem: Problem, facts: _core.Facts) -> None:
 
 
 def _as_int(x: int | Tensor | None) -> int:
-    """Returns a number, or the address of a tensor."""
+    """Returns a number as it is, and a tensor as its address."""
     return x.data_ptr() if isinstance(x, Tensor) else x or 0
 
 
 def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
     """Distributes facts over as few native calls as possible, grouped by kind.
 
-    One call computes at most one `ColumnMass` and one block size.
+    One call can compute one `ColumnMass`, and block facts of one block size.
     """
     groups: list[dict[Allocate, list[Any]]] = []
     for fact in dict.fromkeys(want):

@@ -12,11 +12,11 @@ from .core import DTYPES, _core, address
 
 
 class LinearSaved(NamedTuple):
-    """What backward needs besides the inputs."""
+    """The tensors that backward needs besides the inputs."""
 
     S: Tensor | None  # (B, Hkv, segments, D, Dv): the state before every 512th token
-    z: Tensor | None  # (B, Hkv, segments, D)
-    errors: Tensor | None  # (B, Hkv, L, Dv): the delta rule's v - S^T k
+    z: Tensor | None  # (B, Hkv, segments, D): the sum of the keys before every 512th token
+    errors: Tensor | None  # (B, Hkv, L, Dv): v - S^T k, which the delta rule computes
 
 
 NOTHING_SAVED = LinearSaved(None, None, None)
@@ -28,7 +28,7 @@ def linear(p: LinearCall) -> LinearResult:
 
 
 def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearSaved]:
-    """Runs the forward pass and returns its result and what backward needs."""
+    """Runs the forward pass. Returns its result and the tensors that backward needs."""
     spec = p.spec
     S, z = _empty_state(p, -(-spec.Lk // SEGMENT))
     errors = (
@@ -72,7 +72,7 @@ def linear_backward(
 def _call(
     p: LinearCall, saved: LinearSaved, out: int = 0, S_end: int = 0, z_end: int = 0
 ) -> tuple[_core.LinearCall, tuple[Tensor | None, ...]]:
-    """Returns the addresses of a call, and tensors that must stay alive until the call ends."""
+    """Returns the core's call object, and tensors that must stay alive until the call ends."""
     optional = (p.log_decay, p.beta, p.lengths, p.S, p.z)
     keepalive = tuple(None if x is None else x.contiguous() for x in optional)
     log_decay, beta, lengths, S, z = map(address, keepalive)

@@ -14,14 +14,14 @@ from ..._tools.arguments import describe
 from .attention import NO_OPERANDS, STORES, ZEROS, attention_of, empty_out, strides_agree
 from .core import DTYPES, _core, address
 
-CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # dtype, elements a group
+CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # dtype, elements that hold a group
 
 
 class StoredCall(NamedTuple):
     """A checked call over stored keys, reusable for any number of keys."""
 
     call: _core.Attention
-    spec: Spec  # its Lk and offset are those of the first call
+    spec: Spec  # the Spec of the first call; later calls have another Lk and offset
     like_q: bool
     capacity: int
 
@@ -29,7 +29,8 @@ class StoredCall(NamedTuple):
 def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
     """Checks and prepares a call over stored keys.
 
-    Returns None if there are too many query rows to decode: then gathered keys are faster.
+    Returns None if the call has too many query rows to run as decode. Then it is faster to gather
+    the keys into a tensor first.
     """
     _check_stored(spec, stored)
     table = stored.table
@@ -47,7 +48,8 @@ def forward_stored(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None.
 
-    `operands` come from `operands_of`. A token `new` is first written as the last stored token.
+    `operands` come from `operands_of`. If a token `new` is given, it is written as the last stored
+    token before attention.
     """
     call, spec, like_q, capacity = prepared
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
@@ -73,7 +75,7 @@ def forward_stored(
 
 
 def operands_from(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands:
-    """Returns the operands of a call without mask tensors and bias, in the dtypes of the core."""
+    """Returns the operands of a call without mask tensors and bias."""
     if sink is None and offsets is None:
         return NO_OPERANDS
     return _core.Operands(sink=address(sink), offsets=address(offsets))
@@ -140,7 +142,7 @@ def _check_stored(spec: Spec, stored: Stored) -> None:
 
 
 def _codes(kind: str, width: int) -> tuple[torch.dtype, int]:
-    """Returns the dtype of codes, and how many elements hold `width` channels."""
+    """Returns the dtype of codes of format `kind`, and how many elements hold `width` channels."""
     dtype, per_group = CODES[kind]
     return dtype, -(-width // GROUP) * per_group
 

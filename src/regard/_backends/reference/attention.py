@@ -37,7 +37,7 @@ def weights(problem: Problem) -> Tensor:
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns visibility and probabilities (B, Hq, Lq, Lk), and the LSE (B, Hq, Lq)."""
+    """Returns visible pairs (bool) and probabilities, (B, Hq, Lq, Lk), and the LSE (B, Hq, Lq)."""
     visible, s = _scores(problem)
     s = torch.cat([torch.where(visible, s, -INF), _sink(problem)], -1)
     top = s.detach().amax(-1, keepdim=True)
@@ -51,7 +51,7 @@ def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Returns visibility and scores (B, Hq, Lq, Lk).
+    """Returns visible pairs (bool) and scores, both (B, Hq, Lq, Lk).
 
     Scores have scale, softcap and bias applied.
     """
@@ -70,7 +70,7 @@ def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _sink(problem: Problem) -> Tensor:
-    """Returns the sink as one more column of logits (B, Hq, Lq, 1), -inf without a sink."""
+    """Returns the sink as one more column of logits, (B, Hq, Lq, 1). It is -inf without a sink."""
     spec = problem.spec
     if problem.sink is None:
         return torch.full((spec.B, spec.Hq, spec.Lq, 1), -INF, dtype=torch.float64, device=spec.device)
@@ -78,7 +78,7 @@ def _sink(problem: Problem) -> Tensor:
 
 
 def _dropped(problem: Problem, probabilities: Tensor) -> Tensor:
-    """Applies dropout."""
+    """Returns the probabilities (B, Hq, Lq, Lk) after dropout."""
     spec = problem.spec
     if not spec.dropout:
         return probabilities

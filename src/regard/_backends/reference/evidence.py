@@ -18,8 +18,8 @@ class Matrix(NamedTuple):
 
     problem: Problem
     visible: Tensor  # (B, Hq, Lq, Lk)
-    p: Tensor  # (B, Hq, Lq, Lk) weights, 0 where masked
-    p_sink: Tensor  # (B, Hq, Lq)
+    p: Tensor  # (B, Hq, Lq, Lk): the weights, 0 where masked
+    p_sink: Tensor  # (B, Hq, Lq): the weight of the sink
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
@@ -43,7 +43,7 @@ def _column_mass(m: Matrix, fact: F.ColumnMass) -> F.Parts:
     row_weights = fact.by_sample(m.problem.spec)
     if row_weights is None:
         return (m.p.sum(2),)
-    # A query with weight 0 contributes nothing, even if its attention weights are NaN.
+    # A query whose factor is 0 contributes nothing, even if its attention weights are NaN.
     row_weights = row_weights.double()[:, None, :, None]
     return (torch.where(row_weights == 0, 0.0, m.p * row_weights).sum(2),)
 

@@ -13,7 +13,7 @@ from ..._call.linear import LinearCall, LinearResult
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """Runs a call. Every query head gets its own state S (B, Hq, D, Dv) and z (B, Hq, D)."""
+    """Computes out and the final state. Every query head has its own S (B, Hq, D, Dv) and z."""
     group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
     q, k, v, S, z = _start(p, group)
     tokens = range(k.shape[2])
@@ -58,9 +58,9 @@ def _step(
 
 
 def _read_state(p: LinearCall, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
-    """Applies queries (B, H, n, D) to the state: (B, H, n, Dv).
+    """Computes the outputs (B, H, n, Dv) of queries (B, H, n, D) from the state.
 
-    With normalize=True a row whose weights sum to 0 is zeros.
+    With normalize=True, a query whose weights sum to 0 has an output of zeros.
     """
     out = p.scale * (q @ S)
     if not p.normalize:
@@ -71,7 +71,7 @@ def _read_state(p: LinearCall, q: Tensor, S: Tensor, z: Tensor) -> Tensor:
 
 
 def _is_real(p: LinearCall, L: int) -> Tensor:
-    """Returns bool (B, L), False for padding."""
+    """Returns a bool tensor (B, L): True for real tokens, False for padding."""
     positions = torch.arange(L, device=p.q.device)
     lengths = positions.new_full((p.q.shape[0],), L) if p.lengths is None else p.lengths
     return positions < lengths[:, None]

@@ -92,7 +92,7 @@ def _sdpa(problem: Problem) -> Tensor:
             q, k, v, mask, spec.dropout, is_causal=mask is None and _simple_mask(problem) == "causal",
             scale=spec.scale, enable_gqa=spec.Hq != spec.Hkv,
         )  # fmt: skip
-    if mask is not None:  # zeros in fully masked rows
+    if mask is not None:  # fully masked rows become zeros
         visible = mask if mask.dtype is torch.bool else mask != -INF
         out = torch.where(visible.any(-1, keepdim=True), out, 0.0)
     return restore_out(spec, out)
@@ -110,7 +110,7 @@ def _simple_mask(problem: Problem) -> str | None:
         return "none"
     if spec.code != CAUSAL or spec.offset is None:
         return None
-    if spec.offset >= spec.Lk - 1:  # the first query may attend to every key
+    if spec.offset >= spec.Lk - 1:  # causal, but even the first query may attend to every key
         return "none"
     return "causal" if spec.offset == 0 else None
 
@@ -171,7 +171,8 @@ def _flex_without_sink(problem: Problem) -> tuple[Tensor, Tensor]:
 def _flex_function(device: str) -> Callable[..., Any]:
     """Returns `flex_attention`, compiled on a GPU.
 
-    Eager on a CPU: it needs n x n memory but no compiler, and takes every dtype and option.
+    On a CPU the function is not compiled. It then needs n x n memory, but no compiler, and supports
+    every dtype and option.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -203,7 +204,7 @@ def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
 def _bias_at(problem: Problem) -> Callable[..., Tensor] | None:
     """Returns a function (b, h, i, j) -> bias, or None.
 
-    ALiBi is computed, any other bias is looked up.
+    The function computes ALiBi, and looks up any other bias in a tensor.
     """
     spec, bias = problem.spec, problem.bias
     if isinstance(bias, Alibi):

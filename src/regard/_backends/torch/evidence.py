@@ -19,12 +19,15 @@ from .tiles import INF, Tile, TileData, tiles
 
 
 class Weights(NamedTuple):
-    """The weights of a tile. Weights of keys outside `tile.keys` are zero."""
+    """The weights of a tile: b samples, h query heads, R query rows and K keys.
+
+    Weights of keys outside `tile.keys` are zero.
+    """
 
     problem: Problem
     tile: Tile
     p: Tensor  # (b, h, R, K)
-    p_sink: Tensor  # (b, h, R)
+    p_sink: Tensor  # (b, h, R): the weights of the sink
     visible: Tensor  # (b, h, R, K)
 
 
@@ -96,7 +99,10 @@ def _mass_on(fact: F.MassOn, parts: F.Parts, w: Weights) -> None:
 
 
 def _blocks(fact: F.BlockMass, parts: F.Parts, w: Weights) -> None:
-    """Pads the tile with zeros to the start of its first block."""
+    """Adds the weights of the tile to the blocks of a `BlockMass` or `BlockMax`.
+
+    The tile is padded in front with zeros, so that it begins at the start of a block.
+    """
     (masses,), block, (rows, keys) = parts, fact.block, (w.tile.rows, w.tile.keys)
     p = torch.nn.functional.pad(w.p.double(), (keys.start % block, 0, rows.start % block, 0))
     blocks = fact.coarser(p, block)

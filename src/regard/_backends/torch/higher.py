@@ -40,7 +40,7 @@ def double_backward(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of <backward(x, dout, dlse), tangents>.
 
-    They are with respect to q, k, v, bias, by_head, sink, dout and dlse. The first six are also the
+    There is one for each of q, k, v, bias, by_head, sink, dout and dlse. The first six are also the
     forward mode of the backward pass for constant dout and dlse.
     """
     xs, (out, lse) = inputs(problem), _empty_results(problem)
@@ -70,7 +70,7 @@ class _Linearised(NamedTuple):
     lse: Tensor
     p: Tensor  # probabilities
     p_sink: Tensor
-    nan_rows: Tensor | None  # rows with NaN; all fields but `out` treat them as zeros
+    nan_rows: Tensor | None  # True for rows with NaN; in all fields but `out` these rows are zeros
     slope: Tensor | None  # the derivative of the softcap
     bend: Tensor | None  # the second derivative of the softcap divided by the first
     ta: Tensor  # tangent of the scores before softcap
@@ -105,7 +105,8 @@ def _linearise(data: TileData) -> _Linearised:
 def _gradients(data: TileData, lin: _Linearised) -> InputList:
     """Computes the gradients of <lin.out, dout> + <lin.lse, dlse> with respect to the inputs.
 
-    `dx` is the gradient with respect to x, `dtx` with respect to its tangent.
+    In the code, `ds` is the gradient with respect to s, and `dts` the gradient with respect to its
+    tangent `ts`. Other variables are named alike.
     """
     x, t, p, p_sink = data.x, data.t, lin.p, lin.p_sink
     dw, dtw = _dropped(data, times(data.dout, t.v.mT)), _dropped(data, times(data.dout, x.v.mT))
@@ -132,7 +133,7 @@ def _gradients(data: TileData, lin: _Linearised) -> InputList:
 def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the probabilities of the keys and of the sink, and a mask of rows with NaN or None.
 
-    Fully masked rows and rows with NaN are zeros.
+    In fully masked rows and rows with NaN, all probabilities are zero.
     """
     top = sink.expand(*s.shape[:-1], 1)
     if s.shape[-1]:
@@ -150,7 +151,7 @@ def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def spread_nan(x: Tensor, nan_rows: Tensor | None, visible: Tensor | None) -> Tensor:
     """Returns x with NaN in the rows `nan_rows`.
 
-    With `visible`, only at visible pairs of these rows.
+    If `visible` is given, only the visible pairs of these rows become NaN.
     """
     if nan_rows is None:
         return x
@@ -165,22 +166,27 @@ def _dropped(data: TileData, pairs: Tensor) -> Tensor:
 
 
 def times(rows: Tensor, keys: Tensor) -> Tensor:
-    """Computes rows @ keys, each query head with its key head.
+    """Computes rows @ keys, where each query head uses its key head.
 
-    (b, h, R, x) and (b, n, x, y) -> (b, h, R, y), n being the heads of `keys`.
+    rows is (b, h, R, x) with h query heads, keys is (b, n, x, y) with n key heads, and the result
+    is (b, h, R, y).
     """
     return (_folded(rows, keys) @ keys).view(*rows.shape[:3], keys.shape[-1])
 
 
 def _summed(pairs: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Computes pairs^T @ rows, summed over the query heads of a key head.
+    """Computes pairs^T @ rows and sums over the query heads of each key head.
 
-    (b, h, R, K) and (b, h, R, x) -> (b, n, K, x), n being the heads of `keys`.
+    pairs is (b, h, R, K), rows is (b, h, R, x), and the result is (b, n, K, x), where n is the
+    number of key heads in `keys`.
     """
     return _folded(pairs, keys).mT @ _folded(rows, keys)
 
 
 def _folded(rows: Tensor, keys: Tensor) -> Tensor:
-    """Folds query heads into the rows of their key head: (b, h, R, x) -> (b, n, h / n * R, x)."""
+    """Folds query heads into the rows of their key head: (b, h, R, x) -> (b, n, h / n * R, x).
+
+    n is the number of key heads in `keys`.
+    """
     (b, h, R, x), n = rows.shape, keys.shape[1]
     return rows.reshape(b, n, h // n * R, x)

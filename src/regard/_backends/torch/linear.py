@@ -20,7 +20,7 @@ CHUNK = 64
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """Runs a call."""
+    """Computes out and the final state of a call."""
     p = _without_padding(p)
     B, Hkv, _, D = p.k.shape
     S = p.S if p.S is not None else p.k.new_zeros(B, Hkv, D, p.v.shape[3], dtype=p.dtype)
@@ -30,7 +30,7 @@ def linear(p: LinearCall) -> LinearResult:
 
 
 def _without_padding(p: LinearCall) -> LinearCall:
-    """Sets q, k, v and gates of padding tokens to 0, so that they leave the state unchanged."""
+    """Sets q, k, v and gates of padding to 0, so that padding leaves the state unchanged."""
     if p.lengths is None:
         return p
     real = (torch.arange(p.k.shape[2], device=p.k.device) < p.lengths[:, None])[:, None]  # (B, 1, L)
@@ -43,7 +43,7 @@ def _without_padding(p: LinearCall) -> LinearCall:
 
 
 def _full(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, S and z if every query attends to every key."""
+    """Returns out, S and z of a non-causal call: every query attends to every key."""
     k, v = p.k.to(p.dtype), p.v.to(p.dtype)
     S, z = S + k.mT @ v, z + k.sum(2)
     q = _grouped(p.q, k.shape[1]).to(p.dtype) * p.scale
@@ -52,19 +52,22 @@ def _full(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Chunks(NamedTuple):
-    """All chunks of a call, (B, Hkv, n, C, ...) in the compute dtype."""
+    """The tokens of a call in n chunks of C tokens, (B, Hkv, n, C, ...), in the compute dtype.
 
-    q: Tensor  # (B, Hkv, group, n, C, D), scaled
+    b and G are defined at the top of the file.
+    """
+
+    q: Tensor  # (B, Hkv, group, n, C, D), times scale; group = Hq / Hkv
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B, Hkv, n, C, 1)
-    pairs: Tensor  # (B, Hkv, n, C, C): G; without decay (C, C)
-    since: Tensor | None  # (B, Hkv, n, C, 1): exp(b); None: 1
-    until: Tensor | None  # (B, Hkv, n, C, 1): exp(b_end - b)
+    pairs: Tensor  # G, (B, Hkv, n, C, C), or (C, C) without decay
+    since: Tensor | None  # exp(b), (B, Hkv, n, C, 1); None without decay
+    until: Tensor | None  # exp(b_end - b), (B, Hkv, n, C, 1); None without decay
 
 
 def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, S and z, chunk by chunk."""
+    """Returns out, S and z of a causal call, computed chunk by chunk."""
     L, C = p.k.shape[2], min(CHUNK, max(p.k.shape[2], 1))
     chunks = _split(p, C)
     scores = (chunks.q @ chunks.k.mT[:, :, None]) * _per_group(chunks.pairs)
@@ -93,7 +96,7 @@ def _causal(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _split(p: LinearCall, C: int) -> _Chunks:
     """Splits the tokens into chunks.
 
-    Zero tokens pad the last chunk and leave the state unchanged.
+    The last chunk is padded with tokens of zeros, which leave the state unchanged.
     """
     L = p.k.shape[2]
     padding = -L % C
@@ -113,7 +116,7 @@ def _split(p: LinearCall, C: int) -> _Chunks:
 
 
 def _inverse(chunks: _Chunks) -> Tensor | None:
-    """Computes (I + beta (G K K^T, below the diagonal))^-1, (B, Hkv, n, C, C).
+    """Computes (I + beta (G K K^T, below the diagonal))^-1 of each chunk, (B, Hkv, n, C, C).
 
     Returns None without beta.
     """
@@ -129,7 +132,10 @@ def _inverse(chunks: _Chunks) -> Tensor | None:
 
 
 def _divided(out: Tensor, total: Tensor, normalize: bool) -> Tensor:
-    """Divides out by total if `normalize`. A row whose weights sum to 0 becomes zeros."""
+    """Divides out by `total`, the sums of the weights, if `normalize`.
+
+    Rows whose weights sum to 0 become zeros.
+    """
     if not normalize:
         return out
     zero = total == 0
@@ -143,10 +149,10 @@ def _grouped(q: Tensor, Hkv: int) -> Tensor:
 
 
 def _per_group(pairs: Tensor) -> Tensor:
-    """Inserts a dim for the query heads of a key head."""
+    """Inserts a dim for the query heads of a key head: (B, Hkv, ...) -> (B, Hkv, 1, ...)."""
     return pairs if pairs.ndim == 2 else pairs[:, :, None]
 
 
 def _at(x: Tensor | None, i: int) -> Tensor | float:
-    """Returns chunk i of a factor, 1 for None."""
+    """Returns chunk i of the factor x, or 1 if x is None."""
     return 1.0 if x is None else x[:, :, i]

@@ -1,8 +1,8 @@
 """Splits a call into tiles of samples, heads and query rows, so that score tensors stay small.
 
-In a tile, scores and weights are (b, h, R, K), and per-row values are (b, h, R, 1). The K keys
-reach from the first to the last key that any row of the tile may attend to. All values are in the
-compute dtype (`lse_dtype`).
+A tile has b samples, h query heads, R query rows and K keys. Its scores and weights have the shape
+(b, h, R, K), per-row values (b, h, R, 1). The K keys reach from the first to the last key that any
+row of the tile may attend to. All values are in the compute dtype (`lse_dtype`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...masks._mask import part_of
 from ...masks._pairs import Rectangle, cut
 
 INF = float("inf")
-PAIRS = 2**19  # (query, key) pairs in a tile: two megabytes of float32
+PAIRS = 2**19  # the most (query, key) pairs in a tile: two megabytes of float32
 
 Slices = tuple[slice, ...]
 InputList = Sequence[Tensor | None]  # in the order of Inputs
@@ -33,12 +33,12 @@ class Inputs(NamedTuple):
     k: Tensor  # (B, Hkv, Lk, D)
     v: Tensor  # (B, Hkv, Lk, Dv)
     bias: Tensor | None  # (1 or B, 1 or Hq, 1 or Lq, 1 or Lk); in a tile also the bias from by_head
-    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, 2 * far + 1)
+    by_head: Tensor | None  # ALiBi slopes (Hq,), or a relative bias (Hq, 2 * far + 1) at distances up to far
     sink: Tensor  # (Hq, 1, 1); -inf without a sink
 
 
 class Tile(NamedTuple):
-    """The ranges of a tile."""
+    """The ranges of samples, heads, query rows and keys of a tile."""
 
     samples: slice
     kv: slice  # key heads
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
         return self.queries, keys, keys, (*self.queries, self.keys), heads, heads
 
     def indices(self, device: torch.device) -> list[Tensor]:
-        """Returns the indices of samples, heads, rows and keys, int64."""
+        """Returns four int64 tensors: the indices of the tile's samples, heads, rows and keys."""
         return [torch.arange(s.start, s.stop, device=device) for s in self.slices[3]]
 
 
@@ -70,7 +70,7 @@ class TileData(NamedTuple):
     t: Inputs  # tangents of x
     dout: Tensor  # (b, h, R, Dv)
     dlse: Tensor  # (b, h, R, 1)
-    nonfinite: Tensor | None  # (b, h, R, K), NaN for a non-finite query or key, else 0
+    nonfinite: Tensor | None  # (b, h, R, K): NaN if the query or the key is non-finite, else 0
     visible: Tensor | None
     distance: Tensor | None  # query position - key position, (1 or b, 1, R, K), for by_head
     keep: Tensor | None  # dropout factors: 0 or 1 / (1 - p)
@@ -95,7 +95,7 @@ def inputs(problem: Problem) -> InputList:
 
 
 def spread(by_head: Tensor, distance: Tensor) -> Tensor:
-    """Expands by_head to a bias (1 or b, h, R, K) by distance (1 or b, 1, R, K)."""
+    """Returns the bias (1 or b, h, R, K) that by_head gives at `distance` (1 or b, 1, R, K)."""
     if by_head.ndim == 1:
         return -by_head[:, None, None] * distance.abs()
     return by_head[:, _column(by_head, distance)[:, 0]].movedim(0, 1)
@@ -111,7 +111,7 @@ def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _column(by_head: Tensor, distance: Tensor) -> Tensor:
-    """Returns the column of by_head (Hq, 2 * far + 1) for each distance."""
+    """Returns the index of the column of by_head (Hq, 2 * far + 1) for each distance."""
     far = by_head.shape[1] // 2
     return distance.clamp(-far, far) + far
 
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
     t: Inputs
     dout: Tensor  # (B, Hq, Lq, Dv)
     dlse: Tensor  # (B, Hq, Lq, 1)
-    nonfinite: tuple[Tensor, Tensor] | None  # (B, Hq, Lq, 1), (B, Hkv, Lk, 1), NaN or 0
+    nonfinite: tuple[Tensor, Tensor] | None  # for queries (B, Hq, Lq, 1) and keys (B, Hkv, Lk, 1): NaN or 0
 
 
 def _prepare(problem: Problem, tangents: InputList, dout: Tensor | None, dlse: Tensor | None) -> _Call:
@@ -170,7 +170,8 @@ def _sink(spec: Spec, sink: Tensor | None, default: float) -> Tensor:
 def _tile_ranges(spec: Spec) -> Iterator[Tile]:
     """Yields tiles of up to PAIRS pairs.
 
-    A tile grows by query rows first, then by query heads of one key head, key heads and samples.
+    A tile takes as many query rows as fit, then query heads of one key head, then key heads, then
+    samples.
     """
     group = spec.Hq // max(spec.Hkv, 1)
     pairs, cuts = max(spec.Lk, 1), []
@@ -179,7 +180,7 @@ def _tile_ranges(spec: Spec) -> Iterator[Tile]:
         cuts.append([slice(i, min(i + step, size)) for i in range(0, size, step)])
         pairs *= step
     for samples, kv, members, rows in product(*reversed(cuts)):
-        # A contiguous range: if `members` is not the whole group, the tile has one key head.
+        # The heads are contiguous: a tile with only part of a group has only one key head.
         heads = slice(kv.start * group + members.start, (kv.stop - 1) * group + members.stop)
         yield Tile(samples, kv, heads, rows, slice(0, spec.Lk))
 
@@ -188,7 +189,10 @@ def _tile_ranges(spec: Spec) -> Iterator[Tile]:
 
 
 def _tile_data(call: _Call, tile: Tile) -> TileData:
-    """Slices the tensors of a tile out of a call. Drops leading and trailing masked keys."""
+    """Slices the tensors of a tile out of a call.
+
+    Keys before the first and after the last visible key of the tile are left out.
+    """
     problem, spec = call.problem, call.problem.spec
     distance = None if call.x.by_head is None else _distance(problem, tile)
     biases = [_pair_bias(whole, tile, distance) for whole in (call.x, call.t)]
@@ -223,7 +227,7 @@ def _pair_bias(whole: Inputs, tile: Tile, distance: Tensor | None) -> Tensor | N
 def _visible(problem: Problem, tile: Tile, bias: Tensor | None) -> Tensor | None:
     """Returns bool (1 or b, 1 or h, 1 or R, K), True where mask and bias allow the pair.
 
-    None without mask and bias.
+    Returns None if the call has neither.
     """
     spec, visible = problem.spec, None
     if spec.code:
@@ -258,7 +262,7 @@ def _first_position(problem: Problem, tile: Tile) -> int | Tensor:
 
 
 def _distance(problem: Problem, tile: Tile) -> Tensor:
-    """Returns the position of the query minus that of the key, (1 or b, 1, R, K)."""
+    """Returns the query position minus the key position of each pair, (1 or b, 1, R, K)."""
     _, _, rows, keys = tile.indices(problem.spec.device)
     start = torch.as_tensor(_first_position(problem, tile), device=rows.device).view(-1, 1, 1, 1)
     return start.add((rows - tile.rows.start)[:, None]).sub(keys)
@@ -274,7 +278,10 @@ def _dropout_factors(problem: Problem, tile: Tile) -> Tensor:
 
 
 def _nonfinite(call: _Call, tile: Tile) -> Tensor | None:
-    """Returns (b, h, R, K), NaN for a non-finite query or key, else 0. None if all are finite."""
+    """Returns (b, h, R, K): NaN where the query or the key is non-finite, else 0.
+
+    Returns None if all are finite.
+    """
     if call.nonfinite is None:
         return None
     rows, keys = (cut(x, *slices) for x, slices in zip(call.nonfinite, tile.slices, strict=False))
