@@ -1,4 +1,4 @@
-"""Helpers of all commands: one-line errors, offline and quiet libraries, safe text, tables."""
+"""Helpers for all commands: one-line errors, offline mode, printable text, tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Missing package -> argument of pip install.
+# Missing package -> the argument of `pip install` that provides it.
 INSTALL = dict.fromkeys(("transformers", "tokenizers", "safetensors"), "'regard[hf]'")
 INSTALL |= {"matplotlib": "'regard[plot]'", "rich": "'regard[cli]'"}
 INSTALL |= dict.fromkeys(("starlette", "uvicorn"), "'regard[explore]'")
@@ -24,10 +24,13 @@ INSTALL |= dict.fromkeys(OTHERS, "regard-gallery")
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Prints a ValueError, OSError or ModuleNotFoundError in one line and exits with status 1."""
+    """A context that prints ValueError, OSError and ModuleNotFoundError in one line.
+
+    The command then exits with status 1.
+    """
     try:
         yield
-    except BrokenPipeError:  # typer exits silently
+    except BrokenPipeError:  # typer handles it: it exits without a message
         raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"regard: {printable(str(error))}{_remedy(error)}", err=True)
@@ -38,14 +41,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """Returns the command that installs a missing package, or an empty string if it is unknown."""
+    """Returns text with the command that installs a missing package, or an empty string."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     package = INSTALL.get(name.partition(".")[0])
     return "" if package is None else f"; pip install {package}"
 
 
 def quiet_offline() -> None:
-    """Sets Transformers to offline mode without warnings and progress bars."""
+    """Sets Transformers to offline mode and turns off its warnings and progress bars."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 
@@ -54,7 +57,7 @@ def quiet_offline() -> None:
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would interpret."""
+    """Returns the text with control characters replaced, because a terminal would execute them."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
@@ -65,12 +68,12 @@ def show(text: str) -> None:
 
 
 def amount(size: int) -> str:
-    """Formats a number of bytes, such as "1.6 MB"."""
+    """Returns a number of bytes as text, such as "1.6 MB"."""
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
 def tables() -> Console:
-    """Returns a console for tables, at least 120 columns wide if the output is no terminal."""
+    """Returns a console for tables, with at least 120 columns if the output is not a terminal."""
     from rich.console import Console
 
     console = Console()

@@ -1,4 +1,4 @@
-"""`regard cost`."""
+"""The command `regard cost`."""
 
 from __future__ import annotations
 

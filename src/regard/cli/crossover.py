@@ -1,4 +1,4 @@
-"""`regard crossover`."""
+"""The command `regard crossover`."""
 
 from __future__ import annotations
 

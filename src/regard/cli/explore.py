@@ -1,4 +1,4 @@
-"""`regard explore`."""
+"""The command `regard explore`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard info`."""
+"""The command `regard info`."""
 
 from __future__ import annotations
 

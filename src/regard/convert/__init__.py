@@ -1,4 +1,4 @@
-"""Converts attention modules: PyTorch's MHA to Regard's, and MHA to GQA or MLA with a report."""
+"""Conversion of attention modules: from PyTorch to Regard, and from MHA to GQA or MLA."""
 
 from ._files import load, origin, save
 from ._grouped import to_grouped

@@ -1,6 +1,6 @@
 """Saves attention modules to safetensors files and loads them.
 
-Metadata holds the constructor arguments.
+The metadata of a file holds the module's constructor arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save(module: Module, path: str | os.PathLike[str], report: Report | None = N
     Args:
         module: an `Attention` or a `LatentAttention`.
         path: the file. `load(path)` builds the module again.
-        report: the report of the conversion. With it, the file also holds `report.origin`.
+        report: the report of the conversion. If it is passed, the file also holds `report.origin`.
     """
     from safetensors.torch import save_file
 
@@ -47,14 +47,14 @@ def save(module: Module, path: str | os.PathLike[str], report: Report | None = N
 
 
 def origin(path: str | os.PathLike[str]) -> Origin:
-    """Reads the `Origin` of the module in a file. The file must have been saved with a report."""
+    """Returns the `Origin` in a file. The file must have been saved with a report."""
     fields = json.loads(_metadata(path, "origin", "`save(module, path, report)`"))
     fields["tensors"] = {name: tuple(sources) for name, sources in fields["tensors"].items()}
     return Origin(**fields)
 
 
 def load(path: str | os.PathLike[str]) -> Module:
-    """Builds the module that `save` wrote, in evaluation mode.
+    """Returns the module that `save` wrote to a file, in evaluation mode.
 
     Raises RuntimeError if the file has missing or extra tensors.
     """
@@ -83,7 +83,7 @@ def _metadata(path: str | os.PathLike[str], name: str, writer: str) -> str:
 
 
 def _description(module: Module) -> dict[str, Any]:
-    """Returns the class name and the constructor arguments in a form that JSON can hold."""
+    """Returns the module's class name and constructor arguments as a JSON-serialisable dict."""
     if type(module) not in SIZES:
         raise TypeError(f"module: expected Attention or LatentAttention, got {type(module).__name__}")
     sizes = {name: getattr(module, name) for name in SIZES[type(module)]}
@@ -130,7 +130,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
 
 
 def _built(description: dict[str, Any]) -> Module:
-    """Builds a module on the meta device. `load` assigns the tensors of the file."""
+    """Returns a module with empty tensors on the meta device, from the result of `_description`."""
     kind = {kind.__name__: kind for kind in SIZES}[description.pop("kind")]
     if description["mask"] not in (None, "causal"):
         raise ValueError(f"mask: expected None or 'causal', got {description['mask']!r}")

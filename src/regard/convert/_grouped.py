@@ -15,16 +15,16 @@ from ._report import Report, report
 from ._source import refuse, source, split, tokens, widened
 
 METHODS = ("mean", "first", "aligned")
-ROUNDS = 4  # iterations that align a group of heads to its mean
-TRIAL_TOKENS = 64  # random tokens for the report if the caller passes none
+ROUNDS = 4  # iterations that rotate the heads of a group towards their mean
+TRIAL_TOKENS = 64  # number of random tokens for the report if the caller passes no tokens
 
 
 class Statistics(NamedTuple):
-    """Statistics of the calibration tokens and the heads, for method "aligned"."""
+    """Statistics of the calibration tokens and of the heads, which method "aligned" needs."""
 
-    root: Tensor  # (d, d), the result of `root_moment`
+    root: Tensor  # (d, d) with d = d_model + 1, the result of `root_moment`
     channels: Channels
-    similarity: Tensor  # (Hkv, Hkv)
+    similarity: Tensor  # (Hkv, Hkv), between the key heads of the source
 
 
 def to_grouped(
@@ -38,16 +38,18 @@ def to_grouped(
     Args:
         module: a `regard.nn.Attention`, or a `MultiheadAttention` (Regard's or PyTorch's) for
             self-attention.
-        kv_heads: a divisor of the module's number of key heads. The number itself changes nothing.
-        method: how the key heads of a group become one. "mean": the mean of the weights of
-            neighbouring heads (the GQA paper). "first": the first of neighbouring heads. "aligned":
-            groups heads with similar keys and values, rotates each head towards the mean of its
-            group, and averages. A rotation of both the keys and the queries of a head keeps its
-            scores; likewise for the values and the output projection. With rotary embeddings, only
-            rotations that commute with them are used.
-        calibration: typical input of the module (B, L, d_model). Required by "aligned".
-        held_out: other input (B, L, d_model), for the report. Default: the last quarter of the
-            calibration samples.
+        kv_heads: a divisor of the module's number of key heads. With this number itself, the
+            result computes the same function as the module.
+        method: how the key heads of a group become one. "mean": groups neighbouring heads and
+            averages their weights (the GQA paper). "first": groups neighbouring heads and keeps the
+            first of each group. "aligned": groups heads with similar keys and values, rotates each
+            head towards the mean of its group, and averages. Rotating both the keys and the queries
+            of a head does not change its scores. Rotating both the values and the columns of the
+            output projection does not change its output. With rotary embeddings, only rotations
+            that commute with them are used.
+        calibration: typical input of the module (B, L, d_model). Method "aligned" requires it.
+        held_out: other typical input (B, L, d_model), for the report. Default: the last quarter of
+            the calibration samples.
         tolerance: the largest relative error of the output on `held_out` that the report accepts
             without training.
 
@@ -94,7 +96,10 @@ def _statistics(module: Attention, x: Tensor) -> Statistics:
 def _grouped(
     module: Attention, kv_heads: int, method: str, statistics: Statistics | None
 ) -> tuple[Attention, list[int]]:
-    """Returns the converted module and `order`: its head i replaces head order[i] of the source."""
+    """Returns the converted module and the list `order`.
+
+    Query head i of the converted module replaces query head order[i] of the source.
+    """
     parts, order = parts_of(module), list(range(module.heads))
     if statistics is not None:
         parts, order = _aligned(parts, kv_heads, statistics)
@@ -108,13 +113,15 @@ def _random(module: Attention) -> Tensor:
     return torch.randn(1, TRIAL_TOKENS, module.d_model, generator=generator).to(module.out.weight)
 
 
-# Alignment. A head is (D, d), keys or values times the root moment: inner products are means over tokens.
+# Alignment. A head is a matrix (D, d) of keys or values, multiplied by the result of `root_moment`. The
+# inner product of two such heads is the mean over tokens of the inner product of their keys or values.
 
 
 def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts, list[int]]:
     """Reorders heads so that groups are contiguous, and rotates each head towards its group's mean.
 
-    Also returns `order`: query head i of the result is query head order[i] of the source.
+    Returns the new matrices and `order`: query head i of the result is query head order[i] of the
+    source.
     """
     groups = _groups(statistics.similarity, kv_heads)
     members = list(itertools.chain(*groups))
@@ -131,7 +138,11 @@ def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts
 
 
 def _similarity(x: Tensor, rotary: Channels) -> Tensor:
-    """Returns cosine similarities (n, n) of heads x (n, D, d), each under the best rotation."""
+    """Returns the cosine similarities (n, n) of heads x (n, D, d).
+
+    For each pair of heads, one head is rotated such that the similarity is largest. The diagonal is
+    0.
+    """
     n, size = len(x), x.flatten(1).norm(dim=1).clamp_min(1e-300)
     similarity = torch.zeros(n, n, dtype=x.dtype)
     for a, b in itertools.combinations(range(n), 2):
@@ -141,7 +152,7 @@ def _similarity(x: Tensor, rotary: Channels) -> Tensor:
 
 def _overlap(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
     """Returns the largest inner product of a (D, d) with a rotation of b (D, d)."""
-    # The nuclear norm is the largest inner product with an orthogonal matrix.
+    # The largest inner product of a matrix with an orthogonal matrix is its nuclear norm.
     unrotated: Tensor = torch.linalg.matrix_norm(a[rotary.unrotated] @ b[rotary.unrotated].T, "nuc")
     return _pair_products(a, b, rotary).abs().sum() + unrotated
 
@@ -152,9 +163,10 @@ def _pair_products(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
 
 
 def _groups(similarity: Tensor, kv_heads: int) -> list[list[int]]:
-    """Splits heads into groups of equal size with high similarity within groups.
+    """Splits heads into `kv_heads` groups of equal size, such that heads of a group are similar.
 
-    Starts from neighbours and swaps two heads as long as a swap increases the similarity.
+    Starts with groups of neighbouring heads. Swaps two heads of different groups as long as a swap
+    increases the sum of the similarities within groups.
     """
     n = len(similarity)
     size = n // kv_heads
@@ -171,7 +183,10 @@ def _groups(similarity: Tensor, kv_heads: int) -> list[list[int]]:
 
 
 def _gain(similarity: Tensor, groups: list[list[int]], one: tuple[int, int], other: tuple[int, int]) -> float:
-    """Returns the increase of the similarity within groups if two members (group, index) swap."""
+    """Returns how much a swap of two heads increases the sum of similarities within groups.
+
+    `one` and `other` are pairs (group, index in the group).
+    """
     a, b = groups[one[0]][one[1]], groups[other[0]][other[1]]
     near_a = [m for m in groups[one[0]] if m != a]
     near_b = [m for m in groups[other[0]] if m != b]
@@ -180,7 +195,7 @@ def _gain(similarity: Tensor, groups: list[list[int]], one: tuple[int, int], oth
 
 
 def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
-    """Returns for each head of x (n, D, d) a rotation (D, D) towards the mean of the heads."""
+    """Returns n rotations (D, D) that rotate the heads x (n, D, d) towards their common mean."""
     rotations = [torch.eye(x.shape[1], dtype=x.dtype) for _ in x]
     if len(x) == 1:
         return rotations

@@ -1,15 +1,16 @@
 """`to_latent`: converts multi-head attention to multi-head latent attention (MLA).
 
-Rotary channels. A rotary pair of key head g is a complex number z[g]. A rotation multiplies the
-z[g] of all heads by the same factor, so it commutes with any linear combination of heads. For each
-pair, the principal components over heads are computed, with each head weighted by the norm of its
-queries. The components that would lose most without the rotation become channels of the rotary key
-that all heads share. For the other components, the rotation is replaced by its mean over the
-distances that the mask allows.
+Rotary channels. A rotary pair of key head g is a complex number z[g]. Rotary embeddings multiply
+the z[g] of all heads by the same factor, so they commute with any linear combination of heads. For
+each pair, the principal components over heads are computed, with each head weighted by the norm of
+its queries. The components whose scores would change most without the rotation become channels of
+the rotary key that all heads share. For the other components, the rotation is replaced by its mean
+over the distances that the mask allows.
 
 Unrotated keys and values. The unrotated keys and the values of all heads are one linear map of the
-token, which is truncated to its first `rank` principal components. Errors of keys are weighted by
-the queries and errors of values by the output projection. Keys and values have equal total weight.
+token. This map is truncated to its first `rank` principal components. Errors of keys are weighted
+by the queries and errors of values by the output projection. Keys and values have equal total
+weight.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from ._parts import Channels, Parts, channels, linear, parts_of, root_moment
 from ._report import Report, Spectrum, report
 from ._source import refuse, source, split, widened
 
-MAX_LENGTH = 512  # the longest sequence over whose distances rotations are averaged
-RIDGE = 1e-4  # relative to the mean: a minimum weight for directions that no query uses
-POINTS = 8  # points of the curve in the report
+MAX_LENGTH = 512  # rotations are averaged over the distances in a sequence of at most this length
+RIDGE = 1e-4  # minimum weight of a direction that queries hardly use, relative to the mean weight
+POINTS = 8  # number of ranks on the report's curve of error against rank
 
 
 class Components(NamedTuple):
-    """The Hkv principal components over heads of each rotary pair, complex."""
+    """The Hkv complex principal components over key heads of each rotary pair. d = d_model + 1."""
 
-    energy: Tensor  # (pairs, Hkv): energy of the scores of each component
-    keys: Tensor  # (pairs, Hkv, d)
+    energy: Tensor  # (pairs, Hkv): energy of each component, with heads weighted by their queries
+    keys: Tensor  # (pairs, Hkv, d): maps a token to its components
     mixing: Tensor  # (pairs, Hkv, Hkv): key head g is the sum over c of mixing[:, g, c] * keys[:, c]
 
 
 class RotarySplit(NamedTuple):
-    """The shared rotary key, and the keys of each head without rotation."""
+    """The matrices of the shared rotary key and of each head's unrotated keys. d = d_model + 1."""
 
     key: Tensor  # (rope, d)
-    queries: Tensor  # (Hq, rope, d): the queries of the rotary key
+    queries: Tensor  # (Hq, rope, d): the query channels that meet the rotary key
     frequencies: Tensor  # (rope / 2,)
     unrotated: Tensor  # (Hkv, nope, d)
-    channels: Tensor  # (nope,): the channels of a head that `unrotated` keeps
+    channels: Tensor  # (nope,): the channels of a source head that `unrotated` contains
 
 
 class LatentFactors(NamedTuple):
-    """The matrices of a latent module before truncation to a rank. Float64; d = d_model + 1."""
+    """The float64 matrices of a latent module before truncation to a rank. d = d_model + 1."""
 
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
     frequencies: Tensor  # (rope / 2,)
-    down: Tensor  # (all, d): the latent's channels by decreasing energy
+    down: Tensor  # (all, d): all channels of the latent, sorted by decreasing energy
     up: Tensor  # (Hkv, nope + Dv, all)
     energy: Tensor  # (Hkv, all): energy of each head's keys and values in each channel
     nope: int
@@ -73,12 +74,12 @@ def to_latent(
     Args:
         module: a `regard.nn.Attention` with or without rotary embeddings, or a `MultiheadAttention`
             (Regard's or PyTorch's) for self-attention.
-        rank: number of channels of the latent's content. Default: full rank, which loses nothing.
+        rank: number of channels of the latent's content. Default: full rank, which is exact.
         rope_dims: number of channels of the shared rotary key, even. Default: kv_heads times the
-            rotary channels of a head, which loses nothing.
+            number of rotary channels of a head, which is exact.
         calibration: typical input of the module (B, L, d_model).
-        held_out: other input (B, L, d_model), for the report. Default: the last quarter of the
-            calibration samples.
+        held_out: other typical input (B, L, d_model), for the report. Default: the last quarter of
+            the calibration samples.
         tolerance: the largest relative error of the output on `held_out` that the report accepts
             without training.
 
@@ -125,7 +126,7 @@ def _checked_rope(module: Attention, rope_dims: int | None) -> int:
 
 
 def _full_rank(module: Attention, rope_dims: int) -> int:
-    """Returns the rank at which the latent loses nothing of unrotated keys and values."""
+    """Returns a rank at which unrotated keys and values are exact, whatever the weights are."""
     rows = module.kv_heads * (module.head_dim + module.value_dim) - rope_dims
     return min(rows, module.d_model + (module.qkv.bias is not None))
 
@@ -151,7 +152,10 @@ def _factors(module: Attention, rope_dims: int, root: Tensor, L: int) -> LatentF
 def _rotary_split(
     module: Attention, parts: Parts, rotary: Channels, rope_dims: int, root: Tensor, L: int
 ) -> RotarySplit:
-    """Selects `rope_dims / 2` components as the rotary key and fixes the rotation of the others."""
+    """Selects `rope_dims / 2` components as the shared rotary key.
+
+    For all other components, the rotation is replaced by its mean.
+    """
     components, gain = _components_of_pairs(parts, rotary, root), _mean_rotation(module, rotary, L)
     pair, component = _largest(components.energy * (1 - gain.abs().square())[:, None], rope_dims // 2)
     dropped = torch.ones_like(components.energy, dtype=torch.bool)
@@ -181,7 +185,11 @@ def _components_of_pairs(parts: Parts, rotary: Channels, root: Tensor) -> Compon
 
 
 def _mean_rotation(module: Attention, rotary: Channels, L: int) -> Tensor:
-    """Returns the mean of exp(-i frequency (p - j)) over allowed queries p and keys j: (pairs,)."""
+    """Returns the mean rotation of each rotary pair, complex (pairs,).
+
+    It is the mean of exp(-i frequency (p - j)) over all query positions p and key positions j that
+    the mask allows.
+    """
     L = min(L, MAX_LENGTH)
     at = torch.arange(L)
     allowed = torch.ones(1, L, L) if module.mask is None else module.mask.to_dense(L, L).reshape(-1, L, L)
@@ -198,7 +206,7 @@ def _largest(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _real(z: Tensor) -> Tensor:
-    """Interleaves real and imaginary rows: complex (..., n, d) -> (..., 2 n, d)."""
+    """Interleaves the real and imaginary parts of complex rows: (..., n, d) -> (..., 2 n, d)."""
     return torch.stack((z.real, z.imag), -2).flatten(-3, -2)
 
 
@@ -220,10 +228,10 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
 
 
 def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n), and scales it.
+    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n) and normalises it.
 
-    Squared errors e of x are thereby weighted as e^T metric e. The result has norm 1 over the
-    tokens. Also returns the inverse transform (Hkv, n, n).
+    The squared norm of an error e of x then becomes e^T metric e. The result is divided by its norm
+    over the tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).
     """
     n = x.shape[1]
     if not n:
@@ -244,7 +252,8 @@ def _spectrum(energy: Tensor, rank: int) -> Spectrum:
 def _absorbed_from(module: LatentAttention) -> int | None:
     """Returns the number of cached tokens from which the absorbed form is cheaper in a decode step.
 
-    The cost of both forms is a constant plus a cost per cached token.
+    The cost of each form is a constant plus a cost per cached token. Returns None if the absorbed
+    form is not cheaper for long caches.
     """
     start, one = module.operations(1, 0), module.operations(1, 1)
     extra = start.absorbed - start.expanded

@@ -24,9 +24,10 @@ class ModelReport:
     """The reports of all layers and the error of the whole model.
 
     Attributes:
-        layers: the report of each converted layer, by name.
+        layers: maps the name of each converted layer to its report.
         output: relative error of the model's output on held-out input.
-        skipped: names of attention layers that were not converted: cross-attention and PyTorch's.
+        skipped: names of attention layers that were not converted: cross-attention layers, and
+            PyTorch's attention modules.
     """
 
     layers: dict[str, Report]
@@ -35,7 +36,10 @@ class ModelReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict on the model, from `output` and the layers' `exact` and `tolerance`."""
+        """A sentence that says whether the model can be used without training.
+
+        It depends on `output` and on `exact` and `tolerance` of the layers' reports.
+        """
         reports = self.layers.values()
         exact, tolerance = max(r.exact for r in reports), min(r.tolerance for r in reports)
         return verdict(exact, self.output, tolerance)
@@ -50,14 +54,16 @@ class ModelReport:
 def convert_layers(
     model: nn.Module, convert: Convert, calibration: Tensor, held_out: Tensor
 ) -> tuple[nn.Module, ModelReport]:
-    """Returns a copy of the model with converted self-attention, and a report.
+    """Returns a copy of the model with converted self-attention layers, and a report.
 
-    Only `regard.nn.Attention` layers are converted.
+    Only layers of class `regard.nn.Attention` are converted.
 
     Args:
         model: a model that takes `calibration` and returns a tensor. It is not modified.
-        convert: converts a layer, given the layer, its calibration tokens and its held-out tokens.
-        calibration, held_out: inputs of the model. Each layer receives the tokens that reach it.
+        convert: a function of a layer, its calibration tokens and its held-out tokens that returns
+            the converted layer and its report.
+        calibration, held_out: inputs of the model. The tokens of a layer are the layer's inputs
+            when the model runs on them.
 
     Example:
         >>> def convert(layer, seen, unseen):

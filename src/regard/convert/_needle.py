@@ -10,16 +10,16 @@ from torch import Tensor
 from .._api.attention import weights
 from ..nn import Attention, LatentAttention
 
-DEPTHS = (0.25, 0.5, 0.75)  # positions of the needle, relative to the length of the haystack
-LONGER = 4  # length of the second haystack, relative to the first
+DEPTHS = (0.25, 0.5, 0.75)  # positions of the needle, as fractions of the haystack's length
+LONGER = 4  # the second haystack is this many times as long as the first
 
 
 @dataclass(frozen=True)
 class Needle:
     """The result of a needle-in-a-haystack test.
 
-    A head finds the needle if the last query gives it the largest weight. The fractions are over
-    all heads and needle positions.
+    A head finds the needle if the needle has the largest weight of the last query. A needle is
+    planted for each head and each of several positions.
 
     Attributes:
         length: number of tokens of the haystack.
@@ -35,17 +35,17 @@ class Needle:
 def needles(
     before: Attention, after: Attention | LatentAttention, order: list[int], x: Tensor
 ) -> tuple[Needle, ...]:
-    """Runs the test in haystacks of two lengths: the tokens of x (B, L, d_model), concatenated.
+    """Runs the test in haystacks of two lengths, which consist of the tokens of x (B, L, d_model).
 
-    A head's needle is the token to which the last query gives the largest score at the needle's
-    position, among all tokens of the average norm of x. The longer haystack reveals errors of
-    rotations. Head i of `after` replaces head order[i] of `before`.
+    A head's needle is the token with the largest score for the last query, among all tokens whose
+    norm is the mean norm of x. The longer haystack reveals errors of rotary embeddings. Head i of
+    `after` replaces head order[i] of `before`.
     """
     return tuple(_test(before, after, order, _haystack(x, n)) for n in (x.shape[1], LONGER * x.shape[1]))
 
 
 def _haystack(x: Tensor, n: int) -> Tensor:
-    """Returns n tokens (n, d_model), repeated if x has fewer."""
+    """Returns the first n tokens (n, d_model) of all samples of x, repeated if x has fewer."""
     rows = x.flatten(0, 1)
     return rows.repeat(-(-n // len(rows)), 1)[:n]
 
@@ -63,7 +63,11 @@ def _test(before: Attention, after: Attention | LatentAttention, order: list[int
 
 
 def _preferred(module: Attention, hay: Tensor, position: int) -> Tensor:
-    """Returns the needles (Hq, d_model): the last query's score gradients, rescaled."""
+    """Returns each head's needle for a position: (Hq, d_model).
+
+    A needle is the gradient of the last query's score with respect to the token at this position,
+    rescaled to the mean norm of the tokens in `hay` (n, d_model).
+    """
     with torch.enable_grad():
         x = hay.detach().clone().requires_grad_()
         (q, k, _), _ = module.arguments(x)
@@ -78,7 +82,7 @@ def _preferred(module: Attention, hay: Tensor, position: int) -> Tensor:
 
 @torch.no_grad()
 def _top_key(module: Attention | LatentAttention, x: Tensor, head: int) -> int:
-    """Returns the key to which the last query of x (L, d_model) gives its largest weight."""
+    """Returns the index of the key with the largest weight of the last query of x (L, d_model)."""
     (q, k, v), options = module.arguments(x)
     w: Tensor = weights(q[:, -1:], k, v, **options)
     return int(w[head, 0].argmax())

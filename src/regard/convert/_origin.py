@@ -9,18 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-SOURCES = {"q": "qkv", "kv_down": "qkv", "kv_up": "qkv"}  # source layers of layers with other names
+SOURCES = {"q": "qkv", "kv_down": "qkv", "kv_up": "qkv"}  # new layer -> the source layer it comes from
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The inputs of a conversion. Conversions are deterministic: equal inputs give equal modules.
+    """Hashes of the inputs of a conversion.
+
+    Conversions are deterministic: equal inputs give equal modules.
 
     Attributes:
         source: SHA-256 of the source module's state_dict: names, dtypes, shapes and data.
-        calibration, held_out: SHA-256 of the tokens, or None if there were none.
-        tensors: maps each tensor of the result to the tensors of the source, as
-            `regard.nn.Attention`, from which it was computed.
+        calibration, held_out: SHA-256 of the tokens, or None if there were no tokens.
+        tensors: maps the name of each tensor of the result to the names of the source tensors from
+            which it was computed. The names are those of the source as a `regard.nn.Attention`.
     """
 
     source: str
@@ -32,7 +34,10 @@ class Origin:
 def origin(
     module: nn.Module, before: nn.Module, after: nn.Module, seen: Tensor | None, unseen: Tensor | None
 ) -> Origin:
-    """Returns the `Origin` of `after`. `before` is `module` as a `regard.nn.Attention`."""
+    """Returns the `Origin` of the converted module `after`.
+
+    `module` is the source module, and `before` is the same module as a `regard.nn.Attention`.
+    """
     state = before.state_dict()
     tensors = {name: _sources(name, state) for name in after.state_dict()}
     calibration, held_out = (None if x is None else digest({"tokens": x}) for x in (seen, unseen))
@@ -48,7 +53,7 @@ def _sources(name: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
 def digest(state: Mapping[str, Tensor]) -> str:
     """Returns the SHA-256 of a state_dict in hexadecimal.
 
-    It depends on names, dtypes, shapes and data, not on the order of names or on strides.
+    The hash depends on names, dtypes, shapes and data, not on the order of names or on strides.
     """
     sha = hashlib.sha256()
     for name in sorted(state):

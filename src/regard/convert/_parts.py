@@ -1,6 +1,6 @@
 """Per-head matrices of an attention module.
 
-A bias is an extra column, and tokens have an extra 1.
+A bias is the last column of a matrix. To match it, a 1 is appended to each token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..positions import Rotary
 
 
 class Parts(NamedTuple):
-    """The matrices of each head, in float64. d = d_model + 1; the last column is the bias."""
+    """The float64 matrices of each head. d = d_model + 1, and the last of d columns is the bias."""
 
     q: Tensor  # (Hq, D, d)
     k: Tensor  # (Hkv, D, d)
@@ -35,7 +35,10 @@ def parts_of(module: Attention) -> Parts:
 
 
 def regrouped(module: Attention, parts: Parts) -> Attention:
-    """Returns a copy of the module with the matrices `parts`, which may have fewer key heads."""
+    """Returns a copy of the module with the matrices `parts`.
+
+    `parts` may have fewer key heads than the module.
+    """
     converted = copy.deepcopy(module)
     converted.kv_heads = len(parts.k)
     converted.qkv = linear(torch.cat([x.flatten(0, 1) for x in parts[:3]]), module.qkv)
@@ -47,7 +50,7 @@ def regrouped(module: Attention, parts: Parts) -> Attention:
 def affine(layer: nn.Linear) -> Tensor:
     """Returns weight and bias as one matrix (out, in + 1), in float64 on the CPU.
 
-    A missing bias is 0.
+    Without a bias, the last column is 0.
     """
     weight = layer.weight.detach().double().cpu()
     bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().cpu()
@@ -57,7 +60,7 @@ def affine(layer: nn.Linear) -> Tensor:
 def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
     """Returns a layer with weight and bias from `matrix` (out, in + 1).
 
-    The dtype, device, requires_grad and presence of a bias are those of `like`.
+    Dtype, device and requires_grad are taken from `like`. The layer has a bias if `like` has one.
     """
     rows, columns = matrix.shape
     has_bias = like.bias is not None
@@ -70,9 +73,10 @@ def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
 
 
 def root_moment(x: Tensor) -> Tensor:
-    """Returns R (d, d) in float64 with R R^T = E[t t^T] over the tokens t, extended by a 1.
+    """Returns a float64 matrix R (d, d) with R R^T = E[t t^T] over the tokens t of x.
 
-    x is (B, L, d_model). For matrices a and b, E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps
+    x is (B, L, d_model). A 1 is appended to each token t, so d = d_model + 1. For matrices a and b,
+    E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps
     R invertible if the tokens do not span all directions.
     """
     rows = x.detach().double().cpu().flatten(0, 1)
@@ -94,7 +98,7 @@ class Channels(NamedTuple):
     frequencies: Tensor  # (pairs,): radians per position
 
     def complex(self, x: Tensor) -> Tensor:
-        """Returns the rotary pairs as complex rows: (..., D, d) -> (..., pairs, d)."""
+        """Returns each rotary pair of rows as a complex row: (..., D, d) -> (..., pairs, d)."""
         return torch.complex(x[..., self.first, :], x[..., self.second, :])
 
 
@@ -109,6 +113,6 @@ def channels(module: Attention) -> Channels:
 
 
 def unrotated_channels(n: int) -> Channels:
-    """Returns the indices of n channels without rotary pairs, as values have."""
+    """Returns the indices of a head with n channels and no rotary pairs, such as a value head."""
     empty = torch.arange(0)
     return Channels(empty, empty, torch.arange(n), empty.double())

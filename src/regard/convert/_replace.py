@@ -1,7 +1,7 @@
 """Replaces PyTorch's multi-head attention in a model by Regard's, and restores it.
 
-A module keeps its identity: only its class changes. Hugging Face models are recognised by their
-method `set_attn_implementation`, so that this module does not import Transformers.
+A replaced module stays the same object: only its class changes. Hugging Face models are recognised
+by their method `set_attn_implementation`, so that this file need not import Transformers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..nn import MultiheadAttention
 from ..nn.multihead import no_fast_path
 
 TORCH = nn.MultiheadAttention
-REGARD = "regard"  # the name under which `regard.hf` registers
+REGARD = "regard"  # the `attn_implementation` that `regard.hf` registers
 
 
 def replace_attention(model: nn.Module) -> tuple[str, ...]:
     """Replaces `nn.MultiheadAttention` in a model by `regard.nn.MultiheadAttention`, in place.
 
     Returns the names of the replaced modules. They stay the same objects, so parameters, optimizer
-    state, hooks, weight tying and the state_dict are unaffected. Hugging Face models get
-    `attn_implementation="regard"`; call `regard.hf.register()` first. Raises TypeError, without
-    changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging Face models that
-    do not support `attn_implementation`.
+    state, hooks, weight tying and the state_dict are unaffected. Hugging Face models are set to
+    `attn_implementation="regard"`, which needs an earlier call of `regard.hf.register()`. Raises
+    TypeError, without changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging
+    Face models that do not support `attn_implementation`.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8), 6)
@@ -43,8 +43,8 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
 def restore_attention(model: nn.Module) -> tuple[str, ...]:
     """Replaces `regard.nn.MultiheadAttention` in a model by `nn.MultiheadAttention`, in place.
 
-    Returns the names of the replaced modules. Hugging Face models get `attn_implementation="sdpa"`,
-    or "eager" if they do not support SDPA.
+    Returns the names of the replaced modules. Hugging Face models are set to
+    `attn_implementation="sdpa"`, or to "eager" if they do not support SDPA.
     """
     switched = _switch(model, lambda hf_model: "sdpa" if hf_model._supports_sdpa else "eager")
     modules = {name: m for name, m in model.named_modules() if type(m) is MultiheadAttention}
@@ -55,7 +55,7 @@ def restore_attention(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Context manager that calls `replace_attention` on entry and restores the model on exit."""
+    """A context manager that calls `replace_attention` on entry and restores the model on exit."""
     modules = _torch_modules(model).values()
     before = {hf_model: hf_model.config._attn_implementation for hf_model in _hf_models(model).values()}
     try:
@@ -74,14 +74,15 @@ def _restore(module: nn.Module) -> None:
 
 
 def _hf_models(model: nn.Module) -> dict[str, Any]:
-    """Returns the Hugging Face models among the modules, by name."""
+    """Returns a dict from names to the Hugging Face models among the model's modules."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
 
 
 def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
-    """Sets `attn_implementation` of all Hugging Face models and returns the names that changed.
+    """Sets `attn_implementation` of each Hugging Face model m in `model` to `choice(m)`.
 
-    If one of them does not support its choice, restores all and raises TypeError.
+    Returns the names of the models whose implementation changed. If one of them does not support
+    its choice, restores all and raises TypeError.
     """
     hf_models = _hf_models(model)
     before = {name: m.config._attn_implementation for name, m in hf_models.items()}
@@ -101,7 +102,10 @@ def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
 
 
 def _torch_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns PyTorch's attention modules by name. Raises TypeError if one is of a subclass."""
+    """Returns a dict from names to the `nn.MultiheadAttention` modules of the model.
+
+    Raises TypeError for a module of a subclass other than Regard's.
+    """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, TORCH)}
     for name, module in modules.items():
         if type(module) not in (TORCH, MultiheadAttention):

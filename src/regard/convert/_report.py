@@ -17,7 +17,7 @@ from ._needle import Needle, needles
 from ._origin import Origin, origin
 
 EQUIVALENT = 1e-5
-# Fields of `Errors` with one number per head: their labels in `str(report)`, and as table columns.
+# Field of `Errors` with one number per head -> its label in `str(report)` and its column in the table.
 BY_HEAD = {
     "heads": ("by head", "error"),
     "scores": ("scores", "of scores"),
@@ -30,20 +30,23 @@ Module = Attention | LatentAttention
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of a converted module relative to its source, on the same tokens.
+    """Errors of a converted module relative to the source module, on the same tokens.
 
-    Relative errors use the L2 norm. Keys are compared by their scores, and values after the output
-    projection, because a conversion may rotate a head's channels without changing its output.
+    Relative errors use the L2 norm. A conversion may rotate a head's channels without changing its
+    output. Therefore scores are compared instead of keys, and values are compared after the output
+    projection. "By head" means a tuple with one number per head.
 
     Attributes:
         output: relative error of the output.
         heads: by head, relative error of the head's contribution to the output.
-        weights: by head, total variation of the attention weights, from 0 to 1, mean over queries.
-        token: the sample and position with the largest error of the output.
+        weights: by head, total variation distance of the attention weights, from 0 to 1, averaged
+            over queries.
+        token: the sample and the position of the token whose output has the largest error.
         scores: by head, relative error of the scores. Each row is shifted to mean 0, because
             softmax ignores a constant.
         values: by head, relative error of the values after the output projection.
-        kl: by head, KL(source || converted) of the attention weights in nats, mean over queries.
+        kl: by head, KL(source || converted) of the attention weights in nats, averaged over
+            queries.
     """
 
     output: float
@@ -62,7 +65,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Point:
-    """Cache size and error of the conversion to one size.
+    """A point of a report's curve: cache size and error of the conversion to one size.
 
     Attributes:
         size: the number of key heads or the rank.
@@ -77,15 +80,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Explained variance of each head's un-rotated keys and of its values under the latent.
+    """How much energy (variance) of the heads' unrotated keys and values each component explains.
 
     Keys are weighted by the queries, values by the output projection.
 
     Attributes:
         rank: number of principal components that the latent keeps.
-        heads: by key head, the fraction of its energy in each principal component.
-        shares: the fraction of all heads' energy in each principal component. Components are
-            sorted by decreasing share.
+        heads: one tuple per key head, with the fraction of its energy in each principal component.
+        shares: the fraction of the energy of all heads in each principal component. Components are
+            sorted by decreasing fraction.
     """
 
     rank: int
@@ -93,25 +96,25 @@ class Spectrum:
     shares: tuple[float, ...]
 
     def kept(self, rank: int | None = None) -> float:
-        """Returns the fraction of the energy in the first `rank` components.
+        """Returns the fraction of the energy of all heads in the first `rank` components.
 
-        `rank` defaults to the number of kept components.
+        `rank` defaults to the attribute `rank`.
         """
         return sum(self.shares[: self.rank if rank is None else rank])
 
     @property
     def kept_by_head(self) -> tuple[float, ...]:
-        """By key head, the fraction of its energy in the kept components."""
+        """For each key head, the fraction of its energy in the first `rank` components."""
         return tuple(sum(shares[: self.rank]) for shares in self.heads)
 
     def needed(self, share: float) -> int:
-        """Returns the smallest rank that keeps this fraction of the energy."""
+        """Returns the smallest rank that keeps the fraction `share` of the energy of all heads."""
         return next((n for n in range(len(self.shares)) if self.kept(n) >= share), len(self.shares))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The estimated cost of one decode step, after the report's number of cached tokens.
+    """The estimated cost of one decode step with `Report.tokens` cached tokens.
 
     Attributes:
         flops: floating-point operations.
@@ -127,23 +130,25 @@ class Report:
     """The errors and savings of a conversion.
 
     Attributes:
-        title: sizes before and after.
-        exact: largest difference of the outputs, relative to the largest output, after the same
-            conversion at full size, which should lose nothing. It verifies head order, rotations
-            and biases.
+        title: text with the sizes before and after the conversion.
+        exact: largest difference of the outputs, relative to the largest output, if the module is
+            converted at full size. This conversion should be exact, so the number verifies head
+            order, rotations and biases.
         calibration, held_out: errors on calibration and on held-out tokens, or None without tokens.
-        steps: relative error of the output on held-out tokens after each step of the conversion.
-        tokens: number of tokens in the measured caches.
-        bytes_before, bytes_after: `nbytes` of both modules' caches of these tokens.
-        curve: the same conversion to other sizes.
+        steps: maps each step of the conversion to the relative error of the output on held-out
+            tokens after this step.
+        tokens: number of tokens in the caches whose sizes are reported.
+        bytes_before, bytes_after: `nbytes` of the source's and of the converted module's cache.
+        curve: cache size and error of the same conversion to other sizes.
         tolerance: the largest relative error of the output that is accepted without training.
-        needles: a needle-in-a-haystack test of the heads, at the samples' length and at four times
-            that length.
-        decode: cost of a decode step before and after. Quantised caches would save more.
-        origin: hashes of source and tokens, and the source tensors of each tensor.
-        spectrum: for a latent, its explained variance.
-        absorbed_from: for a latent, the number of cached tokens from which the absorbed form of a
-            decode step needs fewer operations than the expanded form.
+        needles: results of a needle-in-a-haystack test of the heads, at the samples' length and at
+            four times that length.
+        decode: cost of a decode step of the source and of the converted module, with caches that
+            are not quantised.
+        origin: hashes of source and tokens, and the source tensors of each new tensor.
+        spectrum: after `to_latent`, the energy that each component of the latent explains.
+        absorbed_from: after `to_latent`, the number of cached tokens from which the absorbed form
+            of a decode step needs fewer operations than the expanded form.
     """
 
     title: str
@@ -168,9 +173,9 @@ class Report:
         return verdict(self.exact, None if self.held_out is None else self.held_out.output, self.tolerance)
 
     def smallest(self, tolerance: float | None = None) -> Point | None:
-        """Returns the point of `curve` with the smallest cache among those within the tolerance.
+        """Returns the point with the smallest cache among the points of `curve` within `tolerance`.
 
-        Returns None if there is none. `tolerance` defaults to that of the report.
+        Returns None if no point is within it. `tolerance` defaults to the report's.
         """
         limit = self.tolerance if tolerance is None else tolerance
         fitting = [point for point in self.curve if point.error <= limit]
@@ -192,7 +197,7 @@ class Report:
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
-        """Returns one line each for the spectrum, the needles, decoding and the origin."""
+        """Returns lines of text on the spectrum, the needles, decoding and the origin."""
         lines = [] if self.spectrum is None else [_energy(self.spectrum)]
         lines += [
             f"needle in {n.length} tokens: found by {n.before:.0%} -> {n.after:.0%} of heads and positions"
@@ -232,7 +237,10 @@ class Report:
 
 
 def verdict(exact: float, error: float | None, tolerance: float) -> str:
-    """Returns a verdict in words on the errors at full size and on held-out tokens."""
+    """Returns a sentence that says whether the module can be used without training.
+
+    `exact` is the error at full size, `error` the error on held-out tokens.
+    """
     if not exact < EQUIVALENT:
         return f"broken: even at full size, results differ by {exact:.1e}; do not deploy"
     if error is None:
@@ -276,7 +284,10 @@ class HeadOutputs(NamedTuple):
     out: Tensor  # (L, d_model)
 
     def scores(self, allowed: Tensor) -> Tensor:
-        """Returns scores (H, L, L), with mean 0 over the allowed keys of a row and 0 elsewhere."""
+        """Returns scores (H, L, L), shifted so that the allowed keys of each row have mean 0.
+
+        Scores of other keys are 0.
+        """
         logs = _log(self.weights).where(allowed, 0)
         count = allowed.sum(-1, keepdim=True).clamp_min(1)
         return (logs - logs.sum(-1, keepdim=True) / count).where(allowed, 0)
@@ -284,7 +295,7 @@ class HeadOutputs(NamedTuple):
 
 @torch.no_grad()
 def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Errors:
-    """Measures errors on x (B, L, d_model).
+    """Returns the errors of `after` relative to `before` on x (B, L, d_model).
 
     Head i of `after` replaces head order[i] of `before`.
     """
@@ -312,7 +323,7 @@ def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Er
 
 def _output_error(before: Module, after: Module, x: Tensor) -> float:
     out, converted = _outputs(before, after, x)
-    # Sums per token first, in the order of `compare`, so that both round alike.
+    # Sums per token first, like `compare`, so that both functions return exactly the same error.
     error, size = (y.square().sum(-1).sum() for y in (converted - out, out))
     return _relative(error, size)
 
@@ -324,14 +335,14 @@ def _largest_difference(before: Module, after: Module, x: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(before: Module, after: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of both modules for x in evaluation mode, converted to float64."""
+    """Returns the float64 outputs of both modules for x (B, L, d_model), in evaluation mode."""
     with evaluating(before, after):
         return before(x).double(), after(x).double()
 
 
 @torch.no_grad()
 def _cache_bytes(module: Module, x: Tensor) -> int:
-    """Returns `nbytes` of a cache of capacity L that the module fills with x (B, L, d_model)."""
+    """Returns `nbytes` of the module's cache with capacity L after a call on x (B, L, d_model)."""
     B, L = x.shape[:2]
     cache = module.new_cache(B, capacity=L)
     with evaluating(module):
@@ -342,7 +353,10 @@ def _cache_bytes(module: Module, x: Tensor) -> int:
 
 
 def _head_outputs(module: Module, x: Tensor, order: Tensor | slice) -> HeadOutputs:
-    """Runs the module on x (1, L, d_model) and returns its heads, reordered by `order`."""
+    """Runs the module on x (1, L, d_model) and returns the outputs of its heads.
+
+    Entry i of the result belongs to head order[i].
+    """
     joined: list[Tensor] = []
     with evaluating(module), module.out.register_forward_pre_hook(lambda _, args: joined.append(args[0])):
         out = module(x)[0].double()
@@ -350,19 +364,20 @@ def _head_outputs(module: Module, x: Tensor, order: Tensor | slice) -> HeadOutpu
     matrices = matrices.permute(1, 2, 0)
     by_head = joined[0][0].double().unflatten(-1, (module.heads, -1)).transpose(0, 1)
     qkv, options = module.arguments(x)
-    q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)  # 16 bits must match sinks and biases
+    # 16-bit tensors are not converted, because sinks and biases must have the same dtype.
+    q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)
     values = v[0].double().repeat_interleave(module.heads // v.shape[1], 0)
     w = weights(q, k, v, **options)[0].double()
     return HeadOutputs((by_head @ matrices)[order], (values @ matrices)[order], w[order], out)
 
 
 def _log(x: Tensor) -> Tensor:
-    """Returns the logarithm, with 0 replaced by the smallest normal number."""
+    """Returns log(x). Zeros in x are replaced by the smallest normal number, so it is finite."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
 
 def _relative(error: Tensor, size: Tensor) -> float:
-    """Returns sqrt(error / size), or sqrt(error) if size is 0."""
+    """Returns sqrt(error / size) of two squared norms, or sqrt(error) if size is 0."""
     return float((error / size if size > 0 else error).sqrt())
 
 
@@ -377,7 +392,7 @@ def report(
     unseen: Tensor | None, trial: Tensor, *, proof: tuple[Module, Module], steps: Mapping[str, Module],
     sizes: Iterable[int], convert: Callable[[int], Module], **fields: Any,
 ) -> Report:  # fmt: skip
-    """Measures a conversion from `before` to `after`.
+    """Returns the report of a conversion from `before` to `after`.
 
     Args:
         module: the source module, as the caller passed it.
@@ -385,12 +400,13 @@ def report(
         after: the converted module.
         order: head i of `after` replaces head order[i] of `before`.
         seen, unseen: calibration and held-out tokens (B, L, d_model), or None.
-        trial: the held-out tokens, or random tokens, for `exact` and for the caches.
-        proof: a module, and its conversion at full size.
-        steps: the module after each step of the conversion.
-        sizes: the sizes of the curve.
-        convert: converts `before` to a size.
-        fields: other fields of the report.
+        trial: tokens with which `exact` and the cache sizes are measured: the held-out tokens, or
+            random tokens.
+        proof: a module and its conversion at full size, which are compared for `exact`.
+        steps: maps each step of the conversion to the module after this step.
+        sizes: the sizes (numbers of key heads, or ranks) for the curve.
+        convert: a function that converts `before` to one of these sizes.
+        fields: other attributes of the report.
     """
     steps, sizes = ({}, ()) if unseen is None else (steps, sizes)
     tokens = trial if unseen is None else unseen

@@ -28,7 +28,10 @@ def source(module: nn.Module) -> Attention:
 
 
 def from_multihead(module: nn.MultiheadAttention) -> Attention:
-    """Returns a `regard.nn.Attention` with copies of the weights. Its input is (B, L, d_model)."""
+    """Returns a `regard.nn.Attention` with copies of the module's weights.
+
+    The input of the result is (B, L, d_model), even if the module is not `batch_first`.
+    """
     if module.in_proj_weight is None:
         raise ValueError(
             f"module: expected keys and values of width embed_dim = {module.embed_dim}, "
@@ -48,7 +51,7 @@ def from_multihead(module: nn.MultiheadAttention) -> Attention:
 
 
 def widened(module: Attention) -> Attention:
-    """Returns the module, or a float32 copy if it has 16 bits.
+    """Returns the module, or a float32 copy if its weights are 16-bit.
 
     Rounding to 16 bits would hide errors of the conversion.
     """
@@ -56,7 +59,7 @@ def widened(module: Attention) -> Attention:
 
 
 def refuse(module: Attention, names: Iterable[str], why: str) -> None:
-    """Raises ValueError if the module has one of the named features. `why` ends the message."""
+    """Raises ValueError if the module has one of the features `names`. `why` ends the message."""
     has = {name: getattr(module, name) is not None for name in ("gate", "sink", "softcap")}
     has["qk_norm"] = module.q_norm is not None
     has["position other than Rotary"] = not isinstance(module.position, Rotary | None)
@@ -66,9 +69,9 @@ def refuse(module: Attention, names: Iterable[str], why: str) -> None:
 
 
 def tokens(name: str, x: Tensor, module: Attention) -> Tensor:
-    """Returns tokens x (B, L, d_model) in the dtype and on the device of the module.
+    """Returns the tokens x (B, L, d_model) in the module's dtype and on its device.
 
-    Raises ValueError for any other shape.
+    Raises ValueError if x has another shape.
     """
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != module.d_model or not x.numel():
         raise ValueError(f"{name}: expected tokens (B, L, d_model = {module.d_model}), got {describe(x)}")
@@ -76,7 +79,7 @@ def tokens(name: str, x: Tensor, module: Attention) -> Tensor:
 
 
 def split(module: Attention, calibration: Tensor, held_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns calibration and held-out tokens.
+    """Returns calibration tokens and held-out tokens, each (B, L, d_model).
 
     If `held_out` is None, the last quarter of the calibration samples is held out.
     """

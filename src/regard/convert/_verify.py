@@ -1,4 +1,4 @@
-"""`verify`: errors of a model's outputs and gradients relative to float64."""
+"""`verify`: compares a model's outputs and gradients with a float64 copy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._replace import restore_attention
 
 @dataclass(frozen=True)
 class Verification:
-    """The largest differences from the same model in float64 with PyTorch's attention.
+    """Differences of a model from its reference, a float64 copy with PyTorch's attention.
 
     Attributes:
         output: largest difference of the outputs, relative to the largest output.
-        gradients: largest difference of each parameter's gradient, relative to the largest entry of
-            all gradients.
-        plain_output, plain_gradients: the same for the model with PyTorch's attention in the
-            model's dtype.
+        gradients: maps each parameter to the largest difference of its gradient, relative to the
+            largest entry of all gradients.
+        plain_output, plain_gradients: the differences from the reference of another copy, which has
+            PyTorch's attention and the model's dtype.
     """
 
     output: float
@@ -34,12 +34,12 @@ class Verification:
 
     @property
     def gradient(self) -> float:
-        """The largest of `gradients`."""
+        """The largest value of `gradients`."""
         return max(self.gradients.values(), default=0.0)
 
     @property
     def plain_gradient(self) -> float:
-        """The largest of `plain_gradients`."""
+        """The largest value of `plain_gradients`."""
         return max(self.plain_gradients.values(), default=0.0)
 
     def __str__(self) -> str:
@@ -58,14 +58,16 @@ class _Outcome(NamedTuple):
 def verify(model: nn.Module, batch: Any) -> Verification:
     """Compares a model's outputs and gradients with a float64 copy that uses PyTorch's attention.
 
-    Also compares a copy with PyTorch's attention in the model's dtype. Dropout is off, and `.grad`
-    is not modified. The gradients are those of a fixed random linear combination of all outputs.
+    For comparison, also measures a copy with PyTorch's attention in the model's dtype. Dropout is
+    off, and `.grad` is not modified. The loss whose gradients are compared is a fixed random linear
+    combination of all outputs.
 
-    Some Hugging Face models round to float32 internally even in float64. Pad their inputs on the
-    right: implementations differ in the output of fully masked queries.
+    Some Hugging Face models round to float32 internally, even in float64. Inputs of Hugging Face
+    models should be padded on the right, because implementations differ in the output of fully
+    masked queries.
 
     Args:
-        model: any module. `restore_attention` is applied to the copies.
+        model: any module. It is not modified: `restore_attention` is applied to copies.
         batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
 
     Example:

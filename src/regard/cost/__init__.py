@@ -1,6 +1,6 @@
 """Estimates of parameters, FLOPs, bytes and seconds of attention layers and models.
 
-The input is a spec of plain numbers, a module, or a `config.json`.
+A layer or model is described by a spec of plain numbers, by a module, or by a `config.json`.
 """
 
 from .._tools.measuring import best_times, peak_memory

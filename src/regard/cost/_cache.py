@@ -1,4 +1,4 @@
-"""Sizes of caches in bytes: the minimum for a number of tokens, and what `regard.cache` allocates."""
+"""Sizes of caches in bytes: the minimum for a number of tokens, and the size of `regard.cache`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ What = LayerSpec | ModelSpec | Sequence[LayerSpec]
 class Format:
     """A storage format of cached rows.
 
-    Each group of `group` values takes `group_bytes`; an incomplete group counts in full. Each row
-    takes another `row_bytes`.
+    Each group of `group` values takes `group_bytes`, even if the group is incomplete. Each row
+    takes `row_bytes` in addition.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Format:
     row_bytes: int = 0
 
     def row(self, values: int) -> int:
-        """Returns the bytes of a row with `values` values."""
+        """Returns the size in bytes of a row with `values` values."""
         return -(-values // self.group) * self.group_bytes + self.row_bytes
 
 
@@ -42,10 +42,10 @@ FORMATS = {
         Format("float32", 1, 4),
         Format("bfloat16", 1, 2),
         Format("float16", 1, 2),
-        Format("int8", 32, 34),  # `QuantizedCache`: codes and a float16 scale
-        Format("int4", 32, 20),  # `QuantizedCache`: codes, a scale and a minimum
+        Format("int8", 32, 34),  # `QuantizedCache`: 8-bit codes and a float16 scale per group
+        Format("int4", 32, 20),  # `QuantizedCache`: 4-bit codes, a scale and a minimum per group
         Format("q8_0", 32, 34),  # llama.cpp
-        Format("q8_KV", 1, 1, 8),  # ik_llama.cpp: one scale and one sum per row
+        Format("q8_KV", 1, 1, 8),  # ik_llama.cpp: 8-bit codes, one scale and one sum per row
     )
 }
 
@@ -54,7 +54,7 @@ AnyFormat = str | torch.dtype | Format
 
 
 def format_of(format: AnyFormat) -> Format:
-    """Returns the format with this name or dtype. A `Format` is returned unchanged."""
+    """Returns the `Format` for a name or a dtype. A `Format` is returned unchanged."""
     if isinstance(format, Format):
         return format
     name = str(format).removeprefix("torch.")
@@ -80,8 +80,8 @@ def layers_of(what: What) -> tuple[LayerSpec, ...]:
 def cache_bytes(what: What, tokens: int, *, B: int = 1, format: AnyFormat = torch.float16) -> int:
     """Returns the bytes that the keys and values of `tokens` tokens need, without spare capacity.
 
-    Layers with a window store at most the window and its sinks. States of linear layers are float32
-    in every format except float64.
+    Layers with a window store at most the tokens of the window and the sinks. Linear layers store
+    their states in float64 if the format is float64, else in float32.
     """
     stored, tokens = format_of(format), count("tokens", tokens)
     limits = [(layer, tokens if layer.most_kept is None else layer.most_kept) for layer in layers_of(what)]
@@ -89,7 +89,7 @@ def cache_bytes(what: What, tokens: int, *, B: int = 1, format: AnyFormat = torc
 
 
 def _bytes(layer: LayerSpec, tokens: int, stored: Format) -> int:
-    """Returns the bytes of one sample of one layer."""
+    """Returns the cache size in bytes of one layer, for one sample with `tokens` tokens."""
     token = sum(rows.heads * stored.row(rows.width) for rows in layer.kept)
     return tokens * token + layer.state * (8 if stored.name == "float64" else 4)
 
@@ -98,14 +98,14 @@ def allocated_bytes(
     what: What, tokens: int, *, B: int = 1, format: AnyFormat = torch.float16, capacity: int | None = None,
     page: int | None = None,
 ) -> int:  # fmt: skip
-    """Returns the `nbytes` of `regard.cache` objects that hold `tokens` tokens of B samples.
+    """Returns the total `nbytes` of the `regard.cache` objects for `tokens` tokens of B samples.
 
     Layers with a window use a `SlidingCache`, latent layers a `LatentCache`, linear layers a
     `LinearCache`.
 
     Args:
-        capacity: rows of each cache. Default: the capacity of a growing cache that receives all
-            tokens in one call.
+        capacity: number of rows that each cache allocates. Default: the number of rows of a growing
+            cache that receives all tokens in one call.
         page: page size in tokens, for a `PagedCache` with the fewest pages that hold all tokens.
     """
     stored, tokens = format_of(format), count("tokens", tokens)
@@ -120,7 +120,7 @@ def allocated_bytes(
 
 
 def _rows(layer: LayerSpec, rows: int) -> int:
-    """Returns how many rows a layer's cache allocates; with a window, the rows of a `SlidingCache`."""
+    """Returns `rows`, or the number of rows of a `SlidingCache` if the layer has a window."""
     if not isinstance(layer, AttentionSpec) or layer.window is None:
         return rows
     return SlidingCache(1, 1, 1, window=layer.window, sinks=layer.sinks).capacity or 0

@@ -18,15 +18,15 @@ from ..masks import Mask
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of the matrix products of attention, in four conventions.
+    """FLOPs of the matrix products of attention, counted by four conventions.
 
-    The conventions differ in the query-key pairs that they count.
+    Each convention counts other query-key pairs.
     """
 
     dense: int = 0  # all pairs
-    causal: int = 0  # the exact triangle below the diagonal
+    causal: int = 0  # the pairs of a causal mask, diagonal included
     visible: int = 0  # the pairs that the mask allows
-    executed: int = 0  # the pairs that the kernels compute, in panels of query rows
+    executed: int = 0  # the pairs that the kernels compute, which process whole panels of query rows
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -39,20 +39,20 @@ class Flops:
 
     @property
     def halved(self) -> int:
-        """FLOPs of half of all pairs, the convention of the FlashAttention papers for causal attention."""
+        """Half of `dense`, which the FlashAttention papers report for causal attention."""
         return self.dense // 2
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call. Byte counts include each tensor once."""
+    """The cost of one call of `regard.attention`. Byte counts include each tensor once."""
 
-    pairs: Flops  # numbers of query-key pairs, not FLOPs
+    pairs: Flops  # the numbers of query-key pairs instead of FLOPs
     forward: Flops
-    backward: Flops  # five products, because backward recomputes the scores
+    backward: Flops  # five matrix products, because backward recomputes the scores
     read_bytes: int  # q, k, v, bias and the mask's tensors
     written_bytes: int
-    saved_bytes: int  # saved for backward, inputs and result included
+    saved_bytes: int  # all tensors saved for backward, including the inputs and the output
     scratch_bytes: int  # working memory of all threads in forward
     decodes: bool  # whether the decode kernel runs (few query rows; work is split along the keys)
     tasks: int  # number of tasks that the threads share
@@ -60,14 +60,14 @@ class CallCost:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The shapes of a call: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
+    """A call's dtype, mask and shapes: q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     Args:
-        Hkv, Lk, Dv: default to Hq, Lq and D.
-        mask, dtype: as in `regard.attention`, with bottom-right alignment.
+        Hkv, Lk, Dv: as in the shapes above. Defaults: Hq, Lq and D.
+        mask, dtype: as in `regard.attention`. The mask is aligned at the bottom right.
         bias: the shape of a float32 bias, such as (1, Hq, Lq, Lk).
-        shared: whether the values are the first Dv channels of the keys, in the same memory
-            (absorbed latent attention).
+        shared: if True, the values are a view of the first Dv channels of the keys, as in absorbed
+            latent attention.
     """
 
     B: int = 1
@@ -111,7 +111,7 @@ class CallSpec:
         return make(q, k, v, Options(mask=self.mask, bias=bias))
 
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
-        """Returns the numbers of pairs, the scratch bytes and the number of tasks.
+        """Returns the numbers of query-key pairs, the scratch bytes and the number of tasks.
 
         Without the compiled core, all pairs count as executed.
         """
@@ -127,7 +127,7 @@ class CallSpec:
 
 
 def _count_visible(mask: Mask, spec: Spec) -> int:
-    """Returns how many pairs the mask allows, counted in its dense form."""
+    """Returns the number of query-key pairs that the mask allows, counted in the dense mask."""
     if spec.Lq * spec.Lk > COUNTED:
         raise NotImplementedError(
             f"mask: expected at most {COUNTED} query-key pairs without the compiled core, "

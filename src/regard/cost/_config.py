@@ -1,6 +1,6 @@
 """Reads model specs from the `config.json` of Hugging Face models.
 
-An unknown field raises an error, because it may change sizes or masks.
+A field that this module does not know raises an error, because it may change sizes or masks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ tokenizer_class topk_group topk_method torch_dtype torchscript transformers_vers
 """
 REQUIRED = object()
 WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # every layer becomes an object
-TYPES = ("full_attention", "sliding_attention")  # in `layer_types`
+LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # a limit, because every layer becomes an object
+TYPES = ("full_attention", "sliding_attention")  # the possible entries of `layer_types`
 PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every n-th layer has full attention
 
 
@@ -45,13 +45,13 @@ def unexpected(expected: str) -> ValueError:
 
 
 class Fields:
-    """The fields of a config. Records which fields were read, so that unread ones can be reported."""
+    """The fields of a config. Records which fields were read, to report the others."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config, self.read = config, {"model_type"}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns a field, or the default if the field is missing or null."""
+        """Returns the field `name`, or the default if the field is missing or null."""
         self.read.add(name)
         value = self.config.get(name)
         if value is None and default is REQUIRED:
@@ -62,13 +62,16 @@ class Fields:
         return bool(self.take(name, default))
 
     def stated(self, name: str) -> Any:
-        """Returns a field that must be present but may be null, because families differ in its default."""
+        """Returns the field `name`, or None if it is null. Raises if it is missing.
+
+        There is no default, because model families have different defaults for this field.
+        """
         if name not in self.config:
             raise unexpected(f"a field {name!r}, a number or null, got none")
         return self.take(name, None)
 
     def size(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
-        """Returns a field that must be an integer of at least `least`."""
+        """Returns the field `name`. Raises if it is not an integer of at least `least`."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise unexpected(f"{name!r} to be an integer of at least {least}, got {describe(value)}")
@@ -80,7 +83,7 @@ class Fields:
         return [self.size(name) for name in names]
 
     def expect(self, **values: Any) -> None:
-        """Raises ValueError if a field has another value than the only one that is supported."""
+        """Raises ValueError if a named field is present with a value other than the given one."""
         for name, value in values.items():
             if (actual := self.take(name, value)) != value:
                 raise unexpected(f"{name} = {value!r}, the only supported value, got {actual!r}")
@@ -101,7 +104,7 @@ def from_config(config: str | Path | Mapping[str, Any]) -> ModelSpec:
     Multi-token prediction layers beyond `num_hidden_layers` (DeepSeek) are not counted.
 
     Args:
-        config: the path of the file or of its directory, or the parsed content.
+        config: the path of the file, the path of its directory, or the parsed content.
     """
     content = config if isinstance(config, Mapping) else _load(Path(config))
     kind = content.get("model_type")
@@ -128,7 +131,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _model(
     fields: Fields, blocks: Sequence[BlockSpec], others: int, *, tied: bool = True, **options: Any
 ) -> ModelSpec:
-    """Builds a model from its blocks. `tied` is the family's default for `tie_word_embeddings`."""
+    """Returns a `ModelSpec` with these blocks and `others` other parameters.
+
+    `tied` is the family's default for `tie_word_embeddings`.
+    """
     tied = fields.flag("tie_word_embeddings", tied)
     d, vocab = blocks[0].attention.d_model, fields.size("vocab_size")
     return ModelSpec(tuple(blocks), vocab, d, tied=tied, others=others, **options)
@@ -138,13 +144,16 @@ def _model(
 
 
 def _llama(fields: Fields) -> ModelSpec:
-    """Reads Llama, Mistral, Qwen and Gemma: grouped-query attention, gated feed-forward, RMS norms."""
+    """Reads the configs of Llama, Mistral, Qwen and Gemma.
+
+    These models have grouped-query attention, gated feed-forward layers and RMS norms.
+    """
     kind, (d, H, n) = fields.take("model_type"), fields.sizes(*WIDTHS)
     gemma = kind.startswith("gemma")
     D = fields.size("head_dim", d // H if kind in ("llama", "mistral", "qwen2") else REQUIRED)
     Hkv = fields.size("num_key_value_heads", H if kind == "llama" else REQUIRED)
     bias = fields.flag("attention_bias", False) or kind == "qwen2"
-    norms = 2 * D * (kind in ("qwen3", "gemma3_text"))  # of queries and keys
+    norms = 2 * D * (kind in ("qwen3", "gemma3_text"))  # parameters of the norms of queries and keys
     fields.expect(use_bidirectional_attention=False)
     fields.take("max_position_embeddings", 0)
     bias_up, hidden = fields.flag("mlp_bias", False), fields.size("intermediate_size")
@@ -156,7 +165,10 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
-    """Returns the window of each layer, from `layer_types` or from the older fields that it replaced."""
+    """Returns the window of each of n layers, or None for full attention.
+
+    Reads `layer_types`, or the fields of older configs that have no `layer_types`.
+    """
     types = fields.take("layer_types", None)
     period = fields.take("sliding_window_pattern", fields.take("_sliding_window_pattern", PERIODS.get(kind)))
     qwen = kind.startswith("qwen")
@@ -182,9 +194,10 @@ def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
 
 
 def _deepseek(fields: Fields) -> ModelSpec:
-    """Reads DeepSeek-V2 and V3: latent attention, mixture of experts."""
+    """Reads the configs of DeepSeek-V2 and V3: latent attention and mixture of experts."""
     d, H, n = fields.sizes(*WIDTHS)
-    # Redundant: head_dim repeats qk_rope_head_dim, and qk_head_dim is the sum of its two parts.
+    # These fields are read and ignored. head_dim repeats qk_rope_head_dim, and qk_head_dim is
+    # qk_nope_head_dim + qk_rope_head_dim.
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings", "qk_head_dim"):
         fields.take(name, 0)
     fields.expect(mlp_bias=False, moe_layer_freq=1)
@@ -202,7 +215,7 @@ def _deepseek(fields: Fields) -> ModelSpec:
 
 
 def _gpt2(fields: Fields) -> ModelSpec:
-    """Reads GPT-2. `bias: false` is nanoGPT's option without biases."""
+    """Reads the config of GPT-2. With nanoGPT's option `bias: false`, there are no biases."""
     d, H, n = fields.sizes("n_embd", "n_head", "n_layer")
     bias = fields.flag("bias", True)
     attention = AttentionSpec(d, H, bias=bias, out_bias=bias, mask=CAUSAL)
@@ -217,12 +230,12 @@ def _opt(fields: Fields) -> ModelSpec:
     fields.expect(layer_norm_elementwise_affine=True, word_embed_proj_dim=d)
     attention = AttentionSpec(d, H, bias=True, out_bias=True, mask=CAUSAL)
     blocks = [BlockSpec(attention, FeedForwardSpec(d, fields.size("ffn_dim"), bias=True), 4 * d)] * n
-    positions = fields.size("max_position_embeddings") + 2  # positions begin at 2
+    positions = fields.size("max_position_embeddings") + 2  # rows 0 and 1 are no positions
     return _model(fields, blocks, 2 * d, embeddings=positions)
 
 
 def _bert(fields: Fields) -> ModelSpec:
-    """Reads BERT: an encoder with a pooler and without a language-modelling head."""
+    """Reads the config of BERT: an encoder with a pooler and without a language-modelling head."""
     d, H, n = fields.sizes(*WIDTHS)
     fields.expect(is_decoder=False, position_embedding_type="absolute")
     rows = fields.size("max_position_embeddings") + fields.size("type_vocab_size", 2, least=0)

@@ -18,7 +18,7 @@ from ._model import ModelSpec
 
 
 class CostRow(NamedTuple):
-    """One row of a cost table: a name, an integer, its unit, and the convention of the count."""
+    """One row of a cost table: a name, an integer, its unit, and how it was counted."""
 
     name: str
     value: int
@@ -38,7 +38,7 @@ class TotalCost:
     scratch_bytes: int
     read_bytes: int
     written_bytes: int
-    cache_bytes: int  # the minimum for the tokens
+    cache_bytes: int  # the minimum that the tokens need
     allocated_bytes: int  # what `regard.cache` allocates for the tokens
 
     @property
@@ -47,17 +47,24 @@ class TotalCost:
 
     @property
     def forward_flops(self) -> Flops:
-        """Forward FLOPs of attention and all other products. The convention applies to attention."""
+        """Forward FLOPs of attention and of all other matrix products.
+
+        The four conventions differ in the FLOPs of attention only.
+        """
         return self.forward.plus(self.product_flops)
 
     @property
     def backward_flops(self) -> Flops:
-        """Backward FLOPs: two products for each forward product, and five for the two of attention."""
+        """Backward FLOPs of attention and of all other matrix products.
+
+        Attention has five products in backward for two in forward. Any other product has two in
+        backward for one in forward.
+        """
         return self.backward.plus(2 * self.product_flops)
 
     @property
     def training_flops(self) -> int:
-        """Three times the dense forward FLOPs, the usual convention, without recomputation."""
+        """Three times the dense forward FLOPs: the usual convention, which ignores recomputation."""
         return 3 * self.forward_flops.dense
 
     def rows(self) -> list[CostRow]:
@@ -98,7 +105,7 @@ COUNTED = {
 
 
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
-    """Returns one row for each pass and convention. `halved` is a convention for attention only."""
+    """Returns one row for each pass and convention. `halved` is listed for attention only."""
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
     passes = {"fwd": forward, "bwd": backward}
     return [
@@ -115,8 +122,8 @@ def estimate(
     """Estimates the cost of a forward and a backward pass over `tokens` tokens.
 
     Args:
-        what: a layer spec, several, or a model spec. `from_module`, `layers_in` and `from_config`
-            return them.
+        what: a layer spec, several layer specs, or a model spec. `from_module`, `layers_in` and
+            `from_config` return specs.
         tokens: new tokens per sample.
         past: earlier tokens per sample, stored in a cache.
         B: batch size.
@@ -134,7 +141,7 @@ def estimate(
     for layer in layers:
         layer.check(work)
     whole, parts = ((what,), what.parts) if isinstance(what, ModelSpec) else (layers, layers)
-    equal = Counter(parts).items()  # equal parts are costed once
+    equal = Counter(parts).items()  # the cost of equal parts is computed once
     products = [product for part, times in equal for product in part.products(work) * times]
     calls = [cost for part, times in equal for call in part.calls(work) for cost in [call.cost()] * times]
     by_name: Counter[str] = Counter()
@@ -156,7 +163,11 @@ def estimate(
 
 
 def _as_stored(layer: LayerSpec, work: Work, stored: Format) -> int:
-    """Returns the bytes that the cache's format and window add to the bytes read (negative: save)."""
+    """Returns the bytes read from the cache, minus the bytes of as many tokens in `work.dtype`.
+
+    The result corrects the bytes read by the attention calls, which ignore the cache's format and
+    window. It is negative if the cache is smaller.
+    """
     if not layer.reads_cache:
         return 0
     unquantized = work.B * work.past * layer.kv_values * work.dtype.itemsize

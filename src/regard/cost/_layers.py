@@ -1,7 +1,6 @@
-"""Specs of attention layers, which determine parameters, products, attention calls and cache rows.
+"""Specs of attention layers, from which parameters, products, attention calls and caches follow.
 
-Names and defaults are the same as in `regard.nn`. The batch is described by `Work`, not by the
-spec.
+Names and defaults are the same as in `regard.nn`. A spec does not describe the batch: `Work` does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Work:
     past: int = 0
     B: int = 1
     dtype: torch.dtype = torch.float32
-    mask: Mask | None = None  # combined with the layer's mask by `&`: packed documents, padding
+    mask: Mask | None = None  # for packed documents or padding; combined with the layer's mask by `&`
 
     @property
     def Lk(self) -> int:
@@ -37,12 +36,12 @@ class Work:
         return self.B * self.L
 
     def narrowed(self, layer_mask: Mask | None) -> Mask | None:
-        """Returns a mask that allows the pairs that both masks allow."""
+        """Returns a mask that allows the pairs that both `layer_mask` and `mask` allow."""
         return both(layer_mask, self.mask)
 
 
 class Product(NamedTuple):
-    """`times` matrix products (m, k) @ (k, n)."""
+    """A number `times` of matrix products (m, k) @ (k, n)."""
 
     name: str
     m: int
@@ -56,7 +55,7 @@ class Product(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Number of values read: both factors once."""
+        """Number of values read: each factor of each product once."""
         return self.times * self.k * (self.m + self.n)
 
     @property
@@ -73,7 +72,7 @@ class KeptRows(NamedTuple):
 
 
 class PartSpec:
-    """Base of all parts of a model: attention layers, feed-forward layers, logits."""
+    """Base of the specs of all parts of a model: attention layers, feed-forward layers, logits."""
 
     d_model: int
 
@@ -86,18 +85,21 @@ class PartSpec:
         return []
 
     def inputs(self, work: Work) -> int:
-        """Returns how many values the products save for backward, besides those that the calls save."""
+        """Returns the number of values saved for backward outside the attention calls."""
         return work.rows * self.d_model
 
     @property
     def weights(self) -> int:
-        """Number of weights, if every product multiplies tokens by a weight matrix."""
+        """Number of entries of all weight matrices.
+
+        Valid only if every product multiplies tokens by a weight matrix.
+        """
         return sum(product.times * product.k * product.n for product in self.products(Work(1)))
 
 
 @dataclass(frozen=True)
 class LayerSpec(PartSpec):
-    """Base of all attention layers."""
+    """Base of the specs of all attention layers."""
 
     d_model: int
     heads: int
@@ -119,7 +121,7 @@ class LayerSpec(PartSpec):
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:
-        """Rows that a cache stores per token; () if the layer has no cache or one of constant size."""
+        """Rows that a cache stores per token. Empty if there are no such rows."""
         return ()
 
     @property
@@ -129,12 +131,12 @@ class LayerSpec(PartSpec):
 
     @property
     def state(self) -> int:
-        """Number of values per sample in the constant-size part of a cache."""
+        """Number of cached values per sample that does not depend on the number of tokens."""
         return 0
 
     @property
     def most_kept(self) -> int | None:
-        """The largest number of tokens that a cache needs to store; None if there is no limit."""
+        """The largest number of tokens that a cache must store, or None if there is no limit."""
         return None
 
     @property
@@ -145,7 +147,7 @@ class LayerSpec(PartSpec):
 
 @dataclass(frozen=True)
 class GroupedSpec(LayerSpec):
-    """Base of layers with grouped-query heads: several query heads share a key head."""
+    """Base of the specs of layers in which several query heads may share a key head."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -156,27 +158,27 @@ class GroupedSpec(LayerSpec):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hkv, D and Dv."""
+        """The sizes Hkv, D and Dv, checked and with defaults filled in."""
         return sizes(self.d_model, self.heads, self.kv_heads, self.head_dim, self.value_dim)[2:]
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of all query heads, of all key and value heads, and of the concatenated output."""
+        """Total numbers of channels: query heads, key and value heads, and output of the heads."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 
 
 @dataclass(frozen=True)
 class AttentionSpec(GroupedSpec):
-    """Multi-head, grouped-query (kv_heads) and multi-query (1) attention, as in `nn.Attention`.
+    """Attention as in `nn.Attention`: multi-head, grouped-query, or multi-query (kv_heads=1).
 
     Args:
         window, sinks: each token attends to the last `window` tokens, itself included, and to the
             first `sinks` tokens.
         mask: the mask of every call, such as `masks.Causal()`.
         bias, out_bias, gate: as in `nn.Attention`.
-        kv_model: the width of the context in cross-attention, which has `Work.Lk` tokens.
-        others: number of parameters outside the matrix products: norms, sinks, position tables.
+        kv_model: the width of the context in cross-attention. The context has `Work.Lk` tokens.
+        others: number of parameters that are not in projections: norms, sinks, position tables.
     """
 
     kv_model: int | None = None
@@ -208,7 +210,7 @@ class AttentionSpec(GroupedSpec):
 
     @property
     def pattern(self) -> Mask | None:
-        """The mask, restricted to the window and the sinks."""
+        """The mask of every call, restricted to the window and the sinks if there is a window."""
         return self.mask if self.window is None else both(streaming(self.window, self.sinks), self.mask)
 
     @property
@@ -230,9 +232,9 @@ class LatentSpec(LayerSpec):
     """Multi-head latent attention, as in `nn.LatentAttention`.
 
     Args:
-        absorbed: whether queries attend to the latents directly. If False, the latents are expanded
-            to the keys and values of all heads first.
-        normed: whether the latents have an RMS norm.
+        absorbed: if True, queries attend to the latents directly. If False, the keys and values of
+            all heads are computed from the latents first.
+        normed: if True, the latents have an RMS norm.
     """
 
     rank: int = 512
@@ -248,7 +250,7 @@ class LatentSpec(LayerSpec):
 
     @property
     def q_width(self) -> int:
-        """Channels of all query heads."""
+        """The number of channels of all query heads."""
         return self.heads * (self.nope_dim + self.rope_dim)
 
     @property
@@ -262,7 +264,7 @@ class LatentSpec(LayerSpec):
         q = [Product("q", rows, d, self.q_width)]
         if self.q_rank is not None:
             q = [Product("q, down", rows, d, self.q_rank), Product("q, up", rows, self.q_rank, self.q_width)]
-        # Without absorption, keys and values of all tokens are expanded again, cached tokens included.
+        # The expanded form computes keys and values of all tokens in every call, cached tokens included.
         up = [Product("k, v, up", work.B * work.Lk, self.rank, H * (nope + Dv))]
         if self.absorbed:
             up = [
@@ -280,7 +282,11 @@ class LatentSpec(LayerSpec):
         return [CallSpec(work.B, H, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask, shared=self.absorbed)]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, latents, un-rotated keys (absorbed: queries before W_uk) and the concatenated output."""
+        """Counts x, the query latents, the heads' output, and what the form needs in addition.
+
+        The expanded form needs the latents and the unrotated keys, the absorbed form the queries
+        before the product with W_uk.
+        """
         expanded = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
         return work.rows * (self.d_model + (self.q_rank or 0) + expanded + self.heads * self.value_dim)
 

@@ -18,9 +18,9 @@ from .._backends.native import core
 from .._tools.measuring import best_times
 
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
-LEAST_READ = 64 << 20  # bytes; with fewer, starting the threads would distort the rate
+LEAST_READ = 64 << 20  # bytes per measurement; with fewer, the time to start the threads would count too much
 SMALL_CALLS = 100
-SHORT_PROBE = 500_000  # rounds, under a millisecond: on a busy machine, some samples run undisturbed
+SHORT_PROBE = 500_000  # rounds that take under a millisecond, so that some of many probes run undisturbed
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,14 @@ class Machine:
 
     threads: int
     fma: float  # float32 FLOP/s of fused multiply-adds
-    read: tuple[tuple[int, float], ...]  # (size of a buffer read repeatedly, bytes/s), by ascending size
+    read: tuple[tuple[int, float], ...]  # (bytes of a buffer, bytes/s when it is read repeatedly), ascending
     call: float  # seconds of the smallest call of `regard.attention`
 
     def seconds_to_read(self, size: int) -> float:
-        """Returns the seconds to read `size` bytes, log-interpolated between the measured sizes."""
+        """Returns the seconds to read `size` bytes.
+
+        Interpolates between the measured sizes, linearly in the logarithm of the size.
+        """
         for (a, rate_a), (b, rate_b) in pairwise(self.read):
             if a <= size < b:
                 share = math.log(size / a) / math.log(b / a)
@@ -44,15 +47,15 @@ class Machine:
 def measure_machine(
     threads: int | None = None, *, repeats: int = 10, sizes: Sequence[int] = SIZES
 ) -> Machine:
-    """Measures this machine in a few seconds and keeps the best of several repeats.
+    """Measures this machine in a few seconds. Each number is the best of several repeats.
 
-    Other processes make the result too low.
+    If other processes run, the measured rates are too low.
 
     Args:
-        threads: number of threads. Default: PyTorch's.
-        repeats: number of samples of each measurement.
+        threads: number of threads. Default: PyTorch's number of threads.
+        repeats: number of repeats of each measurement.
         sizes: buffer sizes in bytes, ascending. They should range from a size that fits into a CPU
-            cache to one several times larger.
+            cache to a size several times larger than the cache.
     """
     if (missing := core.reason_unavailable()) is not None:
         raise RuntimeError(f"measure_machine: {missing}")
@@ -66,19 +69,22 @@ def measure_machine(
 
 
 def small_calls() -> None:
-    """Runs `SMALL_CALLS` calls, so that the clock's resolution does not matter."""
+    """Runs `SMALL_CALLS` smallest calls: so many that the clock's resolution does not matter."""
     q = torch.zeros(1, 1, 1, 8)
     for _ in range(SMALL_CALLS):
         attention(q, q, q)
 
 
 def fma_rate(threads: int, rounds: int = 5_000_000) -> float:
-    """Returns the FLOP/s of fused multiply-adds on all threads."""
+    """Returns the total FLOP/s of fused multiply-adds on `threads` threads."""
     return together(lambda _: core.fma_probe(rounds), threads)
 
 
 def read_rate(buffer: Tensor, threads: int) -> float:
-    """Returns the bytes/s at which the threads read a float32 buffer; small buffers are read repeatedly."""
+    """Returns the total bytes/s at which `threads` threads read a float32 buffer.
+
+    Each thread reads its part of the buffer. Small buffers are read repeatedly.
+    """
     part, rounds = buffer.numel() // threads, max(1, LEAST_READ // buffer.nbytes)
 
     def read(index: int) -> float:
@@ -90,9 +96,10 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 
 
 def together(work: Callable[[int], float], threads: int) -> float:
-    """Runs `work(index)` on all threads and returns the total amount per second.
+    """Runs `work(index)` on each thread and returns the amount of work per second.
 
-    Needs work that releases the GIL, as the core's probes do.
+    `work` returns its amount. The total over all threads is divided by the elapsed time. `work`
+    must release the GIL, as the core's probes do.
     """
     barrier = Barrier(threads)
 

@@ -1,4 +1,4 @@
-"""Specs of models: blocks of attention and feed-forward layers, embeddings, a head."""
+"""Specs of models, which consist of blocks (attention, feed-forward), embeddings and a head."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ._layers import LayerSpec, PartSpec, Product, Work
 
 @dataclass(frozen=True)
 class FeedForwardSpec(PartSpec):
-    """A feed-forward layer: two matrices, or three if gated; optionally a mixture of experts.
+    """A feed-forward layer with two matrices, or three if gated. May be a mixture of experts.
 
-    Bytes read are a lower bound: they assume that all tokens are routed to the same experts.
+    The bytes read by a mixture of experts are a lower bound: all tokens are assumed to be routed to
+    the same experts.
 
     Args:
-        experts: number of routed experts with `hidden` channels each; 0 if the layer is dense.
-        active: routed experts per token.
-        shared: channels of the shared experts, which process every token.
+        experts: number of routed experts with `hidden` channels each. 0: the layer is dense.
+        active: number of routed experts per token.
+        shared: number of hidden channels of the shared experts, which process every token.
     """
 
     d_model: int
@@ -66,7 +67,7 @@ class LogitsSpec(PartSpec):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A transformer block: attention, a feed-forward layer, and norms with `norms` parameters."""
+    """A transformer block: attention, feed-forward, and norms with `norms` parameters in total."""
 
     attention: LayerSpec
     feed_forward: FeedForwardSpec
@@ -82,10 +83,11 @@ class ModelSpec:
     """A transformer: token embeddings, blocks, and a head with `vocab` logits.
 
     Args:
-        embeddings: total rows of the learned tables for positions and token types.
-        tied: whether the head shares the weights of the token embedding.
-        head: whether the model has a head.
-        others: number of other parameters, such as those of the last norm and a pooler.
+        embeddings: number of rows of all learned embedding tables except the token embedding:
+            positions and token types.
+        tied: if True, the head shares the weights of the token embedding.
+        head: if True, the model has a head.
+        others: number of other parameters, such as the parameters of the last norm and a pooler.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -107,20 +109,20 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """All attention layers, all feed-forward layers, and the head."""
+        """The specs of all attention layers, all feed-forward layers, and the head (if any)."""
         feed_forward = [block.feed_forward for block in self.blocks]
         return (*self.layers, *feed_forward, *[LogitsSpec(self.d_model, self.vocab)] * self.head)
 
     @property
     def reach(self) -> int | None:
-        """The receptive field of a token through all layers, in tokens; None if it is unlimited."""
+        """The receptive field of a token through all layers, in tokens. None: it is unlimited."""
         limits = [layer.most_kept for layer in self.layers]
         return None if None in limits else sum(limit for limit in limits if limit is not None)
 
     def palm_flops(self, L: int) -> int:
-        """Returns the training FLOPs for L tokens by PaLM's formula.
+        """Returns the training FLOPs for a sequence of L tokens by PaLM's formula.
 
-        Each token costs 6 per parameter and 12 H D L per layer.
+        Each token costs 6 FLOPs per parameter and 12 H D L FLOPs per layer.
         """
         widths = sum(call.Hq * call.D for layer in self.layers for call in layer.calls(Work(L)))
         return (6 * self.parameters + 12 * widths * L) * L

@@ -37,12 +37,12 @@ def _reader(module: nn.Module) -> Callable[[Any], LayerSpec] | None:
 
 
 def _same(m: nn.Module, *names: str) -> dict[str, Any]:
-    """Returns the attributes that have the same name in a module and its spec."""
+    """Returns a dict of the module's attributes `names`, which are also fields of its spec."""
     return {name: getattr(m, name) for name in names}
 
 
 def _parameters(*parts: object) -> int:
-    """Returns the total number of parameters. Objects that are no modules count as 0."""
+    """Returns the number of parameters of all modules among `parts`. Other objects are ignored."""
     return sum(p.numel() for part in parts if isinstance(part, nn.Module) for p in part.parameters())
 
 
@@ -56,7 +56,7 @@ def _heads(m: regard_nn.Attention) -> AttentionSpec:
 
 
 def _multihead(m: nn.MultiheadAttention) -> AttentionSpec:
-    """Reads PyTorch's module. Keys and values must have the width `embed_dim`."""
+    """Returns the spec of PyTorch's module. Keys and values must have the width `embed_dim`."""
     if not m._qkv_same_embed_dim or m.bias_k is not None or m.add_zero_attn:
         raise ValueError(
             "module: expected kdim = vdim = embed_dim and neither add_bias_kv nor add_zero_attn, "
@@ -88,7 +88,7 @@ def _longformer(m: regard_nn.LongformerAttention) -> LongformerSpec:
 
 
 def _projected(m: Any, *names: str) -> dict[str, Any]:
-    """Returns the fields of a `ProjectedSpec` and the attributes with these names."""
+    """Returns a dict of the module's values for the fields of `ProjectedSpec` and for `names`."""
     sizes = _same(m, "d_model", "heads", "head_dim", *names)
     return sizes | {"bias": m.query.bias is not None, "out": isinstance(m.out, nn.Linear)}
 

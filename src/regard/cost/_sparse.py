@@ -17,7 +17,7 @@ from ._layers import GroupedSpec, LayerSpec, Product, Work
 
 @dataclass(frozen=True)
 class ProjectedSpec(LayerSpec):
-    """Base of layers with separate query, key, value and output projections."""
+    """Base of the specs of layers with separate query, key, value and output projections."""
 
     head_dim: int | None = None
     bias: bool = True
@@ -25,7 +25,7 @@ class ProjectedSpec(LayerSpec):
     refused: ClassVar[tuple[str, ...]] = ("past",)
 
     def __post_init__(self) -> None:
-        _ = self.D  # checks the sizes
+        _ = self.D  # raises if the sizes are invalid
 
     @property
     def D(self) -> int:
@@ -40,7 +40,7 @@ class ProjectedSpec(LayerSpec):
         return self._projections(3) + self.out * (self.inner + 1) * self.d_model
 
     def _projections(self, n: int) -> int:
-        """Returns the number of parameters of n projections to all heads."""
+        """Returns the number of parameters of n projections from d_model to all heads' channels."""
         return n * self.inner * (self.d_model + self.bias)
 
     def products(self, work: Work) -> list[Product]:
@@ -48,7 +48,7 @@ class ProjectedSpec(LayerSpec):
         return [Product("q, k, v", work.rows, self.d_model, 3 * self.inner), *out]
 
     def _call(self, work: Work, mask: Mask | None, Lq: int | None = None, Lk: int | None = None) -> CallSpec:
-        """Returns an attention call with D channels per head. Lq and Lk default to `work.L`."""
+        """Returns the spec of an attention call of this layer. Lq and Lk default to `work.L`."""
         Lq, Lk = (work.L if L is None else L for L in (Lq, Lk))
         return CallSpec(work.B, self.heads, Lq, self.D, Lk=Lk, dtype=work.dtype, mask=mask)
 
@@ -57,8 +57,9 @@ class ProjectedSpec(LayerSpec):
 class LongformerSpec(ProjectedSpec):
     """Longformer attention: a window of `window` tokens on each side, and global tokens.
 
-    The `globals` global tokens attend to all tokens, and all tokens attend to them. As in training,
-    global rows have separate query, key and value projections.
+    The layer has `globals` global tokens, which attend to all tokens, and to which all tokens
+    attend. Attention of global tokens has separate query, key and value projections, and the costs
+    are those of training, where these keys and values are computed.
     """
 
     window: int | tuple[int, int] = 256
@@ -89,7 +90,7 @@ class LongformerSpec(ProjectedSpec):
         band = band if self.dilation == 1 else band & Dilated(self.dilation)
         if not self.globals:
             return [self._call(work, work.narrowed(band))]
-        # Which tokens are global does not matter for the cost: assume the first ones.
+        # The cost does not depend on which tokens are global: assume the first ones.
         global_keys = Documents([0] * work.L, [0] * self.globals + [1] * (work.L - self.globals))
         global_rows = self._call(work, work.mask, self.globals)
         if self.dilation == 1:
@@ -118,7 +119,7 @@ class BigBirdSpec(ProjectedSpec):
 
 @dataclass(frozen=True)
 class LinformerSpec(ProjectedSpec):
-    """Linformer attention: up to `max_length` keys and values are projected to `rank`."""
+    """Linformer attention: up to `max_length` keys and values are projected to `rank` ones."""
 
     max_length: int = 512
     rank: int = 256
@@ -143,13 +144,13 @@ class LinformerSpec(ProjectedSpec):
         return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, and keys and values before their projection."""
+        """Counts x, and the keys and values before their projection to `rank` ones."""
         return work.rows * (self.d_model + 2 * self.inner)
 
 
 @dataclass(frozen=True)
 class PerformerSpec(ProjectedSpec):
-    """Performer attention: random features approximate the softmax, causal or not."""
+    """Performer attention, causal or not: random features approximate the softmax."""
 
     features: int = 256
     refused: ClassVar[tuple[str, ...]] = ("past", "mask")
@@ -172,7 +173,8 @@ class PerformerSpec(ProjectedSpec):
 class LinearSpec(GroupedSpec):
     """Linear attention, as in `nn.LinearAttention`, with a state (D, Dv) per key head.
 
-    FLOPs are those of the recurrence: 2 D Dv to add a token to the state, and 2 D Dv per query.
+    FLOPs are counted as in the recurrent form: 2 D Dv to add a token to a state, and 2 D Dv per
+    query to read it.
     """
 
     bias: bool = False
@@ -180,8 +182,8 @@ class LinearSpec(GroupedSpec):
     decay: Decay | None = None
     delta: bool = False
     gate: bool = False
-    features: int | None = None  # channels per key after the feature map; default head_dim
-    others: int = 0  # parameters of the output norm
+    features: int | None = None  # number of channels of a key after the feature map. Default: head_dim
+    others: int = 0  # number of parameters of the output norm
     refused: ClassVar[tuple[str, ...]] = ("mask",)
 
     @property
@@ -206,10 +208,14 @@ class LinearSpec(GroupedSpec):
         ]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, q, k, v, the output, the delta rule's errors, and the state before each segment."""
+        """Counts x, q, k, v, the output, the delta rule's errors, and the saved states.
+
+        One state is saved before each segment of SEGMENT tokens.
+        """
         (Hkv, _, Dv), F = self.sizes, self.state_rows
         per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv
-        widening = max(1, 4 // work.dtype.itemsize)  # states are at least float32
+        # States are at least float32, so one value of a state counts as two 16-bit values.
+        widening = max(1, 4 // work.dtype.itemsize)
         return work.rows * per_token + work.B * -(-work.L // SEGMENT) * self.state * widening
 
     @property

@@ -15,30 +15,30 @@ from ._machine import Machine
 
 Pass = Literal["forward", "backward", "training"]
 
-# Fractions of the machine's limits that the kernels reach. `benchmarks/cost.py` compares predicted and
-# measured times.
+# The fractions of the machine's limits that the kernels reach. `benchmarks/cost.py` compares predicted
+# and measured times.
 FORWARD, BACKWARD = 0.82, 0.79  # of the FLOP/s
 TRAFFIC = 0.75  # of the read bandwidth, if outputs are as large as inputs and newly allocated
 
-# Decode. One load of a key vector serves up to 4 query rows, but every multiply-add also loads its query or
-# weight, so few rows reach little more than half of the peak. Rows that fill at least three quarters of a
-# panel run in a panel, as in forward.
-FEW, PANELS = 0.62, 0.9  # fractions of the peak with few rows, and in panels
-TOGETHER, PANEL = 4, 16  # rows per load of a key, and per panel
+# Decode. One load of a key vector serves up to 4 query rows, but every multiply-add also loads a value of
+# the query or a weight. So few rows reach little more than half of the peak FLOP/s. If the rows fill at
+# least three quarters of a panel, they are computed as a panel, as in forward.
+FEW, PANELS = 0.62, 0.9  # fractions of the peak FLOP/s with few rows, and with panels
+TOGETHER, PANEL = 4, 16  # query rows per load of a key, and per panel
 SOFTMAX = 70  # FLOPs of the softmax per score
 CONVERT = 6  # FLOPs to convert a 16-bit value that several rows use
-START = 0.01  # overhead per key head, as a fraction of the smallest call
+START = 0.01  # overhead per key head, as a fraction of the time of the smallest call
 ALONE = 500_000  # with fewer multiplications, decode uses one thread
 
 
 def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Predicts the seconds of one call of `regard.attention` on a machine.
 
-    The time is the sum of the times for products and for memory traffic. In decode, which
-    prefetches, the two overlap partly.
+    The time is the sum of the times of the matrix products and of the memory traffic. In decode,
+    these times overlap partly, because keys and values are prefetched.
 
     Args:
-        passes: "forward", "backward", or "training" for both.
+        passes: "forward", "backward", or "training" (both).
     """
     if passes not in get_args(Pass):
         raise ValueError(f"passes: expected one of {', '.join(get_args(Pass))}, got {passes!r}")
@@ -57,13 +57,16 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
 
 
 def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
-    """Returns the time of products, softmax and conversion in FLOPs at the peak rate."""
+    """Returns the FLOPs that the peak rate would do in the time of a decode call's computation.
+
+    The computation consists of matrix products, softmax and conversion of 16-bit values.
+    """
     rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # query rows that share a key
     panel = PANEL // 2 if call.dtype is torch.float64 else PANEL
     full, left = divmod(rows, panel)
     filled = 4 * left >= 3 * panel
     few = 0 if filled else left
-    unpaired = few % 2  # loading a key for one row takes as long as for two
+    unpaired = few % 2  # one row takes as long as two, because loading the key dominates
     row_time = (full + filled) * panel / PANELS + (few + unpaired) / FEW
     width = call.D + (call.Dv or call.D)
     converts = call.dtype.itemsize == 2 and rows > TOGETHER
@@ -72,7 +75,11 @@ def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
 
 
 def _utilization(cost: CallCost, machine: Machine) -> float:
-    """Returns the utilisation of the threads. Splits are indivisible, so the last round may be partial."""
+    """Returns the fraction of the threads' time that is used.
+
+    A split is the work of one thread, so some threads may be idle in the last round. Small calls
+    use one thread.
+    """
     if cost.forward.executed < 2 * ALONE:
         return 1 / machine.threads
     rounds = math.ceil(cost.tasks / machine.threads)
@@ -80,7 +87,7 @@ def _utilization(cost: CallCost, machine: Machine) -> float:
 
 
 def attention_seconds(what: What, work: Work, machine: Machine, passes: Pass = "forward") -> float:
-    """Predicts the seconds of all attention calls of layers or a model, without other products."""
+    """Predicts the seconds of all attention calls of layers or a model, without projections."""
     for layer in layers_of(what):
         layer.check(work)
     calls = Counter(call for layer in layers_of(what) for call in layer.calls(work))

@@ -1,4 +1,7 @@
-"""The explorer: shows attention in a browser, from a local server (extra `explore`) or from one file."""
+"""The explorer: shows attention in a browser, from a local server or from one file.
+
+The server needs the extra `explore`.
+"""
 
 from ._make import Estimate, captured, estimate, tensors, text
 from .explorer import Explorer

@@ -1,4 +1,4 @@
-"""Sockets of the server, a limit on the number of connections, and a deadline for each request."""
+"""The server's sockets, its limit on the number of connections, and deadlines for requests."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ BOTH = ("127.0.0.1", "::1")
 
 
 def listen(host: str | None, port: int) -> list[socket.socket]:
-    """Returns sockets that listen on one port: of IPv4 and IPv6 loopback, or of the given host."""
+    """Returns sockets that listen on `port` of the given host.
+
+    If `host` is None, returns one socket each for the IPv4 and the IPv6 loopback address, with the
+    same port.
+    """
     first = _bound(host or BOTH[0], port)
     if host is not None:
         return [first]
     try:
         return [first, _bound(BOTH[1], first.getsockname()[1])]
-    except OSError:  # IPv6 is missing, or its port is taken
+    except OSError:  # there is no IPv6, or the port is taken there
         return [first]
 
 
 def _bound(host: str, port: int) -> socket.socket:
     if ":" not in host:
         return socket.create_server((host, port))
-    dual = socket.has_dualstack_ipv6()  # :: then includes all IPv4 addresses
+    dual = socket.has_dualstack_ipv6()  # if True, the address :: includes all IPv4 addresses
     return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=dual)
 
 
 class Connection(H11Protocol):
     """An HTTP connection with a deadline for the headers of a request.
 
-    If there are too many connections, the longest idle one is closed, so that slow clients cannot
-    keep others out.
+    With more than MAX_CONNECTIONS connections, the one that has been idle longest is closed, so
+    that slow clients cannot keep other clients out.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -67,7 +71,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _start_deadline(self) -> None:
-        """Starts the deadline for the headers of the next request."""
+        """Starts a timer that closes the connection unless a request's headers arrive in time."""
         self._idle_since = self.loop.time()
         self._deadline = self.loop.call_later(HEADER_SECONDS, self._abort)
 

@@ -25,13 +25,14 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
-NEAR = ("same-origin", "none")  # none: the address was typed, or opened by another program
+NEAR = ("same-origin", "none")  # "none": the user typed the address, or another program opened it
 
 
 class Guard:
-    """ASGI middleware that checks Host, origin and secret. A 403 says which check failed.
+    """ASGI middleware that checks the Host header, the origin and a secret of each request.
 
-    By hand: Starlette's TrustedHostMiddleware ignores the port and repeated Host headers.
+    A request that fails a check gets a 403 that says which check failed. Starlette's
+    TrustedHostMiddleware is not used, because it ignores the port and repeated Host headers.
     """
 
     def __init__(self, app: ASGIApp, port: int, host: str | None = None) -> None:
@@ -40,10 +41,10 @@ class Guard:
         self._host = host
         self._token: str | None = secrets.token_urlsafe(32)
         self._session = secrets.token_urlsafe(32)
-        self._cookie = f"regard-{port}"  # all ports of a host share its cookies
+        self._cookie = f"regard-{port}"  # has the port in its name, because all ports of a host share cookies
 
     def link(self) -> str:
-        """Returns the page's address with the token, which is valid once."""
+        """Returns the URL of the page with the token. The token is valid once."""
         host = self._host if self._host not in (None, "0.0.0.0", "::") else "127.0.0.1"
         return f"http://{_bracketed(str(host))}:{self._port}/?token={self._token}"
 
@@ -61,7 +62,10 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Returns a 403 for a request from another machine or site, even with the right secret."""
+        """Returns a 403 for a request to another host or from another site, else None.
+
+        The secret is not checked here, so even a request with the right secret is refused.
+        """
         if scope["type"] != "http":
             return _forbidden("only HTTP is supported")
         headers = Headers(scope=scope)
@@ -86,12 +90,16 @@ class Guard:
             return False
         if name in LOOPBACK:
             return True
-        if self._host in ("0.0.0.0", "::"):  # only addresses, against DNS rebinding
+        if self._host in ("0.0.0.0", "::"):  # accept IP addresses but no names, against DNS rebinding
             return _is_address(name)
         return self._host is not None and name == _bracketed(self._host)
 
     def _entry(self, scope: Scope) -> Response | None:
-        """Returns None for a request with the cookie, else a redirect that sets it (token) or a 403."""
+        """Returns None for a request with the session cookie.
+
+        For a request with the token, returns a redirect that sets the cookie. For any other
+        request, returns a 403.
+        """
         if _matches(_cookies(scope, self._cookie), self._session):
             return None
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])

@@ -16,18 +16,18 @@ from ._read import Model, reader
 from ._trace import Trace, wanted
 from .explorer import Explorer
 
-SAMPLE = 256  # queries that `estimate` times
+SAMPLE = 256  # `estimate` times this number of queries
 
 
 def text(*texts: str, model: Model = None) -> Explorer:
     """Runs a model on one or more texts and returns an explorer.
 
     Args:
-        texts: texts to show and compare. Without texts, the page of `serve` asks for one.
-        model: a pair of a Transformers model and its tokenizer. If the gallery is installed, also
-            the path of a Transformers directory with safetensors or of a GGUF file; the default is
-            MiniLM. Only data is read from files: no model code is run, no pickle is opened, nothing
-            is downloaded.
+        texts: texts to show and compare. Without texts, the page of `serve` asks for a text.
+        model: a pair of a Transformers model and its tokenizer. If `regard-gallery` is installed,
+            also the path of a Transformers directory with safetensors or of a GGUF file, and the
+            default is MiniLM. From files, only data is read: code that comes with a model is not
+            executed, pickle files are not opened, and nothing is downloaded.
 
     Example:
         >>> explore.text("The cat sat on the mat", model=(model, tokenizer)).save("page.html")
@@ -43,12 +43,13 @@ def tensors(
     """Returns an explorer of the queries and keys of one attention call, or of one call per layer.
 
     Args:
-        q: (Hq, Lq, D), (1, Hq, Lq, D) or (Lq, D); a list has one tensor per layer. If Lq < Lk, the
-            queries are the last ones: with 100,000 tokens, q[:, -1000:] is a hundredth of the work.
-        k: (Hkv, Lk, D), (1, Hkv, Lk, D) or (Lk, D), or a list.
-        tokens: Lk strings. Default: positions.
+        q: (Hq, Lq, D), (1, Hq, Lq, D) or (Lq, D), or a list with one such tensor per layer. If
+            Lq < Lk, the queries belong to the last Lq tokens. With 100,000 tokens, q[:, -1000:] is
+            a hundredth of the work.
+        k: (Hkv, Lk, D), (1, Hkv, Lk, D) or (Lk, D), or a list with one such tensor per layer.
+        tokens: Lk strings, the keys' tokens. Default: the positions as text.
         title: the title of the page.
-        options: mask, offset, bias, scale, softcap and sink of `regard.attention`.
+        options: options of `regard.attention`: mask, offset, bias, scale, softcap and sink.
     """
     pairs = list(zip(_listed("q", q), _listed("k", k), strict=True))
     Lq, Lk = pairs[0][0].shape[-2], pairs[0][1].shape[-2]
@@ -62,7 +63,10 @@ def tensors(
 
 
 class Estimate(NamedTuple):
-    """The cost of the facts of one call. The two roles that compare tokens are not included."""
+    """The estimated cost of computing the facts of one call.
+
+    The cost of the roles "duplicate" and "induction", which compare tokens, is not included.
+    """
 
     flops: int
     seconds: float
@@ -72,10 +76,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
-    """Estimates the cost of `tensors(q, k, **options)` by timing the last queries.
+    """Estimates the cost of `tensors(q, k, **options)` by timing the last 256 queries.
 
-    The mask and the bias must be functions of positions: a matrix with Lq rows does not fit the
-    timed queries.
+    The mask and the bias must be functions of positions, because a matrix with Lq rows does not fit
+    the 256 timed queries.
 
     Example:
         >>> print(explore.estimate(q, k, mask=masks.Causal()))   # if too slow, use q[:, -1000:]
@@ -87,13 +91,13 @@ def estimate(q: Tensor, k: Tensor, **options: Any) -> Estimate:
     record = partial(see.record, last, k, want=wanted(last.shape[-2], k.shape[-2], ()), **options)
     seconds = best_times({"sample": record}, 0, least=2)["sample"]
     ratio = whole.flops_executed / max(1, sample.flops_executed)
-    return Estimate(whole.flops // 2, seconds * ratio)  # half: there is no product with values
+    return Estimate(whole.flops // 2, seconds * ratio)  # half, because facts need no product with values
 
 
 def captured(
     seen: see.Capture, tokens: Sequence[str] | None = None, *, sample: int = 0, title: str = ""
 ) -> Explorer:
-    """Returns an explorer of one sample of a `see.capture(model, keep="qk")` recording."""
+    """Returns an explorer of one sample of a recording made by `see.capture(model, keep="qk")`."""
     if not seen.layers:
         raise ValueError("seen: expected a capture with at least one call, got an empty one")
     keys = seen.layers[0].key_texts(sample) if tokens is None else tuple(tokens)
@@ -106,7 +110,7 @@ def _trace(layers: Sequence[see.Layer], keys: tuple[str, ...], sample: int, titl
 
 
 def _listed(name: str, value: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Returns a list of tensors, one per layer."""
+    """Returns a list of tensors, one per layer. A single tensor becomes a list of one."""
     layers = [value] if isinstance(value, Tensor) else list(value)
     if not layers or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in layers):
         raise TypeError(f"{name}: expected a tensor (H, L, D), or a list of them, got {describe(value)}")

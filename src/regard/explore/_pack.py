@@ -14,9 +14,9 @@ from ..masks import Window
 from ..see import Layer
 from ._trace import Array, Trace
 
-THUMBNAIL = 32  # the largest number of blocks on a side
+THUMBNAIL = 32  # the largest number of blocks on a side of a thumbnail
 TYPES = {"float32": "f4", "float16": "f2", "int32": "i4"}
-# The page's names for arrays of `Facts` with one row per head.
+# Name in the page -> field of `Facts`, for arrays with one row per head.
 ARRAYS = {"column": "column", "entropy": "entropy", "normalized": "normalized", "rowMax": "row_max"}
 ARRAYS |= {"delimiters": "delimiters", "topWeights": "top_weights", "topKeys": "top_keys"}
 
@@ -33,9 +33,9 @@ def heads_of(trace: Trace) -> list[Head]:
 
 
 def overview(trace: Trace, heads: Iterable[Head]) -> dict[str, Any]:
-    """Returns the tokens, and a thumbnail and summary statistics of each head."""
+    """Returns the tokens of a trace, and a thumbnail and summary statistics of each head."""
     heads = list(heads)
-    levels = trace.facts(heads[0][0]).mass  # all layers have the same shapes
+    levels = trace.facts(heads[0][0]).mass  # all layers have these shapes
     level = next(i for i, mass in enumerate(levels) if max(mass.shape[1:]) <= THUMBNAIL)
     roles = {layer: trace.roles(layer) for layer in {layer for layer, _ in heads}}
     same = trace.queries is trace.keys or trace.queries == trace.keys
@@ -66,7 +66,10 @@ def _summary(trace: Trace, layer: int, head: int) -> dict[str, Any]:
 
 
 def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[str, Any]:
-    """Returns all facts of a head, without the `coarser` finest levels of its pyramids."""
+    """Returns all facts of a head. Block masses and maxima are those of pyramid level `coarser`.
+
+    Level 0 has the finest blocks, and the block size doubles with each level.
+    """
     facts = trace.facts(layer)
     block = trace.block << coarser
     nonzero = np.flatnonzero(facts.by_distance[head])
@@ -77,7 +80,7 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
         "head": head,
         "block": block,
         "mass": pack(facts.mass[coarser][head]),
-        # With blocks of one weight, the maximum is the mass.
+        # A block of one weight has a maximum equal to its mass, so the maxima are left out.
         "max": None if block == 1 else pack(facts.max[coarser][head]),
         **{name: pack(getattr(facts, field)[head]) for name, field in ARRAYS.items()},
         "distances": {"first": int(facts.distances[first]), "mass": distances},
@@ -86,7 +89,7 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
 
 
 def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
-    """Returns the inputs with which the browser computes rows of a head: float16 q and k, and options."""
+    """Returns float16 q and k of a head and its options, from which the browser computes rows."""
     call = trace.layers[layer]
     q, k = trace.queries_and_keys(call, head)
     left, right = _window(call)
@@ -111,7 +114,10 @@ def _half(x: Tensor) -> Array:
 
 
 def _window(layer: Layer) -> tuple[int | None, int | None]:
-    """Returns the window's left and right reach. Raises for other masks and biases, which the page lacks."""
+    """Returns how far the layer's window reaches to the left and to the right. None: no limit.
+
+    Raises ValueError for any other mask and for a bias, because the page does not support them.
+    """
     mask = layer.options.get("mask")
     if layer.options.get("bias") is not None:
         raise ValueError('embed="qk": expected no bias, got one; use rows=[...] instead')

@@ -24,7 +24,10 @@ UNSAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 @cache
 def files() -> dict[str, str]:
-    """Maps file names to texts. The server looks requests up here, so it never joins paths."""
+    """Returns a dict from the page's file names to their contents.
+
+    The server looks requested names up in this dict, so it never builds a path from a request.
+    """
     folder = resources.files(__package__) / "page"
     return {
         file.name: file.read_text(encoding="utf-8")
@@ -38,7 +41,7 @@ def media_type(name: str) -> str:
 
 
 def single(data: dict[str, Any]) -> str:
-    """Returns the page with styles, scripts and data inlined."""
+    """Returns the page as one HTML text, with styles, scripts and data inlined."""
     style, script = files()["style.css"], bundle("main")
     policy = POLICY.format(script=_hash(script), style=_hash(style))
     body = (
@@ -55,19 +58,25 @@ def single(data: dict[str, Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Returns ASCII JSON that cannot end a script element or open a comment."""
+    """Returns a value as ASCII JSON that is safe inside a script element.
+
+    The JSON can neither end the element nor open a comment.
+    """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
 
 
 def bundle(name: str) -> str:
-    """Returns one script with a module and its imports, each wrapped in a function."""
+    """Returns one script that contains a JavaScript module and all its imports.
+
+    Each module is wrapped in a function.
+    """
     order: list[str] = []
     _visit(name, order)
     return "".join(_wrapped(module) for module in order)
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Appends a module after its imports. The page has no import cycles."""
+    """Appends a module's imports to `order`, then the module. Import cycles are not allowed."""
     for _, imported in IMPORT.findall(files()[f"{name}.js"]):
         if imported not in order:
             _visit(imported, order)

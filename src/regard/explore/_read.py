@@ -12,12 +12,15 @@ from .._tools.arguments import describe
 from ._trace import Trace, wanted
 
 MAX_TOKENS = 4096
-GROUP = "regard.explore"  # the entry point group of a distribution with a `load` for model files
+GROUP = "regard.explore"  # the entry point group in which a distribution registers `load` for model files
 Model = str | Path | tuple[Any, Any] | None
 
 
 def reader(model: Model = None) -> Callable[[str], Trace]:
-    """Returns a function that maps a text to its trace. `model` is the argument of `explore.text`."""
+    """Returns a function that runs a model on a text and returns the trace.
+
+    `model` is the argument of `explore.text`.
+    """
     network, tokenizer, name = _load(model)
     if network.config.is_encoder_decoder:
         raise ValueError(f"model: expected an encoder or a decoder alone, got {type(network).__name__}")
@@ -38,7 +41,7 @@ def reader(model: Model = None) -> Callable[[str], Trace]:
 
 
 def _load(model: Model) -> tuple[Any, Any, str]:
-    """Returns the network, its tokenizer and its name."""
+    """Returns the model, its tokenizer and its name."""
     expected = "model: expected a pair of a model of Transformers and its tokenizer"
     if isinstance(model, tuple) and len(model) == 2:
         network, tokenizer = model
@@ -55,7 +58,10 @@ def _load(model: Model) -> tuple[Any, Any, str]:
 
 
 def pieces(tokenizer: Any, text: str) -> tuple[str, ...]:
-    """Returns each token's substring of the text, or the tokenizer's name of a token without one."""
+    """Returns the substring of the text for each token of the text.
+
+    A token without a substring, such as [CLS], is returned as the tokenizer's name for it.
+    """
     encoding = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     names = tokenizer.convert_ids_to_tokens(encoding["input_ids"])
     if not tokenizer.is_fast:

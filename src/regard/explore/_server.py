@@ -1,4 +1,4 @@
-"""The explorer's server, which computes rows, tiles and traces on request."""
+"""The explorer's server, which computes rows and tiles of weights, and traces, on request."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ._trace import Trace
 
 MAX_BODY = 1 << 20
 MAX_CHARACTERS = 1 << 15
-MAX_TRACES = 8  # traces of typed texts that are kept
-MAX_TILE = 256  # weights on a side
+MAX_TRACES = 8  # the largest number of stored traces of typed texts
+MAX_TILE = 256  # the largest number of weights on a side of a tile
 BODY_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ Read = Callable[[str], Trace]
 
 
 class Site:
-    """The routes of the server. `read` runs the model on a text; it is None without a model."""
+    """The routes of the server. `read` runs the model on a text, or is None without a model."""
 
     def __init__(self, traces: list[Trace], read: Read | None) -> None:
         self._traces = dict(enumerate(traces))
@@ -41,7 +41,7 @@ class Site:
         self._next = self._initial
         self._read = read
         self._reading = False
-        # One computation at a time. Rows have a separate thread, because a click waits for them.
+        # A thread runs one computation at a time. Rows have their own thread, because a click waits for them.
         self._worker, self._rows = (ThreadPoolExecutor(1, f"regard-{name}") for name in ("explore", "rows"))
 
     def app(self) -> Starlette:
@@ -69,13 +69,13 @@ class Site:
         return _json(await self._run(lambda: head_facts(trace, layer, head)))
 
     async def row(self, request: Request) -> Response:
-        """Responds with the exact weights of one query."""
+        """Responds with the exact weights of one query for all keys."""
         trace, layer, head = self._head(request)
         row = _index(request, "row", len(trace.queries))
         return _json(await self._run(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows))
 
     async def tile(self, request: Request) -> Response:
-        """Responds with the exact weights of a tile."""
+        """Responds with the exact weights of a tile of consecutive queries and keys."""
         trace, layer, head = self._head(request)
         row, key = _index(request, "row", len(trace.queries)), _index(request, "key", len(trace.keys))
         queries = range(row, min(row + MAX_TILE, len(trace.queries)))
@@ -99,7 +99,10 @@ class Site:
         return _json({"trace": self._keep(trace)})
 
     def _keep(self, trace: Trace) -> int:
-        """Stores a trace, drops the oldest typed text if there are too many, and returns its number."""
+        """Stores the trace of a typed text and returns its number.
+
+        If there are more than MAX_TRACES such traces, the oldest is dropped.
+        """
         typed = [number for number in self._traces if number >= self._initial]
         if len(typed) >= MAX_TRACES:
             del self._traces[typed[0]]
@@ -135,7 +138,10 @@ async def static(request: Request) -> Response:
 
 
 def _json(value: Any) -> Response:
-    """Returns ASCII JSON, because tokens may contain lone surrogates, which UTF-8 cannot encode."""
+    """Returns a response with ASCII JSON.
+
+    JSON in UTF-8 would fail for tokens with lone surrogates.
+    """
     return Response(json.dumps(value, allow_nan=False), media_type="application/json")
 
 
@@ -147,7 +153,11 @@ def _index(request: Request, name: str, count: int) -> int:
 
 
 async def _body(request: Request) -> bytes:
-    """Reads the body. Answers 413 beyond MAX_BODY bytes and 408 after BODY_SECONDS."""
+    """Returns the body of a request.
+
+    Answers 413 if the body has more than MAX_BODY bytes, and 408 if it takes more than
+    BODY_SECONDS.
+    """
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY:
         raise HTTPException(413)
@@ -158,7 +168,10 @@ async def _body(request: Request) -> bytes:
 
 
 async def _read_limited(request: Request) -> bytes:
-    """Reads at most MAX_BODY bytes, because the Content-Length header may be missing or wrong."""
+    """Returns the body of a request, and stops reading after MAX_BODY bytes.
+
+    The limit applies to the bytes read, because the Content-Length header may be missing or wrong.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -181,7 +194,7 @@ def _text_of(body: bytes) -> str:
 
 
 class Server:
-    """The explorer's HTTP server. It listens from its construction and answers while `run` runs."""
+    """The explorer's HTTP server. The constructor opens its sockets, and `run` answers requests."""
 
     def __init__(self, traces: list[Trace], read: Read | None, host: str | None, port: int) -> None:
         self.sockets = listen(host, port)
@@ -191,7 +204,7 @@ class Server:
         self.link = self._guard.link()
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Runs until Ctrl-C. `started` is called when the server answers."""
+        """Runs the server until Ctrl-C. Calls `started` once the server can answer requests."""
         # No access log, because it would contain the token.
         silent: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False}
         limits: dict[str, Any] = {"ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 1}

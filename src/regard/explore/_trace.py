@@ -1,4 +1,4 @@
-"""The explorer's data: tokens, and the facts of every head."""
+"""`Trace`, the data that the explorer shows: tokens, and the facts of every head."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from ..see._roles import lse
 from ..see._tokens import delimiters
 
 TOP = 8
-MAX_CELLS = 2**20  # blocks in the finest level of a pyramid
+MAX_CELLS = 2**20  # the largest number of blocks in the finest level of a pyramid
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The exact facts of one layer."""
+    """The exact facts of one layer, for one sample."""
 
-    mass: tuple[Array, ...]  # sums of blocks (Hq, nq, nk), finest first; blocks double at each level
-    max: tuple[Array, ...]  # maxima of the same blocks
+    mass: tuple[Array, ...]  # levels (Hq, nq, nk) of block sums; the block size doubles at each level
+    max: tuple[Array, ...]  # levels of block maxima, with the same shapes
     column: Array  # (Hq, Lk), the total attention that each key receives
     entropy: Array  # (Hq, Lq), in nats
     normalized: Array  # (Hq, Lq), entropy divided by the entropy of equal weights
-    row_max: Array  # (Hq, Lq)
+    row_max: Array  # (Hq, Lq), the largest weight
     delimiters: Array  # (Hq, Lq), mass on the first token, special tokens and punctuation
     distances: Array  # (n,), query position - key position
-    by_distance: Array  # (Hq, n), mass
-    top_weights: Array  # (Hq, Lq, TOP), descending
-    top_keys: Array  # (Hq, Lq, TOP), -1 if fewer keys are allowed
+    by_distance: Array  # (Hq, n), mass at each distance
+    top_weights: Array  # (Hq, Lq, TOP), the largest weights, descending
+    top_keys: Array  # (Hq, Lq, TOP), their keys; -1 if fewer than TOP keys are allowed
 
 
 def wanted(Lq: int, Lk: int, keys: Sequence[str]) -> tuple[facts.Fact, ...]:
-    """Returns the facts that the explorer needs in addition to those of head roles."""
+    """Returns the facts that the explorer needs and that `see.capture` does not always record."""
     block = finest_block(Lq, Lk)
     return facts.BlockMass(block), facts.BlockMax(block), facts.MassOn(delimiters(keys))
 
 
 def finest_block(Lq: int, Lk: int) -> int:
-    """Returns the smallest power of two as block size with which there are at most MAX_CELLS blocks."""
+    """Returns the finest block size: the smallest power of two with at most MAX_CELLS blocks."""
     block = 1
     while -(-Lq // block) * -(-Lk // block) > MAX_CELLS:
         block *= 2
@@ -58,7 +58,7 @@ def finest_block(Lq: int, Lk: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The layers of a `see.Capture` with q and k kept, for one sample, with readable tokens."""
+    """One sample of a recording of `see.capture(model, keep="qk")`, with readable tokens."""
 
     title: str
     queries: tuple[str, ...]
@@ -95,7 +95,7 @@ class Trace:
         return {}
 
     def facts(self, layer: int) -> Facts:
-        """Returns the facts of a layer. They are computed once."""
+        """Returns the facts of a layer. They are computed once and cached."""
         if layer not in self._facts_cache:
             self._facts_cache[layer] = self._facts(self.layers[layer])
         return self._facts_cache[layer]
@@ -116,19 +116,19 @@ class Trace:
         )  # fmt: skip
 
     def _array(self, result: Tensor) -> Array:
-        """Returns this sample's part of a result (B, ...) as a float32 array."""
+        """Returns this sample's part (...) of a fact's result (B, ...) as a float32 array."""
         array: Array = result[self.sample].float().cpu().contiguous().numpy()
         return array
 
     def rows(self, layer: int, head: int, queries: Sequence[int]) -> Array:
-        """Returns the exact weights (R, Lk) of R queries."""
+        """Returns the exact weights (R, Lk) of the R queries with these indices."""
         call, first, last = self.layers[layer], min(queries), max(queries)
         if not _goes_by_position(call):
             rows: Array = self._array(call.rows(list(queries)))[head]
             return rows
         if last - first + 1 > 2 * len(queries):
             return np.concatenate([self.rows(layer, head, [query]) for query in queries])
-        # Computes this head and these queries only.
+        # Computes only this head and the queries from `first` to `last`.
         return np.take(_weights(*self._slice(call, head, first, last + 1)), [i - first for i in queries], 0)
 
     def tile(self, layer: int, head: int, queries: range, keys: range) -> Array:
@@ -139,14 +139,17 @@ class Trace:
         q, k, options = self._slice(call, head, queries.start, queries.stop)
         tile_options = {**options, "offset": options["offset"] - keys.start, "sink": None}
         tile_k = k[:, keys.start : keys.stop]
-        # Weights over the tile's keys sum to 1. The two LSEs give the tile's share of the whole row.
+        # `_weights` normalises each row over the tile's keys. The two LSEs give the tile's share of the row.
         tile_lse, row_lse = lse(q, tile_k, tile_options), lse(q, k, options)
         share = torch.where(tile_lse.isfinite(), (tile_lse - row_lse).exp(), 0.0)
         weights: Array = _weights(q, tile_k, tile_options) * share[0, :, None].cpu().numpy()
         return weights
 
     def _slice(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Returns q (1, end - first, D) and k (1, Lk, D) of one head, and its options."""
+        """Returns the queries from `first` to `end` and all keys of one head, and its options.
+
+        The shapes are q (1, end - first, D) and k (1, Lk, D).
+        """
         q, k = self.queries_and_keys(call, head)
         sink = call.options.get("sink")
         changed = {"offset": self.offset + first, "sink": None if sink is None else sink[head : head + 1]}
@@ -160,7 +163,7 @@ class Trace:
         return q[head], k[head // (len(q) // len(k))]
 
     def roles(self, layer: int) -> list[list[tuple[str, float]]]:
-        """Returns for each head the roles whose scores reach their thresholds, with the scores."""
+        """Returns one list per head: (name, score) of the roles that reach their thresholds."""
         return [
             [(name, roles[name].score) for name, role in ROLES.items() if roles[name].score >= role.least]
             for roles in self.layers[layer].roles(self.sample)
@@ -168,13 +171,17 @@ class Trace:
 
 
 def _goes_by_position(call: Layer) -> bool:
-    """Returns whether a row depends only on its query's position, so that queries can be sliced."""
+    """Returns whether the call has no bias and no mask other than a window.
+
+    Then a row of weights depends only on the query and its position, so that some of the queries
+    can be computed without the others.
+    """
     mask = call.options.get("mask")
     return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Array:
-    """Returns all weights (Lq, Lk) of one head."""
+    """Returns all weights (Lq, Lk) of one head, given q (1, Lq, D) and k (1, Lk, D)."""
     (rows,) = evidence(q, k, None, facts.Rows(range(q.shape[1])), **options)
     weights: Array = rows[0].float().cpu().numpy()
     return weights

@@ -13,13 +13,16 @@ from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace
 
-CELLS = 2**21  # the largest number of blocks in a file, over all heads
+CELLS = 2**21  # the largest number of blocks of all heads together in a file
 EMBED = ("facts", "qk")
 
 
 @dataclass(frozen=True, eq=False)
 class Explorer:
-    """A page that shows one or more traces. `read` maps a text to a trace, for the server."""
+    """A page that shows one or more traces.
+
+    `read` runs a model on a text and returns the trace. The server uses it for typed texts.
+    """
 
     traces: tuple[Trace, ...]
     read: Callable[[str], Trace] | None = None
@@ -29,7 +32,7 @@ class Explorer:
             raise ValueError("traces: expected at least one, or a model that runs on texts, got neither")
 
     def __add__(self, other: Explorer) -> Explorer:
-        """Returns an explorer with the traces of both, to compare them in one page."""
+        """Returns an explorer with the traces of both explorers, to compare them in one page."""
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
@@ -40,21 +43,22 @@ class Explorer:
 
         Args:
             path: the file to write. An existing file is replaced.
-            heads: pairs (layer, head) to include. Default: all. With fewer heads, blocks are finer.
-            rows: queries whose weights for all keys are included. The 8 largest weights of every
-                query are always included.
-            embed: "facts", or "qk" to include q and k in float16, so that the browser can compute
-                any row.
+            heads: pairs (layer, head) to include. Default: all heads. With fewer heads, heat maps
+                have finer blocks.
+            rows: indices of queries whose weights for all keys are included. The 8 largest weights
+                of every query are always included.
+            embed: "facts", or "qk" to include also q and k in float16, so that the browser can
+                compute the weights of any query.
         """
         page = _page.single(self._data(heads, rows, embed))
         Path(path).write_text(page, encoding="utf-8", newline="\n")
         return Path(path)
 
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
-        """Serves the page on this machine until Ctrl-C and prints a link, which works once.
+        """Serves the page until Ctrl-C and prints a link to it, which works once.
 
-        A `host` other than the loopback makes the page reachable from the network for anyone who
-        has the link.
+        By default, the page is reachable only from this machine. A `host` other than the loopback
+        address makes it reachable from the network for anyone who has the link.
         """
         from ._server import Server
 
@@ -83,7 +87,10 @@ class Explorer:
 
 
 def _check_heads(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
-    """Returns the heads, all by default. Raises ValueError for a head that the trace does not have."""
+    """Returns `heads`, or all heads of the trace if it is None.
+
+    Raises ValueError for a head that the trace does not have.
+    """
     existing = heads_of(trace)
     if heads is None:
         return existing
@@ -102,7 +109,7 @@ def _check_rows(trace: Trace, rows: Iterable[int]) -> list[int]:
 
 
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:
-    """Returns the facts of one head, with rows and with q and k if they are requested."""
+    """Returns a head's facts, the weights of the queries `rows`, and q and k if embed="qk"."""
     layer, head = which
     data = head_facts(trace, layer, head, _coarser(trace, layer, budget))
     if rows:
@@ -114,6 +121,6 @@ def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: i
 
 
 def _coarser(trace: Trace, layer: int, budget: int) -> int:
-    """Returns how many levels to leave out so that each head has at most `budget` blocks."""
+    """Returns the finest pyramid level at which a head has at most `budget` blocks."""
     levels = trace.facts(layer).mass
     return next((i for i, level in enumerate(levels) if level[0].size <= budget), len(levels) - 1)

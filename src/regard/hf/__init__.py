@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: `attn_implementation="regard"`, and a cache. Needs the extra `hf`."""
+"""Attention implementation "regard" and a cache for Transformers models. Needs the extra `hf`."""
 
 try:
     from ._cache import Cache as Cache

@@ -1,4 +1,4 @@
-"""The function that the models of Transformers call for attention."""
+"""The attention function that Transformers models call with `attn_implementation="regard"`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._standin import MaskTensor, StoredTensor
 
 NAME = "regard"
 
-# Keywords that models pass and that do not change the result of attention.
+# Keywords that models pass, but that do not change the result of attention.
 HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
@@ -39,9 +39,9 @@ def attention_forward(
     """Computes attention for a model of Transformers.
 
     query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> out (B, Lq, Hq, Dv) and
-    weights (B, Hq, Lq, Lk), which are None unless `output_attentions` is true. Only continuous
-    batching passes a `cache`, with packed sequences (B = 1), `cu_seq_lens_q`, `cu_seq_lens_k` and
-    no mask.
+    weights (B, Hq, Lq, Lk). The weights are None unless the model requests them, for example by
+    `output_attentions`. A `cache` is passed only by continuous batching, together with packed
+    sequences (B = 1), `cu_seq_lens_q` and `cu_seq_lens_k`, and without a mask.
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
@@ -82,7 +82,10 @@ class Masking(NamedTuple):
 
 
 def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
-    """Translates an attention_mask, which includes the window, as for every implementation."""
+    """Translates an attention_mask tensor (B, 1 or Hq, Lq, Lk) to arguments of `attention`.
+
+    The mask already includes the sliding window, because Transformers adds it to every mask.
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(mask)}")
     if isinstance(mask, MaskTensor):
@@ -100,8 +103,8 @@ def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
 def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
     """Returns the masking of a call without an attention_mask.
 
-    With several queries, query 0 has position 0, so that the unused end of a static cache is
-    masked.
+    With several queries, query 0 gets position 0. In a static cache, the keys after the last query
+    are unused, and the causal mask then excludes them.
     """
     _check_registered()
     if not is_causal:
@@ -112,7 +115,10 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
 
 
 def _check_registered() -> None:
-    """Checks that the mask function is registered. Without it every mask is None and padding is lost."""
+    """Raises RuntimeError if the mask function is not registered with Transformers.
+
+    Without it, every attention_mask would be None, and padding would not be masked.
+    """
     if NAME not in AttentionMaskInterface._global_mapping:
         raise RuntimeError(
             f"attn_implementation={NAME!r} has no mask function, so masks would be lost; call "
@@ -121,7 +127,10 @@ def _check_registered() -> None:
 
 
 def _inside_sequences(masking: Masking, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Masking:
-    """Restricts attention to packed sequences, given by `cu_seqlens` (N + 1,)."""
+    """Adds a mask so that tokens attend only within their packed sequence.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are (N + 1,) for N sequences.
+    """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got one of them")
     if cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k):
@@ -147,7 +156,10 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
 
 
 def _returns_weights(output_attentions: bool | None) -> bool:
-    """Returns whether the model needs the weights. Some models request them by a collector instead."""
+    """Returns whether the model requests the weights.
+
+    Some models do not pass `output_attentions`, but request weights by an active collector.
+    """
     if output_attentions is not None:
         return output_attentions
     collected: dict[str, Any] | None = _active_collector.get()  # type: ignore[no-untyped-call]
@@ -155,7 +167,10 @@ def _returns_weights(output_attentions: bool | None) -> bool:
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the sum of the biases, in a dtype that `attention` accepts for queries of `dtype`."""
+    """Returns the sum of both biases, or None if both are None.
+
+    The result has a dtype that `attention` accepts for queries of dtype `dtype`.
+    """
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
     bias = position_bias if bias is None else bias
@@ -163,7 +178,10 @@ def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """Computes attention. Stored keys are read in place, except with dropout."""
+    """Computes attention: (B, Hq, Lq, Dv) in the dtype of `query`.
+
+    Keys and values in a cache of Regard are read in place, except with dropout.
+    """
     out: Any
     if isinstance(key, StoredTensor) and "dropout" not in options:
         stored = key.stored

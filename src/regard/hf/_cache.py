@@ -1,4 +1,4 @@
-"""`Cache`: the caches of `regard.cache` with the interface of Transformers."""
+"""`Cache`: the caches of `regard.cache` with the interface of a Transformers cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import cache_utils as hf
 from ..cache import KVCache, QuantizedCache, SlidingCache
 from ._standin import StoredTensor
 
-Maker = Callable[..., KVCache]  # (B, Hkv, D, Dv, dtype=, device=)
+Maker = Callable[..., KVCache]  # called as maker(B, Hkv, D, Dv, dtype=..., device=...)
 
 
 class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer, in a cache of `regard.cache`.
 
-    `update` returns stand-ins for the stored tensors; `regard` attention reads the storage in
-    place.
+    `update` returns stand-ins (see `_standin.py`) instead of dense keys and values. With
+    `attn_implementation="regard"`, attention reads the storage in place.
     """
 
     is_croppable = True
@@ -28,7 +28,7 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, make: Maker, dtype: torch.dtype | None, window: int | None) -> None:
         self.make, self.dtype, self.window = make, dtype, window
         self.is_sliding = window is not None
-        self.held: KVCache | None = None  # built by the first update, which has the shapes
+        self.held: KVCache | None = None  # built by the first update, from the shapes of its tensors
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -50,7 +50,10 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Appends tokens. Returns the keys and values (B, Hkv, Lk, D) that the new queries may attend to."""
+        """Appends keys and values of new tokens. Returns all that the new queries may attend to.
+
+        The result is a pair of keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv).
+        """
         if torch.compiler.is_compiling():
             return self._update_outside(key_states, value_states)
         return self._update(key_states, value_states)
@@ -64,13 +67,13 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         stored = held.extend(k, v)
         return StoredTensor(stored, 0, self.outer), StoredTensor(stored, 1, self.outer)
 
-    _update_outside = torch.compiler.disable(_update)  # a compiler cannot construct stand-ins
+    _update_outside = torch.compiler.disable(_update)  # torch.compile cannot construct stand-ins
 
     def get_seq_length(self) -> int:
         return 0 if self.held is None else len(self.held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys that the next `update` returns, and the position of the first."""
+        """Returns how many keys the next `update` will return, and the first key's position."""
         if self.held is None:
             return query_length, 0
         rows = self.held.rows_with(query_length)
@@ -86,7 +89,7 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.held.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens."""
+        """Removes the last tokens. `tokens_to_remove` is negative: -3 removes three tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or a negative number, got {tokens_to_remove}")
         if self.held is not None and tokens_to_remove:
@@ -112,16 +115,17 @@ class Cache(hf.Cache):
     """A cache for `generate(past_key_values=...)` that appends tokens without copying older ones.
 
     Layers with full attention use a `KVCache` or, with `bits`, a `QuantizedCache`. Layers with a
-    window or chunks use an unquantized `SlidingCache`. `regard` attention reads the storage in
-    place; other implementations receive dense tensors.
+    window or chunks use an unquantized `SlidingCache`. The attention implementation "regard" reads
+    the storage in place. Other implementations receive dense tensors.
 
     Args:
         config: the model's config.
-        dtype: the storage dtype. Default: the dtype of the first keys. If it differs from the
-            model's dtype, queries are rounded to it for attention.
-        bits: 8 or 4 to quantize keys and values, with a scale for each group of 32 channels.
-        capacity: the largest number of tokens, allocated at once; further tokens raise. None: the
-            storage grows by doubling.
+        dtype: the storage dtype. Default: the dtype of the first keys. If the storage dtype differs
+            from the model's dtype, queries are rounded to the storage dtype for attention.
+        bits: 8 or 4 to quantize keys and values, with a scale for each group of 32 channels. None:
+            they are not quantized.
+        capacity: the largest number of tokens. Storage for them is allocated at once, and appending
+            more tokens raises. None: the storage grows by doubling.
         rollback: how many tokens can be removed from layers with a window (assisted generation).
     """
 

@@ -1,8 +1,9 @@
 """Translates masks of Transformers to values of `regard.masks`.
 
-A model describes its mask by a function of four indices, composed of functions of `masking_utils`.
-Each of these is recognised by its name and becomes a mask atom, so that no Lq x Lk tensor is
-computed. Any other function, such as a user's, is evaluated and becomes `Dense`.
+A model describes its mask by a function of four indices, which is composed of functions of
+`masking_utils`. Each of these functions is recognised by its name and becomes a mask atom, so that
+no Lq x Lk tensor is computed. Any other function, such as a user's, is evaluated for all pairs and
+becomes a `Dense` mask.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ..masks._both import both
 from ._standin import MaskTensor
 
 MaskFunction = Callable[..., Any]
-_dense: Callable[..., Any] = hf.sdpa_mask  # returns a bool tensor (B, 1, Lq, Lk), or None to skip the mask
+_dense: Callable[..., Any] = hf.sdpa_mask  # returns a bool tensor (B, 1, Lq, Lk), or None for no mask
 CAUSAL = Causal()
 
 
 class Frame(NamedTuple):
-    """The shape of a mask: query i is token q_offset + i, key j is token kv_offset + j."""
+    """The sizes and offsets of a mask: query i is token q_offset + i, key j token kv_offset + j."""
 
     B: int
     Lq: int
@@ -53,7 +54,11 @@ def mask_tensor(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
     device: torch.device | str = "cpu", **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Returns a mask (B, 1, Lq, Lk) for `AttentionMaskInterface`, or None if nothing is masked."""
+    """Returns a mask (B, 1, Lq, Lk) as a stand-in, or None if nothing is masked.
+
+    This is the mask function that is registered with `AttentionMaskInterface`. While compiling, it
+    returns a dense bool tensor.
+    """
     if torch.compiler.is_compiling():
         dense: Tensor | None = _dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -72,7 +77,10 @@ def mask_tensor(
 
 
 def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
-    """Returns the mask of a padding mask (B, tokens so far), bool, True = real; later keys are masked."""
+    """Converts a padding mask, bool (B, tokens so far), to a Mask. True = real token.
+
+    Keys after the end of the padding mask are masked. Returns None if all keys are real.
+    """
     if padding_mask is None:
         return None
     end = frame.kv_offset + frame.Lk
@@ -86,20 +94,20 @@ def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
 
 
 def _translated(function: MaskFunction, frame: Frame) -> Mask | None:
-    """Returns the mask of a function, or None if the function allows everything in the frame."""
+    """Converts a mask function to a Mask, or to None if it allows all pairs of the frame."""
     name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else ""
     translate = TRANSLATIONS.get(name.removeprefix(f"{hf.__name__}."))
     return _evaluated(function, frame) if translate is None else translate(frame, **_closure(function))
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
-    """Returns the variables that a nested function captures, by name."""
+    """Returns a dict from names to values of the variables that a nested function captures."""
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _evaluated(function: MaskFunction, frame: Frame) -> Mask:
-    """Evaluates a function on all pairs of the frame."""
+    """Evaluates a mask function for all pairs of the frame and returns a `Dense` mask."""
     keep = _dense(
         frame.B, frame.Lq, frame.Lk, frame.q_offset, frame.kv_offset, function, allow_is_causal_skip=False,
         use_vmap=frame.use_vmap, device=frame.device,
@@ -121,13 +129,13 @@ def _causal(frame: Frame) -> Mask | None:
 
 
 def _last_tokens(frame: Frame, sliding_window: int) -> Mask | None:
-    """Returns the mask kv > q - W."""
+    """Returns the mask k > q - sliding_window of token indices, or None if it allows all pairs."""
     all_visible = frame.offset + frame.Lq - 1 < sliding_window
     return None if all_visible else Window(sliding_window - 1, None)
 
 
 def _around(frame: Frame, sliding_window: int) -> Mask | None:
-    """Returns the mask |q - kv| <= W."""
+    """Returns the mask |q - k| <= sliding_window of token indices."""
     return Window(sliding_window, sliding_window)
 
 
@@ -141,7 +149,10 @@ def _sequences(frame: Frame, packed_sequence_mask: Tensor) -> Mask | None:
 
 
 def _blocks(frame: Frame, block_sequence_ids: Tensor) -> Mask | None:
-    """Returns a mask of equal block ids. Block -1 attends to nothing, so its keys get another id."""
+    """Returns a mask that allows pairs of tokens with equal block ids.
+
+    Tokens with the id -1 attend to nothing, not even to each other, so their keys get another id.
+    """
     q_ids, k_ids = (block_sequence_ids[:, x] for x in frame.positions())
     return Documents(q_ids, torch.where(k_ids < 0, torch.iinfo(torch.int64).min, k_ids.long()))
 

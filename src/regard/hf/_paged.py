@@ -1,8 +1,9 @@
 """Continuous batching: packed sequences of different lengths, with their keys and values in pages.
 
-The cache of Transformers writes the new keys and values into its pages.
-- Sequences with one new token are decoded in place, by one call with a page table.
-- Sequences with only new tokens read no page.
+The cache of Transformers writes the new keys and values into its pages. Attention then depends on
+the sequence:
+- Sequences with one new token share one call, which reads the pages in place by a page table.
+- Sequences without cached tokens use the new keys and values and read no page.
 - Prefill chunks gather their pages first, because many queries use each key.
 - Layers whose cache is a ring buffer gather their pages first, because they have few keys.
 """
@@ -30,7 +31,7 @@ CAUSAL = Causal()
 
 
 class Batch(NamedTuple):
-    """The indices of continuous batching for one type of layer."""
+    """The indices that continuous batching passes to all layers of one type. N sequences."""
 
     cu_seqlens_q: Tensor  # (N + 1,)
     cu_seqlens_k: Tensor  # (N + 1,)
@@ -48,14 +49,15 @@ class Sequence(NamedTuple):
 
 
 class PagePlan(NamedTuple):
-    """The page table of the n sequences with one new token, and the other sequences.
+    """How to attend to the pages of a batch.
 
-    All layers of one type share a plan.
+    The plan has a page table for the n sequences with one new token, and a list of the other
+    sequences. All layers of one type share a plan.
     """
 
-    rows: Tensor | None  # (n,), the queries of the n sequences; None if there are no others
+    rows: Tensor | None  # (n,), the indices of the n sequences' queries; None if there are no other sequences
     table: Tensor  # (n, pages) int32
-    last: Tensor  # (n,), the positions of these queries
+    last: Tensor  # (n,), the positions of the n queries
     longest: int  # the largest Lk of the n sequences
     others: list[Sequence]
 
@@ -66,8 +68,9 @@ _plans: Any = WeakIdKeyDictionary()  # keyed by `Batch.read`, which is a new ten
 def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
     """Writes the new keys and values to the cache and computes attention.
 
-    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) -> out (1, Hq, total_q, D). Continuous
-    batching passes `cache` and `batch` to every layer. `options` are those of `attention`.
+    q (1, Hq, total_q, D), k and v (1, Hkv, total_q, D) -> out (1, Hq, total_q, D). `cache` and
+    `batch` are arguments that continuous batching passes to every layer. `options` are options of
+    `attention`.
     """
     allocator = cache.layer_to_allocator[layer]
     window = getattr(allocator, "sliding_window", None)
@@ -77,7 +80,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
     )  # fmt: skip
     if indices.read.numel() and not _is_readable(allocator, window):
         return _gathered(allocator, layer, qkv, indices, window, options)
-    # With an empty `read`, the allocator only writes.
+    # With empty read indices, the allocator writes the new tokens and gathers nothing.
     allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, indices.read[:0], indices.write)
     if not indices.read.numel():
         mask = from_cu_seqlens(indices.cu_seqlens_q) & causal(window)
@@ -90,7 +93,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
 
 
 def causal(window: int | None) -> Mask:
-    """Returns a causal mask, restricted to the last `window` tokens if there is a window."""
+    """Returns a causal mask, restricted to the last `window` tokens unless `window` is None."""
     return CAUSAL if window is None else Window(window - 1)
 
 
@@ -109,7 +112,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _planned(batch: Batch, page: int) -> PagePlan:
-    """Returns the plan of a batch with pages of `page` tokens."""
+    """Returns the `PagePlan` of a batch whose pages hold `page` tokens."""
     sequences = [
         Sequence(q0, q1 - q0, k1 - k0, batch.read[k0:k1:page] // page)
         for (q0, q1), (k0, k1) in zip(
@@ -130,7 +133,7 @@ def _planned(batch: Batch, page: int) -> PagePlan:
 
 
 def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dict[str, Any]) -> Tensor:
-    """Computes attention to the pages. Sequences with one new token read them in place."""
+    """Computes attention to pages, according to a plan: (1, Hq, total_q, Dv)."""
     k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
     page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
     pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
@@ -147,14 +150,17 @@ def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dic
 
 
 def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> Tensor:
-    """Computes attention of q (1, Hq, n, D), the last tokens of n sequences, as a batch of n."""
+    """Computes attention of the last tokens q (1, Hq, n, D) of n sequences: (1, Hq, n, Dv).
+
+    The n sequences are the batch of one call.
+    """
     out: Any = attend_stored(q.transpose(0, 2), pages, Options(CAUSAL, plan.last, **options))
     packed: Tensor = out.transpose(0, 2)
     return packed
 
 
 def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-    """Computes attention of one sequence with several new tokens."""
+    """Computes attention of one sequence with several new tokens: (1, Hq, Lq, Dv)."""
     if sequence.Lk == sequence.Lq:
         return attention(*qkv, mask=CAUSAL, **options)
     stored = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
@@ -167,10 +173,10 @@ def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: di
 def _gathered(
     allocator: Any, layer: int, qkv: Qkv, batch: Batch, window: int | None, options: dict[str, Any]
 ) -> Tensor:
-    """Gathers keys and values from the pages and computes attention of packed sequences."""
+    """Gathers keys and values from the pages and computes attention: (1, Hq, total_q, Dv)."""
     q, k, v = (_tokens(x) for x in qkv)
     k, v = allocator.update(k, v, layer, batch.read, batch.write)
-    decodes = int(batch.cu_seqlens_q.diff().max()) == 1  # then a query attends to all keys of its sequence
+    decodes = int(batch.cu_seqlens_q.diff().max()) == 1  # one query per sequence, which attends to all keys
     mask = None if decodes else causal(window)
     out: Tensor = varlen_attention(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

@@ -13,7 +13,9 @@ from ._masks import mask_tensor
 
 
 def register() -> None:
-    """Registers `attn_implementation="regard"` with Transformers, also for models loaded before.
+    """Registers `attn_implementation="regard"` with Transformers.
+
+    Models that were loaded before the call can use it too.
 
     Example:
         >>> regard.hf.register()
@@ -28,7 +30,7 @@ def register() -> None:
 def _admit_to_continuous_batching() -> None:
     """Adds `regard` to the implementations that Transformers' continuous batching accepts.
 
-    The list is hard-coded in one of its methods.
+    The list of accepted implementations is hard-coded in a method of its manager, which is wrapped.
     """
     original = ContinuousBatchingManager.switch_to_cb_friendly_attn
     if getattr(original, "_admits", None) == NAME:

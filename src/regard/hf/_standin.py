@@ -1,9 +1,9 @@
-"""Tensor subclasses that carry a mask or a cache through the code of models.
+"""Stand-ins: tensor subclasses that carry a mask or a cache through the code of models.
 
 Masks, keys and values reach the attention function of Transformers through the code of several
-hundred models. Some models read shape and dtype, a few compute. A stand-in has the shape and dtype
-of the dense tensor and no memory. An operation on a stand-in first builds the dense tensor, so code
-that does not know stand-ins is correct but slower.
+hundred models. Some models read their shape and dtype, and a few compute with them. A stand-in has
+the shape and dtype of the dense tensor, but no memory. Any operation on a stand-in first builds the
+dense tensor, so code that does not know stand-ins is correct but slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..masks import Mask
 
 
 class StandIn(Tensor):
-    """A tensor without memory. Operations replace it by the result of `dense`."""
+    """A tensor without memory. Operations on it use the result of `dense` instead."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -69,7 +69,8 @@ class StoredTensor(StandIn):
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
         source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
         shape = (*source.shape[:2], stored.length, size)
-        strides = source.stride() if source.dtype is dtype else None  # no conversion: same layout
+        # If the dtype is the storage's, the stand-in has the strides of the storage.
+        strides = source.stride() if source.dtype is dtype else None
         tensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
         tensor.stored, tensor.which = stored, which
         return tensor

@@ -19,7 +19,7 @@ CAUSAL = Causal()
 
 
 class AttentionLayer(CheckedModule):
-    """A layer with a mask and dropout that takes batched, packed or nested tokens."""
+    """An attention layer with a mask and dropout. Its input is batched, packed or nested tokens."""
 
     d_model: int
     mask: Mask | None
@@ -31,17 +31,20 @@ class AttentionLayer(CheckedModule):
         """Computes attention without projections, with the layer's scale, softcap, sink and bias.
 
         q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv) -> (..., Hq, L, Dv).
-        Subclasses may override it.
+        Subclasses may override this method.
         """
         out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
         return out
 
     def _options(self) -> dict[str, Any]:
-        """Returns the layer's options for `regard.attention`, without mask and dropout."""
+        """Returns the layer's options for `regard.attention`, except mask and dropout."""
         raise NotImplementedError
 
     def _mask_and_dropout(self, options: LayerOptions) -> tuple[Mask | None, float]:
-        """Returns the mask and the dropout of a call. With a cache, the causal mask is implied."""
+        """Returns the mask and the dropout probability of a call.
+
+        With a cache, a causal mask becomes None, because caches always attend causally.
+        """
         mask, dropout = both(self.mask, options.mask), self.dropout if self.training else 0.0
         if options.cache is None:
             return mask if options.lengths is None else both(mask, Lengths(options.lengths)), dropout
@@ -50,7 +53,7 @@ class AttentionLayer(CheckedModule):
         return None if mask == CAUSAL else mask, dropout
 
     def _attend(self, qkv: QKV, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
-        """Computes attention over batched (..., H, L, D) or packed (H, total, D) heads."""
+        """Computes attention of q, k, v that are batched (..., H, L, D) or packed (H, total, D)."""
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)
         q, k, v = (t.transpose(0, 1) for t in qkv)
@@ -59,7 +62,10 @@ class AttentionLayer(CheckedModule):
         return packed.transpose(0, 1)
 
     def _forward_nested(self, x: Tensor, options: LayerOptions, **keywords: Any) -> Tensor:
-        """Packs nested x (N, j, d_model), calls `forward`, and returns a nested tensor."""
+        """Applies the layer to a nested tensor x (N, j, d_model) and returns one of the same shape.
+
+        Packs x, calls `forward` on the packed tokens, and unpacks the result.
+        """
         options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
         packed = packed_tokens("x", x, self.d_model)
         shared = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}

@@ -9,7 +9,7 @@ from .._tools.arguments import describe, holds_integers, readable, tensor_of
 
 
 def checked_lengths(lengths: Tensor | None, x: Tensor, dim: int = 2) -> Tensor | None:
-    """Returns `lengths` as int64 (B,) on x's device, or None if all tokens are real.
+    """Returns `lengths` as int64 (B,) on x's device, or None if there is no padding.
 
     Raises ValueError for a length below 0 or above x.shape[dim].
     """

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 
 class CheckedModule(nn.Module):
-    """A module that checks the names and shapes of a whole state_dict before it copies a tensor.
+    """A module whose `load_state_dict` checks all names and shapes before it copies any tensor.
 
-    PyTorch raises after it has copied the tensors that fit, which leaves a partly loaded model.
+    PyTorch's `load_state_dict` copies the tensors that fit and then raises, which leaves a partly
+    loaded model.
     """
 
-    _shown: tuple[str, ...] = ()  # the attributes in `repr`; None values are left out
+    _shown: tuple[str, ...] = ()  # attributes that `repr` shows unless they are None
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -25,10 +25,10 @@ Context = Tensor | Memory | None
 
 
 class CacheLike(Protocol):
-    """The interface of a cache that the modules use: `len`, `lengths` and `attend`.
+    """The methods of a cache that the modules use: `len`, `lengths` and `attend`.
 
     `Attention` calls `attend(q, k, v, **options)`. `LatentAttention` calls
-    `attend(q, latent, **options)`. Both append the new tokens and then attend.
+    `attend(q, latent, **options)`. Both forms of `attend` append the new tokens first.
     """
 
     def __len__(self) -> int: ...
@@ -58,7 +58,7 @@ class LayerOptions(NamedTuple):
                 raise ValueError(f"{name}: expected None {why}, got {type(value).__name__}")
 
     def check(self, x: Tensor, context: Context, d_model: int) -> None:
-        """Raises ValueError if x has a wrong shape or if options exclude each other."""
+        """Raises ValueError if x has a wrong shape or if two options cannot be combined."""
         if x.dim() not in (2, 3) or x.shape[-1] != d_model:
             raise ValueError(f"x: expected (..., L, d_model = {d_model}), got {describe(x)}")
         if context is None:
@@ -77,7 +77,7 @@ class LayerOptions(NamedTuple):
             raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
 
     def token_positions(self, L: int) -> Positions:
-        """Returns the positions of L tokens: `positions`, or the default if it is None."""
+        """Returns the option `positions`, or the default positions of L tokens if it is None."""
         if self.positions is not None:
             return self.positions
         if self.cu_seqlens is not None:
@@ -86,7 +86,7 @@ class LayerOptions(NamedTuple):
 
 
 def _packed_positions(cu_seqlens: Tensor, L: int) -> Tensor:
-    """Returns the positions (L,) of packed tokens, which start at 0 in every sequence."""
+    """Returns the positions (L,) of packed tokens. Every sequence starts at position 0."""
     positions = packing.positions(cu_seqlens)
     if len(positions) != L:
         raise ValueError(f"cu_seqlens: expected the last entry {L}, the tokens of x, got {len(positions)}")
@@ -94,11 +94,12 @@ def _packed_positions(cu_seqlens: Tensor, L: int) -> Tensor:
 
 
 def _positions_after(cache: CacheLike, L: int) -> Positions:
-    """Returns the positions of L tokens that follow the cached ones.
+    """Returns the positions of L new tokens that follow the cached tokens.
 
-    An int, the first position, if all samples have the same length; else (B, L).
+    The result is the first position, an int, if all samples have the same cached length. Otherwise
+    it is a tensor (B, L).
     """
-    start: int | None = getattr(cache, "start", None)  # known without reading a tensor
+    start: int | None = getattr(cache, "start", None)  # saves reading `lengths` from the device
     if start is not None:
         return start
     longest, lengths = len(cache), cache.lengths
@@ -115,9 +116,9 @@ def is_nested(name: str, x: Tensor) -> bool:
 
 
 def checked_mask(mask: Mask | None) -> Mask | None:
-    """Returns the `mask` argument of a module's constructor.
+    """Returns the `mask` argument of a module's constructor unchanged.
 
-    Raises TypeError if it is not a Mask.
+    Raises TypeError if it is neither a Mask nor None.
     """
     if not (mask is None or isinstance(mask, Mask)):
         raise TypeError(f"mask: expected a Mask, such as masks.Causal(), or None, got {describe(mask)}")

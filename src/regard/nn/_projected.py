@@ -13,9 +13,9 @@ from ._sizes import join_heads, sizes, split_heads
 
 
 class Projected(CheckedModule):
-    """A module with the projections `query`, `key`, `value` and `out` (Hugging Face's names).
+    """A module with the projections `query`, `key`, `value` and `out`, named as in Hugging Face.
 
-    Subclasses add `attend(q, k, v, ...)`, the attention without projections.
+    Subclasses add `attend(q, k, v, ...)`, which computes attention without projections.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Projected(CheckedModule):
 
     @staticmethod
     def _check_heads(q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True) -> None:
-        """Checks the shapes q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv).
+        """Checks that the shapes are q (B, H, L, D), k (B, H, Lk, D) and v (B, H, Lk, Dv).
 
-        If `same_tokens`, Lk must be L.
+        If `same_tokens` is True, Lk must equal L.
         """
         named = {"q": q, "k": k, "v": v}
         for name, x in named.items():
@@ -59,5 +59,5 @@ class Projected(CheckedModule):
         return out
 
     def _call_dropout(self) -> float:
-        """Returns the dropout probability of this call, 0 in evaluation."""
+        """Returns the dropout probability of this call, which is 0 in evaluation mode."""
         return self.dropout if self.training else 0.0

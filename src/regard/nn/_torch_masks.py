@@ -16,15 +16,16 @@ UNMASKED = Arguments()
 def arguments(
     attn_mask: Tensor | None, padding_mask: Tensor | None, is_causal: bool, q: Tensor, Lk: int, extra: int
 ) -> Arguments:
-    """Converts masks with PyTorch's polarity (bool: True = may not attend; float: added to scores).
+    """Converts PyTorch's masks to the mask, bias and offset of `regard.attention`.
 
-    q is (B, H, Lq, D). All queries may attend to the `extra` keys that follow the first Lk.
+    In PyTorch's masks, True means "may not attend", and floats are added to the scores. q is
+    (B, H, Lq, D). There are Lk + extra keys. All queries may attend to the last `extra` of them.
     """
     if attn_mask is None and padding_mask is None:
         return Arguments(_causal(Lk, extra), None, 0) if is_causal else UNMASKED
     if attn_mask is not None:
         attn_mask = _four_dims(_checked_dtype("attn_mask", attn_mask, q), q, Lk)
-        # With is_causal, attention reads only half of the mask; `_as_bool` would read all of it.
+        # Not with is_causal: attention then reads only half of the mask, but `_as_bool` reads all of it.
         attn_mask = _extended(attn_mask if is_causal or attn_mask.ndim > 2 else _as_bool(attn_mask), extra)
     if padding_mask is not None:
         _checked_dtype("key_padding_mask", padding_mask, q)
@@ -61,7 +62,7 @@ def _is_cast(mask: Tensor) -> bool:
 
 
 def _four_dims(attn_mask: Tensor, q: Tensor, Lk: int) -> Tensor:
-    """Returns the mask with shape (Lq, Lk) or (B or 1, H or 1, Lq, Lk)."""
+    """Reshapes the mask to (B or 1, H or 1, Lq, Lk). A mask (Lq, Lk) is returned unchanged."""
     (B, H, Lq), shape = q.shape[:3], tuple(attn_mask.shape)
     if shape == (Lq, Lk):
         return attn_mask
@@ -78,9 +79,10 @@ def _four_dims(attn_mask: Tensor, q: Tensor, Lk: int) -> Tensor:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """Converts a float mask of only 0 and -inf to bool, so that the kernel skips masked keys.
+    """Converts a float mask to bool if all its entries are 0 or -inf.
 
-    PyTorch's transformer layers convert every bool mask to float.
+    With a bool mask, the kernel skips masked keys. PyTorch's transformer layers convert every bool
+    mask to float.
     """
     if not mask.is_floating_point() or mask.requires_grad or not readable(mask):
         return mask

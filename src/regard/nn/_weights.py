@@ -1,4 +1,4 @@
-"""Attention that also returns the L x L weights, for `MultiheadAttention` with `need_weights`."""
+"""Attention that also returns its weights, for `MultiheadAttention` with `need_weights`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def attend_with_weights(
     The weights are (B, Lq, Lk) if `average`, else (B, H, Lq, Lk). Fully masked rows are zero.
 
     Without gradients and dropout, the output is the product of weights and values, so that scores
-    are computed once. If that product is non-finite, a masked value may be the cause: 0 * NaN is
-    NaN. Then the kernel, which skips masked keys, computes the output.
+    are computed once. If that product is not finite, the kernel computes the output instead,
+    because the cause may be a NaN in a masked value: 0 * NaN is NaN, and the kernel skips masked
+    keys.
     """
     q, k, v = qkv
     options = _dense_options(q, k, arguments)
@@ -60,25 +61,31 @@ def _dense_options(q: Tensor, k: Tensor, arguments: Arguments) -> DenseOptions:
     if arguments.mask is not None:
         masked = ~arguments.mask.to_dense(q.shape[2], k.shape[2], arguments.offset, q.shape[1], q.device)
     if bias is not None:
-        excluded = _if_any(bias == -torch.inf)  # masked, not added: NaN + -inf is NaN
+        excluded = _if_any(bias == -torch.inf)  # as a mask, because NaN + -inf would be NaN
         masked = masked if excluded is None else excluded if masked is None else masked | excluded
     return DenseOptions(bias, masked, None if masked is None else _if_any(masked.all(-1, keepdim=True)))
 
 
 def _if_any(x: Tensor) -> Tensor | None:
-    """Returns a bool tensor, or None if it is known to be False everywhere."""
+    """Returns the bool tensor x, or None if x is known to be False everywhere."""
     return x if not readable(x) or bool(x.any()) else None
 
 
 def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
-    """Returns whether no gradient is recorded, the call is not watched, and q has 32 or 64 bits."""
+    """Returns whether scores may be overwritten by weights.
+
+    They may if no gradient is recorded, the call is not watched, and q is float32 or float64.
+    """
     leaves = qkv if options.bias is None else (*qkv, options.bias)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     return not has_gradient and not is_watched(*qkv) and qkv[0].dtype in FULL_PRECISION
 
 
 def _softmax_weights(q: Tensor, k: Tensor, options: DenseOptions) -> Tensor:
-    """Computes the weights out of place: in float32 for 16-bit inputs, returned in q's dtype."""
+    """Returns the weights (B, H, Lq, Lk) in q's dtype, computed out of place.
+
+    16-bit inputs are converted to float32 for the computation.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     s: Tensor = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).mT
     if options.bias is not None:
@@ -90,9 +97,10 @@ def _softmax_weights(q: Tensor, k: Tensor, options: DenseOptions) -> Tensor:
 
 
 def _tiled(qkv: QKV, options: DenseOptions, average: bool) -> tuple[Tensor, Tensor]:
-    """Computes output and weights tile by tile in one buffer.
+    """Returns the output and the weights, as `attend_with_weights` does, computed tile by tile.
 
-    Allocating memory for all scores would take as long as computing them.
+    All tiles share one buffer of scores, because allocating memory for all scores would take as
+    long as computing them.
     """
     q, k, v = qkv
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -118,7 +126,7 @@ def _tiled(qkv: QKV, options: DenseOptions, average: bool) -> tuple[Tensor, Tens
 
 
 def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
-    """Writes the softmax of scores s (n, m, Lq, Lk) into w. Overwrites s."""
+    """Writes the softmax of the scores s into w, both (samples, heads, Lq, Lk). Overwrites s."""
     if options.bias is not None:
         s += options.bias
     if options.masked is not None:
@@ -129,6 +137,9 @@ def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
 
 
 def _tile_size(H: int, pairs: int) -> tuple[int, int]:
-    """Returns how many samples and heads a tile has: (n, H), or (1, m) if H heads do not fit."""
+    """Returns the numbers of samples and of heads in a tile, given Lq * Lk `pairs` per head.
+
+    A tile has one or more samples with all H heads, or some heads of one sample.
+    """
     fitting = TILE_SCORES // max(1, pairs)
     return max(1, fitting // H), max(1, min(H, fitting))

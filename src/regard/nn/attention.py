@@ -1,4 +1,4 @@
-"""`Attention`: `regard.attention` with projections, and constructors of its common forms."""
+"""`Attention`: `regard.attention` with projections. Constructors of common forms of the module."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Attention(AttentionLayer, GroupedHeads):
             multi-query attention.
         head_dim: D, the width of a query and key head. Default: d_model / heads.
         value_dim: Dv, the width of a value head. Default: `head_dim`.
-        kv_model: width of the context in cross-attention. The projections are then `q` and `kv`.
-            Default: self-attention with one projection `qkv`.
+        kv_model: width of the context in cross-attention. With it, the module has two projections,
+            `q` and `kv`. Default: self-attention with one projection `qkv`.
         bias: if True, the projections of queries, keys and values have biases.
         out_bias: if True, the output projection has a bias. Default: `bias`.
         qk_norm: factory of the norms of queries and keys, called as `qk_norm(head_dim)`. Example:
@@ -46,8 +46,8 @@ class Attention(AttentionLayer, GroupedHeads):
             share one object.
         mask: a mask for every call. Example: `masks.Causal()`.
         scale, softcap: as in `regard.attention`.
-        sink: if True, the layer learns one sink logit per head: an extra softmax entry without a
-            value.
+        sink: if True, the layer learns one sink logit per head: an extra entry of the softmax that
+            has no value.
         dropout: dropout probability of the attention weights in training.
         gate: if True, the attention output is multiplied by the sigmoid of a projection of x before
             the output projection.
@@ -103,7 +103,7 @@ class Attention(AttentionLayer, GroupedHeads):
         Args:
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested
                 (N, j, d_model).
-            context: (B, Lk, kv_model) or another form that x may have, or the result of
+            context: (B, Lk, kv_model), unbatched, packed or nested like x, or the result of
                 `remember`. Default: x.
             mask: a mask or a bool tensor (True = may attend) that applies together with the
                 module's mask.
@@ -133,14 +133,15 @@ class Attention(AttentionLayer, GroupedHeads):
         return out
 
     def remember(self, context: Tensor) -> Memory:
-        """Projects a context once. Pass the result as `context` in later calls."""
+        """Returns the keys and values of a context. Pass them as `context` in later calls."""
         self._check_context(context)
         return Memory(*self._keys(context))
 
     def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[QKV, dict[str, Any]]:
         """Returns the arguments of `regard.attention` for x: (q, k, v) and the options.
 
-        `regard.weights(*qkv, **options)` returns the weights of this layer. Dropout is left out.
+        `regard.weights(*qkv, **options)` returns the weights of this layer. The options do not
+        include dropout.
         """
         self._check(x, None, LayerOptions())
         q, k, v = self._projected(x, None)
@@ -173,15 +174,15 @@ class Attention(AttentionLayer, GroupedHeads):
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _qkv_rows(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Returns weight and bias of `qkv` for queries (index 0) or keys and values (index 1)."""
+        """Returns the rows of weight and bias of `qkv` for queries (0) or keys and values (1)."""
         queries, keys, values = self._widths
         sizes, bias = (queries, keys + values), self.qkv.bias
         return self.qkv.weight.split(sizes)[index], None if bias is None else bias.split(sizes)[index]
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
-        """Normalises q and applies rotary embeddings to q and k.
+        """Normalises q and applies rotary embeddings to q and k. Shapes stay the same.
 
-        `_normed_keys` has normalised k.
+        k must have been normalised by `_normed_keys`.
         """
         q = q if self.q_norm is None else self.q_norm(q)
         if not isinstance(self.position, Rotary):
@@ -194,7 +195,8 @@ class Attention(AttentionLayer, GroupedHeads):
     def _may_overwrite(self, q: Tensor, k: Tensor) -> bool:
         """Returns whether q and k may be rotated in place.
 
-        Not if a gradient is recorded, if a projection has a hook, or if the call is watched.
+        They may not if a gradient is recorded, if a projection has a hook, or if the call is
+        watched.
         """
         projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
         hooked = any(p._forward_hooks for p in projections)
@@ -260,7 +262,7 @@ def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
     return position
 
 
-# Constructors under the names of the literature
+# Constructors with the names that papers use
 
 
 def SelfAttention(d_model: int, heads: int, **options: Any) -> Attention:
@@ -282,7 +284,7 @@ def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
 
 
 def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` in which groups of `heads / kv_heads` query heads share a key head.
+    """Returns an `Attention` in which `heads / kv_heads` query heads share each key head.
 
     `options` go to `Attention`.
     """

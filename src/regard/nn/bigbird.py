@@ -21,17 +21,17 @@ from ._projected import Projected
 def block_table(
     blocks: int, heads: int, *, window: int, random: int, global_blocks: Sequence[int], seed: int
 ) -> Tensor:
-    """Returns BigBird's block mask, bool (heads, blocks, blocks): block i may attend to block j.
+    """Returns BigBird's block mask, bool (heads, blocks, blocks).
 
-    A block attends to the `window` blocks around it, to the global blocks, and to `random` further
-    blocks that are drawn for each head and block. Global blocks attend to all blocks. The result is
-    a function of the arguments.
+    Entry (h, i, j) is True if block i may attend to block j in head h. A block attends to the
+    `window` blocks around it, to the global blocks, and to `random` further blocks that are drawn
+    for each head and block. Global blocks attend to all blocks. Equal arguments give equal masks.
 
     Args:
         blocks: number of blocks of the sequence.
         heads: number of heads.
-        window: odd number of neighbouring blocks, the block itself included.
-        random: number of random blocks.
+        window: odd number of neighbouring blocks that a block attends to, itself included.
+        random: number of random blocks that a block attends to.
         global_blocks: indices of the global blocks, -1 for the last. Indices out of range are
             ignored.
         seed: seed of the random blocks.
@@ -47,7 +47,7 @@ def block_table(
         return table
     priority = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed))
     drawn = priority.masked_fill(table, -1).topk(min(random, blocks), -1)
-    # If fewer than `random` blocks are left, topk also returns blocks that are already in the table.
+    # If fewer than `random` blocks are left to draw, topk also returns blocks that are already True.
     return table.scatter(-1, drawn.indices, True)
 
 
@@ -55,9 +55,9 @@ class BigBirdAttention(Projected):
     """BigBird block-sparse self-attention: (B, L, d_model) -> (B, L, d_model).
 
     Each block of tokens attends to the blocks around it, to random blocks and to global blocks.
-    Time is O(L * block * (window + random + globals)). Global tokens are blocks of the sequence
-    (BigBird-ITC: `global_blocks`), separate tokens (BigBird-ETC: `global_x` in `forward`, usually
-    with `global_blocks=()`), or both.
+    Time is O(L * block * (window + random + number of global blocks)). Global tokens are blocks of
+    the sequence (`global_blocks`, BigBird-ITC), separate tokens (the argument `global_x` of
+    `forward`, BigBird-ETC, usually with `global_blocks=()`), or both.
 
     Args:
         d_model: width of the input and of the output.
@@ -97,7 +97,7 @@ class BigBirdAttention(Projected):
         self, x: Tensor, global_x: Tensor | None = None, *, lengths: Tensor | None = None,
         table: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Computes self-attention over x and, if given, over the separate global tokens.
+        """Computes self-attention over x and, if there are any, the separate global tokens.
 
         Args:
             x: (B, L, d_model). L need not be a multiple of the block size.
@@ -105,7 +105,7 @@ class BigBirdAttention(Projected):
                 to (BigBird-ETC).
             lengths: (B,), the number of real tokens of each sample of x. The rest is padding.
             table: block mask, bool (H or 1, ceil(L / block), ceil(L / block)). Must be None with
-                `global_x`. Default: `block_table` of the module's arguments.
+                `global_x`. Default: the result of `block_table` for the module's arguments.
 
         Returns:
             (B, L, d_model). With `global_x`, a pair: (B, L, d_model) and (B, G, d_model).
@@ -118,7 +118,7 @@ class BigBirdAttention(Projected):
         G, pad = global_x.shape[1], -global_x.shape[1] % self.block
         padding = x.new_zeros(x.shape[0], pad, self.d_model)
         qkv = self._projected(torch.cat((padding, global_x, x), 1))
-        # Padding and global tokens fill whole blocks before x. Prefix(pad) masks the padding.
+        # Padding before the global tokens makes x start at a block boundary. ~Prefix(pad) masks the padding.
         mask = self._pattern(x.shape[1], (pad + G) // self.block)
         attended = self._attended(qkv, mask & ~Prefix(pad), None if lengths is None else lengths + pad + G)
         _, global_out, out = self._output(attended).split((pad, G, x.shape[1]), 1)
@@ -137,7 +137,7 @@ class BigBirdAttention(Projected):
         return attention(*qkv, mask=both(mask, padding), dropout=self._call_dropout())
 
     def _pattern(self, L: int, before: int = 0) -> Blocks:
-        """Returns the mask of `before` blocks of separate global tokens, followed by L tokens."""
+        """Returns the block mask of a sequence: `before` blocks of global tokens, then L tokens."""
         n = -(-L // self.block)
         inside = (before + index % n for index in self.global_blocks if -n <= index < n)
         global_blocks = (*range(before), *inside)

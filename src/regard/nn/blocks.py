@@ -26,8 +26,8 @@ class Block(CheckedModule):
 
     Args:
         attention: self-attention.
-        feed_forward: a module that maps (..., d_model) to the same shape.
-        cross: cross-attention to a context.
+        feed_forward: a module that maps (..., d_model) to (..., d_model).
+        cross: cross-attention to a context. Default: none.
         residual: factory of the residual connections, called as `residual(d_model, sublayer)`:
             `PreNorm`, `PostNorm`, or one of them with options, for example
             `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. The result must have the attribute
@@ -48,11 +48,11 @@ class Block(CheckedModule):
         self, x: Tensor, context: Context = None, *, context_mask: Mask | Tensor | None = None,
         context_cu_seqlens: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Returns a tensor of x's shape (..., L, d_model).
+        """Applies all sublayers to x (..., L, d_model). The output has x's shape.
 
         Args:
-            x: the tokens, in any form that the attention takes.
-            context: for cross-attention, (..., Lk, kv_model), or the result of `remember`.
+            x: the tokens, in any form that the self-attention takes.
+            context: for cross-attention: a tensor (..., Lk, kv_model), or the result of `remember`.
             context_mask: mask of the cross-attention.
             context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
             options: options of the self-attention: mask, lengths, cache, ...
@@ -70,11 +70,11 @@ class Block(CheckedModule):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
-        """Returns an empty cache for B samples of the kind that the self-attention needs."""
+        """Returns an empty cache for B samples, of the class that the self-attention needs."""
         return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
-        """Projects a context once. Pass the result as `context` in later calls."""
+        """Returns the keys and values of a context. Pass them as `context` in later calls."""
         if self.cross is None:
             raise ValueError("remember: expected a block with cross-attention, got none")
         return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
@@ -85,7 +85,7 @@ class Stack(CheckedModule):
 
     Args:
         blocks: modules such as `Block`, applied in order.
-        norm: a norm of the output, for pre-norm blocks.
+        norm: a norm that is applied to the output, which pre-norm blocks need. Default: none.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
@@ -96,12 +96,12 @@ class Stack(CheckedModule):
         self, x: Tensor, context: Tensor | Sequence[Memory] | None = None, *,
         caches: Sequence[CacheLike] | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Returns a tensor of x's shape (..., L, d_model).
+        """Applies all blocks to x (..., L, d_model). The output has x's shape.
 
         Args:
             x: the tokens, in any form that `Attention` takes.
             context: for cross-attention: a tensor for all blocks, or the result of `remember`.
-            caches: one cache per block, as from `new_caches`.
+            caches: one cache per block, such as the result of `new_caches`.
             options: options for all blocks: mask, lengths, positions, cu_seqlens, context_mask,
                 context_cu_seqlens.
         """
@@ -111,15 +111,19 @@ class Stack(CheckedModule):
         return x if self.norm is None else self.norm(x)
 
     def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
-        """Returns a list with an empty cache for B samples per block."""
+        """Returns a list of empty caches for B samples, one cache per block."""
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
-        """Projects a context once for each block. Pass the result as `context` in later calls."""
+        """Returns each block's keys and values of a context, for `context` in later calls."""
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
 
     def _by_block(self, name: str, value: Any, shared: type | tuple[()] = ()) -> Sequence[Any]:
-        """Returns one entry per block. None and values of type `shared` are repeated."""
+        """Returns a sequence with one entry per block.
+
+        None and a value of type `shared` are repeated for all blocks. Any other value must be a
+        sequence with one entry per block.
+        """
         if value is None or isinstance(value, shared):
             return [value] * len(self.blocks)
         if len(value) != len(self.blocks):
@@ -144,10 +148,10 @@ class EncoderDecoder(CheckedModule):
         self, source: Tensor, target: Tensor, *, source_mask: Mask | Tensor | None = None,
         target_mask: Mask | Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Encodes `source` and decodes `target`.
+        """Encodes `source` and returns the decoder's output for `target`.
 
-        source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` also
-        masks the cross-attention to the source.
+        source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` applies
+        to the encoder and to the cross-attention, `target_mask` to the decoder's self-attention.
         """
         memory = self.encoder(source, mask=source_mask)
         out: Tensor = self.decoder(target, memory, mask=target_mask, context_mask=source_mask)
@@ -160,7 +164,7 @@ class EncoderDecoder(CheckedModule):
 def EncoderBlock(
     d_model: int, heads: int, *, hidden: int | None = None, residual: Residual = PreNorm, **options: Any
 ) -> Block:
-    """Returns an encoder block: full self-attention and a GELU `FeedForward`.
+    """Returns an encoder block: self-attention without a mask, and a GELU `FeedForward`.
 
     `options` go to `Attention`.
     """

@@ -13,9 +13,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class FeedForward(nn.Module):
-    """A feed-forward layer, down(dropout(activation(up(x)))).
-
-    Maps (..., d_model) to the same shape.
+    """A feed-forward layer, down(dropout(activation(up(x)))): (..., d_model) -> (..., d_model).
 
     Args:
         d_model: width of the input and of the output.
@@ -44,8 +42,8 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """A gated feed-forward layer, down(dropout(activation(gate(x)) * up(x))).
 
-    Maps (..., d_model) to the same shape. It is SwiGLU with SiLU and GEGLU with GELU. `gate_up`
-    holds both matrices, the gate first.
+    Maps (..., d_model) to (..., d_model). With SiLU as activation, the layer is SwiGLU. With GELU,
+    it is GEGLU. The layer `gate_up` holds the rows of `gate`, followed by the rows of `up`.
 
     Args:
         d_model: width of the input and of the output.

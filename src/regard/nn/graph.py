@@ -15,16 +15,16 @@ from ._sizes import join_heads, split_heads
 
 
 class SortedEdges(NamedTuple):
-    """The edges of H copies of a graph, one per head, sorted by target.
+    """The edges of H copies of a graph, one copy per head, sorted by target.
 
-    Node i of head h is h * n + i.
+    The graph has n nodes and E edges. Node i of head h has the index h * n + i.
     """
 
     source: Tensor  # (H * E,)
     starts: Tensor  # (H * n + 1,): index of the first edge into each target
     target: Tensor  # (H * E,)
     by_source: Tensor  # (H * E,): the permutation that sorts the edges by source
-    source_starts: Tensor  # (H * n + 1,): index of the first edge from each source, in that order
+    source_starts: Tensor  # (H * n + 1,): index of the first edge from each source, after sorting by source
 
 
 class Graph:
@@ -32,9 +32,10 @@ class Graph:
 
     Args:
         edges: integers (2, E) from 0 to nodes - 1, a tensor or lists: sources in row 0, targets in
-            row 1. A repeated edge counts repeatedly.
+            row 1. An edge that occurs twice counts twice in the softmax.
         nodes: number of nodes.
-        self_loops: if True, every node gets one edge to itself, in place of self-loops in `edges`.
+        self_loops: if True, every node gets exactly one edge to itself. Self-loops in `edges` are
+            replaced.
 
     Example:
         >>> regard.nn.Graph([[0, 1, 2], [1, 2, 0]], nodes=5)
@@ -51,7 +52,7 @@ class Graph:
         self._rows: dict[int, SortedEdges] = {}
 
     def rows(self, heads: int) -> SortedEdges:
-        """Returns the sorted edges for this number of heads. They are computed once and cached."""
+        """Returns the sorted edges of `heads` copies of the graph. The result is cached."""
         if heads not in self._rows:
             self._rows[heads] = self._make_rows(heads)
         return self._rows[heads]
@@ -79,7 +80,7 @@ def _checked(edges: Any, nodes: int) -> Tensor:
 
 
 class EdgeSoftmax(torch.autograd.Function):
-    """Softmax of scores (H * E,) over the edges into each target."""
+    """Softmax of the edges' scores (H * E,) over the edges into each target: (H * E,)."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, starts: Tensor, target: Tensor) -> Tensor:
@@ -101,10 +102,11 @@ def _sums(values: Tensor, starts: Tensor) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Weighted sum of values (H * n, C) over the edges into each target, with weights (H * E,).
+    """Weighted sum of the sources' values over the edges into each target.
 
-    No tensor (H * E, C) exists: forward and the gradient of the values use a fused sum, and the
-    gradient of the weights is computed in chunks of edges.
+    Weights (H * E,), values (H * n, C) -> (H * n, C). No tensor (H * E, C) is allocated: forward
+    and the gradient of the values use a fused sum, and the gradient of the weights is computed in
+    chunks of edges.
     """
 
     @staticmethod
@@ -135,15 +137,16 @@ def _weighted_sum(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tenso
 class GraphAttention(CheckedModule):
     """Graph attention (GAT, Velickovic et al., 2018): (n, d_in) -> (n, heads * d_head).
 
-    Each node attends to the sources of its incoming edges. With h = W x, edge j -> i has the score
-    leaky_relu(a_source . h_j + a_target . h_i). Softmax over the edges into i yields the weights,
-    and out_i = sum_j weight_ij h_j + bias. The output of a node without incoming edges is the bias.
+    n is the number of nodes. Each node attends to the sources of its incoming edges. With h = W x,
+    edge j -> i has the score leaky_relu(a_source . h_j + a_target . h_i). Softmax over the edges
+    into i yields the weights, and out_i = sum_j weight_ij h_j + bias. The output of a node without
+    incoming edges is the bias.
 
     Args:
         d_in: width of the input.
         d_head: width of a head.
         heads: number of heads H.
-        mean: if True, the heads are averaged, (n, d_head), instead of concatenated.
+        mean: if True, the heads' outputs are averaged to (n, d_head) instead of concatenated.
         slope: negative slope of the leaky ReLU.
         dropout: dropout probability of the attention weights in training.
         bias: if True, a bias is added to the output.
@@ -176,7 +179,7 @@ class GraphAttention(CheckedModule):
     def forward(self, x: Tensor, graph: Graph) -> Tensor:
         """Computes attention along the edges of `graph`.
 
-        x (n, d_in), dense or sparse -> (n, heads * d_head), or (n, d_head) with `mean`.
+        x (n, d_in) -> (n, heads * d_head), or (n, d_head) with `mean`. x is dense or sparse.
         """
         heads = self.attend(self._projected(x, graph), graph)
         out: Tensor = heads.mean(0) if self.mean else join_heads(heads)
@@ -185,7 +188,7 @@ class GraphAttention(CheckedModule):
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
         """Computes attention without projection and bias: h (H, n, d_head) -> (H, n, d_head).
 
-        Subclasses may override it.
+        Subclasses may override this method.
         """
         w = F.dropout(self._weights(h, graph), self.dropout, self.training)
         return Gather.apply(w.flatten(), h.flatten(0, 1), graph.rows(self.heads)).view_as(h)  # type: ignore[no-untyped-call, no-any-return]
@@ -202,7 +205,7 @@ class GraphAttention(CheckedModule):
         return split_heads(h, self.heads).contiguous()
 
     def _weights(self, h: Tensor, graph: Graph) -> Tensor:
-        """Returns the softmax weights (H, E)."""
+        """Returns the softmax weights (H, E) of projected nodes h (H, n, d_head)."""
         rows = graph.rows(self.heads)
         a, b = ((h @ vector[:, :, None]).flatten() for vector in (self.source, self.target))  # (H * n,)
         scores = F.leaky_relu(a.index_select(0, rows.source) + b.index_select(0, rows.target), self.slope)

@@ -27,14 +27,14 @@ RMS = partial(nn.RMSNorm, eps=1e-6)
 
 
 class Ways(NamedTuple):
-    """The operations (multiplications and additions) of the absorbed and of the expanded form."""
+    """The numbers of operations (multiplications and additions) of the two forms."""
 
     absorbed: int
     expanded: int
 
 
 class Queries(NamedTuple):
-    """Unrotated channels (..., H, L, nope_dim) and rotated channels (..., H, L, rope_dim) of q."""
+    """The queries: unrotated channels (..., H, L, nope_dim), rotated ones (..., H, L, rope_dim)."""
 
     nope: Tensor
     rope: Tensor
@@ -43,17 +43,19 @@ class Queries(NamedTuple):
 class LatentAttention(AttentionLayer):
     """Multi-head latent attention (MLA): (B, L, d_model) -> (B, L, d_model).
 
-    All heads compute keys and values from one latent per token. A cache stores only the latents.
+    Each token has one latent, from which the keys and values of all heads are computed. A cache
+    stores only the latents.
 
     Token x has the content vector c = kv_norm(kv_down(x)[:rank]) and the rotary key
     r = rotary(kv_down(x)[rank:]), which all heads share. Head h has the key [W_uk[h] c, r], the
     value W_uv[h] c and the query [q_nope, rotary(q_rope)]. W_uk and W_uv are the rows of `kv_up`.
-    There are two forms of the computation, with equal results:
+    The latent is [c, r]. There are two forms of the computation, with equal results:
 
-    - *expanded*: computes keys (nope_dim + rope_dim) and values (value_dim) of every head.
-    - *absorbed*: since q . (W_uk c) = (q W_uk) . c, multiplies queries by W_uk, attends to the
-      latents as one key head of rank + rope_dim channels whose first `rank` channels are the value,
-      and multiplies the output by W_uv.
+    - *expanded*: computes the keys (nope_dim + rope_dim channels) and the values (value_dim
+      channels) of every head.
+    - *absorbed*: uses q . (W_uk c) = (q W_uk) . c. It multiplies the queries by W_uk, attends to
+      the latents as one key head with rank + rope_dim channels, of which the first `rank` are also
+      the value, and multiplies the output by W_uv.
 
     Args:
         d_model: width of the input and of the output.
@@ -65,8 +67,9 @@ class LatentAttention(AttentionLayer):
         q_rank: rank of the query projection. Default: full rank.
         bias: if True, the projections of x (`q` or `q_down`, and `kv_down`) have biases.
         out_bias: if True, the output projection has a bias. Default: `bias`.
-        norm: factory of the norms of the compressed vectors, called as `norm(rank)`. None: no norm.
-        position: a `Rotary(rope_dim)`. Default: one with DeepSeek's interleaved layout.
+        norm: factory of the norms of the outputs of `kv_down` and `q_down`, called as `norm(rank)`
+            and `norm(q_rank)`. None: no norm.
+        position: a `Rotary(rope_dim)`. Default: a `Rotary` with DeepSeek's interleaved layout.
         mask: a mask for every call. Example: `masks.Causal()`.
         scale: scale of the scores. Default: 1 / sqrt(nope_dim + rope_dim), with DeepSeek's
             correction if `position` has YaRN with `mscale_all_dim`.
@@ -168,7 +171,7 @@ class LatentAttention(AttentionLayer):
     def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[QKV, dict[str, Any]]:
         """Returns the arguments of `regard.attention` for x: expanded (q, k, v) and the options.
 
-        Dropout is left out.
+        The options do not include dropout.
         """
         self._check(x, LayerOptions())
         return self._qkv(*self._projected(x, positions), False), {"mask": self.mask, **self._options()}
@@ -176,10 +179,10 @@ class LatentAttention(AttentionLayer):
     def operations(self, Lq: int, Lk: int) -> Ways:
         """Counts the operations per sample of both forms for Lq queries and Lk keys.
 
-        Operations that both forms share are left out. The absorbed form multiplies each query by
-        W_uk and W_uv and spends 2 rank + rope_dim channels on each pair of query and key. The
-        expanded form multiplies each key by them and spends nope_dim + rope_dim + value_dim
-        channels on each pair.
+        Operations that both forms share are not counted. The absorbed form multiplies each query
+        by W_uk and each output by W_uv, and uses 2 rank + rope_dim channels for each pair of query
+        and key. The expanded form multiplies each latent by W_uk and W_uv, and uses
+        nope_dim + rope_dim + value_dim channels for each pair.
         """
         up = self.rank * (self.nope_dim + self.value_dim)
         pairs = Lq * Lk
@@ -193,7 +196,10 @@ class LatentAttention(AttentionLayer):
     # Queries, keys and values
 
     def _projected(self, x: Tensor, at: Positions) -> tuple[Queries, Tensor]:
-        """Returns queries and latents (..., L, rank + rope_dim): content and rotated key."""
+        """Returns the queries and the latents (..., L, rank + rope_dim) of x.
+
+        A latent is the content vector, followed by the rotated key.
+        """
         q = self.q(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         nope, rope = split_heads(q, self.heads).split((self.nope_dim, self.rope_dim), -1)
         content, key = self.kv_down(x).split((self.rank, self.rope_dim), -1)
@@ -216,7 +222,7 @@ class LatentAttention(AttentionLayer):
         return torch.cat(q, -1), torch.cat((nope, shared), -1), v
 
     def _absorbed(self, q: Queries) -> Tensor:
-        """Multiplies queries by W_uk. Returns (..., H, L, rank + rope_dim)."""
+        """Multiplies the unrotated channels of q by W_uk. Returns (..., H, L, rank + rope_dim)."""
         return torch.cat((q.nope @ self._up_matrices()[0], q.rope), -1)
 
     def _values(self, attended: Tensor) -> Tensor:
@@ -232,9 +238,10 @@ class LatentAttention(AttentionLayer):
     def _decode_expanded(
         self, q: Queries, latent: Tensor, cache: LatentCache, mask: Mask | None, lengths: Tensor | None
     ) -> Tensor:
-        """Appends the latents to the cache and attends in the expanded form.
+        """Appends the latents to the cache and computes attention in the expanded form.
 
-        If attention raises, the cache is restored. Output rows of padding are zero.
+        Returns (B, H, L, value_dim), with zero rows for padding. If attention raises, the cache is
+        restored.
         """
         before = cache.lengths
         cache.append(latent, lengths=lengths)
@@ -268,8 +275,8 @@ def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:
 def _default_scale(module: LatentAttention) -> float:
     """Returns 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction for YaRN.
 
-    With `mscale_all_dim`, YaRN divides cos and sin by a growth factor. The scale restores the
-    factor for all channels, rotated or not.
+    With `mscale_all_dim`, YaRN divides cos and sin by a growth factor. The scale is multiplied by
+    the factor's square, so that the growth applies to the scores of all channels, rotated or not.
     """
     scale = 1 / math.sqrt(module.nope_dim + module.rope_dim)
     scaling = None if module.position is None else module.position.scaling

@@ -27,18 +27,20 @@ class LinearAttention(GroupedHeads):
     Args:
         d_model: width of the input and of the output.
         heads: number of query heads Hq.
-        kv_heads: number of key heads Hkv, a divisor of `heads`. Each has one state. Default:
-            `heads`.
+        kv_heads: number of key heads Hkv, a divisor of `heads`. Each key head has one state.
+            Default: `heads`.
         head_dim: D, the width of a query and key head. Default: d_model / heads.
         value_dim: Dv, the width of a value head. Default: `head_dim`.
         feature_map: as in `regard.linear_attention`. Default: "elu+1", or "unit" with `delta`,
-            which needs keys of norm 1.
-        normalize: if True, divides by the sum of the weights. Default: True without `delta`.
+            because the delta rule needs keys of norm 1.
+        normalize: if True, divides the output by the sum of the weights. Default: True without
+            `delta`, False with it.
         causal: if True, a token attends to itself and to earlier tokens.
         decay: the factor by which the state shrinks at each token. None: no decay. "head": a
-            learned factor per key head, initially 1 - 2^(-5 - h) as in RetNet. "token": the sigmoid
-            of a projection of the token.
-        delta: if True, applies the delta rule. Beta is the sigmoid of a projection of the token.
+            learned factor per key head, initially 1 - 2^(-5 - h) for head h, as in RetNet.
+            "token": the sigmoid of a projection of the token.
+        delta: if True, applies the delta rule. Its factor beta is the sigmoid of a projection of
+            the token.
         out_norm: factory of a norm of each head's output, called as `out_norm(value_dim)`. Example:
             `nn.RMSNorm`.
         gate: if True, the attention output is multiplied by the sigmoid of a projection of x before
@@ -93,7 +95,8 @@ class LinearAttention(GroupedHeads):
         Args:
             x: (B, L, d_model) or (L, d_model).
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
-            cache: a cache from `new_cache`. x continues the cached sequences. Needs causal=True.
+            cache: a cache from `new_cache`. x continues the cached sequences. A cache needs
+                causal=True.
         """
         self._check(x, cache)
         q, k, v = self.qkv(x).split(self._widths, -1)
@@ -111,7 +114,7 @@ class LinearAttention(GroupedHeads):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
-        """Returns an empty `LinearCache` for B samples. `capacity` is checked and has no effect."""
+        """Returns an empty `LinearCache` for B samples. `capacity` is checked but has no effect."""
         if capacity is not None:
             count("capacity", capacity, 1)
         weight = self.qkv.weight
@@ -120,13 +123,13 @@ class LinearAttention(GroupedHeads):
         return LinearCache(B, *sizes, normalize=normalize, dtype=weight.dtype, device=weight.device)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
-        """Returns the log decay, (Hkv,) or (..., Hkv, L)."""
+        """Returns the log decay: (Hkv,) per head, (..., Hkv, L) per token, or None."""
         if self.head_decay is not None:
             return F.logsigmoid(self.head_decay)
         return None if self.token_decay is None else F.logsigmoid(self.token_decay(x)).transpose(-2, -1)
 
     def _beta(self, x: Tensor) -> Tensor | None:
-        """Returns beta (..., Hkv, L)."""
+        """Returns the delta rule's beta (..., Hkv, L), or None without the delta rule."""
         return None if self.beta is None else self.beta(x).sigmoid().transpose(-2, -1)
 
     def _check(self, x: Tensor, cache: LinearCache | None) -> None:
@@ -145,7 +148,7 @@ class LinearAttention(GroupedHeads):
 
 
 def _retnet_logits(heads: int, factory: dict[str, Any]) -> Tensor:
-    """Returns logits (Hkv,) whose sigmoids are RetNet's decay factors 1 - 2^(-5 - h)."""
+    """Returns logits (Hkv,) whose sigmoids are RetNet's decay factors 1 - 2^(-5 - h) for head h."""
     decay = 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
     return torch.empty(heads, **factory).copy_(decay.logit())
 

@@ -20,15 +20,17 @@ Sharing = Literal["none", "heads", "key-value"]
 
 
 class LinformerProjection(CheckedModule):
-    """The matrices E and F (heads, max_length, rank), which project L keys and values to `rank`.
+    """The matrices E and F (heads, max_length, rank) of Linformer attention.
+
+    E projects L keys to `rank` keys, and F projects L values to `rank` values.
 
     Args:
         max_length: the maximum sequence length. A sequence of L tokens uses the first L rows.
-        rank: the number of projected keys.
+        rank: the number of projected keys and values.
         sharing: "none": one E and one F per head. "heads": one E and one F for all heads.
-            "key-value": one matrix for all heads, keys and values. Layers share the matrices if
-            they are constructed with the same object.
-        heads: the number of heads for sharing="none". Otherwise 1.
+            "key-value": one matrix for all heads, used as E and as F. Layers that receive the same
+            `LinformerProjection` share its matrices.
+        heads: the number of heads if sharing="none". Must be 1 otherwise.
     """
 
     _shown = ("max_length", "rank", "sharing", "heads")
@@ -66,13 +68,13 @@ class LinformerAttention(Projected):
     """Linformer attention: (B, L, d_model) -> (B, L, d_model).
 
     Computes softmax(q (E^T k)^T / sqrt(D)) (F^T v) with learned matrices E and F (L, rank). Time
-    and memory are O(L * rank). The result approximates softmax attention. Every projected key mixes
-    all tokens, so there is neither a causal form nor a cache.
+    and memory are O(L * rank). The result approximates softmax attention. Every projected key is a
+    combination of all tokens, so there is neither a causal form nor a cache.
 
     Args:
         d_model: width of the input and of the output.
         heads: number of heads H.
-        projection: the matrices E and F. Layers that receive the same object share them.
+        projection: the matrices E and F. Layers that receive the same object share the matrices.
         head_dim: D, the width of a head. Default: d_model / heads.
         bias: if True, the projections of queries, keys and values have biases.
         out: if True, the module has an output projection.
@@ -110,7 +112,7 @@ class LinformerAttention(Projected):
             context: (B, Lk, d_model). Default: x.
             lengths: (B,), the number of real tokens of each context. The rest is padding and is
                 ignored.
-            mask, cache: must be None, because a projected key stands for no single token.
+            mask, cache: must be None, because a projected key is a combination of all tokens.
         """
         _refuse("mask", mask)
         _refuse("cache", cache)
@@ -119,7 +121,7 @@ class LinformerAttention(Projected):
         return self._output(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Computes attention without the projections of the tokens.
+        """Computes attention with E and F, but without the projections to queries, keys and values.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv).
         """

@@ -23,18 +23,18 @@ Tokens = Tensor | Sequence[int]
 
 
 class GlobalTokens(NamedTuple):
-    """The global tokens of a call, up to n per sample."""
+    """The global tokens of a call. n is the largest number of global tokens of a sample."""
 
     positions: Tensor  # (B, n), padded with -1
     marks: Tensor  # (B, L) bool, True = global
 
     @property
     def real(self) -> Tensor:
-        """A bool mask (B, n), False for the padding of `positions`."""
+        """A bool mask (B, n) of `positions`, False where it is padded."""
         return self.positions >= 0
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns the rows of the global tokens: (B, H, L, D) -> (B, H, n, D)."""
+        """Returns the rows of x that belong to global tokens: (B, H, L, D) -> (B, H, n, D)."""
         index = self.positions.clamp(min=0)[:, None, :, None]
         return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
@@ -43,7 +43,7 @@ class GlobalTokens(NamedTuple):
         sample, column = self.real.nonzero(as_tuple=True)
         index = sample, self.positions[sample, column]
         tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, column]
-        # In place without autograd: backward needs x, and no caller has a reference to it.
+        # Without autograd, x is overwritten: only backward would need it, and no caller keeps a reference.
         put = tokens.index_put if torch.is_grad_enabled() else tokens.index_put_
         return put(index, rows.to(x.dtype)).transpose(1, 2)  # autocast may change the dtype of rows
 
@@ -52,15 +52,15 @@ class LongformerAttention(Projected):
     """Longformer self-attention: (B, L, d_model) -> (B, L, d_model).
 
     Each token attends to a window of neighbours and to the global tokens. Global tokens attend to
-    all tokens, with separate projections. Time and memory are O(L * (window + globals)).
+    all tokens, with separate projections. Time and memory are O(L * (window + global tokens)).
 
     Args:
         d_model: width of the input and of the output.
         heads: number of heads H.
         window: number of neighbours on each side, or (left, right). Hugging Face's
-            `attention_window` is twice that.
-        dilation: step between the neighbours: an int, or one int per head. With dilation d, a head
-            attends to the same number of tokens, up to `window * d` tokens away.
+            `attention_window` counts both sides, so it is twice as large.
+        dilation: step between neighbours: an int, or one int per head. A dilation d does not
+            change the number of neighbours. The farthest is `window * d` tokens away.
         head_dim: D, the width of a head. Default: d_model / heads.
         bias: if True, the projections of queries, keys and values have biases.
         out: if True, the module has an output projection. With `out=False` the module loads the
@@ -109,7 +109,8 @@ class LongformerAttention(Projected):
     ) -> Tensor:  # fmt: skip
         """Computes attention without projections: q, k, v (B, H, L, D) -> (B, H, L, D).
 
-        Global tokens use the same q, k and v as the other tokens.
+        There are no separate projections here: rows of global tokens come from the same q, k and
+        v as all other rows.
         """
         self._check_heads(q, k, v)
         chosen, padding = _globals_and_padding(q, global_tokens, lengths)
@@ -120,10 +121,11 @@ class LongformerAttention(Projected):
         return chosen.scatter(rows, out)
 
     def _local(self, qkv: QKV, chosen: GlobalTokens | None, padding: Mask | None) -> Tensor:
-        """Computes attention of all tokens to their windows and to the global keys: (B, H, L, D).
+        """Returns the attention (B, H, L, D) of all tokens to their windows and to the global keys.
 
-        Dilated windows are dense per residue class of positions, but not together with global keys.
-        Two calls and `merge` keep both parts dense.
+        With dilation, windows and global keys are two calls whose results are merged. A dilated
+        window is contiguous among the positions with one remainder modulo the dilation, and the
+        kernels use this. Global keys in the same mask would prevent it.
         """
         dropout = self._call_dropout()
         if chosen is None:
@@ -140,9 +142,9 @@ class LongformerAttention(Projected):
         return merge(*zip(near, far, strict=True))[0]
 
     def _global(self, x: Tensor, chosen: GlobalTokens, padding: Mask | None) -> Tensor:
-        """Computes attention of the global tokens to all tokens, with the global projections.
+        """Returns the attention (B, H, n, D) of global tokens to all tokens of x (B, L, d_model).
 
-        Returns (B, H, n, D).
+        Uses the separate projections of global tokens.
         """
         q = split_heads(self.query_global(chosen.gather(x[:, None])[:, 0]), self.heads)
         if self._absorbs(q.shape[2]):
@@ -153,18 +155,19 @@ class LongformerAttention(Projected):
     def _absorbs(self, n: int) -> bool:
         """Returns whether the absorbed form is cheaper for n global tokens.
 
-        Multiplications per token and head: 2 n d_model absorbed; otherwise 2 d_model D for keys and
-        values and 2 n D for attention. Training always computes keys and values, for dropout and
-        for hooks of the projections.
+        The absorbed form takes 2 n d_model multiplications per token and head. The usual form takes
+        2 d_model D for keys and values and 2 n D for attention. Training always uses the usual
+        form, because of dropout and of hooks on the projections.
         """
         is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
         is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
         return is_linear and is_cheaper and not self.training
 
     def _absorbed(self, q: Tensor, x: Tensor, padding: Mask | None) -> Tensor:
-        """Computes attention from q (B, H, n, D) to x (B, 1, L, d_model) without keys and values.
+        """Computes attention from q (B, H, n, D) to x (B, 1, L, d_model): (B, H, n, D).
 
-        Uses q . (W_k x) = (q W_k) . x, and multiplies the output by W_v. The key bias adds a
+        Keys and values are not computed. Since q . (W_k x) = (q W_k) . x, the queries are
+        multiplied by W_k and the output by W_v. The key bias adds a
         constant to all scores of a row, which softmax ignores. The weights sum to 1, so the value
         bias is added once.
         """
@@ -209,16 +212,16 @@ def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:
 def _globals_and_padding(
     x: Tensor, tokens: Tokens | None, lengths: Tensor | None
 ) -> tuple[GlobalTokens | None, Mask | None]:
-    """Checks the options of a call with x (B, H, L, D).
+    """Returns the global tokens and the padding mask of a call with x (B, H, L, D).
 
-    Returns the global tokens and a padding mask.
+    Raises if the options are invalid.
     """
     lengths = checked_lengths(lengths, x)
     return _global_tokens(tokens, x, lengths), None if lengths is None else Lengths(lengths)
 
 
 def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> GlobalTokens | None:
-    """Converts the `global_tokens` argument for x (B, H, L, D).
+    """Returns the `global_tokens` argument of a call with x (B, H, L, D) as `GlobalTokens`.
 
     Returns None if no token is global.
     """
@@ -234,15 +237,15 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
     if not positions.shape[1]:
         return None
     _check_inside(positions, L, lengths)
-    columns = torch.where(positions < 0, L, positions)  # padding marks the extra column L
+    columns = torch.where(positions < 0, L, positions)  # padding (-1) sets the extra column L
     marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, columns, True)
     return GlobalTokens(positions, marks[:, :L])
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises ValueError for bool marks of the wrong length and for integer marks of 0 and 1.
+    """Raises ValueError for bool marks of the wrong length, and for integer marks 0 and 1.
 
-    Integer marks would be read as the positions 0 and 1.
+    The integers 0 and 1 would be read as positions.
     """
     x = tensor_of("global_tokens", tokens)
     if x.dtype == torch.bool:

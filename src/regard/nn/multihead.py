@@ -26,13 +26,14 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     """A drop-in replacement for `torch.nn.MultiheadAttention` that uses Regard's kernels.
 
     Arguments, results, parameter names and initialisation are PyTorch's. Differences:
-    - A fully masked query yields `out_proj` of zeros and zero weights, never NaN.
-    - `is_causal=True` needs no mask. With a mask, both apply.
+    - The attention output of a fully masked query is zero (before `out_proj`), and so are its
+      weights. They are never NaN.
+    - `is_causal=True` needs no `attn_mask`. If there is one, both restrictions apply.
     - `attn_mask` may also be (B, Lq, Lk) or (B, heads or 1, Lq, Lk).
-    - Weights are returned before dropout. Only returned weights take L x L memory: one matrix per
-      sample instead of one per head if they are averaged and no gradient is recorded.
-    - Nested tensors of both layouts are supported in training, also with keys other than the
-      queries.
+    - Weights are returned before dropout. Memory of size Lq x Lk is used only if weights are
+      returned. It is one matrix per sample, instead of one per head, if weights are averaged and no
+      gradient is recorded.
+    - Nested tensors of both layouts are supported in training, also in cross-attention.
     - `load_state_dict` checks all names and shapes before it copies a tensor.
 
     Example:
@@ -60,7 +61,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Returns the attention output and the weights, or None for the weights.
+        """Returns the attention output, in the shape of `query`, and the weights or None.
 
         Args:
             query: (Lq, B, E), (B, Lq, E) with `batch_first`, (Lq, E), or nested (B, j, E).
@@ -102,7 +103,10 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return 0 if self.batch_first else 1
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
-        """Returns q, k, v (..., H, D). Inputs that are the same tensor share one matrix product."""
+        """Returns q, k, v (..., H, D).
+
+        If some of the inputs are the same tensor, one matrix product computes their projections.
+        """
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:
             q, k, v = self._split(F.linear(query, W, b), 3)
@@ -130,9 +134,9 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends the keys and values of `add_bias_kv` and `add_zero_attn`.
+        """Appends the keys and values of `add_bias_kv` and `add_zero_attn` to k and v.
 
-        Also returns their number.
+        Returns the new k, the new v, and the number of appended keys.
         """
         extra: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -166,8 +170,8 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention over nested query (N, jq, E), key (N, jk, Ek) and value (N, jk, Ev).
 
-        The output is nested (N, jq, E). The weights are padded: (N, Lq, Lk), or (N, H, Lq, Lk) per
-        head.
+        The output is nested (N, jq, E). The weights are padded tensors: (N, Lq, Lk) if `average`,
+        else (N, H, Lq, Lk).
         """
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv, add_zero_attn: expected False with nested tensors, got True")
@@ -197,9 +201,10 @@ def _check_lengths(query: PackedTokens, key: PackedTokens, value: PackedTokens) 
 
 
 def _padded_weights(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
-    """Returns padded weights (N, H, Lq, Lk). `queries` and `keys` are (total, H, D) and cu_seqlens.
+    """Returns the weights of packed sequences as a padded tensor (N, H, Lq, Lk).
 
-    Padded rows and columns are zero.
+    `queries` and `keys` are pairs of packed rows (total, H, D) and cu_seqlens (N + 1,). Padded rows
+    and columns of the result are zero.
     """
     q, k = (packing.unpack(x.transpose(0, 1), cu_seqlens) for x, cu_seqlens in (queries, keys))
     real = Lengths(packing.lengths(keys[1]))
@@ -208,15 +213,15 @@ def _padded_weights(queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor],
 
 
 def no_fast_path(module: torch.nn.Module, args: Any) -> None:
-    """A forward pre-hook that does nothing.
+    """A forward pre-hook that does nothing. Its presence disables PyTorch's fast path.
 
-    In evaluation, `nn.TransformerEncoderLayer` bypasses its attention module with a fused kernel,
-    unless the module has hooks.
+    In evaluation mode, `nn.TransformerEncoderLayer` runs a fused kernel instead of its attention
+    module, unless the module has hooks.
     """
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> QKV:
-    """Adds a batch dim. Inputs that are the same tensor stay the same tensor."""
+    """Adds a batch dim at `dim`. Inputs that are the same tensor remain one tensor."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)
     return q, k, k if value is key else value.unsqueeze(dim)

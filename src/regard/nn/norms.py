@@ -11,11 +11,11 @@ Norm = Callable[[int], nn.Module]
 
 
 class Residual(nn.Module):
-    """A sublayer with a norm, dropout and a residual connection: base of `PreNorm` and `PostNorm`.
+    """Base of `PreNorm` and `PostNorm`: a sublayer with a norm, dropout and a residual connection.
 
     Args:
         d_model: width of the tokens.
-        sublayer: a module that keeps the shape (..., d_model).
+        sublayer: a module that maps (..., d_model) to (..., d_model).
         norm: factory of the norm, called as `norm(d_model)`.
         dropout: dropout probability of the sublayer's output in training.
     """
@@ -30,8 +30,8 @@ class Residual(nn.Module):
 class PreNorm(Residual):
     """A pre-norm residual connection, x + dropout(sublayer(norm(x), ...)).
 
-    Pre-norm models train without warm-up. A stack of them needs a final norm. The arguments are
-    `d_model`, `sublayer`, `norm` (default: `nn.LayerNorm`) and `dropout`.
+    Pre-norm models train without warm-up. A stack of pre-norm blocks needs a final norm. The
+    arguments are `d_model`, `sublayer`, `norm` (default: `nn.LayerNorm`) and `dropout`.
     """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -43,8 +43,8 @@ class PreNorm(Residual):
 class PostNorm(Residual):
     """A post-norm residual connection, norm(x + dropout(sublayer(x, ...))).
 
-    The connection of "Attention is all you need". The arguments are `d_model`, `sublayer`, `norm`
-    (default: `nn.LayerNorm`) and `dropout`.
+    "Attention is all you need" uses this connection. The arguments are `d_model`, `sublayer`,
+    `norm` (default: `nn.LayerNorm`) and `dropout`.
     """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:

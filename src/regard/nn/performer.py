@@ -18,7 +18,7 @@ from ..features import generalized_features, orthogonal_gaussian, positive_expon
 from ._lengths import checked_lengths, real_tokens
 from ._projected import Projected
 
-CHUNK = 1024  # tokens whose features exist at a time
+CHUNK = 1024  # tokens per chunk; only one chunk's features are in memory
 Kernel = Literal["softmax"] | Callable[[Tensor], Tensor]
 
 
@@ -31,9 +31,10 @@ class PerformerAttention(Projected):
     Args:
         d_model: width of the input and of the output.
         heads: number of heads H.
-        features: number m of random features. Default: D * log(D), rounded down, from the paper's
-            proof.
-        kernel: "softmax", or a function of w.x for generalised attention. Example: `torch.relu`.
+        features: number m of random features. Default: D * log(D), rounded down, as in the proof
+            of the paper.
+        kernel: "softmax", or, for generalised attention, a function that maps the products w.x
+            with the random vectors w to features. Example: `torch.relu`.
         causal: if True, a token attends to itself and to earlier tokens.
         redraw: number of training calls after which new random features are drawn. None: never.
         seed: seed of the random features. Default: drawn from PyTorch's generator.
@@ -99,9 +100,10 @@ class PerformerAttention(Projected):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Replaces the random features by the next draw from the seed.
+        """Draws new random features and replaces the old ones.
 
-        Does nothing on the meta device.
+        The seed and the number of earlier draws determine the result. Does nothing on the meta
+        device.
         """
         if self.schedule.is_meta:
             return
@@ -117,9 +119,10 @@ class PerformerAttention(Projected):
         self.schedule[2] += 1
 
     def _query_features(self, q: Tensor) -> Tensor:
-        """Returns features of queries: (B, H, L, D) -> (B, H, L, m).
+        """Returns the features of queries: (B, H, L, D) -> (B, H, L, m).
 
-        For the softmax kernel, they are exp(w.q - |q|^2 / 2), normalised to sum to 1.
+        For the softmax kernel, the features are exp(w.q - |q|^2 / 2), and each query's features are
+        normalised to sum to 1.
         """
         if isinstance(self.kernel, str):
             return self._mapped(q, partial(torch.softmax, dim=-1))
@@ -129,11 +132,12 @@ class PerformerAttention(Projected):
         return generalized_features(_wide(x), self.projection, kernel, scale=self.head_dim**-0.5)
 
     def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Sums phi(k) v^T over all keys, with phi(k) in the last column: (B, H, m, Dv + 1).
+        """Returns sums over all keys, (B, H, m, Dv + 1): phi(k) v^T, and phi(k) as last column.
 
         Keys are processed in chunks, so that their features stay in the CPU caches. The sums are
-        divided by exp(top), the largest feature so far; the factor cancels in `_divided`. eps is
-        relative to the largest feature of all keys.
+        divided by exp(top), the largest feature of any key, so that they do not overflow. This
+        factor cancels in `_divided`. eps is added after the division by exp(top), so it is relative
+        to the largest feature.
         """
         sums, top, total = _wide(k.new_zeros(())), _wide(k.new_full((), -torch.inf)), _wide(k.new_zeros(()))
         for chunk, padding in _chunks(k, lengths):
@@ -146,7 +150,11 @@ class PerformerAttention(Projected):
         return sums + self.eps * total
 
     def _key_features(self, k: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns features of keys (B, H, L, m) divided by exp(top), and top (B, H, 1, 1) or ()."""
+        """Returns the features of keys (B, H, L, m), divided by exp(top), and top.
+
+        For the softmax kernel, top (B, H, 1, 1) is the largest exponent. For other kernels, it is
+        the scalar 0.
+        """
         if not isinstance(self.kernel, str):
             phi = self._mapped(k, self.kernel)
             return phi if padding is None else phi.masked_fill(padding, 0), phi.new_zeros(())
@@ -159,10 +167,10 @@ class PerformerAttention(Projected):
         return exponents if padding is None else exponents.masked_fill(padding, -torch.inf)
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Computes causal attention chunk by chunk: (B, H, L, Dv).
+        """Returns the causal attention (B, H, L, Dv), computed chunk by chunk.
 
-        Features are divided by the running maximum. When the maximum grows, the state decays by the
-        same factor.
+        Each key's features are divided by the largest feature up to this key. When this maximum
+        grows, the state is divided by the growth.
         """
         state, top, outputs = None, None, []
         for chunk, padding in _chunks(k, lengths):
@@ -179,9 +187,11 @@ class PerformerAttention(Projected):
     def _causal_key_features(
         self, k: Tensor, padding: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns key features divided by their running maximum, log decay, and last maximum.
+        """Returns a chunk's key features (B, H, L, m), their log decay (B, H, L), and last top.
 
-        `before` (B, H, 1) is the running maximum of the previous chunk.
+        `top` is the largest exponent up to each key. The features are divided by exp(top), and the
+        log decay is the decrease of top from key to key. `before` (B, H, 1) is the last top of the
+        previous chunk. If `kernel` is a function, the log decay and the last top are None.
         """
         if not isinstance(self.kernel, str):
             return self._key_features(k, padding)[0], None, None
@@ -202,9 +212,10 @@ class PerformerAttention(Projected):
 
 
 def _chunks(k: Tensor, lengths: Tensor | None) -> list[tuple[slice, Tensor | None]]:
-    """Splits keys (B, H, L, D) into chunks.
+    """Splits the L tokens of keys (B, H, L, D) into chunks.
 
-    Returns their slices and padding masks (B, 1, chunk, 1).
+    Returns for each chunk its slice and its padding mask (B, 1, chunk, 1), True = padding, or None
+    without `lengths`.
     """
     slices = [slice(first, first + CHUNK) for first in range(0, k.shape[2], CHUNK)]
     padding = None if lengths is None else ~real_tokens(lengths, k)
@@ -218,20 +229,20 @@ def _wide(x: Tensor) -> Tensor:
 def _largest(exponents: Tensor) -> Tensor:
     """Returns the largest exponent of each key: (B, H, L, m) -> (B, H, L).
 
-    Finite even for padding.
+    The result is finite even for padding, whose exponents are -inf.
     """
     return exponents.detach().amax(-1).clamp(min=torch.finfo(exponents.dtype).min)
 
 
 def _chunk_lengths(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """Returns the number of real tokens of each sample in a chunk of L tokens from `first` on."""
+    """Returns how many of the L tokens from token `first` on are real in each sample: (B,)."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 
 def _divided(sums: Tensor) -> Tensor:
-    """Divides by the last column, the sum of weights: (..., Dv + 1) -> (..., Dv).
+    """Divides each row by its last entry, the sum of weights: (..., Dv + 1) -> (..., Dv).
 
-    Rows with the sum 0 are divided by 1.
+    If the sum is 0, the row is not divided.
     """
     weights = sums[..., -1:]
     return sums[..., :-1] / weights.masked_fill(weights == 0, 1)

@@ -1,4 +1,4 @@
-"""Records and draws what each attention head of a model does, without storing n x n weights."""
+"""Records and draws what each attention head of a model does, without storing all L x L weights."""
 
 from ._capture import Capture, capture, read, record
 from ._curves import distances, entropy, mask, rollout, token

@@ -1,4 +1,4 @@
-"""`capture`, which records evidence of every attention call while a model runs."""
+"""`capture`: records facts about every attention call while a model runs."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def capture(
     """Returns a context manager that records facts about every attention call of a model.
 
     It records calls of `regard.attention` (also inside `regard.nn`), `torch.nn.MultiheadAttention`
-    and models of Hugging Face Transformers. The last two use Regard's kernels inside the `with`
-    block and are restored after it, also after an exception. Each call takes O(n) memory; the n x n
-    weights are never stored.
+    and models of Hugging Face Transformers. PyTorch's modules and Transformers models use Regard's
+    kernels inside the `with` block and are restored after it, also after an exception. The
+    recording of a call with L tokens takes O(L) memory. The L x L weights are never stored.
 
     Args:
         model: the module to record. Each attention call in it becomes a `Layer`, in order.
-        tokens: a list of strings, or one list per sample of the batch. Positions after the end of a
-            shorter list are padding, which facts do not count.
+        tokens: a list of strings, or one list per sample of the batch. In a sample with fewer
+            tokens than the longest, the remaining positions are padding, which facts ignore.
         tokenizer: a tokenizer of Transformers, which decodes the model's `input_ids` to tokens.
-        want: more facts to record, such as `regard.BlockMass(64)`. The facts that head roles need
-            are always recorded.
-        keep: "qk" also stores queries and keys, in O(n) memory, so that rows, heat maps and other
-            facts can be computed later.
+        want: more facts to record, such as `regard.BlockMass(64)`. The facts from which head roles
+            are computed are always recorded.
+        keep: if "qk", queries and keys are stored too, in O(L) memory, so that rows, heat maps and
+            other facts can be computed later. Default: they are not stored.
 
     Example:
         >>> with see.capture(model, tokenizer=tokenizer, keep="qk") as seen:
@@ -64,7 +64,7 @@ def capture(
 
 
 def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
-    """Runs a Transformers model on a text inside `capture(..., keep="qk")` and returns the capture.
+    """Runs a Transformers model on a text and returns the recording, with queries and keys.
 
     Example:
         >>> seen = see.read(model, tokenizer, "The cat sat on the mat")
@@ -83,12 +83,16 @@ def record(
     q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, name: str = "attention",
     want: Sequence[facts.Fact] = (), **options: Any,
 ) -> Layer:  # fmt: skip
-    """Returns the `Layer` that `capture(..., keep="qk")` records for `attention(q, k, v, **options)`."""
+    """Returns the recording of one call `attention(q, k, v, **options)`, with q and k stored."""
     return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 
 
 class Capture:
-    """The recorded layers: `seen[3]` or `seen["name"]` is a layer, `seen[3, 5]` a head of layer 3."""
+    """A recording: a sequence of layers.
+
+    For a recording `seen`, `seen[3]` and `seen["name"]` are layers, and `seen[3, 5]` is head 5 of
+    layer 3.
+    """
 
     def __init__(self, model: nn.Module, recorder: _Recorder, tokenizer: Any) -> None:
         self._model, self._recorder, self._tokenizer = model, recorder, tokenizer
@@ -123,11 +127,11 @@ class Capture:
         return matches[0]
 
     def heads(self, sample: int = 0) -> Iterator[Head]:
-        """Iterates over every head of every layer."""
+        """Iterates over every head of every layer, for one sample."""
         return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
-        """Returns the weight of a query for a key in every head, sorted by descending weight."""
+        """Returns one link per head, with the weight of a query for a key, largest weight first."""
         links = []
         for layer in self:
             i = _tokens.find(layer.texts(sample), query)
@@ -137,14 +141,18 @@ class Capture:
         return sorted(links, key=lambda link: -link.weight)
 
     def entropy_map(self, sample: int = 0) -> list[Tensor]:
-        """Returns the normalised entropy (Hq,) of each layer's heads, averaged over queries.
+        """Returns a list with one tensor (Hq,) per layer: the mean normalised entropy of each head.
 
-        0 means that all weight is on one key, 1 that all allowed keys have equal weights.
+        The mean is over queries. 0 means that all weight is on one key, 1 that all allowed keys
+        have equal weights.
         """
         return [torch.stack([head.entropy.mean() for head in layer._of_sample(sample)]) for layer in self]
 
     def rollout(self, token: int | str, sample: int = 0) -> Tensor:
-        """Returns one token's row (n,) of attention rollout: each token's contribution through all layers."""
+        """Returns one token's row (L,) of attention rollout.
+
+        The row contains the contribution of each of the L tokens to this token through all layers.
+        """
         if not self.layers:
             raise ValueError("rollout: expected at least one layer, got none")
         for layer in self:
@@ -191,7 +199,7 @@ class Capture:
             self._check_recorded()
 
     def _check_recorded(self) -> None:
-        """Raises if no call was recorded, or if the caller's tokens fit none of the calls."""
+        """Raises if no call was recorded, or if no call has as many tokens as the caller passed."""
         if not self.layers:
             raise RuntimeError(
                 "capture: expected calls of regard.attention, torch.nn.MultiheadAttention or a model of "
@@ -205,7 +213,7 @@ class Capture:
             )
 
     def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        """Adds hooks that track the names of running modules and read the tokens of the model's input."""
+        """Adds hooks to a module that track which modules are running, and that call `_begin`."""
 
         def entered(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != self._thread:
@@ -222,7 +230,7 @@ class Capture:
         stack.callback(module.register_forward_hook(left, always_call=True).remove)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Reads the tokens from the inputs of the outermost module."""
+        """Decodes the tokens from the inputs of the outermost module, if there is a tokenizer."""
         self._ran = True
         if self._tokenizer is None:
             return
@@ -245,11 +253,11 @@ class _Recorder:
         self.want, self.keep = tuple(dict.fromkeys((*WANTED, *want))), keep
         self.layers: list[Layer] = []
         self.tokens = tokens
-        self.length = 0 if tokens is None else max(map(len, tokens))  # including padding
+        self.length = 0 if tokens is None else max(map(len, tokens))  # tokens per sample, with padding
 
     @torch.no_grad()
     def layer(self, name: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Layer:
-        """Returns the layer of a call with q (..., Hq, Lq, D) and k, which have at most one batch dim."""
+        """Returns the `Layer` of a call. q is (B, Hq, Lq, D) or (Hq, Lq, D), and k likewise."""
         q, k = (x.detach()[(None,) * (4 - x.ndim)] for x in (q, k))
         if q.ndim != 4:
             raise ValueError(f"capture: expected queries with at most one batch dim, got {describe(q)}")
@@ -269,16 +277,16 @@ class _Recorder:
         )  # fmt: skip
 
     def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
-        """Returns the tokens if the call is self-attention over all of them, else None."""
+        """Returns the tokens if the call is self-attention over all tokens, else None."""
         return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
 
     def _without_padding(
         self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int
     ) -> dict[str, Any]:
-        """Masks out padded queries, so that no fact counts them."""
+        """Returns options whose mask excludes padded queries, so that facts ignore them."""
         if tokens is None or all(len(sample) == Lk for sample in tokens):
             return options
-        ids = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]  # padding: -1
+        ids = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]  # 0, or -1 for padding
         queries = torch.tensor(ids, device=q.device)
         real_rows = Documents(queries, torch.zeros_like(queries))
         return options | {"mask": both(real_rows, options.get("mask"))}

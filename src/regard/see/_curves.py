@@ -1,4 +1,4 @@
-"""Bar charts and curves: weights of one query, rollout, entropy by layer, mass by distance."""
+"""Bar charts and curves: weights of one query, rollout, entropy per layer, mass per distance."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MOST_BARS = 40
 
 
 class Share(NamedTuple):
-    """The contribution of each token to one token, and how to label it."""
+    """The contributions of all tokens to one token, and the labels of their bar chart."""
 
-    row: Tensor  # (n,)
+    row: Tensor  # (L,), the contributions
     texts: Sequence[str]
-    position: int  # of the token itself
+    position: int  # the position of the token that receives the contributions
     unit: str
 
 
 def token(head: Head, token: int | str, *, dark: bool = False, path: Path = None) -> Figure:
-    """Draws the weights of one query as bars: all keys, or the 40 with the largest weights."""
+    """Draws the weights of one query as bars, for all keys or the 40 keys of largest weight."""
     at = _tokens.find(head.tokens, token)
     share = Share(head.row(at), head.key_tokens, head.layer.start(head.sample) + at, "weight")
     title = f"What “{labels([head.tokens[at]])[0]}” attends to"
@@ -42,7 +42,10 @@ def token(head: Head, token: int | str, *, dark: bool = False, path: Path = None
 def rollout(
     seen: Capture, token: int | str, *, sample: int = 0, dark: bool = False, path: Path = None
 ) -> Figure:
-    """Draws one token's row of attention rollout as bars: each token's contribution through all layers."""
+    """Draws one token's row of attention rollout as bars.
+
+    A bar is the contribution of one token through all layers.
+    """
     row, texts = seen.rollout(token, sample), seen[0].texts(sample)
     at = _tokens.find(texts, token)
     title = f"Attention rollout of “{labels([texts[at]])[0]}”"
@@ -73,7 +76,7 @@ def _bars(share: Share, title: str, below: str, dark: bool) -> Drawing:
 
 
 def entropy(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws entropy by layer: a dot for each head, and a line through the layers' means."""
+    """Draws each head's entropy as a dot above its layer, and a line through the layers' means."""
     rows = check_recorded("entropy", seen).entropy_map(sample)
     drawing = Drawing(5.6, 3.4, dark, frame=True)
     axes, colours = drawing.axes, drawing.colours
@@ -94,7 +97,10 @@ def entropy(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = 
 def distances(
     seen: Capture | Head, *, sample: int = 0, most: int = 32, dark: bool = False, path: Path = None
 ) -> Figure:
-    """Draws the share of attention mass at each distance: a curve per layer, or one curve for a head."""
+    """Draws the share of attention mass at each distance between query and key.
+
+    A recording gives one curve per layer, a head one curve.
+    """
     count("most", most, 1)
     drawing = Drawing(6.2, 3.4, dark, frame=True)
     axes, colours = drawing.axes, drawing.colours
@@ -113,7 +119,7 @@ def distances(
 
 
 def _by_distance(seen: Capture | Head, sample: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Returns the name, the distances and the mass of each curve."""
+    """Returns for each curve its name, the distances, and the mass at each distance."""
     if isinstance(seen, Head):
         return [(seen.title, *seen.distances)]
     curves = []

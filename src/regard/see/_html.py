@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 MOST_TOKENS, MOST_LAYERS, MOST_KEYS = 200, 64, 3
 BLUE = "60, 130, 210"
-# `color: inherit` and colours with alpha: readable on light and on dark pages.
+# `color: inherit` and colours with alpha are readable on light and on dark pages.
 FRAME = '<div style="font-family:ui-monospace,monospace;font-size:12px;color:inherit">'
 
 
 def capture(seen: Capture) -> str:
-    """Returns a table with a cell for each head, coloured by role."""
+    """Returns an HTML table with one cell per head, in the colour of the head's role."""
     if not len(seen):
         return _page(seen)
     shown = seen.layers[:MOST_LAYERS]
@@ -32,13 +32,16 @@ def capture(seen: Capture) -> str:
 
 
 def layer(layer: Layer) -> str:
-    """Returns a table with a row of role scores for each head."""
+    """Returns an HTML table with one row per head, which contains its scores for all roles."""
     lines = (f"<td>{head.index}</td>{_scores(head.roles)}" for head in layer)
     return _page(layer, _strip(layer.texts()), _table(("head", *ROLES), lines))
 
 
 def head(head: Head) -> str:
-    """Returns the keys shaded by the attention that they receive, and a table of each query's top keys."""
+    """Returns HTML with all keys and a table of each query's top keys.
+
+    The keys are shaded by the attention that they receive.
+    """
     tokens = head.tokens[:MOST_TOKENS]
     received = (head.column_mass / max(1, len(head.tokens)))[:MOST_TOKENS].tolist()
     lines = (
@@ -53,7 +56,7 @@ def _page(shown: object, *parts: str) -> str:
 
 
 def _table(names: Iterable[str], lines: Iterable[str], hidden: int = 0, what: str = "") -> str:
-    """Returns a table with these column names and rows, and a note below if rows are hidden."""
+    """Returns an HTML table with column names and rows, and a note on `hidden` rows."""
     head = "".join(f'<th style="padding:2px 5px">{escape(name)}</th>' for name in names)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     note = f"<div>and {hidden} more {what}</div>" if hidden else ""
@@ -61,7 +64,7 @@ def _table(names: Iterable[str], lines: Iterable[str], hidden: int = 0, what: st
 
 
 def _mark(tag: str, text: str, background: str, style: str, title: str = "") -> str:
-    """Returns an element with a background colour and a tooltip."""
+    """Returns an HTML element with a background colour and the tooltip `title`."""
     return f'<{tag} title="{escape(title)}" style="background:{background};{style}">{escape(text)}</{tag}>'
 
 
@@ -74,7 +77,7 @@ def _cell(head: Head) -> str:
 
 
 def _ink(colour: str) -> str:
-    """Returns black or white, whichever has more contrast with the background #rrggbb."""
+    """Returns the CSS for a dark or white text colour that contrasts with a background #rrggbb."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"color:{'#fff' if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else '#111'}"
 
@@ -88,7 +91,7 @@ def _scores(roles: dict[str, Role]) -> str:
 
 
 def _strip(texts: Sequence[str], shares: Sequence[float] = ()) -> str:
-    """Returns the tokens in a line, each shaded by its share of the attention."""
+    """Returns an HTML line of tokens, each shaded by its share of the attention."""
     shown = texts[:MOST_TOKENS]
     marks = "".join(map(_token, shown, shares or [0.0] * len(shown)))
     note = f" … {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
@@ -102,7 +105,7 @@ def _token(text: str, share: float = 0.0) -> str:
 
 
 def _list(head: Head, query: int) -> str:
-    """Returns the keys with the largest weights of one query."""
+    """Returns HTML with the keys of the largest weights of one query, and these weights."""
     keys = head.top(query)[:MOST_KEYS]
     return " ".join(f"{_token(key.token, key.weight)} {key.weight:.2f}" for key in keys)
 

@@ -1,4 +1,4 @@
-"""`Layer` and `Head`: the recorded evidence of one attention call, and of one of its heads."""
+"""`Layer` and `Head`: the recorded facts about one attention call, and about one of its heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .._tools.arguments import count
 from . import _html, _tokens
 from ._roles import Role, chosen, named, of_layer
 
-MOST_WEIGHTS = 2**26  # limit of `Head.weights`, over all samples and heads of the layer
+MOST_WEIGHTS = 2**26  # `Head.weights` raises if a layer has more weights, over all samples and heads
 
 
 def on_cpu(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Moves results of facts to the CPU."""
+    """Returns the results of facts, with their tensors moved to the CPU."""
     return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in results)
 
 
 class Link(NamedTuple):
-    """The weight of one query for one key in one head."""
+    """The attention weight of one query for one key in one head."""
 
     layer: int
     head: int
@@ -33,7 +33,7 @@ class Link(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key and its weight in one row of attention."""
+    """A key and its weight for one query."""
 
     position: int
     token: str
@@ -42,18 +42,19 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layer:
-    """The evidence of one call of `regard.attention`: facts about its weights, not the weights.
+    """The recording of one call of `regard.attention`: facts about its weights, not the weights.
 
-    If `q` and `k` were kept, other facts can be computed later: `layer.fact(regard.BlockMax(64))`.
+    If `q` and `k` were stored, other facts can be computed later, such as
+    `layer.fact(regard.BlockMax(64))`.
     """
 
-    name: str  # the module that called attention
-    index: int  # index of the call
+    name: str  # name of the module that called attention
+    index: int  # index of the call in the recording
     shape: tuple[int, int, int, int]  # B, Hq, Lq, Lk
     offset: int | Tensor  # the position of query 0
     found: dict[Any, Any]  # fact -> its result
-    pairs: dict[str, tuple[Tensor, Tensor]]  # role that compares tokens -> (scores, query counts), (B, Hq)
-    tokens: tuple[tuple[str, ...], ...] | None = None  # one tuple per sample, if they fit the call
+    pairs: dict[str, tuple[Tensor, Tensor]]  # "duplicate", "induction" -> scores and query counts (B, Hq)
+    tokens: tuple[tuple[str, ...], ...] | None = None  # one tuple per sample; None if tokens are unknown
     q: Tensor | None = None  # (B, Hq, Lq, D)
     k: Tensor | None = None  # (B, Hkv, Lk, D)
     options: dict[str, Any] = field(default_factory=dict)  # options of the call
@@ -77,7 +78,7 @@ class Layer:
         return Head(self, _tokens.index("head", head, Hq), _tokens.index("sample", sample, B))
 
     def _of_sample(self, sample: int = 0) -> list[Head]:
-        """Returns all heads for one sample."""
+        """Returns all heads of the layer for one sample."""
         return [self.head(head, sample) for head in range(self.heads)]
 
     def fact(self, fact: Any) -> Any:
@@ -96,7 +97,7 @@ class Layer:
         return on_cpu(evidence(self.q, self.k, None, fact, **self.options))[0]
 
     def rows(self, queries: list[int]) -> Tensor:
-        """Returns the exact weights (B, Hq, R, Lk) of R queries."""
+        """Returns the exact weights (B, Hq, R, Lk) of the R queries with these indices."""
         rows: Tensor = self.ask(facts.Rows(torch.tensor(queries)))
         return rows
 
@@ -105,7 +106,7 @@ class Layer:
         return self._texts(sample, self.start(sample), self.shape[2])
 
     def start(self, sample: int = 0) -> int:
-        """Returns the position of query 0."""
+        """Returns the position of query 0 in a sample."""
         if isinstance(self.offset, Tensor):
             return int(self.offset.flatten()[sample if self.offset.numel() > 1 else 0])
         return self.offset
@@ -118,7 +119,7 @@ class Layer:
         return tuple(map(str, range(first, first + n))) if self.tokens is None else self.tokens[sample]
 
     def roles(self, sample: int = 0) -> list[dict[str, Role]]:
-        """Returns a dict from role names to scores for each head. docs/seeing.md defines the roles."""
+        """Returns one dict per head, from role names to scores. See docs/seeing.md for the roles."""
         if sample not in self._roles:
             self._roles[sample] = of_layer(self, sample)
         return self._roles[sample]
@@ -134,7 +135,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:
-    """One head of a layer, for one sample. Padding is left out."""
+    """One head of a layer, for one sample. Queries and keys exclude padding."""
 
     layer: Layer
     index: int
@@ -154,12 +155,12 @@ class Head:
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy (Lq,) of each row, divided by the logarithm of the number of allowed keys."""
+        """The entropy (Lq,) of each query's weights, divided by log(number of allowed keys)."""
         return self._select(self.layer.fact(facts.Entropy()).normalized)[: len(self.tokens)]
 
     @property
     def confidence(self) -> Tensor:
-        """The largest weight (Lq,) of each row."""
+        """The largest weight (Lq,) of each query."""
         return self._select(self.layer.fact(facts.RowMax()).weights)[: len(self.tokens)]
 
     @property
@@ -169,7 +170,7 @@ class Head:
 
     @property
     def distances(self) -> tuple[Tensor, Tensor]:
-        """Distances (query position - key position), and the attention mass at each distance."""
+        """A tensor of distances (query position - key position), and the attention mass at each."""
         histogram = self.layer.fact(facts.DistanceHistogram())
         return histogram.distances, self._select(histogram.mass)
 
@@ -179,11 +180,11 @@ class Head:
 
     @property
     def role(self) -> Role | None:
-        """The first role of `see.ROLES` whose score reaches its threshold; None if no score does."""
+        """The first role of `see.ROLES` whose score reaches its threshold, or None."""
         return chosen(self.roles)
 
     def row(self, token: int | str) -> Tensor:
-        """Returns the exact weights (Lk,) of one query, given by its index or its text."""
+        """Returns the exact weights (Lk,) of one query. `token` is its index or its text."""
         row = self._select(self.layer.rows([_tokens.find(self.tokens, token)]))
         return row[0, : len(self.key_tokens)]
 
@@ -198,7 +199,7 @@ class Head:
         return [Key(key, texts[key], weight) for key, weight in pairs if 0 <= key < len(texts)]
 
     def weights(self) -> Tensor:
-        """Returns the exact weights (Lq, Lk). Raises ValueError if the layer has more than 2**26 weights."""
+        """Returns the exact weights (Lq, Lk). Raises ValueError for more than 2**26 weights."""
         B, Hq, Lq, Lk = self.layer.shape
         if B * Hq * Lq * Lk > MOST_WEIGHTS:
             raise ValueError(
@@ -209,7 +210,7 @@ class Head:
         return rows[:, : len(self.key_tokens)]
 
     def _select(self, result: Tensor) -> Tensor:
-        """Returns this head's part of a result (B, Hq, ...)."""
+        """Returns the part (...) of a fact's result (B, Hq, ...) for this sample and head."""
         return result[self.sample, self.index]
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """Heat maps of one head, of all heads, and of entropy.
 
-Long sequences are drawn at block resolution: a cell is a block with its exact mass.
+Long sequences are drawn at block resolution: a cell is a block of queries and keys, and its value
+is computed from the exact mass of the block.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from ._style import ROLE_COLOURS, Drawing, Path, colormap, labels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_CELLS = 256  # rows and columns of a map at block resolution
+MOST_CELLS = 256  # the most rows or columns of a map at block resolution
 MOST_LABELS = 64
 THUMBNAIL = 64
-SIDE, TALL = 0.88, 1.1  # a thumbnail's size and row spacing, if the column spacing is 1
+SIDE, TALL = 0.88, 1.1  # size of a thumbnail and distance of rows, in units of the distance of columns
 
 
 class Cells(NamedTuple):
-    """The values of a map: weights, or the mean mass that a block's queries place on its keys."""
+    """The values of a heat map.
+
+    If `block` is 1, a value is a weight. Otherwise it is the mass that a query of the block places
+    on the block's keys, averaged over the block's queries.
+    """
 
     values: Tensor  # (rows, columns)
     block: int
@@ -44,7 +49,8 @@ def heatmap(head: Head, *, limit: int = 512, dark: bool = False, path: Path = No
     """Draws the weights of one head: a row for each query, a column for each key.
 
     The colour scale is the square root of the weight, so that small weights are visible. With more
-    than `limit` tokens, a cell is a block: the mean mass that its queries place on its keys.
+    than `limit` tokens, a cell is a block, and its value is the mean mass that the block's queries
+    place on the block's keys.
     """
     count("limit", limit, 1)
     cells = _cells(head, limit)
@@ -62,7 +68,7 @@ def heatmap(head: Head, *, limit: int = 512, dark: bool = False, path: Path = No
 
 
 def grid(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws all heads of all layers as thumbnails, framed in the colour of their role."""
+    """Draws all heads of all layers as thumbnails, each with a frame in the colour of its role."""
     columns = max(layer.heads for layer in check_recorded("grid", seen))
     drawing = Drawing(max(4.4, 0.86 * columns + 0.7), 0.98 * len(seen) + 0.9, dark)
     axes, used = drawing.axes, set()
@@ -115,8 +121,11 @@ def _cells(head: Head, limit: int) -> Cells:
 
 
 def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
-    """Returns the cells of each head, at most `most` x `most`: a block's mass divided by its queries."""
-    block = 1 << (-(-longest // most) - 1).bit_length()  # the smallest sufficient power of two
+    """Returns the cells of each head at block resolution, at most `most` rows and columns.
+
+    A value is the mass of a block, divided by the number of its queries.
+    """
+    block = 1 << (-(-longest // most) - 1).bit_length()  # smallest power of two for `most` blocks
     mass = layer.fact(facts.BlockMass(block)).levels[0][sample]  # (Hq, nq, nk)
     starts = torch.arange(mass.shape[-2]) * block
     counts = (len(layer.texts(sample)) - starts).clamp(1, block)
@@ -124,9 +133,9 @@ def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
 
 
 def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: float) -> Any:
-    """Draws cells with `corner` as the upper left corner. `token` is the width of a token.
+    """Draws cells as an image and returns the image. Its upper left corner is `corner`.
 
-    The last block may extend beyond the last token.
+    `token` is the width of a token. The last block may extend beyond the last token.
     """
     from matplotlib.colors import PowerNorm
 
@@ -138,7 +147,7 @@ def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: f
 
 
 def _label(axes: Any, head: Head) -> None:
-    """Labels rows and columns with tokens."""
+    """Labels rows with the queries' tokens and columns with the keys' tokens."""
     longest = max(len(head.tokens), len(head.key_tokens))
     style = {"fontsize": 9 if longest <= 24 else 7 if longest <= 40 else 5.5, "parse_math": False}
     turned = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
@@ -147,7 +156,10 @@ def _label(axes: Any, head: Head) -> None:
 
 
 def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
-    """Draws a thumbnail with its role as frame and caption, and returns the name of the role."""
+    """Draws a head's thumbnail and returns the name of the head's role.
+
+    The role determines the colour of the frame and the caption.
+    """
     from matplotlib.patches import Rectangle
 
     x, y = head.index, row * TALL
@@ -162,7 +174,8 @@ def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     short = name if role is None else f"{SHORT.get(name, name)} {role.score:.2f}"
     style = {"ha": "center", "va": "top", "fontsize": 5.5, "color": drawing.colours.ink}
     text = drawing.axes.text(x + nk * token / 2, y + nq * token + 0.03, short, **style)
-    for artist in (image, border, text):  # inside the axes, so skipping them halves the layout's time
+    # The artists lie inside the axes, so the layout need not consider them and takes half the time.
+    for artist in (image, border, text):
         artist.set_in_layout(False)
     return name
 

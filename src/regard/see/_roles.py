@@ -1,8 +1,9 @@
 """Roles of heads: scores from 0 to 1, each with its definition and source.
 
-All scores are computed from facts of O(n) size. `duplicate` and `induction` need the mass on pairs
-of equal tokens. A row's mass on the keys that a mask allows is exp(LSE with that mask - LSE), so
-attention calls that return the LSE suffice.
+All scores are computed from facts of O(L) size. `duplicate` and `induction` need the mass on pairs
+of equal tokens. A query's mass on the keys that a mask allows is exp(LSE with the mask - LSE
+without it), where LSE is the log-sum-exp of scores. So two attention calls that return the LSE
+suffice.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from . import _tokens
 if TYPE_CHECKING:
     from ._layer import Layer
 
-Pair = tuple[Tensor, Tensor]  # scores (B, Hq) and the numbers (B, Hq) of queries that they average
+Pair = tuple[Tensor, Tensor]  # scores (B, Hq), and how many queries each score averages (B, Hq)
 
 
 class Definition(NamedTuple):
     meaning: str
     source: str
-    least: float  # the smallest score of a head with this role
+    least: float  # the threshold: a head with this role has at least this score
 
 
-# A head gets the first role whose score reaches the threshold: special roles come before general ones.
+# A head gets the first role whose score reaches the threshold, so special roles precede general ones.
 ROLES = {
     "induction": Definition(
         "mass on tokens that followed an earlier occurrence of the query's token, mean over such queries",
@@ -50,7 +51,7 @@ ROLES = {
         "Clark et al. 2019; Xiao et al. 2023 (StreamingLLM)", 0.5),
     "sharp": Definition("the largest weight, mean over queries", "confidence, Voita et al. 2019", 0.5),
 }  # fmt: skip
-FEWEST = 3  # queries with a matching key that `duplicate` and `induction` require
+FEWEST = 3  # with fewer queries that have a matching key, `duplicate` and `induction` are not certain
 WANTED = (
     facts.ColumnMass(), facts.Entropy(), facts.RowMax(), facts.DistanceHistogram(), facts.TopK(8),
 )  # fmt: skip
@@ -62,7 +63,7 @@ class Role(NamedTuple):
     name: str
     score: float  # 0 to 1
     detail: str = ""
-    certain: bool = True  # False if the score averages too few queries
+    certain: bool = True  # False if the score is an average of too few queries
 
     def __str__(self) -> str:
         return f"{self.name} {self.score:.2f}" + (f" ({self.detail})" if self.detail else "")
@@ -80,7 +81,7 @@ def chosen(roles: dict[str, Role]) -> Role | None:
 
 
 def of_layer(layer: Layer, sample: int) -> list[dict[str, Role]]:
-    """Returns the roles of each head for one sample."""
+    """Returns one dict per head, from role names to roles with scores, for one sample."""
     n = len(layer.texts(sample))
     largest = layer.fact(facts.RowMax())
     means = {
@@ -109,17 +110,17 @@ def _of_pairs(name: str, scores: Tensor, counts: Tensor, sample: int, head: int)
 
 
 def _unit(score: Tensor) -> float:
-    """Clamps a score to [0, 1]; rounding may exceed it."""
+    """Returns a score clamped to [0, 1], which rounding errors may exceed."""
     return min(1.0, max(0.0, score.item()))
 
 
 def _positions(layer: Layer, sample: int, n: int) -> Tensor:
-    """Returns the positions (n,) of the queries."""
+    """Returns the positions (n,) of the first n queries of a sample."""
     return layer.start(sample) + torch.arange(n)
 
 
 def _previous(layer: Layer, sample: int, n: int) -> Tensor:
-    """Returns the mass (Hq,) on the previous token, averaged over the queries that have one."""
+    """Returns each head's mass (Hq,) on the previous token, averaged over queries that have one."""
     histogram = layer.fact(facts.DistanceHistogram())
     previous = _positions(layer, sample, n) - 1
     queries = int(((previous >= 0) & (previous < len(layer.key_texts(sample)))).sum())
@@ -128,7 +129,10 @@ def _previous(layer: Layer, sample: int, n: int) -> Tensor:
 
 
 def _commonest(distances: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mode (Hq,) of distances (Hq, n), and the share (Hq,) of queries at the mode."""
+    """Returns the most frequent distance (Hq,) of each row of `distances` (Hq, n), and its share.
+
+    The share (Hq,) is the fraction of the n queries with this distance.
+    """
     common = distances.mode(-1).values
     return common, (distances == common[:, None]).double().mean(-1)
 
@@ -140,7 +144,10 @@ def _direction(offset: int) -> str:
 
 
 def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
-    """Returns the share (Hq,) of mass on the first key and delimiters, and the key (Hq,) with most mass."""
+    """Returns each head's share (Hq,) of mass on sinks, and the key (Hq,) with the most mass.
+
+    Sinks are the first key and all delimiters.
+    """
     mass = layer.fact(facts.ColumnMass())[sample, :, : len(layer.key_texts(sample))]
     chosen = [0] if layer.tokens is None else _tokens.delimiters(layer.tokens[sample])
     return mass[:, chosen].sum(-1) / max(1, n), mass.argmax(-1)
@@ -152,7 +159,10 @@ def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
 def of_tokens(
     q: Tensor, k: Tensor, options: dict[str, Any], tokens: tuple[tuple[str, ...], ...] | None
 ) -> dict[str, Pair]:
-    """Returns the scores of `duplicate` and `induction`: 0 if no token repeats or tokens are unknown."""
+    """Returns the scores and query counts of `duplicate` and `induction`, each (B, Hq).
+
+    All are 0 if no token repeats or if tokens are unknown.
+    """
     B, Hq, n = q.shape[0], q.shape[1], k.shape[2]
     if tokens is None or all(len(set(sample)) == len(sample) for sample in tokens):
         none = torch.zeros(B, Hq), torch.zeros(B, Hq, dtype=torch.int64)
@@ -174,7 +184,8 @@ def of_tokens(
 def _mean_mass(q: Tensor, k: Tensor, options: dict[str, Any], total: Tensor, mask: Mask) -> Pair:
     """Returns the mean mass (B, Hq) on the keys that a mask allows, and the query counts (B, Hq).
 
-    Only queries with at least one allowed key count. `total` is the LSE over all keys.
+    Only queries with at least one allowed key are averaged and counted. `total` is the LSE without
+    the mask.
     """
     narrowed = options | {"mask": both(mask, options.get("mask")), "sink": None}
     inside = lse(q, k, narrowed)

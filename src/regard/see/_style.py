@@ -1,4 +1,4 @@
-"""The style of all figures: a light and a dark palette, titles, labels, colour scales, files."""
+"""The style of all figures: light and dark palettes, titles, labels, colour scales, saving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-DPI, TITLE = 160, 9.5  # TITLE: font size in points
+DPI, TITLE = 160, 9.5  # TITLE: font size of titles in points
 Path = str | os.PathLike[str] | None
 
 
@@ -23,7 +23,7 @@ class Palette(NamedTuple):
     ink: str
     faint: str  # axes and guide lines
     accent: str
-    ramp: tuple[str, ...]  # from 0 to 1, with monotone lightness
+    ramp: tuple[str, ...]  # colour scale from 0 to 1, with monotone lightness
 
 
 LIGHT = Palette(
@@ -32,7 +32,8 @@ LIGHT = Palette(
 DARK = Palette(
     "#14161a", "#e9e6df", "#3a3e46", "#f0a03c", ("#1d2026", "#1f4468", "#2f7fb3", "#8cc7e0", "#fdf6d8")
 )
-# Okabe and Ito's palette, which is safe for colour-blind readers, without black. "mixed" is no role.
+# The palette of Okabe and Ito without black, which is safe for colour-blind readers. "mixed" stands for
+# heads without a role.
 ROLE_COLOURS = {
     "induction": "#d55e00",
     "duplicate": "#cc79a7",
@@ -46,7 +47,10 @@ ROLE_COLOURS = {
 
 
 class Drawing:
-    """A figure with one plot in the colours of a palette. `frame` draws the left and the bottom axis."""
+    """A figure with one plot, in the light or dark palette.
+
+    If `frame` is True, the left and the bottom axis are drawn.
+    """
 
     def __init__(self, width: float, height: float, dark: bool, *, frame: bool = False) -> None:
         try:
@@ -65,7 +69,7 @@ class Drawing:
             spine.set_color(self.colours.faint)
 
     def title(self, text: str, below: str) -> None:
-        """Writes a title and a second line, wrapped to the width of the figure."""
+        """Writes the title `text` and the line `below`, both wrapped to the width of the figure."""
         columns = int((self.figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
         lines = "\n".join(line for part in (text, below) for line in textwrap.wrap(part, columns))
         ink = self.colours.ink
@@ -76,7 +80,7 @@ class Drawing:
         self.axes.set_ylabel(y, color=self.colours.ink, fontsize=9)
 
     def scale(self, image: Any, ticks: Sequence[float], name: str) -> None:
-        """Draws the colour scale of an image beside the plot."""
+        """Draws the colour scale of an image beside the plot, with ticks and a name."""
         bar = self.figure.colorbar(image, ax=self.axes, shrink=0.6, pad=0.02, aspect=24, ticks=list(ticks))
         bar.ax.set_yticklabels([f"{tick:.3g}" for tick in ticks], color=self.colours.ink, fontsize=8)
         bar.ax.tick_params(colors=self.colours.ink, length=0)
@@ -84,12 +88,15 @@ class Drawing:
         bar.outline.set_visible(False)
 
     def finished(self, path: Path) -> Figure:
-        """Returns the figure and saves it if there is a path. PDF and SVG files contain text as text."""
+        """Returns the figure and saves it if `path` is not None.
+
+        Text in PDF and SVG files stays text instead of outlines.
+        """
         from matplotlib import rc_context
 
         if path is not None:
             with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-                # Without date and version, files are reproducible byte for byte.
+                # Date and version are left out, so that files are reproducible byte for byte.
                 undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
                 kind = os.fspath(path).rpartition(".")[2].lower()
                 self.figure.savefig(path, dpi=DPI, metadata=undated.get(kind))
@@ -104,7 +111,7 @@ def colormap(colours: Palette) -> Colormap:
 
 
 def labels(tokens: Sequence[str]) -> list[str]:
-    """Returns labels of tokens. Characters that the font lacks are escaped."""
+    """Returns one label per token. Characters that the font lacks are escaped."""
     from matplotlib.font_manager import FontProperties, findfont
 
     glyphs = _glyphs(findfont(FontProperties()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._tools.arguments import describe
 
 MOST_LETTERS = 18
-# Symbols for spaces and newlines in byte-level BPE and SentencePiece -> symbols in labels.
+# Symbol for a space or newline in byte-level BPE or SentencePiece -> symbol in labels.
 SPACES = {"Ġ": "·", "▁": "·", "Ċ": "⏎", " ": "·", "\n": "⏎"}
 
 Texts = Sequence[str] | Sequence[Sequence[str]]
@@ -35,7 +35,10 @@ def samples(tokens: Texts | None) -> tuple[tuple[str, ...], ...] | None:
 
 
 def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str, ...], ...]:
-    """Decodes ids (B, L) to tokens. Trailing padding, where `real` (B, L) is 0, is left out."""
+    """Returns the tokens of ids (B, L), one tuple per sample.
+
+    `real` (B, L) is 0 for padding. Padding at the end of a sample is left out.
+    """
     ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
     lengths = [ids.shape[1]] * len(ids)
     if real is not None and real.shape == ids.shape:
@@ -48,7 +51,7 @@ def of_ids(tokenizer: Any, ids: Tensor, real: Tensor | None) -> tuple[tuple[str,
 
 
 def numbers(sample: Sequence[str]) -> list[int]:
-    """Maps tokens to integers. Equal tokens have equal integers."""
+    """Returns one integer per token. Equal tokens have equal integers."""
     number: dict[str, int] = {}
     return [number.setdefault(token, len(number)) for token in sample]
 
@@ -62,7 +65,7 @@ def is_delimiter(token: str) -> bool:
 
 
 def delimiters(sample: Sequence[str]) -> list[int]:
-    """Returns the positions of the first token and of delimiters."""
+    """Returns the positions of the first token and of all delimiters."""
     return [i for i, token in enumerate(sample) if i == 0 or is_delimiter(token)]
 
 
@@ -73,19 +76,22 @@ def label(token: str, most: int = MOST_LETTERS) -> str:
 
 
 def escaped(letter: str, fits: Callable[[str], bool]) -> str:
-    """Returns a character, or its Unicode escape if `fits` rejects it."""
+    """Returns a character, or its Unicode escape if `fits(letter)` is False."""
     return letter if fits(letter) else letter.encode("unicode_escape").decode()
 
 
 def index(name: str, value: int, size: int, what: str = "an index ") -> int:
-    """Normalises a negative index. Raises IndexError if the index is out of range."""
+    """Returns an index as a number from 0 to size - 1. Negative indices count from the end.
+
+    Raises IndexError if the index is out of range.
+    """
     if not -size <= value < size:
         raise IndexError(f"{name}: expected {what}below {size}, got {value}")
     return value % size
 
 
 def find(tokens: Sequence[str], token: int | str) -> int:
-    """Returns the index of a token, given by its index or by a text that occurs once."""
+    """Returns the index of a token. `token` is its index, or a text that occurs once."""
     if isinstance(token, int):
         return index("token", token, len(tokens), "a position ")
     bare = "".join(SPACES)
