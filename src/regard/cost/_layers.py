@@ -131,7 +131,7 @@ class LayerSpec(PartSpec):
 
     @property
     def state(self) -> int:
-        """Number of cached values per sample that does not depend on the number of tokens."""
+        """Number of elements per sample in the part of the cache that does not grow with tokens."""
         return 0
 
     @property

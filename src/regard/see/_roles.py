@@ -110,7 +110,7 @@ def _of_pairs(name: str, scores: Tensor, counts: Tensor, sample: int, head: int)
 
 
 def _unit(score: Tensor) -> float:
-    """Returns a score clamped to [0, 1], which rounding errors may exceed."""
+    """Returns a score clamped to [0, 1], because rounding may put it slightly outside."""
     return min(1.0, max(0.0, score.item()))
 
 

@@ -110,9 +110,9 @@ class App(Application):
         follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
 
         def after(seen: Tensor) -> Tensor:
-            """Returns each film's score (films + 1,) as the next one after `seen`.
+            """Returns a score for each film to be the next after the history `seen`.
 
-            Popularity breaks ties.
+            The scores have the shape (len(self.titles),). Popularity breaks ties.
             """
             latest = seen.flip(0)[:films]
             return fade ** torch.arange(len(latest)) @ follows[latest] + 1e-6 * popularity

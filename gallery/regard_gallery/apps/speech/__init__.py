@@ -61,7 +61,10 @@ class Strings(NamedTuple):
 
 
 def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
-    """Returns a string for each tensor in `chosen`, which has the indices of its recordings."""
+    """Returns one string per tensor in `chosen`.
+
+    Each tensor has the indices of the recordings that are concatenated to a string.
+    """
     joined = [torch.cat([of.frames[i] for i in indices.tolist()]) for indices in chosen]
     spoken = [of.digits[indices] + 1 for indices in chosen]
     return Strings(pad_sequence(joined, batch_first=True), torch.tensor([*map(len, joined)]), spoken)

@@ -33,11 +33,12 @@ class Templates(NamedTuple):
         return (0.5 * scaled.square() + self.spread.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def read(self, heard: Tensor, penalty: float) -> list[int]:
-        """Returns the symbols of the words on the cheapest path of the frames (L, features).
+        """Recognises the words in frames (L, features) and returns their symbols.
 
-        Each word costs `penalty`. From one frame to the next, the path stays in its state or
-        advances by one or two states. From the last state of a word, the path may enter the first
-        or second state of any word.
+        The Viterbi algorithm finds the path of least cost, which assigns a state of a word to each
+        frame. Each word adds `penalty` to the cost. From one frame to the next, the path stays in
+        its state or advances by one or two states. From the last state of a word, the path may
+        enter the first or second state of any word.
         """
         n, longest, _ = self.mean.shape
         # Cost of the best path to each state. Two columns in front are for entering a word.

@@ -69,7 +69,7 @@ def tatoeba(lines: int | None = None) -> list[Pair]:
 
 
 def clean(text: str) -> str:
-    """Normalises Unicode, apostrophes and spaces, of which the French text has three kinds."""
+    """Normalises Unicode, apostrophes and spaces. The French text has three kinds of space."""
     return " ".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split())
 
 
