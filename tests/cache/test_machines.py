@@ -11,8 +11,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-import regard.cache._attend as core
 from regard import cache as C
+from regard.cache import _attend, _row_cache
 from support import assert_close
 from support.cache import KINDS, SCALE, Cache, D, Dv, Hkv, append, attend, expected, new, tokens
 
@@ -33,7 +33,8 @@ def raise_fault(*args: Any, **options: Any) -> Tensor:
 
 def call_with_fault(call: Callable[[], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "attend_stored", raise_fault)
+        for module in (_attend, _row_cache):  # `_row_cache`: the fast path of a decode step
+            patch.setattr(module, "attend_stored", raise_fault)
         with pytest.raises((Fault, ValueError)):  # ValueError if the cache is full
             call()
 
