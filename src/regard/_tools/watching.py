@@ -11,8 +11,8 @@ from torch._C import (
     _are_functorch_transforms_active as in_transform,
     _AutoDispatchBelowAutograd as below_autograd,
     _disabled_torch_function_impl as no_torch_function,
-    _get_tracing_state,
     _is_any_autocast_enabled as in_autocast,
+    _is_tracing,
     _len_torch_dispatch_stack,
 )
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
@@ -38,8 +38,6 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> boo
         or is_dynamo_compiling()
         or _len_torch_dispatch_stack() > 0
         or in_transform()
-        or _get_tracing_state() is not None
-        or type(q) not in PLAIN
-        or type(k) not in PLAIN
-        or type(v) not in PLAIN
+        or _is_tracing()
+        or not (type(q) is type(k) is type(v) is Tensor or PLAIN.issuperset(map(type, (q, k, v))))
     )
