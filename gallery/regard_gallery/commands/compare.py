@@ -87,7 +87,7 @@ def _table(measured: Measured) -> Table:
 
 
 def _beside_the_notes(measured: Measured) -> Table:
-    """Returns a table with each word of the lecture notes beside the measured ratio to MHA."""
+    """Returns a table of the lecture notes' words, such as "high", and measured ratios to MHA."""
     from ..compare import NOTES
 
     table = _empty_table("The lecture notes and the measurements: ratios to MHA, or nats")

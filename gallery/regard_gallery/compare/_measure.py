@@ -94,7 +94,7 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns the measured value of each kind in the lecture notes, for one column of them."""
+        """Returns measured values for `column` of the lecture notes: one per kind in the notes."""
         columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
             "memory": lambda row: row.token_bytes,
@@ -104,9 +104,9 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, for each column of the notes, the orderings that are not confirmed.
+        """Returns, for each column of the lecture notes, the orderings "a < b" not confirmed here.
 
-        To confirm an ordering, measured speeds and losses must differ by more than a margin.
+        Measured speeds and losses confirm an ordering only if they differ by more than a margin.
         """
         compared = [self[kind] for kind in NOTES["quality"]]
         margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}

@@ -23,7 +23,7 @@ Layer = Attention | LatentAttention | LinearAttention
 class Sizes:
     """The sizes of a model, which are the same for all kinds of attention.
 
-    `window` is the number of keys in a window, with the query's own position.
+    `window` is the number of keys in a window, including the key at the query's own position.
     """
 
     width: int = 256
@@ -72,7 +72,8 @@ class ByteModel(nn.Module):
 def layer(kind: str, sizes: Sizes) -> Layer:
     """Returns an attention layer of this kind.
 
-    MLA has DeepSeek's proportions: latents of 4 D and rotary keys of D / 2 channels.
+    MLA has DeepSeek's proportions: with D channels per head, latents have 4 D channels and rotary
+    keys D / 2.
     """
     width, heads = sizes.width, sizes.heads
     D = width // heads

@@ -44,7 +44,7 @@ class Side:
         return torch.cat(logits, 1)
 
     def check(self, tokens: Tensor) -> None:
-        """Raises ArithmeticError unless decoding `tokens` gives the logits of one forward pass."""
+        """Raises ArithmeticError unless decoding gives the same logits as one forward pass."""
         whole = self.model(torch.cat((self.prompt, tokens), 1))[:, self.prompt.shape[1] :]
         error = float((self.write(tokens) - whole).norm() / whole.norm())
         if not error < LIMIT:

@@ -48,7 +48,7 @@ def _loss(model: ByteModel, sequences: Tensor) -> Tensor:
 def _share(step: int, steps: int) -> float:
     """Returns the learning rate of a step as a share of its peak.
 
-    It rises linearly in the warmup, then decays linearly to zero.
+    The rate rises linearly in the warmup, then decays linearly to zero.
     """
     warm = max(1, round(WARM * steps))
     return (step + 1) / warm if step < warm else (steps - step) / max(1, steps - warm)

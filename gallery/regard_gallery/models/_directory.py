@@ -26,7 +26,8 @@ INDEX = "model.safetensors.index.json"
 def checked(path: Path) -> Path:
     """Returns `path`. Raises ValueError unless the directory is safe to load.
 
-    The configuration must not name code, and the weights must be valid safetensors files.
+    The configuration must not refer to Python code, and the weights must be valid safetensors
+    files.
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"model: expected a directory with a config.json, got {path}")
@@ -46,7 +47,7 @@ def checked(path: Path) -> Path:
 
 
 def _check_names(config: dict[str, Any], file: str) -> None:
-    """Raises ValueError if a key of `config`, at any depth, chooses code or files.
+    """Raises ValueError if a key of `config`, at any depth, selects code to run or files to read.
 
     Keys with the value null are allowed. `file` is the name of the file, for the error message.
     """

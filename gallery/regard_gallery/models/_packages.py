@@ -1,5 +1,5 @@
-"""Finds the files of packages with weights or data. Does not import the packages, because this
-would need further packages.
+"""Finds the files of packages with weights or data. Does not import the packages, because
+importing them would need further packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Loads Transformers models from local data. The caller chooses the attention, the model's files
-cannot.
+"""Loads Transformers models from local data. The caller chooses the implementation of
+attention. The model's files have no influence on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ATTENTIONS = ("regard", "sdpa", "eager")
 
 
 def from_directory(kind: Any, path: Path, attention: str) -> tuple[Any, Any]:
-    """Checks a directory. Returns its model, of the class `kind`, and its tokenizer."""
+    """Checks a model directory. Returns the model, of the class `kind`, and its tokenizer."""
     from transformers import AutoTokenizer
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -36,7 +36,8 @@ def _load(kind: Any, path: Path | None, attention: str, faults: tuple[str, ...] 
     """Returns a model of the class `kind` in float32 and eval mode.
 
     Raises ValueError if tensors are missing, because Transformers would initialise them at random,
-    or if they have another shape. `faults` names further kinds of keys that must not occur.
+    or if a tensor's shape differs from the configuration. `faults` lists further entries of
+    Transformers' loading info, such as "unexpected_keys", that must be empty.
     """
     try:
         model, info = kind.from_pretrained(

@@ -34,7 +34,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        """The largest number of tokens that the model reads. Some models have no limit."""
+        """The largest number of tokens that the model reads. Without a limit, sys.maxsize."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     @property
@@ -154,7 +154,7 @@ class Session:
 
     @torch.inference_mode()
     def _read(self, tokens: Sequence[int]) -> Tensor:
-        """Runs the model on tokens and appends them to the cache. Returns logits (V,)."""
+        """Runs the model on tokens, which extends the cache. Returns next-token logits (V,)."""
         ids = torch.tensor([list(tokens)])
         self.whole = False
         out = self.language.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)

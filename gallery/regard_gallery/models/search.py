@@ -47,7 +47,7 @@ def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> lis
 
 
 def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Iterator[tuple[Passage, int]]:
-    """Yields each line as a Passage, and its number of tokens. Splits lines of more than `size`."""
+    """Yields each line as a Passage, and its number of tokens. Splits lines above `size` tokens."""
     lines = text.splitlines()
     if not lines:
         return

@@ -131,7 +131,7 @@ def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -
 def _sharpened(weights: Tensor) -> Tensor:
     """Standardises weights (..., tokens, frames) over the tokens, then median-filters over frames.
 
-    OpenAI's program does the same.
+    OpenAI's Whisper code does the same.
     """
     spread, mean = torch.std_mean(weights, -2, keepdim=True, correction=0)
     scores = (weights - mean) / spread.clamp_min(1e-12)
@@ -143,9 +143,10 @@ def _sharpened(weights: Tensor) -> Tensor:
 
 
 def _first_frames(scores: Tensor) -> list[int]:
-    """Returns the first frame of each row on the monotonic path with the largest sum of scores.
+    """Returns the first frame of each row on the best path of dynamic time warping.
 
-    Scores are (rows, frames). The path goes from the first to the last row and frame.
+    The path is monotonic in scores (rows, frames), from the first row and frame to the last row and
+    frame. The best path has the largest sum of scores.
     """
     # No library: Transformers' function for this is private, and librosa depends on numba.
     rows, frames = scores.shape

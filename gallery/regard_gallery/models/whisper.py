@@ -169,10 +169,10 @@ def _norm(variables: _ct2.Variables, old: str, new: str) -> Iterator[tuple[str, 
 
 
 def _split(variables: _ct2.Variables, old: str, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weight and bias of each projection in `names`, with its name.
+    """Yields (name, tensor) for the weight and bias of each projection in `names`.
 
-    CTranslate2 stores the projections concatenated. Biases of keys must be zero, because
-    Transformers' key projection has no bias.
+    CTranslate2 stores these projections concatenated, in the variables {old}/weight and {old}/bias.
+    Biases of keys must be zero, because Transformers' key projection has no bias.
     """
     weights = _tensor(variables, f"{old}/weight").chunk(len(names))
     biases = _tensor(variables, f"{old}/bias").chunk(len(names))

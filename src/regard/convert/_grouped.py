@@ -38,7 +38,7 @@ def to_grouped(
     Args:
         module: a `regard.nn.Attention`, or a `MultiheadAttention` (Regard's or PyTorch's) for
             self-attention.
-        kv_heads: a divisor of the module's number of key heads. With this number itself, the
+        kv_heads: a divisor of the module's number of key heads. If it equals that number, the
             result computes the same function as the module.
         method: how the key heads of a group become one. "mean": groups neighbouring heads and
             averages their weights (the GQA paper). "first": groups neighbouring heads and keeps the
@@ -138,7 +138,7 @@ def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts
 
 
 def _similarity(x: Tensor, rotary: Channels) -> Tensor:
-    """Returns the cosine similarities (n, n) of heads x (n, D, d).
+    """Returns the cosine similarities (n, n) of n heads x (n, D, d). d = d_model + 1.
 
     For each pair of heads, one head is rotated such that the similarity is largest. The diagonal is
     0.
@@ -165,8 +165,8 @@ def _pair_products(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
 def _groups(similarity: Tensor, kv_heads: int) -> list[list[int]]:
     """Splits heads into `kv_heads` groups of equal size, such that heads of a group are similar.
 
-    Starts with groups of neighbouring heads. Swaps two heads of different groups as long as a swap
-    increases the sum of the similarities within groups.
+    Local search: starts with groups of neighbouring heads, and swaps two heads of different groups
+    as long as a swap increases the sum of the similarities within groups.
     """
     n = len(similarity)
     size = n // kv_heads
@@ -195,7 +195,10 @@ def _gain(similarity: Tensor, groups: list[list[int]], one: tuple[int, int], oth
 
 
 def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
-    """Returns n rotations (D, D) that rotate the heads x (n, D, d) towards their common mean."""
+    """Returns n rotations (D, D) that rotate the heads x (n, D, d) towards their common mean.
+
+    Generalised Procrustes analysis: alternates between rotating the heads and computing the mean.
+    """
     rotations = [torch.eye(x.shape[1], dtype=x.dtype) for _ in x]
     if len(x) == 1:
         return rotations
@@ -207,9 +210,9 @@ def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
 
 
 def _rotation(goal: Tensor, head: Tensor, rotary: Channels) -> Tensor:
-    """Returns the rotation G (D, D) that minimises |G head - goal|.
+    """Returns the rotation G (D, D) that minimises |G head - goal| (orthogonal Procrustes problem).
 
-    Only rotations that commute with rotary embeddings are considered.
+    Only rotations that commute with rotary embeddings are considered. `head` and `goal` are (D, d).
     """
     G = torch.zeros(len(head), len(head), dtype=head.dtype)
     unrotated, first, second = rotary.unrotated, rotary.first, rotary.second

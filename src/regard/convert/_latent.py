@@ -152,7 +152,7 @@ def _factors(module: Attention, rope_dims: int, root: Tensor, L: int) -> LatentF
 def _rotary_split(
     module: Attention, parts: Parts, rotary: Channels, rope_dims: int, root: Tensor, L: int
 ) -> RotarySplit:
-    """Selects `rope_dims / 2` components as the shared rotary key.
+    """Returns a `RotarySplit` whose shared rotary key consists of `rope_dims / 2` components.
 
     For all other components, the rotation is replaced by its mean.
     """
@@ -228,7 +228,7 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
 
 
 def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n) and normalises it.
+    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n), then normalises.
 
     The squared norm of an error e of x then becomes e^T metric e. The result is divided by its norm
     over the tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).

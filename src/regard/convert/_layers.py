@@ -62,8 +62,9 @@ def convert_layers(
         model: a model that takes `calibration` and returns a tensor. It is not modified.
         convert: a function of a layer, its calibration tokens and its held-out tokens that returns
             the converted layer and its report.
-        calibration, held_out: inputs of the model. The tokens of a layer are the layer's inputs
-            when the model runs on them.
+        calibration, held_out: inputs of the model. A layer's calibration tokens are the inputs
+            of the layer when the model runs on `calibration`. Its held-out tokens are the inputs of
+            the layer when the model runs on `held_out`.
 
     Example:
         >>> def convert(layer, seen, unseen):

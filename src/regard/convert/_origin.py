@@ -22,7 +22,8 @@ class Origin:
         source: SHA-256 of the source module's state_dict: names, dtypes, shapes and data.
         calibration, held_out: SHA-256 of the tokens, or None if there were no tokens.
         tensors: maps the name of each tensor of the result to the names of the source tensors from
-            which it was computed. The names are those of the source as a `regard.nn.Attention`.
+            which it was computed. If the source is not a `regard.nn.Attention`, it is converted to
+            one first, and the names of its tensors are the names after this conversion.
     """
 
     source: str

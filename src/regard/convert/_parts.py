@@ -76,8 +76,8 @@ def root_moment(x: Tensor) -> Tensor:
     """Returns a float64 matrix R (d, d) with R R^T = E[t t^T] over the tokens t of x.
 
     x is (B, L, d_model). A 1 is appended to each token t, so d = d_model + 1. For matrices a and b,
-    E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps
-    R invertible if the tokens do not span all directions.
+    E[(a t)(b t)^T] = (a R)(b R)^T. A small ridge keeps R invertible if the tokens do not span all
+    directions.
     """
     rows = x.detach().double().cpu().flatten(0, 1)
     rows = torch.cat((rows, rows.new_ones(len(rows), 1)), 1)

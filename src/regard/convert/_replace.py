@@ -81,8 +81,8 @@ def _hf_models(model: nn.Module) -> dict[str, Any]:
 def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     """Sets `attn_implementation` of each Hugging Face model m in `model` to `choice(m)`.
 
-    Returns the names of the models whose implementation changed. If one of them does not support
-    its choice, restores all and raises TypeError.
+    Returns the names of the models whose implementation changed. If a model does not support
+    its new implementation, restores all models and raises TypeError.
     """
     hf_models = _hf_models(model)
     before = {name: m.config._attn_implementation for name, m in hf_models.items()}

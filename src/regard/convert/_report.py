@@ -175,7 +175,8 @@ class Report:
     def smallest(self, tolerance: float | None = None) -> Point | None:
         """Returns the point with the smallest cache among the points of `curve` within `tolerance`.
 
-        Returns None if no point is within it. `tolerance` defaults to the report's.
+        Returns None if no point has an error within `tolerance`, which defaults to
+        `self.tolerance`.
         """
         limit = self.tolerance if tolerance is None else tolerance
         fitting = [point for point in self.curve if point.error <= limit]
@@ -372,7 +373,7 @@ def _head_outputs(module: Module, x: Tensor, order: Tensor | slice) -> HeadOutpu
 
 
 def _log(x: Tensor) -> Tensor:
-    """Returns log(x). Zeros in x are replaced by the smallest normal number, so it is finite."""
+    """Returns log(x), with zeros in x replaced by the smallest normal number to avoid -inf."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
 

@@ -20,7 +20,7 @@ from ..masks import Mask
 class Flops:
     """FLOPs of the matrix products of attention, counted by four conventions.
 
-    Each convention counts other query-key pairs.
+    The conventions differ in which query-key pairs they count.
     """
 
     dense: int = 0  # all pairs
@@ -39,7 +39,7 @@ class Flops:
 
     @property
     def halved(self) -> int:
-        """Half of `dense`, which the FlashAttention papers report for causal attention."""
+        """Half of `dense`: the count that the FlashAttention papers report for causal attention."""
         return self.dense // 2
 
 

@@ -64,7 +64,7 @@ class TotalCost:
 
     @property
     def training_flops(self) -> int:
-        """Three times the dense forward FLOPs: the usual convention, which ignores recomputation."""
+        """Three times the dense forward FLOPs. This usual convention ignores recomputation."""
         return 3 * self.forward_flops.dense
 
     def rows(self) -> list[CostRow]:
@@ -105,7 +105,7 @@ COUNTED = {
 
 
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
-    """Returns one row for each pass and convention. `halved` is listed for attention only."""
+    """Returns table rows, one per pass and convention. `halved` is included for attention only."""
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
     passes = {"fwd": forward, "bwd": backward}
     return [
@@ -163,10 +163,11 @@ def estimate(
 
 
 def _as_stored(layer: LayerSpec, work: Work, stored: Format) -> int:
-    """Returns the bytes read from the cache, minus the bytes of as many tokens in `work.dtype`.
+    """Returns a correction, in bytes, of the count of bytes that a layer's attention calls read.
 
-    The result corrects the bytes read by the attention calls, which ignore the cache's format and
-    window. It is negative if the cache is smaller.
+    The calls count all past tokens in `work.dtype`. The correction is the size of the cache, in the
+    format `stored` and limited to the window, minus that count. It is 0 if the calls do not read
+    the cache in place.
     """
     if not layer.reads_cache:
         return 0

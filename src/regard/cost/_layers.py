@@ -36,7 +36,7 @@ class Work:
         return self.B * self.L
 
     def narrowed(self, layer_mask: Mask | None) -> Mask | None:
-        """Returns a mask that allows the pairs that both `layer_mask` and `mask` allow."""
+        """Returns a mask that allows the pairs that both `layer_mask` and `self.mask` allow."""
         return both(layer_mask, self.mask)
 
 
@@ -163,7 +163,7 @@ class GroupedSpec(LayerSpec):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Total numbers of channels: query heads, key and value heads, and output of the heads."""
+        """Three channel counts: all query heads, all key and value heads, all heads' outputs."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 
@@ -282,10 +282,10 @@ class LatentSpec(LayerSpec):
         return [CallSpec(work.B, H, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask, shared=self.absorbed)]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, the query latents, the heads' output, and what the form needs in addition.
+        """Counts the values saved for backward: x, the query latents and the heads' output.
 
-        The expanded form needs the latents and the unrotated keys, the absorbed form the queries
-        before the product with W_uk.
+        The expanded form also saves the latents and the unrotated keys. The absorbed form also
+        saves the queries before their product with W_uk.
         """
         expanded = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
         return work.rows * (self.d_model + (self.q_rank or 0) + expanded + self.heads * self.value_dim)

@@ -69,7 +69,7 @@ def measure_machine(
 
 
 def small_calls() -> None:
-    """Runs `SMALL_CALLS` smallest calls: so many that the clock's resolution does not matter."""
+    """Runs the smallest call `SMALL_CALLS` times, so that the clock's resolution is irrelevant."""
     q = torch.zeros(1, 1, 1, 8)
     for _ in range(SMALL_CALLS):
         attention(q, q, q)
@@ -98,8 +98,8 @@ def read_rate(buffer: Tensor, threads: int) -> float:
 def together(work: Callable[[int], float], threads: int) -> float:
     """Runs `work(index)` on each thread and returns the amount of work per second.
 
-    `work` returns its amount. The total over all threads is divided by the elapsed time. `work`
-    must release the GIL, as the core's probes do.
+    `work` returns how much it did, for example in FLOPs or bytes. The sum over all threads is
+    divided by the elapsed time. `work` must release the GIL, as the core's probes do.
     """
     barrier = Barrier(threads)
 

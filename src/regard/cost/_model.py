@@ -50,7 +50,7 @@ class FeedForwardSpec(PartSpec):
         return [*router, up, Product("feed-forward, down", work.rows, hidden, self.d_model)]
 
     def inputs(self, work: Work) -> int:
-        """Counts x and the hidden activations."""
+        """Counts the values saved for backward: x and the hidden activations."""
         return sum(product.m * product.k for product in self.products(work)[-2:])
 
 

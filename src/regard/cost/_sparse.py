@@ -57,9 +57,9 @@ class ProjectedSpec(LayerSpec):
 class LongformerSpec(ProjectedSpec):
     """Longformer attention: a window of `window` tokens on each side, and global tokens.
 
-    The layer has `globals` global tokens, which attend to all tokens, and to which all tokens
-    attend. Attention of global tokens has separate query, key and value projections, and the costs
-    are those of training, where these keys and values are computed.
+    The layer has `globals` global tokens. They attend to all tokens, and all tokens attend to them.
+    Attention of global tokens has separate query, key and value projections. The cost includes the
+    products of these projections, as in training. Evaluation may avoid the keys and values.
     """
 
     window: int | tuple[int, int] = 256
@@ -119,7 +119,7 @@ class BigBirdSpec(ProjectedSpec):
 
 @dataclass(frozen=True)
 class LinformerSpec(ProjectedSpec):
-    """Linformer attention: up to `max_length` keys and values are projected to `rank` ones."""
+    """Linformer attention: projects up to `max_length` keys to `rank` keys, and values likewise."""
 
     max_length: int = 512
     rank: int = 256
@@ -144,7 +144,7 @@ class LinformerSpec(ProjectedSpec):
         return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, and the keys and values before their projection to `rank` ones."""
+        """Counts the values saved for backward: x, and k and v of all tokens before projection."""
         return work.rows * (self.d_model + 2 * self.inner)
 
 
@@ -165,7 +165,7 @@ class PerformerSpec(ProjectedSpec):
         ]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, q, k, v, and the features of q and k."""
+        """Counts the values saved for backward: x, q, k, v, and the features of q and k."""
         return work.rows * (self.d_model + self.heads * (3 * self.D + 2 * self.features))
 
 
@@ -173,8 +173,8 @@ class PerformerSpec(ProjectedSpec):
 class LinearSpec(GroupedSpec):
     """Linear attention, as in `nn.LinearAttention`, with a state (D, Dv) per key head.
 
-    FLOPs are counted as in the recurrent form: 2 D Dv to add a token to a state, and 2 D Dv per
-    query to read it.
+    FLOPs are counted as in the recurrent form: 2 D Dv to add a token to a state, and 2 D Dv for a
+    query to read a state.
     """
 
     bias: bool = False
@@ -208,9 +208,9 @@ class LinearSpec(GroupedSpec):
         ]
 
     def inputs(self, work: Work) -> int:
-        """Counts x, q, k, v, the output, the delta rule's errors, and the saved states.
+        """Counts the values saved for backward: x, q, k, v, output, delta-rule errors and states.
 
-        One state is saved before each segment of SEGMENT tokens.
+        The state is saved before each segment of SEGMENT tokens.
         """
         (Hkv, _, Dv), F = self.sizes, self.state_rows
         per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv

@@ -57,7 +57,7 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
 
 
 def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
-    """Returns the FLOPs that the peak rate would do in the time of a decode call's computation.
+    """Returns the computation time of a decode call, expressed in FLOPs at the peak rate.
 
     The computation consists of matrix products, softmax and conversion of 16-bit values.
     """
@@ -75,10 +75,10 @@ def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
 
 
 def _utilization(cost: CallCost, machine: Machine) -> float:
-    """Returns the fraction of the threads' time that is used.
+    """Returns the fraction of all threads' time in which they compute.
 
-    A split is the work of one thread, so some threads may be idle in the last round. Small calls
-    use one thread.
+    One thread computes a task alone, so some threads may be idle in the last round of tasks. Small
+    calls use one thread.
     """
     if cost.forward.executed < 2 * ALONE:
         return 1 / machine.threads

@@ -29,7 +29,7 @@ NEAR = ("same-origin", "none")  # "none": the user typed the address, or another
 
 
 class Guard:
-    """ASGI middleware that checks the Host header, the origin and a secret of each request.
+    """ASGI middleware that checks the Host header, the origin and the token or cookie of a request.
 
     A request that fails a check gets a 403 that says which check failed. Starlette's
     TrustedHostMiddleware is not used, because it ignores the port and repeated Host headers.
@@ -44,7 +44,7 @@ class Guard:
         self._cookie = f"regard-{port}"  # has the port in its name, because all ports of a host share cookies
 
     def link(self) -> str:
-        """Returns the URL of the page with the token. The token is valid once."""
+        """Returns the URL of the page, with the token as a parameter. The token is valid once."""
         host = self._host if self._host not in (None, "0.0.0.0", "::") else "127.0.0.1"
         return f"http://{_bracketed(str(host))}:{self._port}/?token={self._token}"
 

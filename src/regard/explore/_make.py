@@ -25,9 +25,9 @@ def text(*texts: str, model: Model = None) -> Explorer:
     Args:
         texts: texts to show and compare. Without texts, the page of `serve` asks for a text.
         model: a pair of a Transformers model and its tokenizer. If `regard-gallery` is installed,
-            also the path of a Transformers directory with safetensors or of a GGUF file, and the
-            default is MiniLM. From files, only data is read: code that comes with a model is not
-            executed, pickle files are not opened, and nothing is downloaded.
+            `model` may also be the path of a Transformers directory with safetensors or of a GGUF
+            file, and it defaults to MiniLM. Only data is read from files: code that comes with a
+            model is not executed, pickle files are not opened, and nothing is downloaded.
 
     Example:
         >>> explore.text("The cat sat on the mat", model=(model, tokenizer)).save("page.html")
@@ -44,8 +44,8 @@ def tensors(
 
     Args:
         q: (Hq, Lq, D), (1, Hq, Lq, D) or (Lq, D), or a list with one such tensor per layer. If
-            Lq < Lk, the queries belong to the last Lq tokens. With 100,000 tokens, q[:, -1000:] is
-            a hundredth of the work.
+            Lq < Lk, the queries belong to the last Lq tokens. With 100,000 tokens, passing
+            q[:, -1000:] instead of q needs a hundredth of the work.
         k: (Hkv, Lk, D), (1, Hkv, Lk, D) or (Lk, D), or a list with one such tensor per layer.
         tokens: Lk strings, the keys' tokens. Default: the positions as text.
         title: the title of the page.

@@ -66,7 +66,7 @@ def _summary(trace: Trace, layer: int, head: int) -> dict[str, Any]:
 
 
 def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[str, Any]:
-    """Returns all facts of a head. Block masses and maxima are those of pyramid level `coarser`.
+    """Returns all facts of a head, with block masses and maxima of pyramid level `coarser`.
 
     Level 0 has the finest blocks, and the block size doubles with each level.
     """
@@ -89,7 +89,7 @@ def head_facts(trace: Trace, layer: int, head: int, coarser: int = 0) -> dict[st
 
 
 def queries_and_keys(trace: Trace, layer: int, head: int) -> dict[str, Any]:
-    """Returns float16 q and k of a head and its options, from which the browser computes rows."""
+    """Returns a head's q and k in float16, and the options for computing weights in the browser."""
     call = trace.layers[layer]
     q, k = trace.queries_and_keys(call, head)
     left, right = _window(call)
@@ -116,7 +116,8 @@ def _half(x: Tensor) -> Array:
 def _window(layer: Layer) -> tuple[int | None, int | None]:
     """Returns how far the layer's window reaches to the left and to the right. None: no limit.
 
-    Raises ValueError for any other mask and for a bias, because the page does not support them.
+    Raises ValueError for a mask that is not a window and for a bias, because the page supports
+    neither.
     """
     mask = layer.options.get("mask")
     if layer.options.get("bias") is not None:

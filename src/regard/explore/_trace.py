@@ -49,7 +49,7 @@ def wanted(Lq: int, Lk: int, keys: Sequence[str]) -> tuple[facts.Fact, ...]:
 
 
 def finest_block(Lq: int, Lk: int) -> int:
-    """Returns the finest block size: the smallest power of two with at most MAX_CELLS blocks."""
+    """Returns the smallest block size, a power of two, with at most MAX_CELLS blocks per head."""
     block = 1
     while -(-Lq // block) * -(-Lk // block) > MAX_CELLS:
         block *= 2
@@ -132,7 +132,7 @@ class Trace:
         return np.take(_weights(*self._slice(call, head, first, last + 1)), [i - first for i in queries], 0)
 
     def tile(self, layer: int, head: int, queries: range, keys: range) -> Array:
-        """Returns the exact weights (Q, K) of consecutive queries and keys."""
+        """Returns the exact weights (Q, K) of Q consecutive queries for K consecutive keys."""
         call = self.layers[layer]
         if not _goes_by_position(call):
             return self.rows(layer, head, queries)[:, keys.start : keys.stop]

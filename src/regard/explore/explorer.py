@@ -32,7 +32,7 @@ class Explorer:
             raise ValueError("traces: expected at least one, or a model that runs on texts, got neither")
 
     def __add__(self, other: Explorer) -> Explorer:
-        """Returns an explorer with the traces of both explorers, to compare them in one page."""
+        """Returns an explorer that shows the traces of both explorers on one page."""
         return Explorer(self.traces + other.traces, self.read or other.read)
 
     def save(
@@ -87,7 +87,7 @@ class Explorer:
 
 
 def _check_heads(trace: Trace, heads: Sequence[Head] | None) -> list[Head]:
-    """Returns `heads`, or all heads of the trace if it is None.
+    """Returns `heads`, or all heads of the trace if `heads` is None.
 
     Raises ValueError for a head that the trace does not have.
     """

@@ -158,7 +158,7 @@ def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
 def _returns_weights(output_attentions: bool | None) -> bool:
     """Returns whether the model requests the weights.
 
-    Some models do not pass `output_attentions`, but request weights by an active collector.
+    Models that do not pass `output_attentions` request weights through Transformers' collector.
     """
     if output_attentions is not None:
         return output_attentions

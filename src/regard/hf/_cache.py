@@ -50,7 +50,7 @@ class CacheLayer(hf.CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Appends keys and values of new tokens. Returns all that the new queries may attend to.
+        """Appends new tokens. Returns all keys and values that the new queries may attend to.
 
         The result is a pair of keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv).
         """

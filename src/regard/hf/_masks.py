@@ -151,7 +151,8 @@ def _sequences(frame: Frame, packed_sequence_mask: Tensor) -> Mask | None:
 def _blocks(frame: Frame, block_sequence_ids: Tensor) -> Mask | None:
     """Returns a mask that allows pairs of tokens with equal block ids.
 
-    Tokens with the id -1 attend to nothing, not even to each other, so their keys get another id.
+    Tokens with the id -1 attend to nothing, not even to each other. Therefore their keys get an id
+    that no query has.
     """
     q_ids, k_ids = (block_sequence_ids[:, x] for x in frame.positions())
     return Documents(q_ids, torch.where(k_ids < 0, torch.iinfo(torch.int64).min, k_ids.long()))

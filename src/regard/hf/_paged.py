@@ -31,7 +31,7 @@ CAUSAL = Causal()
 
 
 class Batch(NamedTuple):
-    """The indices that continuous batching passes to all layers of one type. N sequences."""
+    """The indices of N sequences that continuous batching passes to all layers of one type."""
 
     cu_seqlens_q: Tensor  # (N + 1,)
     cu_seqlens_k: Tensor  # (N + 1,)

@@ -15,7 +15,7 @@ from ._masks import mask_tensor
 def register() -> None:
     """Registers `attn_implementation="regard"` with Transformers.
 
-    Models that were loaded before the call can use it too.
+    Models that were loaded before this call can use the implementation too.
 
     Example:
         >>> regard.hf.register()
@@ -30,7 +30,8 @@ def register() -> None:
 def _admit_to_continuous_batching() -> None:
     """Adds `regard` to the implementations that Transformers' continuous batching accepts.
 
-    The list of accepted implementations is hard-coded in a method of its manager, which is wrapped.
+    The list of accepted implementations is hard-coded in a method of the manager for continuous
+    batching. This function wraps the method.
     """
     original = ContinuousBatchingManager.switch_to_cb_friendly_attn
     if getattr(original, "_admits", None) == NAME:

@@ -1,9 +1,9 @@
 """Stand-ins: tensor subclasses that carry a mask or a cache through the code of models.
 
 Masks, keys and values reach the attention function of Transformers through the code of several
-hundred models. Some models read their shape and dtype, and a few compute with them. A stand-in has
-the shape and dtype of the dense tensor, but no memory. Any operation on a stand-in first builds the
-dense tensor, so code that does not know stand-ins is correct but slower.
+hundred models. Some models read the shape and dtype of these tensors, and a few compute with them.
+A stand-in has the shape and dtype of the dense tensor, but no memory. Any operation on a stand-in
+first builds the dense tensor, so code that does not know stand-ins is correct but slower.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class AttentionLayer(CheckedModule):
     def _forward_nested(self, x: Tensor, options: LayerOptions, **keywords: Any) -> Tensor:
         """Applies the layer to a nested tensor x (N, j, d_model) and returns one of the same shape.
 
-        Packs x, calls `forward` on the packed tokens, and unpacks the result.
+        j is the jagged dim. Packs x, calls `forward` on the packed tokens, and unpacks the result.
         """
         options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
         packed = packed_tokens("x", x, self.d_model)

@@ -51,7 +51,7 @@ class LayerOptions(NamedTuple):
     cache: CacheLike | None = None
 
     def refuse(self, why: str, *names: str) -> None:
-        """Raises ValueError if one of the named options is not None."""
+        """Raises ValueError, with the reason `why`, if one of the options `names` is not None."""
         for name in names:
             value = getattr(self, name)
             if value is not None:

@@ -137,7 +137,7 @@ def _softmax(s: Tensor, options: DenseOptions, w: Tensor) -> None:
 
 
 def _tile_size(H: int, pairs: int) -> tuple[int, int]:
-    """Returns the numbers of samples and of heads in a tile, given Lq * Lk `pairs` per head.
+    """Returns the numbers of samples and of heads in a tile. `pairs` is Lq * Lk.
 
     A tile has one or more samples with all H heads, or some heads of one sample.
     """

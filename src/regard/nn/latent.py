@@ -27,7 +27,7 @@ RMS = partial(nn.RMSNorm, eps=1e-6)
 
 
 class Ways(NamedTuple):
-    """The numbers of operations (multiplications and additions) of the two forms."""
+    """The numbers of multiplications and additions in the absorbed and in the expanded form."""
 
     absorbed: int
     expanded: int
@@ -54,8 +54,8 @@ class LatentAttention(AttentionLayer):
     - *expanded*: computes the keys (nope_dim + rope_dim channels) and the values (value_dim
       channels) of every head.
     - *absorbed*: uses q . (W_uk c) = (q W_uk) . c. It multiplies the queries by W_uk, attends to
-      the latents as one key head with rank + rope_dim channels, of which the first `rank` are also
-      the value, and multiplies the output by W_uv.
+      the latents, and multiplies the output by W_uv. The latents are one key head with
+      rank + rope_dim channels. The first `rank` channels of a latent are also its value.
 
     Args:
         d_model: width of the input and of the output.

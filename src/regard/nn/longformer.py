@@ -30,7 +30,7 @@ class GlobalTokens(NamedTuple):
 
     @property
     def real(self) -> Tensor:
-        """A bool mask (B, n) of `positions`, False where it is padded."""
+        """A bool mask (B, n) that is False for the padding of `positions`."""
         return self.positions >= 0
 
     def gather(self, x: Tensor) -> Tensor:
@@ -123,9 +123,10 @@ class LongformerAttention(Projected):
     def _local(self, qkv: QKV, chosen: GlobalTokens | None, padding: Mask | None) -> Tensor:
         """Returns the attention (B, H, L, D) of all tokens to their windows and to the global keys.
 
-        With dilation, windows and global keys are two calls whose results are merged. A dilated
-        window is contiguous among the positions with one remainder modulo the dilation, and the
-        kernels use this. Global keys in the same mask would prevent it.
+        With dilation, one call attends to the windows, another to the global keys, and the results
+        are merged. The reason: a dilated window is contiguous among the positions that are equal
+        modulo the dilation, and the kernels exploit this. They could not if the mask also
+        contained the global keys.
         """
         dropout = self._call_dropout()
         if chosen is None:
@@ -167,9 +168,9 @@ class LongformerAttention(Projected):
         """Computes attention from q (B, H, n, D) to x (B, 1, L, d_model): (B, H, n, D).
 
         Keys and values are not computed. Since q . (W_k x) = (q W_k) . x, the queries are
-        multiplied by W_k and the output by W_v. The key bias adds a
-        constant to all scores of a row, which softmax ignores. The weights sum to 1, so the value
-        bias is added once.
+        multiplied by W_k and the output by W_v. The key bias is omitted: it adds a constant to all
+        scores of a row, which softmax ignores. The weights sum to 1, so the value bias is added
+        once.
         """
         W_k, W_v = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.key_global, self.value_global))
         out: Tensor = attention(q @ W_k, x, x, mask=padding, scale=self.head_dim**-0.5) @ W_v.mT

@@ -30,9 +30,9 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
       weights. They are never NaN.
     - `is_causal=True` needs no `attn_mask`. If there is one, both restrictions apply.
     - `attn_mask` may also be (B, Lq, Lk) or (B, heads or 1, Lq, Lk).
-    - Weights are returned before dropout. Memory of size Lq x Lk is used only if weights are
-      returned. It is one matrix per sample, instead of one per head, if weights are averaged and no
-      gradient is recorded.
+    - Weights are returned before dropout. Lq x Lk matrices are allocated only if weights
+      are returned: one matrix per sample if weights are averaged and no gradient is recorded, else
+      one matrix per sample and head.
     - Nested tensors of both layouts are supported in training, also in cross-attention.
     - `load_state_dict` checks all names and shapes before it copies a tensor.
 

@@ -132,7 +132,7 @@ class PerformerAttention(Projected):
         return generalized_features(_wide(x), self.projection, kernel, scale=self.head_dim**-0.5)
 
     def _sums(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Returns sums over all keys, (B, H, m, Dv + 1): phi(k) v^T, and phi(k) as last column.
+        """Returns (B, H, m, Dv + 1): the sum of phi(k) v^T over all keys, then the sum of phi(k).
 
         Keys are processed in chunks, so that their features stay in the CPU caches. The sums are
         divided by exp(top), the largest feature of any key, so that they do not overflow. This
@@ -187,7 +187,7 @@ class PerformerAttention(Projected):
     def _causal_key_features(
         self, k: Tensor, padding: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns a chunk's key features (B, H, L, m), their log decay (B, H, L), and last top.
+        """Returns a chunk's key features (B, H, L, m), log decay (B, H, L) and last top (B, H, 1).
 
         `top` is the largest exponent up to each key. The features are divided by exp(top), and the
         log decay is the decrease of top from key to key. `before` (B, H, 1) is the last top of the

@@ -32,7 +32,7 @@ def capture(seen: Capture) -> str:
 
 
 def layer(layer: Layer) -> str:
-    """Returns an HTML table with one row per head, which contains its scores for all roles."""
+    """Returns an HTML table with one row per head. A row shows the head's scores for all roles."""
     lines = (f"<td>{head.index}</td>{_scores(head.roles)}" for head in layer)
     return _page(layer, _strip(layer.texts()), _table(("head", *ROLES), lines))
 
@@ -105,7 +105,7 @@ def _token(text: str, share: float = 0.0) -> str:
 
 
 def _list(head: Head, query: int) -> str:
-    """Returns HTML with the keys of the largest weights of one query, and these weights."""
+    """Returns HTML that lists one query's largest weights and the keys that have them."""
     keys = head.top(query)[:MOST_KEYS]
     return " ".join(f"{_token(key.token, key.weight)} {key.weight:.2f}" for key in keys)
 

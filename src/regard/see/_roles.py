@@ -2,8 +2,8 @@
 
 All scores are computed from facts of O(L) size. `duplicate` and `induction` need the mass on pairs
 of equal tokens. A query's mass on the keys that a mask allows is exp(LSE with the mask - LSE
-without it), where LSE is the log-sum-exp of scores. So two attention calls that return the LSE
-suffice.
+without it), where LSE is the log-sum-exp of scores. So each of these roles needs only two attention
+calls that return the LSE: one with the mask of its pairs and one without it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def named(role: Role | None) -> str:
 
 
 def chosen(roles: dict[str, Role]) -> Role | None:
-    """Returns the first role of `ROLES` whose score is certain and reaches the threshold, or None."""
+    """Returns the first role of `ROLES` that is certain and reaches its threshold, or None."""
     reached = (roles[name] for name, role in ROLES.items() if roles[name].score >= role.least)
     return next((role for role in reached if role.certain), None)
 
@@ -144,9 +144,10 @@ def _direction(offset: int) -> str:
 
 
 def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
-    """Returns each head's share (Hq,) of mass on sinks, and the key (Hq,) with the most mass.
+    """Returns each head's share (Hq,) of mass on sinks, and the index (Hq,) of its heaviest key.
 
-    Sinks are the first key and all delimiters.
+    Sinks are the first key and all delimiters. The heaviest key receives the most mass of all keys,
+    whether it is a sink or not.
     """
     mass = layer.fact(facts.ColumnMass())[sample, :, : len(layer.key_texts(sample))]
     chosen = [0] if layer.tokens is None else _tokens.delimiters(layer.tokens[sample])
@@ -159,9 +160,10 @@ def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
 def of_tokens(
     q: Tensor, k: Tensor, options: dict[str, Any], tokens: tuple[tuple[str, ...], ...] | None
 ) -> dict[str, Pair]:
-    """Returns the scores and query counts of `duplicate` and `induction`, each (B, Hq).
+    """Returns a dict from "duplicate" and "induction" to a score and a query count, each (B, Hq).
 
-    All are 0 if no token repeats or if tokens are unknown.
+    A score is a mean over queries, and the count is the number of these queries. Scores and counts
+    are 0 if no token repeats or if the tokens are unknown.
     """
     B, Hq, n = q.shape[0], q.shape[1], k.shape[2]
     if tokens is None or all(len(set(sample)) == len(sample) for sample in tokens):

@@ -78,7 +78,7 @@ class Application(ABC):
     def measure(self, model: nn.Module, held: Any) -> Scores:
         """Returns the model's scores on `held`, which is `tested` or `validated`.
 
-        The keys are all measures in `more` and `less`.
+        The keys of the result are the names of measures in `more` and `less`.
         """
 
     def validation(self, model: nn.Module) -> float:

@@ -25,7 +25,7 @@ def package_file(package: str, *parts: str) -> Path:
 def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
     """Returns the first of `places` that exists.
 
-    If none exists, raises a FileNotFoundError that says what is missing and names `command`.
+    If none exists, raises a FileNotFoundError whose message contains `what` and `command`.
     """
     for place in map(Path, places):
         if place.exists():

@@ -37,7 +37,10 @@ class PlainAttention(Attention):
 
 
 class PlainGraphAttention(GraphAttention):
-    """`GraphAttention` by gather and scatter. Materialises a tensor (E, H, d_head) for E edges."""
+    """`GraphAttention` that uses PyTorch's gather and scatter operations.
+
+    Materialises a tensor (E, H, d_head) for E edges and H heads.
+    """
 
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
         source, target = graph.edges
@@ -61,7 +64,10 @@ def _dense(mask: Mask, Lq: int, Lk: int) -> Tensor:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Makes every attention layer of `model` use PyTorch, in place. Keeps the parameters."""
+    """Makes every attention layer of `model` use PyTorch, and returns the same model.
+
+    The parameters do not change.
+    """
     layers = [module for module in model.modules() if type(module) in KINDS]
     if not layers:
         raise ValueError(f"model: expected attention of {[kind.__name__ for kind in KINDS]}, got none")

@@ -85,8 +85,8 @@ def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
 def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
     """Trains and scores a model with one seed.
 
-    With `resume`, continues an interrupted run; the outcome of a finished run is read from its
-    checkpoint.
+    With `resume`, continues an interrupted run. If that run is already finished, reads its outcome
+    from its checkpoint.
     """
     began = perf_counter()
     app = kind(quick=options.quick, seed=seed)

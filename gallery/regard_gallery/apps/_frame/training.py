@@ -47,9 +47,9 @@ def rival_scores(app: Application, rival: Build) -> Scores:
 def train(app: Application, path: Path | None, attention: str, tick: Progress, build: Build = None) -> State:
     """Trains a model and returns the final state, with the weights of the best validation score.
 
-    Every validation writes a checkpoint to `path`. If `path` exists, training resumes from it. The
-    caller deletes the file. `tick` is called after every step. `build`, if given, builds the model
-    instead of `app.model`.
+    Every validation writes a checkpoint to `path`. If `path` exists, training resumes from it. This
+    function does not delete the file. `tick` is called after every step. `build`, if given, builds
+    the model instead of `app.model`.
     """
     state, metadata = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
@@ -151,7 +151,8 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
     """Returns the seconds of a training step with each of ATTENTIONS.
 
-    Steps on one batch are timed in turns, for about `seconds` in total. The shortest time counts.
+    All steps use the same batch. The attentions take turns for about `seconds` in total, and the
+    shortest time of each is returned.
     """
     batch = app.batch(model, torch.Generator().manual_seed(0))
 

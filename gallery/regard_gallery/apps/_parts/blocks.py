@@ -13,7 +13,7 @@ from regard.nn import Block, EncoderBlock, Stack
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes of transformer blocks, which `stack` builds."""
+    """Sizes of transformer blocks. The method `stack` builds the blocks."""
 
     d_model: int = 64
     heads: int = 4

@@ -51,7 +51,7 @@ class TextEncoder(nn.Module):
 class TextClassifier(nn.Module):
     """Maps tokens (B, L) and lengths (B,) to logits (B, classes).
 
-    The logits are a linear map of the mean state.
+    The logits are a linear map of the encoder's states, averaged over the tokens.
     """
 
     def __init__(self, encoder: TextEncoder, classes: int, dropout: float = 0.1) -> None:

@@ -83,8 +83,10 @@ class LanguageApp(Application):
     def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Returns -log2 of each token's predicted probability, except the first token's: (n - 1,).
 
-        Sequences overlap by half, and only the second half of each is used (of the first sequence,
-        both). So all tokens after the first `length` / 2 have at least that much context.
+        The model runs on sequences of `length` tokens, each of which overlaps half of the sequence
+        before it. Only the predictions in the second half of a sequence are used, except in the
+        first sequence, where all are. So every prediction after the first `length` / 2 has a
+        context of more than `length` / 2 tokens.
         """
         half = self.length // 2
         padded = F.pad(tokens, (0, -(len(tokens) - 1) % half + half))
@@ -157,7 +159,10 @@ def count_bytes(texts: list[str]) -> int:
 
 
 def _bytes(texts: list[str]) -> Any:
-    """Returns the bytes of all texts as tokens 1 to 256, with END (0) in the places of `encode`."""
+    """Returns the bytes of all texts as tokens 1 to 256.
+
+    As in `encode`, END (0) is before the first text and after every text.
+    """
     tokens = [0]
     for text in texts:
         tokens += [1 + byte for byte in text.encode()] + [0]

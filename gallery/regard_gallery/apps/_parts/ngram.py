@@ -31,7 +31,7 @@ class _Order(NamedTuple):
 class NGrams:
     """A model of each token's probability given the `order` - 1 tokens before it.
 
-    The smoothing is that of Chen and Goodman (1998).
+    The probabilities are smoothed as in Chen and Goodman (1998).
     """
 
     def __init__(self, tokens: Numbers, vocabulary: int, order: int = 5) -> None:
@@ -46,7 +46,7 @@ class NGrams:
             self.orders.append(_order(codes, counts, vocabulary))
 
     def bits(self, tokens: Numbers) -> Floats:
-        """Returns -log2 of the probability of each token given the tokens before it, (n,)."""
+        """Maps n tokens to -log2 of the probability of each given the tokens before it, (n,)."""
         probabilities = np.full(len(tokens), 1 / self.vocabulary)
         context = np.zeros(len(tokens), np.int64)  # id of the (n - 1)-gram before each token; starts at n = 1
         for order in self.orders:
@@ -59,8 +59,9 @@ class NGrams:
 def _tables(tokens: Numbers, vocabulary: int, order: int) -> list[tuple[Numbers, Numbers, Numbers]]:
     """Returns, for each n from 1 to `order`, three arrays that describe the n-grams of `tokens`.
 
-    These are the sorted codes of the distinct n-grams; for each token, the id of the n-gram that
-    ends there, or UNSEEN; and for each distinct n-gram, the index at which it first ends.
+    The first array has the sorted codes of the distinct n-grams. The second has, for each token,
+    the id of the n-gram that ends with this token, or UNSEEN. The third has, for each distinct
+    n-gram, the index of the token with which it first ends.
     """
     tables, context = [], np.zeros(len(tokens), np.int64)
     for _ in range(order):
@@ -100,7 +101,7 @@ def _discounts(counts_of_counts: Floats) -> Floats:
 def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: int, lower: Floats) -> Floats:
     """Returns the probability of each token given its context, interpolated with `lower`.
 
-    `lower` are the probabilities given contexts that are shorter by one token.
+    `lower` has the probability of each token given a context that is shorter by one token.
     """
     known = (context != UNSEEN) & (context < len(order.totals))
     row = np.where(known, context, 0)

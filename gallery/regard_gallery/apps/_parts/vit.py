@@ -41,9 +41,10 @@ class ViT(nn.Module):
         return out
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns the embedded class token and patches, (B, 1 + patches, d_model).
+        """Returns the embeddings (B, 1 + n, d_model) of the class token and the n patches.
 
-        The patches are in row-major order. Position embeddings are added.
+        The class token comes first, then the patches in row-major order. Position embeddings are
+        added.
         """
         check_images(images, self.shape)
         patches = self.patches(images).flatten(2).transpose(1, 2)
@@ -53,7 +54,8 @@ class ViT(nn.Module):
     def looks(self, images: Tensor) -> Tensor:
         """Returns the class token's attention weights on the patches, (B, side, side).
 
-        The weights are from the last layer, averaged over its heads and scaled to a sum of 1.
+        `side` is the number of patches in a row and in a column. The weights are from the last
+        layer, averaged over its heads and scaled to a sum of 1.
         """
         last = layer_rows(self.stack, self.tokens(images), 0)[-1]  # (B, H, L)
         on_patches = last[:, :, 1:].mean(1)

@@ -52,7 +52,7 @@ class Played(NamedTuple):
 def play(
     model: nn.Module, episodes: int, seed: int, limit: int = LIMIT, generator: torch.Generator | None = None
 ) -> Played:
-    """Plays `episodes` episodes at once, of at most `limit` steps.
+    """Plays `episodes` episodes in parallel, each of at most `limit` steps.
 
     Samples actions with `generator`. If it is None, takes the most probable actions.
     """
@@ -91,8 +91,8 @@ def advantages(played: Played) -> Tensor:
     """Returns generalised advantage estimates (GAE), (B, L).
 
     The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. If the pole
-    fell, later rewards are 0. If the episode reached the step limit, the critic's value of the last
-    state stands for the later rewards.
+    fell, later rewards are 0. If the episode reached the step limit, the later rewards are
+    estimated by the critic's value of the last state.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)

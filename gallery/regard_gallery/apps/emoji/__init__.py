@@ -2,7 +2,7 @@
 
 Data: 1,906 emoji with names, and their skin tone variants, from the npm package
 `emoji-datasource-google`. Only the image encoder is trained. The names are encoded by MiniLM, whose
-weights stay as they are.
+weights are frozen.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
     @property
     def plain(self) -> Tensor:
-        """The first image of each emoji, which has no skin tone: (len(emoji), 3, SIZE, SIZE)."""
+        """The first image of each of n emoji, without a skin tone: (n, 3, SIZE, SIZE)."""
         return self.images[self.first[:-1]]
 
 
@@ -123,7 +123,10 @@ class App(Application):
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """Returns MiniLM's embeddings (len(texts), SENTENCE): mean states, scaled to length 1."""
+        """Returns MiniLM's embeddings of the texts, (len(texts), SENTENCE).
+
+        An embedding is the mean of the states of a text's tokens, scaled to length 1.
+        """
         sums = []
         for begin in range(0, len(texts), BATCH):
             tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))

@@ -25,9 +25,10 @@ class CLIP(nn.Module):
         self.sharpness = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Returns the cosine of every image with every text, times a learned factor.
+        """Returns scores (number of images, number of texts).
 
-        The result is (number of images, number of texts).
+        A score is the cosine similarity of an image's and a text's embedding, times a learned
+        factor.
         """
         cosines = self.of_images(images) @ self.of_texts(texts).T
         return cosines * self.sharpness.clamp(max=SHARPEST).exp()
@@ -40,9 +41,10 @@ class CLIP(nn.Module):
 
 
 def contrast(scores: Tensor) -> Tensor:
-    """Returns the symmetric contrastive loss of scores (B, B), image by text.
+    """Returns CLIP's symmetric contrastive loss of scores (B, B).
 
-    Image i belongs to text i, so that the diagonal has the matching pairs.
+    scores[i, j] compares image i with text j. Image i belongs to text i, so the matching pairs are
+    on the diagonal.
     """
     labels = torch.arange(len(scores), device=scores.device)
     return 0.5 * (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels))

@@ -16,9 +16,10 @@ from .._parts.blocks import Blocks
 class LinearForecaster(nn.Module):
     """Maps series (B, past + ahead, channels) to the next `ahead` values of channel 0, (B, ahead).
 
-    The forecast is the past mean of channel 0 plus three linear maps: of its moving average, of the
-    remainder (both as in DLinear; Zeng et al., 2023), and of the other channels, whose future is
-    known.
+    Subtracts the mean from the past of channel 0 and decomposes the result into a moving average
+    and the remainder, as in DLinear (Zeng et al., 2023). The forecast is the mean, plus a linear
+    map of the moving average, a linear map of the remainder, and a linear map of the other
+    channels, whose future is known.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, window: int = 25) -> None:
@@ -43,9 +44,9 @@ class LinearForecaster(nn.Module):
 class PatchForecaster(nn.Module):
     """Adds a correction, computed by attention between patches, to a LinearForecaster's forecast.
 
-    Inputs and outputs are those of LinearForecaster. A token is a patch of `patch` time steps.
-    Channel 0 is standardised by the mean and deviation of its past, and its future is not read. The
-    correction is 0 at initialisation.
+    Inputs and outputs have the same shapes and meaning as in LinearForecaster. A token is a patch
+    of `patch` time steps. Channel 0 is standardised by the mean and standard deviation of its past.
+    The future of channel 0 is not read. The correction is 0 at initialisation.
     """
 
     def __init__(self, channels: int, past: int, ahead: int, *, patch: int = 8) -> None:

@@ -1,8 +1,8 @@
 """Papers of Cora: predicts a paper's subject from words and citations, with 20 labels per subject.
 
 Data: Cora (2,708 papers, 1,433 words, 5,429 citations) from the package `graphdatascience`. The
-split is random and depends on the seed. The GAT paper reports 83.0 % for one fixed split, which is
-not in the package.
+split is random and depends on the seed. The GAT paper reports 83.0 % for one fixed split. The
+package does not contain that split.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ class App(Application):
         return list(zip(source[into].tolist(), w[into].tolist(), strict=True))
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws the attention of a test paper, with at most 12 neighbours, to its neighbours."""
+        """Draws the attention weights of one test paper on its neighbours.
+
+        Chooses the test paper with the most neighbours, but at most 12.
+        """
         degrees = self.data.graph.edges[1].bincount()[self.tested]
         paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])
         neighbours = [pair for pair in self._attended(model, paper) if pair[0] != paper]

@@ -52,8 +52,8 @@ def fashion(which: str, count: int | None = None, seed: int | None = None) -> Im
 def read_idx(path: Path, rank: int) -> Tensor:
     """Reads a gzipped IDX file of `rank` dims with uint8 elements.
 
-    The file has two zero bytes, a byte each for element type and rank, four bytes per size, and the
-    elements.
+    The file has two zero bytes, one byte for the element type, one byte for the rank, four bytes
+    for the size of each dim, and then the elements.
     """
     # No library: torchvision is heavy for this, and idx2numpy has had no release for years.
     stored = gzip.decompress(bounded(path).read_bytes())

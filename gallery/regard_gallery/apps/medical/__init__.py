@@ -5,9 +5,10 @@ The template is one brain, the average of 152 people. Training, validation and t
 its axial slices with gaps between the ranges, because neighbouring slices are nearly equal. The
 results do not carry over to other people, other scanners or illness.
 
-The template is lit evenly, so that brightness alone nearly determines the tissue. Scanners light
-unevenly. Each slice is therefore multiplied by a smooth random field, and noise is added. Scores on
-the unchanged slices ("even light") are listed too.
+In the template, a tissue is equally bright everywhere, so that brightness alone nearly determines
+the tissue. In a scanner's images, brightness also varies smoothly with the position (a bias field).
+Each slice is therefore multiplied by a smooth random field, and noise is added ("uneven light").
+Scores on the unchanged slices ("even light") are listed too.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class App(Application):
     def baselines(self) -> dict[str, Scores]:
         """Scores a baseline that labels tissue by two thresholds of brightness.
 
-        For each light (uneven, even), the thresholds are those that are best on training slices in
-        that light.
+        There is one pair of thresholds for uneven and one for even light. Each pair is the best one
+        on training slices in that light.
         """
         shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
         by_light = []
@@ -204,7 +205,7 @@ def levels(slices: Slices) -> Tensor:
 def thresholds(slices: Slices) -> tuple[int, int]:
     """Returns the lowest level of brightness that counts as grey matter, and the lowest for white.
 
-    Of all pairs of levels, they have the largest sum of both Dice scores.
+    Chooses the pair of levels with the largest sum of the Dice scores of grey and white matter.
     """
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])

@@ -51,7 +51,7 @@ class Segmenter(nn.Module):
         return out
 
     def _tokens(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Returns the features of each resolution, and embedded patches (B, patches, d_model)."""
+        """Returns the features of each resolution, and embeddings (B, n, d_model) of n patches."""
         check_images(images, self.shape)
         skips = [F.gelu(self.first(images))]
         for down in self.down:
@@ -59,10 +59,10 @@ class Segmenter(nn.Module):
         return skips, self.patches(skips[-1]).flatten(2).transpose(1, 2) + self.places
 
     def looks(self, image: Tensor, row: int, column: int) -> Tensor:
-        """Returns the attention weights of the patch at (row, column), (layers, *grid).
+        """Returns the attention weights (layers, rows, columns) of the patch at (row, column).
 
-        The image is (1, height, width), and `grid` its rows and columns of patches. Weights are
-        averaged over the heads.
+        The image (1, height, width) has `rows` x `columns` patches. Weights are averaged over the
+        heads.
         """
         layers = layer_rows(self.stack, self._tokens(image[None])[1], row * self.grid[1] + column)
         return torch.stack([weights[0].mean(0).unflatten(0, self.grid) for weights in layers])

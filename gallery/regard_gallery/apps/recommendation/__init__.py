@@ -1,8 +1,9 @@
 """MovieLens-100k: a causal transformer (SASRec) predicts the film that a user rates next.
 
 Data: 100,000 ratings of 943 users and 1,682 films, from the package `recbole`. The last film of
-every user is for the test, the film before it for validation. The film is ranked among all films
-that the user has not rated. Papers that rank it among 100 sampled films report higher scores.
+every user is for the test, the film before it for validation. Each of these two films is ranked
+among all films that the user has not rated before. Papers that rank it among 100 sampled films
+report higher scores.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class App(Application):
     def baselines(self) -> dict[str, Scores]:
         """Scores popularity and two Markov chains.
 
-        The first chain uses the latest film. The second uses several films; their number and `fade`
-        are those with the best validation score.
+        The first chain uses the latest film. The second uses several of the latest films. The
+        number of films and the weight `fade` are chosen by the validation score.
         """
         candidates = [(films, fade) for films in FILMS for fade in FADES]
         best = max(candidates, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
@@ -110,7 +111,7 @@ class App(Application):
         follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
 
         def after(seen: Tensor) -> Tensor:
-            """Returns a score for each film to be the next after the history `seen`.
+            """Returns each film's score as the next film after the history `seen`.
 
             The scores have the shape (len(self.titles),). Popularity breaks ties.
             """
@@ -139,7 +140,8 @@ class App(Application):
     def film(self, title: str) -> int:
         """Returns the number of the film with this title.
 
-        The title may lack the year. If no film has the title, it may be the beginning of one.
+        `title` may lack the year. If no film has this title, finds the film whose title begins with
+        `title`.
 
         Raises ValueError if no film or several films match.
         """
@@ -207,8 +209,9 @@ def last_scores(model: nn.Module, histories: list[Tensor]) -> Tensor:
 def ranks(score: Callable[[list[Tensor]], Tensor], histories: list[Tensor], back: int) -> Tensor:
     """Returns the rank (n,) of the film at index -back of each history. The best rank is 0.
 
-    `score` maps the histories before these films to scores (n, films + 1). Films that the user has
-    rated before are excluded. Of the films with an equal score, half count as better.
+    `score` maps n histories, each cropped before the ranked film, to scores (n, films + 1). Films
+    that the user has rated before are excluded. Of the films with an equal score, half count as
+    better.
     """
     known, right = [seen[:-back] for seen in histories], torch.stack([seen[-back] for seen in histories])
     scores = score(known).clone()
@@ -220,12 +223,12 @@ def ranks(score: Callable[[list[Tensor]], Tensor], histories: list[Tensor], back
 
 
 def quality(found: Tensor) -> Scores:
-    """Returns hit rate and NDCG at 10 for ranks (n,), of which 0 is the best."""
+    """Returns hit rate at 10 and NDCG at 10 for ranks (n,). The best rank is 0."""
     hit = (found < TOP).double()
     return {"HR@10": hit.mean().item(), "NDCG@10": (hit / (found + 2).double().log2()).mean().item()}
 
 
 def markov(histories: list[Tensor], films: int) -> Tensor:
-    """Returns (films, films): entry (i, j) is how often film j directly followed film i."""
+    """Returns counts (films, films). Entry (i, j) is how often film j directly followed film i."""
     pairs = torch.cat([torch.stack([seen[:-1], seen[1:]]) for seen in histories], 1)
     return (pairs[0] * films + pairs[1]).bincount(minlength=films**2).view(films, films).float()

@@ -43,5 +43,5 @@ class SASRec(nn.Module):
         return out
 
     def score(self, states: Tensor) -> Tensor:
-        """Maps states (..., d_model) to logits (..., items + 1) by the item embeddings."""
+        """Maps states (..., d_model) to logits (..., items + 1), with the embeddings as weights."""
         return states @ self.items.weight.T + self.bias

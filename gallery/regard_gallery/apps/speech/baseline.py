@@ -26,7 +26,10 @@ class Templates(NamedTuple):
     symbols: list[int]  # the symbol of each template
 
     def costs(self, heard: Tensor) -> Tensor:
-        """Maps frames (L, features) to the cost of each frame in each state, (L, n, longest)."""
+        """Maps frames (L, features) to the cost of each frame in each state, (L, n, longest).
+
+        There are n templates with at most `longest` states.
+        """
         if self.spread is None:
             return torch.cdist(heard, self.mean.flatten(0, 1)).view(len(heard), *self.mean.shape[:2])
         scaled = (heard[:, None, None] - self.mean) / self.spread
@@ -59,7 +62,7 @@ class Templates(NamedTuple):
     def _backtrace(self, ends: list[tuple[int, int]]) -> list[int]:
         """Returns the symbols of the best path.
 
-        ends[t] is the best word that ends at frame t, and the frame at which the word begins.
+        ends[t] is a pair: the best word that ends at frame t, and the frame at which it begins.
         """
         symbols, t = [], len(ends) - 1
         while t >= 0:
@@ -70,10 +73,11 @@ class Templates(NamedTuple):
 
 
 def _moves(x: Tensor) -> Tensor:
-    """Returns (3, n, longest): for each state, the values of the states before a move into it.
+    """Returns (3, n, longest): entry (m, w, s) is x at state s - m of word w.
 
-    The moves are to stay, to advance by one state and to advance by two. x (n, longest + 2) has the
-    values of all states, after two columns for entering a word.
+    A move into state s stays (m = 0), advances by one state (m = 1) or by two (m = 2), so that it
+    comes from state s - m. x (n, longest + 2) has two columns for entering a word, and then a
+    column for each state.
     """
     return torch.stack([x[:, 2:], x[:, 1:-1], x[:, :-2]])
 
@@ -123,7 +127,10 @@ def _gaussians(frames: Tensor, path: Tensor, states: int) -> tuple[Tensor, Tenso
 
 
 def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
-    """Returns the state of each frame, (L,), on each recording's cheapest path through `word`."""
+    """Finds each recording's path of least cost through `word` (Viterbi).
+
+    Returns a tensor (L,) per recording of L frames: the state of each frame on the path.
+    """
     padded = pad_sequence(recordings, batch_first=True)
     costs = word.costs(padded.flatten(0, 1))[:, 0].unflatten(0, padded.shape[:2])  # (n, longest, states)
     total = torch.full((len(recordings), costs.shape[2] + 2), torch.inf)
@@ -139,9 +146,10 @@ def _paths(word: Templates, recordings: list[Tensor]) -> list[Tensor]:
 
 
 def _states(moves: list[list[int]]) -> Tensor:
-    """Returns the state of each frame, (L,), on the path that ends in the last state.
+    """Backtraces the Viterbi path from the last state. Returns the state of each frame, (L,).
 
-    moves[frame][state] is by how many states the best path advanced to reach `state` at `frame`.
+    moves[frame][state] is the number of states by which the best path advanced to reach `state` at
+    `frame`.
     """
     state, states = len(moves[0]) - 1, []
     for by_state in reversed(moves):

@@ -1,4 +1,4 @@
-"""A small speech recogniser: an encoder trained with CTC, which needs no labels of time."""
+"""A small speech recogniser: an encoder trained with CTC, which needs no time labels."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """English to French: an encoder-decoder for short sentences, with cached beam search.
 
 Data: sentence pairs of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the
-source package of `nmt` on PyPI. English sentences have at most WORDS words. They are held out with
-all their translations. No training pair contains a held-out English or French sentence, not even
-with other case or punctuation.
+source package of `nmt` on PyPI. English sentences have at most WORDS words. English sentences of
+the test and validation are held out with all their translations. No training pair contains a
+held-out English or French sentence, not even with other case or punctuation.
 """
 
 from __future__ import annotations
@@ -190,9 +190,10 @@ class App(Application):
     def alignment(
         self, model: nn.Module, source: str, target: list[int]
     ) -> tuple[Tensor, list[str], list[str]]:
-        """Returns cross-attention weights (French words, English words) and both lists of words.
+        """Returns cross-attention weights, the list of English words and the list of French words.
 
-        Weights are averaged over all heads of all layers. The list of English words comes first.
+        The weights have a row per French word and a column per English word. They are averaged over
+        all heads of all layers.
         """
         from regard.see import capture
 

@@ -27,9 +27,9 @@ def beam_search(
 
     Args:
         step: `step(tokens, parents)` returns the log-probabilities of the next token, (samples *
-            width, words). Both arguments are (samples * width,). Row i is the sequence in row
-            parents[i] of the previous call, followed by tokens[i]. Rows of a sample are adjacent.
-            In the first call, parents[i] is i.
+            width, words), where `words` is the size of the vocabulary. Both arguments are (samples
+            * width,). Row i is the sequence in row parents[i] of the previous call, followed by
+            tokens[i]. Rows of a sample are adjacent. In the first call, parents[i] is i.
         samples: the number of samples.
         start, end: the tokens that begin and end every sequence. Results contain neither.
         width: the number of beams per sample; 1 is greedy search.
@@ -58,9 +58,10 @@ def beam_search(
 
 
 def _only_end(log_probs: Tensor, ended: Tensor, last: bool, end: int) -> Tensor:
-    """Returns log_probs (samples, width, words) in which some beams can only continue with `end`.
+    """Returns log_probs (samples, width, words), in which a beam that has ended only repeats `end`.
 
-    These are all beams if `last`, and beams that have ended, for which `end` then costs nothing.
+    For a beam that has ended, `end` has log-probability 0 and every other token -inf. If `last`,
+    the other tokens are -inf for all beams, so that every beam ends.
     """
     others = torch.arange(log_probs.shape[-1]) != end
     free = log_probs.masked_fill(ended[..., None], 0.0)

@@ -46,8 +46,9 @@ def _writer(d_model: int, heads: int, *, hidden: int | None, dropout: float, pos
 class Translator(nn.Module):
     """Maps source and target sentences to next-token logits (total, words).
 
-    `total` is the number of target tokens without padding. If the attribute `packed` is True,
-    padding is removed before the blocks, which does not change the result.
+    `total` is the number of target tokens without padding, `words` the size of the vocabulary. If
+    the attribute `packed` is True, padding is removed before the blocks, which does not change the
+    result.
     """
 
     def __init__(self, words: int, blocks: Blocks = BLOCKS) -> None:
