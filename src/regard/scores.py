@@ -19,6 +19,8 @@ from ._tools.arguments import Offset, brief, count, describe, first_position, sa
 class Alibi:
     """The bias of ALiBi (attention with linear biases): `-slopes[h] * |pos - j|`.
 
+    It applies to head h, a query at position pos, and key j.
+
     Args:
         slopes: a float tensor (Hq,). `Alibi.standard(Hq)` has the slopes of the paper.
 

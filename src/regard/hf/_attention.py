@@ -101,10 +101,10 @@ def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
 
 
 def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
-    """Returns the masking of a call without an attention_mask.
+    """Returns the mask and the offset of a call without an attention_mask.
 
-    With several queries, query 0 gets position 0. In a static cache, the keys after the last query
-    are unused, and the causal mask then excludes them.
+    With several queries the offset is 0. In a static cache, the slots after the last query are
+    unused, and a causal mask with offset 0 excludes them.
     """
     _check_registered()
     if not is_causal:

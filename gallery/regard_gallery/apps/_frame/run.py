@@ -77,7 +77,7 @@ def run(kind: type[Application], options: Options) -> Report:
 
 
 def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
-    """Returns, for each goal, whether the scores averaged over the outcomes reach it."""
+    """Returns, for each goal, whether the mean score over all seeds reaches it."""
     means = {name: averaged(scores) for name, scores in _scores(outcomes).items()}
     return app.goals(means.pop(OWN), means)
 

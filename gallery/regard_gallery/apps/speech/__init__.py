@@ -61,9 +61,9 @@ class Strings(NamedTuple):
 
 
 def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
-    """Returns one string per tensor in `chosen`.
+    """Returns one sequence of spoken digits per tensor in `chosen`.
 
-    Each tensor has the indices of the recordings that are concatenated to a string.
+    Each tensor holds the indices of the recordings to concatenate.
     """
     joined = [torch.cat([of.frames[i] for i in indices.tolist()]) for indices in chosen]
     spoken = [of.digits[indices] + 1 for indices in chosen]

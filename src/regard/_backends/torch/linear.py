@@ -1,8 +1,10 @@
 """Linear attention in chunks of tokens, for GPUs, torch.compile, torch.func and second derivatives.
 
-Within a chunk, b is the cumulative sum of log_decay, and G_ij = exp(b_i - b_j) for j <= i, else 0:
-U = V, or with the delta rule (I + beta (G K K^T, below the diagonal)) U = beta (V - exp(b) K S)
-O = exp(b) Q S + (G Q K^T) U,  and then  S <- exp(b_end) S + (exp(b_end - b) K)^T U
+S is the state before the chunk. Within a chunk, b is the cumulative sum of log_decay, and
+G_ij = exp(b_i - b_j) for j <= i, else 0. Without the delta rule U = V; with it, U solves
+    (I + beta tril(G K K^T, -1)) U = beta (V - exp(b) K S).
+The output and the next state are
+    O = exp(b) Q S + (G Q K^T) U  and  S <- exp(b_end) S + (exp(b_end - b) K)^T U.
 """
 
 from __future__ import annotations
