@@ -73,7 +73,7 @@ class KeepAll:
         return attend(q, storage.stored(largest(held)), held, chunk, settings)
 
     def cropped(self, content: Content, lengths: list[int]) -> Content:
-        """Returns the content with only the first lengths[b] tokens of each sample."""
+        """Returns the cache's content with only the first lengths[b] tokens of sample b."""
         return Content(content.storage, shared(lengths), 0)
 
     def restored(self, lengths: list[int]) -> tuple[Count, Count]:

@@ -64,7 +64,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns a 403 for a request to another host or from another site, else None.
 
-        The secret is not checked here, so even a request with the right secret is refused.
+        Such a request is refused even if its token or cookie is right.
         """
         if scope["type"] != "http":
             return _forbidden("only HTTP is supported")

@@ -131,7 +131,7 @@ class Capture:
         return (head for layer in self for head in layer._of_sample(sample))
 
     def links(self, query: int | str, key: int | str, sample: int = 0) -> list[Link]:
-        """Returns one link per head, with the weight of a query for a key, largest weight first."""
+        """Returns the weight from a query to a key in every head of every layer, largest first."""
         links = []
         for layer in self:
             i = _tokens.find(layer.texts(sample), query)
