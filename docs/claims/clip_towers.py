@@ -69,7 +69,7 @@ def measure(steps: int = 60) -> Finding:
     after = matched(model, tokens, pixels)
     crossing = sorted(pair for pair in pairs if pair[0] != pair[1])
     return Finding(
-        claim="CLIP aligns by cross-attention",
+        claim="CLIP aligns images and texts by cross-attention",
         verdict=verdict(bool(crossing) or changed > 0),
         measured=f"{len(crossing)} attention calls between text and image; "
         f"another text changes an image's vector by {changed:g}",

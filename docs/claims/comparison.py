@@ -68,7 +68,7 @@ def measure(tokens: int = 2048, rounds: int = 5, steps: int = 200, seeds: int = 
         measured="; ".join(
             f"{name} {relative(columns[name])}" for name in ("parameters", "memory", "inference")
         )
-        + f"; loss {loss_text}, seeds scatter by {margins['quality']:.2f}",
+        + f"; loss {loss_text}, standard deviation over seeds up to {margins['quality']:.2f}",
         correct="orders not confirmed: "
         + "; ".join(f"{name} {', '.join(pairs)}" for name, pairs in against.items() if pairs)
         + f". At DeepSeek-V2's sizes: parameters {relative(at_large['parameters'])}, "

@@ -34,10 +34,11 @@ def measure(longest: int = 8192) -> Finding:
     ours, plain = peaks(lengths)
     growth = ours[-1] / ours[-2], plain[-1] / plain[-2]
     return Finding(
-        claim="flash memory is linear",
+        claim="flash attention takes memory linear in the length",
         verdict=verdict(growth[0] < 2.5),
-        measured=f"twice the length: {growth[0]:.1f} times the memory, {growth[1]:.1f} times for the formula",
-        correct=f"linear; at n = {longest:,}, {HEADS} heads {ours[-1] / 2**20:.0f} MiB instead of "
+        measured=f"twice the length takes {growth[0]:.1f} times the memory, "
+        f"with n x n weights {growth[1]:.1f} times",
+        correct=f"linear; at n = {longest:,}, {HEADS} heads take {ours[-1] / 2**20:.0f} MiB instead of "
         f"{plain[-1] / 2**20:,.0f} MiB",
         numbers={
             "tokens": lengths,

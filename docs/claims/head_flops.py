@@ -37,8 +37,8 @@ def measure(n: int = 1024, d: int = 512) -> Finding:
         claim="multi-head costs the same FLOPs as single-head",
         verdict=verdict(len(set(flops)) == 1),
         measured=f"{flops[0] / 1e9:.3f} GFLOP with each of {', '.join(map(str, HEADS))} heads",
-        correct=f"8 n d^2 + 4 n^2 d for any h; but h n^2 exponentials: {exponentials[-1] // exponentials[0]} "
-        f"times as many with {HEADS[-1]} heads",
+        correct="8 n d^2 + 4 n^2 d for any number of heads h; but the softmax takes h n^2 exponentials: "
+        f"{exponentials[-1] // exponentials[0]} times as many with {HEADS[-1]} heads",
         numbers={
             "FLOPs by heads": dict(zip(map(str, HEADS), flops, strict=True)),
             "exponentials by heads": dict(zip(map(str, HEADS), exponentials, strict=True)),

@@ -44,7 +44,7 @@ def measure(n: int = 8, d: int = 16) -> Finding:
     return Finding(
         claim="filling masked scores with -1e9 masks them",
         verdict=verdict(largest(notes) == 0),
-        measured=f"a fully masked row differs from the mean of the masked values by {mean:.0e}",
+        measured=f"a fully masked row returns the mean of the masked values, within {mean:.0e}",
         correct=f"a fully masked row is {largest(ours):g} in Regard "
         f"(-inf alone gives {float(infinite[0, 0])})",
         numbers={

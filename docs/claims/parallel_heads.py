@@ -58,10 +58,10 @@ def measure(n: int = 2048, width: int = 512, seconds: float = 3.0) -> Finding:
     return Finding(
         claim="multi-head is fully parallel, single-head is not",
         verdict=verdict(apart > 0),
-        measured=f"one head in two halves: difference {apart:g}; "
+        measured=f"computing the queries of one head in two halves changes nothing (difference {apart:g}); "
         f"{cores} threads make 1 head {gain['1']:.1f} times as fast, 8 heads {gain['8']:.1f} times",
-        correct=f"both are: Regard splits one head of {n:,} rows into {tasks['1']} tasks; 8 heads take "
-        f"{times[cores]['8'] / times[cores]['1']:.2f} times as long as one",
+        correct=f"both are parallel: Regard splits one head of {n:,} rows into {tasks['1']} tasks; "
+        f"8 heads take {times[cores]['8'] / times[cores]['1']:.2f} times as long as one",
         numbers={
             "one head in two halves, apart": apart,
             "tasks by heads": tasks,

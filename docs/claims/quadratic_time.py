@@ -44,8 +44,8 @@ def measure(longest: int = 8192, seconds: float = 4.0) -> Finding:
     return Finding(
         claim="attention takes O(n^2 d) time",
         verdict=verdict(counted == (2, 1)),
-        measured=f"operations n^{counted[0]:.2f} d^{counted[1]:.2f}; "
-        f"time n^{exponent(by_n):.2f} d^{exponent(by_d):.2f}",
+        measured=f"operations grow as n^{counted[0]:.2f} d^{counted[1]:.2f}, "
+        f"time as n^{exponent(by_n):.2f} d^{exponent(by_d):.2f}",
         correct="4 n^2 d operations, and n^2 exponentials that do not depend on d",
         numbers={
             f"operations, n = {longest}, d = 64": operations(longest, 64),

@@ -25,9 +25,9 @@ def measure(n: int = 256, d: int = 64) -> Finding:
     sink = float(sums(sink=torch.full((4,), 3.0)).mean())
     dropped = sums(dropout=0.5, seed=1)
     return Finding(
-        claim="the rows of A sum to 1",
+        claim="each row of the weights sums to 1",
         verdict=verdict(away < 1e-5),
-        measured=f"{away:.0e} away from 1 at most",
+        measured=f"the sums differ from 1 by at most {away:.0e}",
         correct=f"1; {nothing:g} for a fully masked row, below 1 with a sink, 1 on average with dropout",
         numbers={
             "farthest from 1": away,

@@ -47,10 +47,10 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
         for found in (attend(printed, printed, printed).transpose(1, 2), attend(meant, meant, meant))
     ]
     return Finding(
-        claim="view (L, B, H, D), transpose axes 0 and 1, multiply",
+        claim="attention over (L, B, H, D) needs only a transposition of axes 0 and 1",
         verdict=verdict(errors[0] < 1e-6),
         measured=f"other tokens change a token's result by {heard[0]:g}; relative error {errors[0]:.2f}",
-        correct=f"permute to (B, H, L, D): other tokens change it by {heard[1]:.2f}; "
+        correct=f"permute to (B, H, L, D): other tokens change the result by {heard[1]:.2f}; "
         f"relative error {errors[1]:.0e}",
         numbers={
             "weights of the printed one": list(weights(printed, printed).shape),

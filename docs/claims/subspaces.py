@@ -55,8 +55,9 @@ def measure(layers: int = LAYERS) -> Finding:
     return Finding(
         claim="the heads' subspaces are orthogonal",
         verdict=verdict(max(means.values()) < 0.01 * chance),
-        measured="overlap " + ", ".join(f"{part} {mean:.3f}" for part, mean in means.items()),
-        correct=f"not orthogonal: 0 is orthogonal, {D / WIDTH:.3f} is the mean of random subspaces; "
+        measured="mean overlap of two heads: "
+        + ", ".join(f"{part} {mean:.3f}" for part, mean in means.items()),
+        correct=f"not orthogonal: overlap 0 is orthogonal, random subspaces have {D / WIDTH:.3f} on average; "
         f"the closest directions of two heads have cosine {largest:.3f}",
         numbers={
             "mean overlap": means,

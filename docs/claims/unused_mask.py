@@ -55,9 +55,10 @@ def measure(n: int = 11, d: int = 32, dropout: float = 0.1) -> Finding:
     ours = leak(right, x, mask=M.Causal()), unrest(right, x, mask=M.Causal())
     theirs = leak(printed, x, attn_mask=M.Causal()), unrest(printed, x, attn_mask=M.Causal())
     return Finding(
-        claim="a module with `attn_mask` and dropout, used in evaluation",
+        claim="the notes' module applies `attn_mask`, and dropout only in training",
         verdict=verdict(theirs == (0, 0)),
-        measured=f"the future changes the past by {theirs[0]:.2g}; two calls differ by {theirs[1]:.2g}",
+        measured=f"later tokens change earlier outputs by {theirs[0]:.2g}; "
+        f"two equal calls in evaluation differ by {theirs[1]:.2g}",
         correct=f"{ours[0]:g} and {ours[1]:g} with `regard.nn.Attention`",
         numbers={
             "future on past, printed": theirs[0],

@@ -27,7 +27,8 @@ def measure(samples: int = 100_000, d_k: int = 64) -> Finding:
         claim="Var[q.k] = d_k, and 1 after scaling",
         verdict=verdict(far < 4 * spread),
         measured=f"{plain:.2f} and {scaled:.3f} (notes: 63.87 and 0.998)",
-        correct=f"{d_k} and 1; {samples:,} samples scatter by {d_k * spread:.2f}",
+        correct=f"{d_k} and 1; with {samples:,} samples, "
+        f"the first has a standard error of {d_k * spread:.2f}",
         numbers={"Var[q.k]": plain, "after scaling": scaled, "expected scatter": d_k * spread},
     )
 

@@ -53,7 +53,7 @@ def measure() -> Finding:
     out = heads.movedim(0, 1).flatten(1) @ torch.tensor(W_O, dtype=torch.float64)
     exact = [[[float(x) for x in row] for row in products] for products in right]
     return Finding(
-        claim="the worked example's X W_1^Q and X W_2^Q",
+        claim="the values of X W_1^Q and X W_2^Q in the worked example",
         verdict=verdict(agree == len(entries)),
         measured=f"{agree} of the {len(entries)} printed entries follow from the printed matrices",
         correct=f"X W_1^Q = {exact[0]}, X W_2^Q = {exact[1]}",
