@@ -50,7 +50,7 @@ Call make_call(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_
 // A call that has been checked, without its data: the Spec and the mask program `code`.
 class Attention {
  public:
-  Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
+  Attention(const Spec& spec, const Sequence<int64_t>& code) : spec_(spec), code_(to_vector(code)) {}
 
   void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
                const Operands& operands) const {
@@ -115,7 +115,8 @@ class Attention {
 };
 
 // Writes the first counts[b] new rows of sample b to storage, from slot starts[b] on.
-void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
+void write_rows(const Write& rows, const Sequence<int64_t>& first_slots, const Sequence<int64_t>& row_counts) {
+  const Ints starts = to_vector(first_slots), counts = to_vector(row_counts);
   if (rows.sides.empty()) throw nb::value_error("sides: expected at least one, got none");
   if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
     throw nb::value_error("starts, counts: expected one number for each sample");
@@ -124,7 +125,7 @@ void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
 
 void bind_attention(nb::module_& m) {
   nb::class_<Attention>(m, "Attention")
-      .def(nb::init<const Spec&, Ints>(), "spec"_a, "code"_a)
+      .def(nb::init<const Spec&, const Sequence<int64_t>&>(), "spec"_a, "code"_a)
       .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "operands"_a)
       .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
            "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "operands"_a, "token"_a.none())
@@ -157,8 +158,8 @@ void bind_machine(nb::module_& m) {
   m.def("compiled", [] { return instruction_sets(false); });
   m.def("runnable", [] { return instruction_sets(true); });
   m.def("isa", [] { return std::string(kernels().name); });
-  m.def("use", &use, "name"_a);
-  m.def("open_pool", &open_pool, "library"_a);
+  m.def("use", [](const char* name) { return use(name); }, "name"_a);
+  m.def("open_pool", [](const char* library) { return open_pool(library); }, "library"_a);
   m.def("threads", &threads);
   m.def("compiler", [] { return std::string("C++ " __VERSION__); });
   m.def(
