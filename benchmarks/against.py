@@ -1,10 +1,10 @@
 """`make bench-against REF=<commit>`: compares the speed of this tree and another commit.
 
-The other commit is built once, into build/against/<sha>. Two processes prepare the same inputs and
-take turns of 50 ms, in the order ABBA; one waits while the other runs. Each pass starts new
-processes, because the placement of memory changes times by 1 or 2 %. Rows that seem slower than
-their limit get more passes. The exit code is 1 if a row stays slower, or if a result of this tree
-is wrong.
+The other commit is built once, into build/against/<sha>. Two processes, one for each side, prepare
+the same inputs and take turns of 50 ms, in the order ABBA; one waits while the other runs. Each
+pass starts new processes, because the placement of memory changes times by 1 or 2 %. A row (one
+timed case) that seems slower than the limit gets more passes. The exit code is 1 if a row stays
+slower, or if a result of this tree is wrong.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import regard
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-TURN = 0.05  # seconds
-LEAST = 2  # turns of each side in a pass
-MORE_PASSES, MORE = 6, 3  # extra passes for rows that seem slower, and the factor of their time
+TURN = 0.05  # seconds of one turn
+LEAST = 2  # minimum turns of each side in a pass
+MORE_PASSES, MORE = 6, 3  # extra passes for rows that seem slower; each takes MORE times as long
 BUSY = 0.1  # share of the CPUs used by other processes above which a warning is printed
 Options = argparse.Namespace
 Turn = Callable[[float], float]  # seconds to spend -> seconds of the best call
@@ -50,7 +50,7 @@ Pair = tuple[float, float]  # seconds of this tree and of the other commit, in a
 
 @dataclass(frozen=True)
 class Row:
-    """The times of both sides. A row with a fault has no times."""
+    """The times of one case on both sides. A row with a fault has no times."""
 
     name: str
     pairs: Sequence[Pair] = ()
@@ -84,7 +84,10 @@ class Row:
         return not any(self.faults) and min(self.ratio, self.quartiles[1]) > limit
 
     def verdict(self, limit: float) -> str:
-        """Returns "slower", "unclear" if this tree is faster in a quarter of the turns, or ""."""
+        """Returns "" unless this tree is slower than the limit.
+
+        If it is, returns "unclear" if it was faster in a quarter of the turns, else "slower".
+        """
         return "" if not self.slower(limit) else "slower" if self.quartiles[0] > 1 else "unclear"
 
 

@@ -46,7 +46,7 @@ class Case:
     asked: Mapping[str, float] = field(default_factory=dict, hash=False)  # peer -> target speedup
     calls: int = 1  # calls in one measurement
     work: str = "forward"  # or "backward", or "training" for both
-    strided: bool = False  # tensors are (B, H, L, D) views of (B, L, H, D)
+    strided: bool = False  # q, k and v are (B, H, L, D) views of tensors (B, L, H, D)
 
     @property
     def shape(self) -> str:

@@ -1,4 +1,7 @@
-"""Checks of results against float64: only correct results are timed. Uses only public names of `regard`."""
+"""Checks results against float64, so that only correct results are timed.
+
+Uses only public names of `regard`, because `side.py` runs it with other commits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch import Tensor
 
 import regard
 
-# Largest error norm of a row divided by the mean norm of a row. Well above rounding errors, well below bugs.
+# Limit of the largest error norm of a row, divided by the mean norm of a row. Rounding errors are
+# well below the limit, the errors of bugs well above.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 ROWS = 6  # query rows in each of the three compared slices
 
@@ -22,7 +26,7 @@ class WrongResult(Exception):
 
 
 def verify(case: Case, inputs: Inputs, result: Any, who: str) -> None:
-    """Checks the result of a call of the case: the output, or the gradients."""
+    """Checks the result of a timed call: the output, or the gradients if the case has backward."""
     (check if case.work == "forward" else check_gradients)(case, inputs, result, who)
 
 
@@ -77,7 +81,7 @@ def sample_rows(case: Case) -> list[slice]:
 
 @functools.lru_cache(maxsize=1)
 def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
-    """Computes the sampled rows in float64, once for all sides of a case."""
+    """Computes the sampled rows in float64. The results are cached for all sides of a case."""
     inputs = case.inputs()
     return [(rows, exact(case, inputs, rows)) for rows in sample_rows(case)]
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M in Hugging Face Transformers: `attn_implementation="regard"` compared with "sdpa".
+"""Times SmolLM2-135M in Transformers with `attn_implementation="regard"` and with "sdpa".
 
 `python benchmarks/hf.py` prints three tables:
 - prefill of 2,048 tokens, and of a left-padded batch, with peak memory;
@@ -6,9 +6,10 @@
 - continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them
   decode.
 "Speedup" is the time of sdpa with its default cache divided by Regard's. "Ceiling" is the speedup
-of the same model with attention that does nothing, an upper bound. The decode table has two
-ceilings: with a cache that copies, and with a cache that stores nothing. Logits and generated
-tokens are compared first. `--random N` uses random weights and N layers of the same sizes.
+of the same model if attention does nothing, which is an upper bound for any attention. The decode
+table has two ceilings: with a cache that copies, and with a cache that stores nothing. Before
+timing, the logits and generated tokens of both implementations are compared. `--random N` uses
+random weights and N layers of the same sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from regard.cost import peak_memory
 SIDES = ("sdpa", "regard")
 NOTHING = "nothing"  # the implementation name of attention that does nothing
 NEAR = 1e-4  # tolerance of logits relative to the largest
-PADDING = (0, 0.2, 0.4, 0.6)  # padded share of each prompt in the batch
+PADDING = (0, 0.2, 0.4, 0.6)  # share of padding in each prompt of the batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
 """Searches for shapes and options where PyTorch is faster.
 
 `python benchmarks/hunt.py --count 300` times random calls that SDPA's fused CPU kernel supports.
-Calls that are slower than SDPA are timed again for longer. Those that stay slower are listed, the
-slowest first.
+Calls in which Regard is slower than SDPA are timed again for longer. Calls in which Regard stays
+slower are listed, the slowest first.
 """
 
 from __future__ import annotations

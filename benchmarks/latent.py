@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def modules() -> tuple[LatentAttention, Any]:
-    """Returns Regard's module and Hugging Face's, which gets its rotary embedding as `table`."""
+    """Returns Regard's module and Hugging Face's, with the same weights.
+
+    The attribute `table` of Hugging Face's module is set to its rotary embedding.
+    """
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
@@ -123,7 +126,10 @@ def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> 
 
 
 def peer(theirs: Any, cache: LatentCache, token: Tensor) -> Step:
-    """Returns a decode step of Hugging Face's attention over the same latents, which it then removes."""
+    """Returns a decode step of Hugging Face's attention over the latents of `cache`.
+
+    The step removes its token afterwards, so that all steps are alike.
+    """
     from transformers import DynamicCache
 
     latents, n = cache.state_dict()["latent"], len(cache)

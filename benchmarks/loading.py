@@ -1,7 +1,7 @@
 """Times the loading of models with Regard, and of SmolLM2's GGUF file also with Transformers.
 
-`python benchmarks/loading.py` prints seconds with tokenizers and without imports. Transformers
-needs the package accelerate to read GGUF. Both must load the same tensors.
+`python benchmarks/loading.py` prints seconds, which include the tokenizer but not imports. To read
+GGUF, Transformers needs the package accelerate. Regard and Transformers must load the same tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The machine: its limits, its description, and the load of other processes."""
+"""Measures the machine: its peak arithmetic and read rates, and the load of other processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.info import report as installation
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine's description and its limits with one thread and with all threads."""
+    """A machine's description, and its peak rates with one thread and with all threads."""
 
     facts: dict[str, str]
     threads: int
@@ -33,7 +33,10 @@ def machine(threads: int, repeats: int = 10) -> Machine:
 
 
 def looked_again(machine: Machine) -> Machine:
-    """Measures FLOP/s once more and keeps the best, so that a busy moment does not lower the limit."""
+    """Returns the machine with its FLOP/s measured once more.
+
+    The larger value is kept, so that a busy moment does not lower the peak.
+    """
     one, all_ = (max(best, fma_rate(n)) for best, n in zip(machine.fma, (1, machine.threads), strict=True))
     return replace(machine, fma=(one, all_))
 

@@ -1,4 +1,4 @@
-"""Measures the peak memory of each side of each case, in a separate process.
+"""Measures the peak memory of cases with Regard or a PyTorch path, in a separate process.
 
 `python benchmarks/memory.py CASE:SIDE ...` prints a line ["CASE:SIDE", bytes] for each. The bytes
 exclude q, k and v, and include the mask, the result and all temporary memory.
@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from regard.cost import peak_memory
 
-# malloc returns freed blocks to the system at once. Otherwise reused blocks would hide later allocations.
+# Makes malloc return freed blocks to the system at once. Otherwise reused blocks would hide later
+# allocations.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",

@@ -5,8 +5,8 @@
 - PyTorch: `torch.nn.MultiheadAttention` with the same weights, called so that it can use its fast
   path;
 - composed: one packed linear layer, `scaled_dot_product_attention`, one linear layer.
-"Speedup" is PyTorch's time divided by Regard's, and "target" its target. Every result is compared
-with float64 first.
+"Speedup" is PyTorch's time divided by Regard's, and "target" is the speedup to reach. Every result
+is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def gradients(call: Call, parameters: list[Tensor]) -> None:
 
 
 def check(case: Case, theirs: nn.MultiheadAttention, x: Tensor, calls: dict[str, Call]) -> None:
-    """Compares each side with PyTorch's module in float64. Dropout patterns differ, so they are skipped."""
+    """Compares each side with PyTorch's module in float64, except with dropout: patterns differ."""
     if case.dropout:
         return
     exact = nn.MultiheadAttention(case.d, case.heads, batch_first=True, dtype=torch.float64)

@@ -5,9 +5,9 @@ batch, and the times of
 - packed: `packing.varlen_attention` on packed sequences;
 - from padded: the same, including packing q, k, v and unpacking the result;
 - padded: `attention` on the padded batch with `Causal() & Lengths(n)`;
-- SDPA, padded: `scaled_dot_product_attention` on the padded batch. If queries and keys are equally
-  many, with `is_causal`, because right padding then needs no mask; otherwise with a precomputed
-  mask.
+- SDPA, padded: `scaled_dot_product_attention` on the padded batch. If every sequence has as many
+  queries as keys, it gets `is_causal`, because right padding then needs no mask; otherwise it gets
+  a precomputed mask.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def packed(padded: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
 
 
 def calls(sizes: Sizes, impl: str) -> dict[str, Call]:
-    """Returns a function of q, k and v for each side. Only those of the first side are packed."""
+    """Returns a function of q, k and v for each side. Only "packed" takes packed tensors."""
     (sizes_q, sizes_k), (cu_q, cu_k) = sizes, map(packing.cu_seqlens, sizes)
     mask, offset = M.Causal() & M.Lengths(sizes_k), torch.tensor(sizes_k) - torch.tensor(sizes_q)
     attend = partial(packing.varlen_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, impl=impl)

@@ -1,7 +1,7 @@
-"""The sides of a case: Regard, and the PyTorch paths with the same result.
+"""The sides of a benchmark case: Regard, and the PyTorch paths that compute the same result.
 
-`prepare` builds the mask and returns the timed call. Building the mask is not timed, but its memory
-counts.
+`prepare` builds the mask and returns the timed call. The time to build the mask is not measured,
+but the memory of the mask is.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def sdpa_side(case: Case, inputs: Inputs) -> Call:
 
 
 def sdpa_tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v. For a sink, k and v get a zero row, whose score is a bias with the sink's value."""
+    """Returns q, k and v for SDPA.
+
+    For a sink, k and v get one more row of zeros; the bias gives this key the sink as its score.
+    """
     q, k, v, options = inputs
     return (q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))) if "sink" in options else (q, k, v)
 
@@ -92,7 +95,10 @@ def sdpa_options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None:
-    """Returns mask, bias and sink as one float tensor; SDPA converts a bool mask to one in every call."""
+    """Returns mask, bias and sink as one float tensor.
+
+    A bool mask would be slower: SDPA converts it to float in every call.
+    """
     bias, sink = options.get("bias"), options.get("sink")
     total = bias.dense(case.Lq, case.Lk)[None] if isinstance(bias, scores.Alibi) else bias
     if total is not None:

@@ -1,4 +1,4 @@
-"""Results as tables in the terminal, as Markdown, and as a bar chart."""
+"""Prints benchmark results as tables (terminal or Markdown) and draws them as a bar chart."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.table import Table
 from scaling import Fact
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-# Blue and orange of Okabe and Ito, told apart with every kind of colour vision.
+# Blue and orange from the palette of Okabe and Ito, which colour-blind people can distinguish.
 BLUE, ORANGE, GREY, INK = "#0072b2", "#e69f00", "#999999", "#33312c"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case beside one peer. With a fault it has no numbers."""
+    """The results of a case for Regard and one PyTorch path. A row with a fault has no numbers."""
 
     name: str
     title: str
@@ -29,8 +29,8 @@ class Row:
     peer: str
     ours: float = 0.0  # seconds
     theirs: float = 0.0
-    speed: float = 0.0  # useful FLOP/s; those of float64 count twice, as its peak is half
-    share: float = 0.0  # speed by the machine's peak
+    speed: float = 0.0  # useful FLOP/s; in float64 doubled, because the peak is half
+    share: float = 0.0  # speed divided by the machine's peak
     asked: float | None = None
     memory: tuple[int | None, int | None] = (None, None)
     note: str = ""
@@ -58,7 +58,7 @@ def mebibytes(size: int | None) -> str:
 
 
 def console(to_stderr: bool = False) -> Console:
-    """As wide as the terminal; wide enough for the tables where there is none."""
+    """Returns a console as wide as the terminal. Without a terminal, it is 140 columns wide."""
     found = Console(stderr=to_stderr)
     return found if found.is_terminal else Console(stderr=to_stderr, width=140)
 
@@ -133,7 +133,7 @@ def markdown_facts(found: Sequence[Fact]) -> str:
     return table(("claim", "measured", "asked"), [[f.claim, f.measured, f.asked] for f in found])
 
 
-# What a reader asks for first, the closest races included.
+# The cases of the short table in docs/benchmarks.md. They include those with the smallest ratios.
 HEADLINES = (
     "dense-2048-64", "dense-2048-128", "causal-2048-64", "window-4096", "documents-4096", "padded-512",
     "dropout-1024", "softcap-1024", "bf16-2048", "fp16-1024", "tiny-calls",
@@ -189,7 +189,7 @@ def results_page(rows: Sequence[Row], found: Sequence[Fact], header: str) -> str
 
 
 def insert(page: Path, text: str) -> None:
-    """Replace what stands between the markers of a page."""
+    """Replaces the text between the lines BEGIN and END of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
@@ -201,7 +201,7 @@ def insert(page: Path, text: str) -> None:
 
 
 def chart(rows: Sequence[Row], path: Path, header: str) -> None:
-    """Bars of the ratios on a logarithmic axis; a mark where a ratio was asked for."""
+    """Draws a bar for each ratio on a logarithmic axis, with a line at the target ratio, if any."""
     from matplotlib.figure import Figure
 
     rows = [r for r in rows if not r.fault][::-1]

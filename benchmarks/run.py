@@ -1,4 +1,4 @@
-"""`make bench`: Regard beside PyTorch on this machine. RESULTS.md says what is counted and how."""
+"""`make bench`: compares Regard with PyTorch on this machine. RESULTS.md explains the columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rich.progress import Progress
 from scaling import Fact
 
 Calls = dict[str, Callable[[], Any]]
-BUSY = 0.1  # share of the CPUs that others may take before results are not kept
+BUSY = 0.1  # if other processes use a larger share of the CPUs, no files are written
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 
@@ -79,7 +79,7 @@ def command(options: argparse.Namespace) -> str:
 
 
 def timed(options: argparse.Namespace, here: Machine, progress: Progress) -> tuple[list[Row], Machine]:
-    """The rows, with their share of the peak, and the machine with the best peak seen on the way."""
+    """Times the chosen cases. Returns the rows, and the machine with its highest measured peak."""
     cases = chosen(options.only)
     task = progress.add_task("timing", total=len(cases))
     rows = []
@@ -92,7 +92,7 @@ def timed(options: argparse.Namespace, here: Machine, progress: Progress) -> tup
 
 
 def measure_case(case: Case, options: argparse.Namespace) -> list[Row]:
-    """One row for each peer."""
+    """Times a case. Returns one row for each PyTorch path (peer)."""
     peers = [p for p in case.peers if not (options.quick and p == "flex")]
     inputs = case.inputs()
     calls, faults = ready(case, inputs, ["regard", *peers])
@@ -111,7 +111,10 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[Row]:
 
 
 def ready(case: Case, inputs: Inputs, sides: list[str]) -> tuple[Calls, dict[str, str]]:
-    """The calls whose results are right, and what is wrong with the others. This is their first run."""
+    """Runs the call of each side once.
+
+    Returns the calls with correct results, and the error messages of the other sides.
+    """
     calls = {side: prepare(side, case, inputs) for side in sides}
     faults = {side: fault_of(case, inputs, side, call) for side, call in calls.items()}
     return {s: c for s, c in calls.items() if not faults[s]}, {s: f for s, f in faults.items() if f}
@@ -128,7 +131,7 @@ def fault_of(case: Case, inputs: Inputs, side: str, call: Callable[[], Any]) -> 
 
 
 def remark(case: Case, inputs: Inputs, peer: str) -> str:
-    """What a fair reader should know about the peer's run."""
+    """Returns a note on how the peer's call differs from Regard's, or ""."""
     told = []
     if peer == "sdpa" and sdpa_path(case, inputs) == "math":
         told.append("SDPA has no fused CPU kernel here: math path")
@@ -140,7 +143,7 @@ def remark(case: Case, inputs: Inputs, peer: str) -> str:
 
 
 def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """The rows with the peak memory of both sides, measured after all timing."""
+    """Measures the peak memory of both sides of each row, and returns the rows with it."""
     good = [r for r in rows if not r.fault]
     labels = list(dict.fromkeys(f"{r.name}:{side}" for r in good for side in ("regard", r.peer)))
     task = progress.add_task("memory", total=len(labels))
@@ -152,7 +155,7 @@ def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress
 
 
 def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
-    """Linearity, the cost of masks, and 100,000 tokens."""
+    """Yields the measurements of scaling.py: linearity, the cost of masks, and 100,000 tokens."""
     if options.shrink:
         yield scaling.linearity(options.seconds, short=options.shrink, times=2)
         return

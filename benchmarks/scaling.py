@@ -1,4 +1,4 @@
-"""Scaling: linear time with a window, low overhead of finding mask spans, memory of long sequences."""
+"""Measures scaling: time with a window, time to find mask spans, memory of long sequences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fact:
 
 
 def linearity(seconds: float, short: int = 4096, times: int = 16, most: float = 1.15) -> Fact:
-    """Compares the time of a sequence `times` as long with `times` the time of the short one."""
+    """Compares the time of a long sequence with `times` the time of one that is `times` shorter."""
     window = next(c for c in CASES if c.name == "window-4096")
     cases = {name: replace(window, Lq=L, Lk=L) for name, L in (("short", short), ("long", short * times))}
     inputs = {name: case.inputs() for name, case in cases.items()}

@@ -35,7 +35,7 @@ class Timed(NamedTuple):
     parts: int  # attention calls or decode steps in one call
 
 
-Make = Callable[[int | None], Timed]  # tokens to which the row is cut -> the call
+Make = Callable[[int | None], Timed]  # (tokens to which the case is cut, or None) -> call
 
 # Rows
 
@@ -65,7 +65,10 @@ def of_long_cache(make: Callable[[], Any], shrink: int | None) -> Timed:
 
 
 def of_new_cache(shrink: int | None) -> Timed:
-    """Returns steps at lengths and strides that are new to the process, as in its first generation."""
+    """Returns decode steps with lengths and strides that the process has not seen before.
+
+    So no check or Spec is cached, as in the first generation of a process.
+    """
     capacities = itertools.cycle(range(HELD + STEPS, 4096, 2))
 
     def fresh() -> Generation:

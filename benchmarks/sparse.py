@@ -154,7 +154,7 @@ def bigbird_layers(x: Tensor) -> dict[str, Run]:
 
 
 def their_table(theirs: Any, L: int) -> Tensor:
-    """Returns the block table that Hugging Face draws in training; in evaluation its draws are all 0."""
+    """Returns Hugging Face's block table in training. In evaluation, random blocks are all 0."""
     np.random.seed(theirs.seed)  # noqa: NPY002
     plan = theirs._get_rand_attn_plan(L, BLOCK, RANDOM)
     drawn = torch.tensor(

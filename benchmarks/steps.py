@@ -14,7 +14,7 @@ import regard
 from regard.cache import KVCache, LatentCache, PagedCache, QuantizedCache, SlidingCache
 
 HEADS, HELD = 8, 64
-STEPS = 20  # short rounds, so that some are not interrupted
+STEPS = 20  # steps per round; short, so that some rounds run without interruption
 LONG_HEADS, LONG_HELD = 32, 8191
 BITS_TOLERANCE = {8: 0.03, 4: 0.3}  # bits -> largest error of a row divided by the mean norm
 

@@ -27,7 +27,7 @@ KINDS = tuple(NOTES["memory"])
 def multiplications(module: nn.Module) -> int:
     """Returns the multiplications per cached token in one step of one layer, over all query heads."""
     if isinstance(module, LatentAttention):
-        return module.heads * (2 * module.rank + module.rope_dim)  # absorbed
+        return module.heads * (2 * module.rank + module.rope_dim)  # in the absorbed form
     assert isinstance(module, Attention)
     return module.heads * (module.head_dim + module.value_dim)
 

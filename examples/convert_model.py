@@ -6,9 +6,10 @@ SmolLM2-135M (30 layers, 9 query heads, 3 key heads, rotary). The weights come f
 different topics.
 
 First the model's attention is replaced by `regard.nn.Attention` with the same weights, which must not
-change the result. Then every layer is converted on the tokens that reach it. The table has one row for
-each conversion: bytes of the caches, the error at full size, of the worst layer and of the whole model, and
-the quality of the converted model. The verdicts follow. `--details` prints the report of every layer.
+change the result. Then every layer is converted, calibrated on the tokens that reach it. The table
+has one row for each conversion: the bytes of the caches, three errors (at full size, of the worst
+layer, of the whole model), and the quality of the converted model. The verdicts follow. `--details`
+prints the report of every layer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from regard.convert import ModelReport
 from regard.nn import Attention
 from regard.positions import Rotary
 
-SAME = 1e-4  # relative, through all layers in float32
+SAME = 1e-4  # limit of the relative error of the whole model in float32
 Way = Callable[
     [Attention, Tensor, Tensor], Any
 ]  # (layer, calibration, held out) -> converted layer and report
@@ -52,7 +53,7 @@ class Source:
 
 
 class Within(nn.Module):
-    """Regard's attention with the interface of Hugging Face's attention modules."""
+    """Wraps Regard's attention in the interface of Hugging Face's attention modules."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Within(nn.Module):
 
 
 class Result(nn.Module):
-    """A Hugging Face model that returns one tensor of its output, by name."""
+    """Wraps a Hugging Face model to return only the output tensor with the given name."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor
 
 
 def rows(source: Source, names: list[str], count: int, length: int) -> Tensor:
-    """Returns token ids (count, length), each row from another topic while topics last."""
+    """Returns token ids (count, length). Rows have different topics as long as topics last."""
     cut = (source.tokenize(topics[name])[:length] for name in names * 4)
     full = [ids for ids in cut if len(ids) == length]
     return torch.tensor(full[:count])

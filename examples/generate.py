@@ -26,7 +26,7 @@ from train_decoder import Decoder, batches, step  # isort: skip
 
 WINDOW, SINKS = 64, 4
 FULL, STREAMING = M.Causal(), M.Causal() & (M.Window(WINDOW - 1) | M.Prefix(SINKS))
-HEADS, LAYERS, SIZE = 8, 2, 32  # of the decoder: d = 256
+HEADS, LAYERS, SIZE = 8, 2, 32  # heads, layers and head size of the decoder; d = 256
 
 
 def paged(B: int, Hkv: int, D: int) -> PagedCache:
@@ -47,7 +47,7 @@ class Joined(LatentCache):
         latent = torch.cat([k, v], 1).transpose(1, 2).flatten(2)  # (B, L, 2 * H * D)
         wide = q.new_zeros(B, H, L, 2 * H, D)
         heads = torch.arange(H)
-        wide[:, heads, :, heads] = q.transpose(0, 1)  # head h meets its own keys alone
+        wide[:, heads, :, heads] = q.transpose(0, 1)  # zeros for the keys of other heads
         out = super().attend(wide.flatten(3), latent, scale=D**-0.5).unflatten(3, (2 * H, D))
         return out[:, heads, :, H + heads].transpose(0, 1)
 

@@ -130,7 +130,7 @@ struct Split {
   const Call* call;
   int64_t batch, kv_head;
   int64_t key, key_step;
-  const SpanList* spans;  // by_head: one list for each head of the group; otherwise one list for all
+  const SpanList* spans;  // if by_head, one list for each of these heads; otherwise one list for all
   bool by_head;
   int64_t begin, end;
   const Span*
@@ -150,7 +150,8 @@ struct Gradients {
   const void* stats;     // Call::stats as forward wrote them
   void* delta;           // (B, Hq, Lq) compute type: a buffer that the pass allocates
   void* dq;              // (B, Hq, Lq, D) in q's dtype, or null
-  void* dq_sum;          // (B, Hq, Lq, D) compute type, to add to: dq, or a buffer that the pass allocates
+  void* dq_sum;          // (B, Hq, Lq, D) compute type: sums of dq. It is dq itself, or for a 16-bit dq a
+                         // buffer that the pass allocates
   void *dk, *dv;         // in the dtype of k and v, or null
   void* dbias;           // or null. If the bias has a row and a key dim: in the bias's dtype if that has
                          // 16 bits, otherwise in the compute type. For all other biases: double
@@ -171,8 +172,8 @@ static inline bool bias_is_shared(const Spec& spec, const Gradients& g) {
   return (s.b == 0 && spec.B > 1) || (s.h == 0 && spec.Hq > 1) || !bias_has_pairs(spec, g);
 }
 
-// Keys [begin, end) of one key head in backward, numbered within their residue class as in a Task. `scratch`
-// holds the sums of their gradients.
+// Keys [begin, end) of one key head in backward, numbered within their residue class as in a Task.
+// `scratch` holds the sums of dk and dv of these keys.
 struct Chunk {
   const Spec* spec;
   const Call* call;
@@ -219,7 +220,7 @@ static inline bool only_rows(const Facts& f) {
 struct EvidenceTask {
   Task task;
   const Facts* facts;
-  double *column_mass, *histogram;  // (Lk), (distances): sums of this head, to add to
+  double *column_mass, *histogram;  // (Lk), (distances): sums that the kernel adds to
 };
 
 // Linear attention. Each key head has a state S (D, Dv).

@@ -35,7 +35,7 @@ CROSS = {
     "decoding": ([1, 1, 1], [30, 7, 19]),
 }
 LENGTHS = {name: (n, n) for name, n in SELF.items()} | CROSS
-# impl="auto" runs all shapes; the other implementations run two.
+# impl="auto" runs with all lengths, the other implementations with two of them.
 TRAINED = [
     pytest.param(sizes, impl, id=f"{name}-{impl}")
     for name, sizes in LENGTHS.items()
@@ -228,9 +228,9 @@ def test_any_lengths(pairs: list[tuple[int, int]], square: bool, name: str) -> N
 
 
 def leaves(qkv: list[Tensor], options: Options) -> tuple[list[Tensor], Options]:
-    """Copies q, k, v and the tensors of the options as leaves that require grad.
+    """Copies q, k, v and the tensors of the options to leaves that require grad.
 
-    Returns the leaves and options that use them.
+    Returns the leaves, and the options with their tensors replaced by leaves.
     """
     tensors = [x.detach().clone().requires_grad_() for x in qkv]
     new_options = dict(options)
@@ -359,8 +359,9 @@ def gradients(
     return torch.autograd.grad(out, qkv, inputs[3])
 
 
-# NaN and Inf: rows that share a panel with a non-finite key are recomputed in double precision, which may
-# round differently. Sequences that are computed one by one share no panel.
+# NaN and Inf. Rows that share a panel with a row that attends to a non-finite key are recomputed in
+# double precision, so their rounding may differ. Sequences that are computed one by one share no
+# panel.
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

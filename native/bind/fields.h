@@ -72,7 +72,8 @@ struct MemberType<T Struct::*> {
 template <auto Member>
 using MemberArgument = Argument<typename MemberType<decltype(Member)>::Type>;
 
-// A constructor argument. An optional field defaults to 0, null or empty.
+// A field of a struct, as an argument of its Python constructor. An optional argument defaults to
+// 0, null or empty.
 template <auto Member, bool Optional>
 struct Field {
   const char* name;

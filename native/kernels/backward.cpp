@@ -82,8 +82,8 @@ struct Backward {
     v = first_row(call.v, spec.v, chunk.copy_v, spec.Dv, values, ldv);
   }
 
-  // Buffers that persist between the calls for one chunk come first, so that their addresses do not
-  // depend on the others.
+  // Buffers that persist between `open`, `tile` and `close` of one chunk come first, so that their
+  // addresses do not depend on the sizes of the other buffers.
   Arena lay_out(Arena a) {
     const int64_t n = round_up(chunk.end - chunk.begin, kKeys), tile = kTilePanels * P;
     dk_sum = a.take<Scalar>(want_k ? n * q_slices * P : 0);
@@ -158,7 +158,7 @@ struct Backward {
 
   // Queries
 
-  // Computed at most once for a tile.
+  // Returns whether the queries and dout of the tile are finite. Computed at most once for a tile.
   bool rows_are_finite(int count) {
     if (finite_rows != kUnknown) return finite_rows == kYes;
     const int64_t tile = kTilePanels * P * P;
@@ -193,8 +193,8 @@ struct Backward {
   }
 
   // Loads each lane's shift, delta and the factor of its dout. Lanes beyond the rows get zeros.
-  // Returns the skipped rows: fully masked rows and rows that forward marked. Their large shift
-  // makes their weights 0.
+  // Returns the set of skipped rows: fully masked rows and the exact rows that forward marked. They
+  // get a large shift, which makes their weights 0.
   uint32_t load_lanes(const Panel& p, State& s) {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
     const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
@@ -265,7 +265,7 @@ struct Backward {
         Lanes<V>::store(w + i, max(Lanes<V>::zero(), Lanes<V>::load(w + i)));
   }
 
-  // Processes adjacent spans. Long full spans are processed separately, which spares them the mask.
+  // Processes adjacent spans. Long full spans are processed separately, without applying a mask.
   void process_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from,
                      int64_t to, Scalar* w, Scalar* g) {
     const auto is_long = [](const Span* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
@@ -320,7 +320,8 @@ struct Backward {
       for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
   }
 
-  // A bias of -inf masks a key; only a weight of 0 shows it.
+  // Returns whether keys inside spans may be masked by a bias of -inf. Only their weight of 0 shows
+  // that they are masked.
   bool bias_may_mask() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
 
   static void zero_masked(const Scalar* w, int64_t n, Scalar* g) {
@@ -360,7 +361,7 @@ struct Backward {
         target[t * s.l * at.row_step + c * s.d * at.key_step] += static_cast<double>(g[c * P + t]);
   }
 
-  // Writes in the bias's dtype: each element gets exactly one value.
+  // Writes ds to dbias without adding: the bias is not broadcast, so each element gets one value.
   void write_bias_gradient(const TileCoords& at, int64_t n, const Scalar* g, int64_t first) {
     const int64_t rows = grads.dbias_stride.l * at.row_step, cols = grads.dbias_stride.d * at.key_step;
     for (int t = 0; t < P; ++t) factor[t] = 1;
@@ -458,7 +459,7 @@ struct Backward {
       }
   }
 
-  // Adds pair by pair, so that a masked pair does not multiply a NaN in its query's row by 0.
+  // Like add_key_gradients, but skips masked pairs: 0 times a NaN in the query's row would be NaN.
   void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
                                  Scalar* rows, int64_t slices, Scalar* sum) {
     for (int i = 0; i < count; ++i)

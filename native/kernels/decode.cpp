@@ -1,8 +1,9 @@
 // Decode: few query rows attend to many stored keys. `run` computes the partial result of one split
 // of at most 512 keys for all query rows of its group; `finish` merges the splits' partial results.
 // Loop order: sets of 64 rows; for each set all scores, then the softmax of each row, then all
-// values; each pass reads tiles of 32 keys. Blocks of up to 4 rows share the loaded keys, with
-// lanes along D. Rows that fill panels put rows in the lanes and read tiles of 96 keys.
+// values; each of these passes reads tiles of 32 keys. Blocks of up to 4 rows share the loaded
+// keys, with lanes along D. If there are enough rows to fill panels, the lanes are rows, and tiles
+// have 96 keys.
 #include "kernels/exact.inl.h"
 #include "kernels/gemm.inl.h"
 #include "kernels/rows.inl.h"
@@ -18,8 +19,8 @@ constexpr int kRowBlock = V::N < 4 ? V::N : 4;
 // Keys and values of at most kCachedBytes are likely to be in L2 and are not prefetched.
 constexpr int64_t kPrefetchKeys = 8, kPrefetchValues = kTileKeys, kCachedBytes = 512 << 10;
 
-// Dot products of R queries with C = V::N / R keys: lane r * C + c is query r and key c. Prefetches
-// `ahead` elements beyond each load, unless 0.
+// Returns the dot products of R queries with C = V::N / R keys: lane r * C + c is query r and key
+// c. If `ahead` is not 0, prefetches `ahead` elements beyond each load.
 template <class V, int R, class K>
 REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const FloatRow<V, K> (&keys)[V::N / R], int64_t D,
                      int64_t ahead) {
@@ -99,7 +100,7 @@ REGARD_INLINE V dots(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kin
   return lane_sums(sum);
 }
 
-// scores[R][ld_scores] of a tile of n keys.
+// Computes scores[R][ld_scores] of R queries and a tile of n keys.
 template <class V, int R, class Tile>
 void score_tile(const Number<V>* queries, int64_t ldq, int64_t D, const Tile& keys, int64_t n, int64_t ahead,
                 Number<V>* scores, int64_t ld_scores) {
@@ -147,8 +148,8 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
     UNROLLED (i, Vectors) add_to(out + r * ldo + d + i * V::N, sum[r][i]);
 }
 
-// Quantised values: `Units` units from `first` on. With one row, scale the weight; with several,
-// dequantise once and share.
+// The same for quantised values, for `Units` units (of CodeRow) from unit `first` on. With one row,
+// scale the weight; with several rows, dequantise once and share.
 template <class V, int R, int Units, StoreKind Kind>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
                                int64_t first, int64_t n, int64_t ahead, Number<V>* out, int64_t ldo) {
@@ -231,7 +232,7 @@ inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
   for (; r < rows; ++r) work(RowCount<1>{}, r);
 }
 
-// Keys in a tile if rows are in panels: a long enough sum in registers.
+// Keys in a tile if rows are in panels. With AVX2, the sum over a whole tile stays in registers.
 constexpr int64_t kPanelKeys = 96;
 
 // Rows that are processed together. Their scores and the split's keys and values stay in L2.
@@ -352,7 +353,7 @@ struct Decode {
     });
   }
 
-  // Calls work(panel, rows of the panel).
+  // Calls work(panel index, number of rows) for each panel.
   template <class Work>
   void visit_panels(Work work) const {
     for (int64_t i = 0; i < panels(); ++i)
@@ -419,7 +420,8 @@ struct Decode {
     });
   }
 
-  // Tiles that are not converted: `visit_key_tile` yields them only if no rows are in panels.
+  // Overloads for tiles that are read in place in another type. They do nothing: `visit_key_tile`
+  // yields such tiles only if no rows are in panels.
   template <class Tile>
   void score_panels(const Tile&, int64_t, int64_t) {}
   template <class Tile>
@@ -478,8 +480,8 @@ struct Decode {
     bool only_sink;
   };
 
-  // Sums the partial results of row r, rescaled to the largest shift, in `sum`. The sink counts
-  // before the first key.
+  // Sums the partial results of row r, rescaled to the largest shift, in `sum`. The softmax starts
+  // with the sink, if there is one.
   MergedSoftmax merge(int64_t r) {
     V first_shift, first_total;
     start_softmax<V>(call, head(r), first_shift, first_total);

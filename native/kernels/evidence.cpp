@@ -208,7 +208,7 @@ struct Evidence : Forward<V, S> {
     }
   }
 
-  // The weight of one score, as `compute_weights` computes it.
+  // Returns the weight of one score, by the formula of `compute_weights`.
   static Scalar weight(const State& s, const RowFacts& f, int t, Scalar score) {
     return first_lane(exp2(Lanes<V>::set(score) - finite_shift(Lanes<V>::set(s.shift[t])))) * f.factor[t];
   }

@@ -69,7 +69,8 @@ struct ExactRow {
     }
   }
 
-  // Returns the LSE for biases so large that they absorb the scores.
+  // Returns the largest bias. It replaces the LSE if the biases are so large that adding a score
+  // does not change them.
   double max_bias() const {
     double result = -__builtin_inf();
     visit_keys([&](int64_t j) { result = bias(j) > result ? bias(j) : result; });
@@ -104,7 +105,7 @@ struct ExactRow {
     const double shift = s > max ? s : max;
     const double decay = total == 0 && max == -__builtin_inf() ? 0 : exp(max - shift), power = exp(s - shift);
     const int64_t Dv = task.spec->Dv;
-    const double weight = kept ? power : 0;  // 0 * NaN is NaN: a NaN value shows even if dropped
+    const double weight = kept ? power : 0;  // not skipped: 0 * NaN is NaN, so a NaN value shows
     for (int64_t d = 0; d < Dv; ++d)
       sum[d] = sum[d] * decay + weight * static_cast<double>(to_float(v[d * stride]));
     total = total * decay + power;

@@ -17,7 +17,7 @@ struct Forward {
   static constexpr int P = kPanel<V>;
 
   // A panel's running state: scaled queries[D][P], out[Dv][P], each lane's softmax shift and sum
-  // and dropout words, the next span, and the softmax before the first key.
+  // and dropout words, the next span, and the initial shift and sum (those of the sink, if any).
   struct State {
     Scalar *queries, *out, *shift, *total;
     uint32_t *low, *high;
@@ -84,7 +84,7 @@ struct Forward {
       dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
   }
 
-  // The sink counts before the first key.
+  // Starts the softmax of all lanes with the sink, or empty if there is none.
   void start_softmax(const Panel& p, State& s) {
     V shift, total;
     ::start_softmax<V>(call, p.head, shift, total);

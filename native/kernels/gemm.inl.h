@@ -136,8 +136,8 @@ void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>*
     });
 }
 
-// C[r][0:P] += sum over the panels of the bit set and their lanes of A[panel][r][lane] *
-// B[panel][lane][0:P].
+// C[r][0:P] += A[panel][r][lane] * B[panel][lane][0:P], summed over all lanes of the panels in the
+// bit set `panels`.
 template <class V, int R>
 REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
                              Number<V>* c, int64_t ldc) {
@@ -163,7 +163,7 @@ REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t 
     }
 }
 
-// Dispatches to R = rows, at most kLanesRows.
+// Calls add_lanes<V, R> with R = rows. `rows` must be at most kLanesRows.
 constexpr int kLanesRows = 6;
 template <class V>
 void add_lanes(int64_t rows, const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,

@@ -4,7 +4,7 @@
 
 namespace regard {
 
-// Backward: panels of query rows in a tile, and keys in a block of a chunk.
+// Backward: the number of panels in a tile of queries, and of keys in a block of a chunk.
 constexpr int kTilePanels = 4;
 constexpr int64_t kBackwardBlock = 96;
 
@@ -47,8 +47,8 @@ struct EvidenceKernels {
   void (*run)(const EvidenceTask&);
 };
 
-// Linear attention: tokens in a chunk, within which token pairs are multiplied out; and chunks in a
-// segment. Forward saves the state before each segment; backward recomputes the states between.
+// Linear attention: the number of tokens in a chunk, and of chunks in a segment. Forward saves the
+// state before each segment; backward recomputes the states before the other chunks.
 constexpr int64_t kLinearChunk = 32;
 constexpr int64_t kLinearSegment = 16;
 

@@ -16,7 +16,7 @@ struct LinearForward : LinearChunk<V> {
 
   T *state, *sum;                  // S in slices of D rows; z (Dp)
   T *keys, *key_panels, *queries;  // [C][Dp], [C / P][D][P], [C][Dp]
-  T *rows, *values, *result;       // value rows [C][Vp]; slices: values, or beta * errors; outputs
+  T *rows, *values, *result;       // values [C][Vp]; slices of values (delta rule: beta * errors); outputs
   T *weights, *inverse_sums;       // [C][C]; (C)
 
   LinearForward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena) : Base(t, a, arena) {
@@ -53,8 +53,9 @@ struct LinearForward : LinearChunk<V> {
     this->to_slices(rows, Vp, Dv, ones, values);
   }
 
-  // The delta rule: replaces a value by beta times its error, the value minus the value
-  // that is retrieved for its key, from the state and from the earlier tokens of the chunk.
+  // The delta rule: replaces each value by beta times its error. The error is the value minus what
+  // the token's key, used as a query, reads from the state and from the earlier tokens of the
+  // chunk.
   void replace_values() {
     this->score(keys, Dp, D, key_panels, call.log_decay ? pair_decay : nullptr, weights);
     for (int64_t c = 0; c < Vp; c += P)
@@ -135,7 +136,7 @@ struct LinearForward : LinearChunk<V> {
     }
   }
 
-  // A decode step: one token, without copying the state.
+  // Computes a call with one token. Reads and writes the state in the caller's memory, not a copy.
   void decode_step() {
     this->set_chunk(0);
     this->load(call.k, spec.k, task.kv_head, D, Dp, keys);

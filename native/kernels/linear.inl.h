@@ -1,7 +1,7 @@
 // Linear attention, shared by forward and backward. One task is one key head; it processes chunks
-// of C = 32 tokens in sequence. Token pairs within a chunk are multiplied out in tiles of 6 tokens
-// x P tokens; earlier tokens act through the state S (D, Dv). Matrices are stored as slices[column
-// / P][row][P], padded with zeros.
+// of C = 32 tokens in sequence. The products q . k of token pairs within a chunk are computed in
+// tiles of 6 tokens x P tokens; tokens of earlier chunks act through the state S (D, Dv). Matrices
+// are stored as slices[column / P][row][P], padded with zeros.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/gemm.inl.h"
@@ -33,8 +33,8 @@ inline void add_scaled(Number<V>* x, const Number<V>* y, int64_t n, Number<V> fa
     Lanes<V>::store(x + i, fma(Lanes<V>::load(y + i), Lanes<V>::set(factor), Lanes<V>::load(x + i)));
 }
 
-// Access to n tokens in the caller's layout and dtype, from element `start` of the tensor on. The
-// rest of the code uses the compute type only and is compiled once for it.
+// Functions that load, store and clear n tokens in the caller's layout and dtype, from element
+// `start` of the tensor on. All other code works in the compute type and is compiled once for it.
 template <class V>
 struct TokenAccess {
   using T = Number<V>;
@@ -123,7 +123,7 @@ struct LinearChunk {
   void store(const T* slices, T factor, int64_t width, void* base, const Strides& s, int64_t h) const {
     access.store(slices, factor, n, width, base, s, index(s, h, begin));
   }
-  // Zeros the rows of padding.
+  // Zeros the rows of the padding tokens.
   void clear(void* base, const Strides& s, int64_t h, int64_t width) const {
     access.clear(base, s, index(s, h, tokens), spec.L - tokens, width);
   }
@@ -146,8 +146,9 @@ struct LinearChunk {
       for (int64_t i = 0; i < n; ++i) beta[i] = scalars(call.beta, head * spec.L + begin)[i];
   }
 
-  // pair_decay's row i is row i - 1 times token i's decay. Without quotients nothing overflows, and
-  // no result depends on later tokens. Denormal factors become 0.
+  // Computes the decay factors of the chunk. Row i of pair_decay is row i - 1 times the decay of
+  // token i. There are no quotients, so nothing overflows and no result depends on later tokens.
+  // Denormal factors become 0.
   void load_decay(const T* log_decay) {
     for (int64_t i = 0; i < C; ++i) token_decay[i] = i < n ? log_decay[i] : 0;
     for (int64_t i = 0; i < C; i += V::N)
@@ -176,8 +177,8 @@ struct LinearChunk {
     for (int64_t i = 0; i < n; ++i) scale<V>(rows + i * ld, ld, factor[i]);
   }
 
-  // products[i][j] = rows_i . panel_j for j <= i, times decay[i][j] if given. Elements above the
-  // diagonal are written in whole tiles and not used.
+  // products[i][j] = rows_i . panel_j for j <= i, times decay[i][j] if given. Some elements above
+  // the diagonal are written too, because tiles are computed whole. They are not used.
   void score(const T* rows, int64_t ld, int64_t width, const T* panels, const T* decay, T* products) const {
     for (int64_t j = 0; j < n; j += P)
       visit_tiles(n - j, [&](auto count, int64_t t) {

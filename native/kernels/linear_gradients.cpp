@@ -14,8 +14,9 @@ struct LinearBackward : LinearChunk<V> {
   using Base::P, Base::C, Base::task, Base::spec, Base::call, Base::D, Base::Dv, Base::Dp, Base::Vp;
   using Base::pair_decay, Base::state_decay, Base::decay_to_end, Base::chunk_decay, Base::beta, Base::ones;
 
-  // A chunk's tokens: rows [C][width] as the left operand of products; slices and panels (tokens in
-  // the lanes) as the right operand, summing over tokens or over columns.
+  // A chunk's tokens in three layouts: rows [C][width] as the left operand of a product; slices as
+  // the right operand if the product sums over tokens; panels (tokens in the lanes) as the right
+  // operand if the product sums over columns.
   struct Tokens {
     T *rows, *slices, *panels;
   };
@@ -23,11 +24,12 @@ struct LinearBackward : LinearChunk<V> {
   const LinearGradients& grads;
   T *states, *sums;   // before each chunk of a segment: S^T in slices of Dv rows, and z
   T *dS, *dS_T, *dz;  // slices of D rows, of Dv rows; (Dp)
-  // `value` holds the values, or beta * errors; `out` the gradient of the lookup's result.
+  // `value` holds the values (delta rule: beta * errors); `out` holds the gradient of the result of
+  // the current lookup (see lookup_backward).
   Tokens key, value, query, out;
   T *errors, *dquery, *dkey, *dvalue;  // slices
   T *weights, *dweights, *inverse_sums, *dtotal, *column_sums;
-  double* dlog;  // (C + 1): differences of dlog_decay, summed up in `write`
+  double* dlog;  // (C + 1): `write` computes dlog_decay as the cumulative sum of these numbers
 
   LinearBackward(const LinearTask& t, const TokenAccess<V>& a, Arena& arena)
       : Base(t, a, arena), grads(*t.grads) {
@@ -54,7 +56,8 @@ struct LinearBackward : LinearChunk<V> {
 
   const T* decay() const { return call.log_decay ? pair_decay : nullptr; }
 
-  // Transposes [D][Dv], in rows `ld` apart or one slice of it, to slices of [Dv][D].
+  // Transposes `columns` columns of a matrix with D rows, `ld` elements apart, to slices of the
+  // transposed matrix [Dv][D].
   void transpose(const T* source, int64_t ld, int64_t columns, T* target) const {
     for (int64_t d = 0; d < D; d += P)
       pack<V>(source + d * ld, ld, 1, static_cast<int>(D - d < P ? D - d : P), columns, Scaled<V>{1},
@@ -142,8 +145,8 @@ struct LinearBackward : LinearChunk<V> {
     return sum;
   }
 
-  // Computes the gradients that reach keys and values through the state after the chunk, and scales
-  // the state's gradient to the state before the chunk.
+  // Computes the gradients that reach keys and values through the state after the chunk. Then
+  // multiplies dS by the chunk's decay: its share of the gradient of the state before the chunk.
   void begin_chunk(const T* S_now, const T* z_now) {
     for (int64_t c = 0; c < Vp; c += P) transpose(dS + c * D, P, c + P <= Dv ? P : Dv - c, dS_T + c * P);
     multiply_and_scale(value.rows, Vp, Dv, dS_T, Dp, spec.normalize ? dz : nullptr, dkey, decay_to_end);
@@ -157,8 +160,8 @@ struct LinearBackward : LinearChunk<V> {
     scale<V>(dz, Dp, chunk_decay);
   }
 
-  // Gradient of the normalisation. dtotal is the gradient of a row's sum of weights; it adds to the
-  // gradient of each of its weights.
+  // Adds the gradient of the normalisation. dtotal[i] is the gradient of the sum of row i's
+  // weights, so it is added to the gradient of every weight of the row, and through z to dquery.
   void divisor_backward(const T* z_now) {
     for (int64_t i = 0; i < n; ++i) {
       T* row = dweights + i * C;
@@ -170,8 +173,10 @@ struct LinearBackward : LinearChunk<V> {
     }
   }
 
-  // A pair's decay gradient belongs to all tokens between the two. `dlog` holds differences: the
-  // earlier token's entry adds it, the later token's entry subtracts it.
+  // Adds the gradients of log_decay. The decay from token j to token i is the product of the decays
+  // of tokens j + 1 to i, so the gradients of all these tokens get the term w[i][j] * dw[i][j].
+  // `dlog` holds differences: entry j + 1 adds the term, entry i + 1 subtracts it. The decay from
+  // the state to token i includes tokens 0 to i.
   void add_decay_gradient(const Tokens& x) {
     for (int64_t i = 0; i < C; ++i) column_sums[i] = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -188,9 +193,9 @@ struct LinearBackward : LinearChunk<V> {
     for (int64_t j = 0; j < n; ++j) dlog[j + 1] += column_sums[j];
   }
 
-  // Gradient of a lookup of x in the tokens up to its own, or before it if Strict. `out` is the
-  // gradient of the lookup's result, `weights` holds x . k. Computes dquery, and adds to dkey and
-  // dS.
+  // Backward of a lookup: each token uses x as a query to the state and to the chunk's tokens up to
+  // itself, or before itself if Strict. `out` holds the gradient of the result, `weights` holds
+  // x . k times the decay. Computes the gradient of x in dquery, and adds to dkey and dS.
   template <bool Strict>
   void lookup_backward(const Tokens& x, const T* S_now, const T* z_now) {
     const bool normalized = spec.normalize && !Strict;
@@ -225,9 +230,9 @@ struct LinearBackward : LinearChunk<V> {
     this->store(dquery, static_cast<T>(spec.scale), D, grads.dq, grads.dq_stride, h);
   }
 
-  // Gradient of the delta rule. Each error depends on the earlier errors of its chunk, so their
-  // gradients are computed from the last token to the first. An error is v minus a lookup of k, so
-  // the gradient of that lookup follows.
+  // Backward of the delta rule. Each error depends on the errors of earlier tokens in the chunk, so
+  // the gradients of the errors are computed from the last token to the first. An error is v minus
+  // a lookup with k as the query, so backward of this lookup follows.
   void delta_rule_backward(const T* S_now, const T* z_now) {
     this->score(key.rows, Dp, D, key.panels, decay(), weights);
     for (int64_t c = 0; c < Vp; c += P)

@@ -46,14 +46,14 @@ inline V exp2(V z) {
   return keep(not_less(z, Lanes<V>::set(Exp2<V>::kLowest)), power);
 }
 
-// 2^(s - shift) for an integer shift of at most kLargestShift: the subtraction is part of the
-// rounding.
+// 2^(s - shift) for an integer shift with |shift| <= kLargestShift. Adding kRound - shift to s
+// subtracts the shift and rounds in one operation.
 template <class V>
 struct ShiftedExp2 {
   V round, lowest;
   explicit ShiftedExp2(V shift)
       : round(Lanes<V>::set(Exp2<V>::kRound) - shift), lowest(shift + Lanes<V>::set(Exp2<V>::kLowest)) {}
-  // Returns whether `round` is exact for all lanes.
+  // Returns whether the shifts of all lanes are small enough for `round` to be exact.
   static bool fits(V shift) { return bits(less(Lanes<V>::set(Exp2<V>::kLargestShift), abs(shift))) == 0; }
   V operator()(V s) const {
     const V t = s + round, f = s - (t - round);

@@ -89,12 +89,12 @@ class Stored {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
-  // Scratch scalars for a converted tile of n rows, and for its scales.
+  // Return the number of scratch elements for a converted tile of n rows, and for its scales.
   static int64_t tile_size(int64_t width, int64_t n) { return n * round_up(width, kGroup); }
   static int64_t scales_size(int64_t width, int64_t n) { return n * 2 * (round_up(width, kGroup) / kGroup); }
 
   // Returns rows [begin, begin + n) in place, `ld` elements apart. Returns null if they are
-  // codes, cross a page, or are not contiguous along D.
+  // codes, cross a page, are not contiguous along D, or lie in a page that does not exist.
   const S* in_place(int64_t begin, int64_t n, int64_t& ld) const {
     if (spec_.store != kFloats || stride_.d != 1 || rows_in_page(begin, n) < n) return nullptr;
     ld = stride_.l * step_;
@@ -102,7 +102,7 @@ class Stored {
   }
 
   // Returns rows of codes in place, with their scales converted. The codes are null if the rows
-  // cross a page.
+  // cross a page or lie in a page that does not exist.
   template <StoreKind Kind>
   CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
     const Row row = locate(begin);

@@ -7,7 +7,7 @@ namespace {
 // Rounds to the nearest integer, ties to even, for |x| < 2^22.
 inline float round_to_even(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// Clamps and rounds to a code. 0 / 0, which a group of equal elements yields, becomes code 0.
+// Clamps and rounds x to a code. NaN becomes code 0: x is 0 / 0 in a group of equal elements.
 inline float code_of(float x, float min_code, float max_code) {
   x = x == x ? x : 0;
   x = x > min_code ? x : min_code;
@@ -66,7 +66,8 @@ inline void encode_bytes(const Group& group, int64_t n, int8_t* codes, Half* sca
     codes[i] = i < n ? static_cast<int8_t>(code_of(group.x[i] / step, -kMaxCode, kMaxCode)) : 0;
 }
 
-// Fits x = low + step * code by least squares, with the codes of the group's full range.
+// Fits step and low in x = low + step * code by least squares. The codes of the fit divide the
+// range of the group's elements evenly.
 inline void fit_line(const Group& group, Half* line) {
   constexpr float kMaxCode = 15;
   const float low = -group.max_of(-1), step = (group.max_of(1) - low) / kMaxCode;

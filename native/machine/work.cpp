@@ -40,7 +40,7 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
-thread_local std::vector<Scratch> worker_scratch;  // [worker], for calls that this thread makes
+thread_local std::vector<Scratch> worker_scratch;  // indexed by worker, for the calls of this thread
 
 }  // namespace
 

@@ -37,8 +37,8 @@ class Stopper {
   std::atomic<bool> stopped_{false}, out_of_memory_{false};
 };
 
-// Calls job(index, worker) for each index in [0, count) on up to `workers` threads. Starts in ascending
-// order.
+// Calls job(index, worker) for each index in [0, count) on up to `workers` threads. Jobs start in
+// ascending order of index.
 template <class Job>
 void run_tasks(int workers, int64_t count, Stopper& stopper, Job job) {
   struct Shared {

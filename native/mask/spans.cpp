@@ -10,7 +10,8 @@
 namespace regard {
 namespace {
 
-// As regard.masks._program.Op. A node is [op, length, arguments..., children...]; `length` counts all of it.
+// The same codes as regard.masks._program.Op. A node is [op, length, arguments..., children...];
+// `length` is the number of words of the whole node.
 enum Op : int64_t {
   kWindow = 1,
   kLengths,
@@ -88,8 +89,9 @@ void merge(Spans& out, size_t a, size_t b, Join join) {
   out.erase(out.begin() + a, out.begin() + top);
 }
 
-// Appends the spans of a window: row t may attend to [begin + t, end + t). If it `opens`, rows start one by
-// one; if it `closes`, they end one by one; all rows attend to the middle.
+// Appends the spans of a panel's windows. With `opens`, the first key of row t is begin + t;
+// otherwise all rows start at `begin`. With `closes`, the end of row t is end + t; otherwise all
+// rows end at `end`. Between these edges one full span covers all rows.
 void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Spans& out) {
   const int edges = rows - 1;
   const uint32_t all = first_lanes(rows);
@@ -102,7 +104,8 @@ void band(int rows, int64_t begin, int64_t end, bool opens, bool closes, Spans& 
   for (uint32_t lanes = all; closes && (lanes = lanes << 1 & all); ++end) *span++ = {end, end + 1, lanes};
 }
 
-// As `band`, for a panel in which [lo, hi) clips the windows of some rows only.
+// Like `band` for windows [begin + t, end + t), but for a panel in which [lo, hi) clips the windows
+// of some rows and not of others.
 void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Spans& out) {
   int opened = 0, closed = 0;
   for (int64_t key = lo; key < hi;) {
@@ -117,7 +120,7 @@ void sweep(int rows, int64_t begin, int64_t end, int64_t lo, int64_t hi, Spans& 
   }
 }
 
-// Appends a key, which must be larger than all keys so far.
+// Adds a key with this id to the segments. The key must be larger than all keys so far.
 void extend(Segments& segments, int64_t key, int64_t id) {
   if (!segments.empty() && segments.back().end == key && segments.back().id == id)
     segments.back().end = key + 1;
@@ -207,7 +210,7 @@ struct SpanFinder::OpInfo {
   void (SpanFinder::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   int tensors = 0;     // how many arguments, from the first one on, are indices of tensors
   int segmented = -1;  // which of these tensors is converted to Segments; -1: none
-  int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // null: 1
+  int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // null: the dilation is 1
 };
 
 // Indexed by Op.
@@ -515,7 +518,8 @@ inline __attribute__((always_inline)) Sums add_up(const Spans& spans, uint32_t a
   return sums;
 }
 
-// The oldest x86 CPUs have no popcnt. Counting bits without it takes longer than finding the spans.
+// Uses the popcnt instruction if the CPU has it: counting bits without it takes longer than finding
+// the spans. The baseline of x86-64 does not include popcnt.
 #ifdef __x86_64__
 __attribute__((target("popcnt"))) Sums sums_fast(const Spans& spans, uint32_t all) {
   return add_up(spans, all);

@@ -30,7 +30,8 @@ struct Segment {
 };
 using Segments = std::vector<Segment>;
 
-// A mask program and the tensors of a call. The referenced program, Spec and Call must outlive it.
+// Evaluates a mask program with the tensors of a call. The program, the Spec and the Call are
+// referenced, not copied, so they must outlive the SpanFinder.
 class SpanFinder {
  public:
   SpanFinder(const std::vector<int64_t>& code, const Spec& spec, const Call& call);
@@ -87,7 +88,7 @@ class SpanFinder {
   std::vector<std::vector<Segments>> segments_;  // [index in segment_nodes_][sample]
 };
 
-// The size of a mask, summed over all samples and heads.
+// The work that a mask causes, summed over all samples and heads.
 struct Cost {
   int64_t pairs = 0;                         // (query, key) pairs that the mask allows
   int64_t touched = 0;                       // pairs that kernels compute: keys of spans x width of the panel

@@ -9,12 +9,12 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kMaxChunkBytes = 1 << 20, kMinChunkBytes = 256 << 10;  // of a chunk's sums
-constexpr int64_t kEnoughChunks = 16;   // in one sample: chunks grow rather than exceed this number
-constexpr int64_t kPreparedRows = 256;  // rows of a task of prepare_rows
+constexpr int64_t kMaxChunkBytes = 1 << 20, kMinChunkBytes = 256 << 10;  // size of a chunk's dk and dv
+constexpr int64_t kEnoughChunks = 16;   // in one sample: beyond this number, chunks become larger instead
+constexpr int64_t kPreparedRows = 256;  // query rows per task of prepare_rows
 constexpr double kInlineWork = 1e6;     // floating point operations: below this, one thread is faster
 
-constexpr int64_t kMaxShares = 1 << 17;  // doubles for shares of dby_head
+constexpr int64_t kMaxShares = 1 << 17;  // max. doubles in shares_
 constexpr int64_t kGrain = 1 << 18;      // bytes to clear or elements to round in one task
 
 int64_t modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
@@ -119,7 +119,7 @@ class Backward : Pass {
   static int64_t words(const Layout& at) { return ceil_div(at.chunks, 64); }
 
   int64_t largest_chunk() const {
-    Layout undilated{};  // the layout of sum_bias
+    Layout undilated{};  // sum_bias does not use residue classes
     undilated.step = 1;
     divide(undilated);
     int64_t largest = undilated.chunk;
@@ -202,8 +202,8 @@ class Backward : Pass {
       static_cast<float*>(target)[at] = static_cast<float>(x);
   }
 
-  // Orders the chunks. The first chunks of all heads come first: with a causal mask they are the longest, and
-  // chunks of one head rarely run at the same time.
+  // Orders the chunks. The first chunks of all heads come first: with a causal mask they have the
+  // most queries and take longest. In this order, chunks of one head rarely run at the same time.
   ChunkId chunk_id(int64_t index) const {
     const int64_t head = index % kv_heads_, in_head = index / kv_heads_, kv_head = head % spec_.Hkv;
     const int64_t classes = layouts_[kv_head].classes;
@@ -291,7 +291,9 @@ class Backward : Pass {
 
   int64_t keys(int64_t key_class, const Layout& at) const { return ceil_div(spec_.Lk - key_class, at.step); }
 
-  // Runs all chunks, in several rounds if their shares of dby_head would take too much memory at once.
+  // Runs all chunks. Each chunk has its own share of the sums of dby_head; if these shares would
+  // take too much memory, the chunks run in several rounds, and each round's shares are added at
+  // its end.
   void run_chunks() {
     for (int64_t first = 0; first < chunk_ids_ && !stopper_.stopped(); first += ids_at_once_) {
       parallel_for(std::min(ids_at_once_, chunk_ids_ - first) * kv_heads_,
@@ -300,8 +302,9 @@ class Backward : Pass {
     }
   }
 
-  // Runs one chunk. Tiles whose dq no earlier chunk adds to come first, then tiles that may have to wait for
-  // an earlier chunk. The last tile leads: with a causal mask it attends to all chunks.
+  // Runs one chunk. Tiles whose dq no earlier chunk adds to come first, then tiles where this chunk
+  // may have to wait for an earlier chunk. Both groups go from the last tile to the first: with a
+  // causal mask all chunks add to the last tile, so that tile has the most turns.
   void run_chunk(const ChunkId& id, int64_t share, int worker) {
     const Layout& at = layouts_[id.kv_head];
     if (id.chunk >= at.chunks) return;
@@ -336,7 +339,8 @@ class Backward : Pass {
     return true;
   }
 
-  // Fills `panels` with the tile's panels and returns their number. With reuse_spans, `spans` is an input.
+  // Fills `panels` with the tile's panels and returns their number. Finds the panels' spans, unless
+  // reuse_spans says that `spans` already holds them.
   int find_panels(const Tile& t, const Chunk& chunk, Spans* spans, Panel* panels, bool reuse_spans) const {
     int count = 0;
     for_each_panel(t, [&](const Rows& rows) {
@@ -390,10 +394,12 @@ class Backward : Pass {
     });
   }
 
-  // A 16-bit dbias with rows and keys is summed in float, one tile at a time, and rounded once.
+  // A 16-bit dbias with a row dim and a key dim is summed in float, one tile at a time, and rounded
+  // once.
   bool has_16_bit_pairs() const { return bias_has_pairs(spec_, grads_) && item_bytes(spec_.bias_dtype) == 2; }
 
-  // Redirects dbias to `sums`, which hold one tile of queries and one chunk of keys.
+  // Redirects dbias to `sums`, which has one element for each query of the tile and key of the
+  // chunk.
   void sum_in_float(Gradients& local, std::vector<float>& sums, const Layout& at, int64_t tile,
                     int64_t chunk) const {
     sums.assign(tile_rows() * at.chunk, 0);
@@ -481,8 +487,8 @@ class Backward : Pass {
   std::vector<Layout> layouts_;
   std::vector<uint64_t> reach_;
   std::vector<std::atomic<int64_t>> turns_;  // of each tile, 1 + the last chunk that has added to its dq
-  std::vector<double> shares_;   // of dby_head, in the current round: [chunk][sample][head][column]
-  std::vector<double> by_head_;  // dby_head: [head][column]
+  std::vector<double> shares_;               // shares of dby_head: [chunk][sample][head][column]
+  std::vector<double> by_head_;              // dby_head: [head][column]
   std::vector<double> dk_exact_, dv_exact_;  // dk and dv of exact rows
   std::unique_ptr<char[]> buffer_;           // delta, and dq_sum if dq has 16 bits
   std::vector<void*> scratches_;

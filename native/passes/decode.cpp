@@ -40,8 +40,9 @@ std::vector<Span> union_of(const std::vector<Spans>& lists) {
   return merged;
 }
 
-// Cuts the keys at multiples of kSplitKeys, so that results do not depend on the rest of the mask. Returns at
-// least one slice, because the last split of a group writes its results.
+// Cuts the keys at multiples of kSplitKeys, so that the result of a row does not depend on the keys
+// that other rows attend to. Returns at least one slice, because the thread that finishes the last
+// split of a group writes the group's results.
 std::vector<Slice> slices_of(const std::vector<Span>& spans) {
   std::vector<Slice> slices;
   for (size_t i = 0; i < spans.size(); ++i)
@@ -153,7 +154,7 @@ class Decode : Pass {
   const DecodeKernels& kernels_;
   int64_t step_;
   std::vector<GroupSpans> group_spans_;
-  std::vector<int64_t> first_split_;  // of each group, then the number of splits
+  std::vector<int64_t> first_split_;  // the first split of each group, then the number of splits
   std::vector<void*> scratch_;
   char* partials_ = nullptr;
   std::vector<std::atomic<int64_t>> pending_;  // splits of each group that are still to be computed

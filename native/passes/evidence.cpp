@@ -6,9 +6,9 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kPanels = 16;          // that share one pass over the keys
-constexpr int64_t kTasksPerHead = 16;    // at most; each task has its own sums
-constexpr int64_t kMaxChunkRows = 4096;  // with a dilated mask, whose panels spread over many rows
+constexpr int64_t kPanels = 16;          // panels that share one pass over the keys
+constexpr int64_t kTasksPerHead = 16;    // max. number of tasks; each task has its own sums
+constexpr int64_t kMaxChunkRows = 4096;  // limit for dilated masks, whose panels spread over many rows
 constexpr double kInlineWork = 1e6;      // floating point operations: below this, one thread is faster
 
 // Sums over the rows of a task: the mass of each key, then the mass of each distance.
@@ -107,7 +107,7 @@ class Evidence : Pass {
     kernels_.run(e);
   }
 
-  // Returns zeros, in the memory of a finished task if there is one.
+  // Returns sums that are all zero. Reuses the memory of a finished task's sums if there is any.
   Sums zero_sums() {
     Sums sums;
     const std::lock_guard<std::mutex> lock(mutex_);

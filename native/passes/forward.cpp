@@ -8,8 +8,8 @@ namespace {
 constexpr int64_t kRows = 256;  // max. query rows of a task: more rows read (and copy) keys less often
 constexpr int64_t kStateBytes = 256 << 10;  // of a task's panels: queries and sums must stay in L2
 constexpr int64_t kTasksPerThread = 8;      // at least, so that all threads finish at about the same time
-constexpr int64_t kTilesInTurn = 4;         // tiles of one head that consecutive tasks process
-constexpr size_t kManySpans = 1 << 12;      // in a tile: spans of several tiles would take too much memory
+constexpr int64_t kTilesInTurn = 4;         // consecutive tasks process this many tiles of one head
+constexpr size_t kManySpans = 1 << 12;      // in a tile; beyond that, a thread caches only one tile's spans
 constexpr double kInlineWork = 1e6;         // floating point operations: below this, one thread is faster
 
 // `count` consecutive panels, from panel `first_panel` on, of the query rows residue, residue + dilation, ...
@@ -68,7 +68,8 @@ class Forward : Pass {
   }
 
  private:
-  // Rows with a large stride map to the same cache sets; copying them pays off for several panels.
+  // Rows with a large stride map to the same cache sets. Copying them pays off if several panels
+  // use the copy.
   bool should_copy(const Strides& s, int64_t width) const {
     return is_16_bit() || s.d != 1 || ((is_dilated() || s.l != width) && task_panels() >= 4);
   }

@@ -15,7 +15,8 @@ void advise_outputs(const LinearSpec& spec, const LinearCall& call, const Linear
   advise_huge_pages(grads->dv, channel_bytes * spec.Hkv * spec.Dv);
 }
 
-// A task is one key head with its query heads, because the state is passed from token to token.
+// Runs a task for each key head with its query heads. A head is not divided further, because the
+// state is passed from token to token.
 Outcome run(const LinearSpec& spec, const LinearCall& call, const LinearGradients* grads,
             Interrupt interrupt) {
   const LinearKernels& kernels =

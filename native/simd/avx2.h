@@ -42,8 +42,8 @@ struct DoubleMask {
   __m256d v;
 };
 
-// Operations of a vector type V with masks M; `suffix` is that of the intrinsics. max(a, b) is b if
-// either is NaN. keep(m, a) is a where m is set, else 0.
+// Defines the operations of vector type V with mask type M; `suffix` (ps, pd) is the suffix of the
+// intrinsics. max(a, b) is b if either is NaN. keep(m, a) is a where m is set, else 0.
 #define REGARD_VECTOR(V, M, suffix)                                                        \
   inline V operator+(V a, V b) { return {_mm256_add_##suffix(a.v, b.v)}; }                 \
   inline V operator-(V a, V b) { return {_mm256_sub_##suffix(a.v, b.v)}; }                 \
@@ -67,7 +67,7 @@ REGARD_VECTOR(Doubles, DoubleMask, pd)
 inline float fma_once(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma_once(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
-// 2^n from a float whose low mantissa bits hold n + 127.
+// Returns 2^n from a float whose low mantissa bits hold n + 127.
 inline Floats power_from_bits(Floats t) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t.v), 23))};
 }
@@ -102,7 +102,7 @@ inline Floats lane_sums(const Floats (&r)[8]) {
   return {_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20), _mm256_permute2f128_ps(b[0], b[1], 0x31))};
 }
 
-// 2^n from a double whose low mantissa bits hold n + 1023.
+// Returns 2^n from a double whose low mantissa bits hold n + 1023.
 inline Doubles power_from_bits(Doubles t) {
   return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t.v), 52))};
 }
@@ -121,7 +121,7 @@ inline Doubles lane_sums(const Doubles (&r)[4]) {
   return {_mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x20), _mm256_permute2f128_pd(a, b, 0x31))};
 }
 
-// Operations that are selected by the vector type.
+// Operations whose arguments do not show the vector type, which is therefore a template argument.
 template <class V>
 struct Lanes;
 
@@ -179,7 +179,8 @@ struct Lanes<Doubles> {
     const __m256i set = _mm256_set1_epi64x(static_cast<int64_t>(lanes >> from));
     return {_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(set, bit), bit))};
   }
-  // Widens half of the words to the mask of vector `part` of a panel.
+  // Returns the mask of vector `part` of a panel: widens the lower half of the words if `part` is
+  // even, else the upper half.
   static Mask mask(Words w, int part) {
     const __m128i half = part & 1 ? _mm256_extracti128_si256(w.v, 1) : _mm256_castsi256_si128(w.v);
     return {_mm256_castsi256_pd(_mm256_cvtepi32_epi64(half))};
@@ -187,7 +188,7 @@ struct Lanes<Doubles> {
   static Doubles iota() { return {_mm256_setr_pd(0, 1, 2, 3)}; }
 };
 
-// Converts the low and high nibbles of 8 bytes.
+// Converts the low and the high nibbles of 8 bytes to floats.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   low.v = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));

@@ -7,8 +7,8 @@
 
 namespace {
 
-// Terms summed in one chain of additions before a new chain begins. Shorter than with AVX2, because
-// `fma` here rounds twice.
+// Terms summed in one chain of additions before a new chain begins, which bounds rounding errors.
+// The chain is shorter than with AVX2, because `fma` here rounds twice.
 constexpr int64_t kChain = 32;
 
 template <class T, int Count>
@@ -139,7 +139,7 @@ inline void from_float(Half* p, float x) {
   p->bits = static_cast<uint16_t>(sign | h);
 }
 
-// Operations that are selected by the vector type.
+// Operations whose arguments do not show the vector type, which is therefore a template argument.
 template <class V>
 struct Lanes {
   using Scalar = typename V::Scalar;
@@ -168,7 +168,7 @@ struct Lanes {
     for (int i = 0; i < V::N; ++i) m.v[i] = lanes >> (from + i) & 1 ? -1 : 0;
     return m;
   }
-  // Expands the words of vector `part` of a panel to a mask.
+  // Returns the mask of vector `part` of a panel. With doubles, w holds the words of two vectors.
   static Mask mask(Words w, int part) {
     const int from = V::N == Words::N ? 0 : part * V::N;
     Mask m{typename V::Bits{}};
@@ -182,7 +182,7 @@ struct Lanes {
   }
 };
 
-// Converts the low and high nibbles of bytes.
+// Converts the low and the high nibbles of Floats::N bytes to floats.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   for (int i = 0; i < Floats::N; ++i) {
     low.v[i] = static_cast<float>(p[i] & 15);

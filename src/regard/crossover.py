@@ -30,9 +30,9 @@ NEIGHBOURS, GLOBALS, BLOCK, RANK, FEATURES = 256, 8, 64, 256, 256
 
 
 class Measurement(NamedTuple):
-    """Time and peak memory of one mechanism at one length."""
+    """Time and peak memory of exact attention or of one approximation, at one length."""
 
-    mechanism: str
+    mechanism: str  # "exact", or the name of an approximation, such as "window"
     work: Work
     L: int
     time: float  # seconds
@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossover:
-    """The result of `measure`."""
+    """The result of `measure`: the measurements, and methods that compare them."""
 
     points: tuple[Measurement, ...]
 
@@ -52,7 +52,7 @@ class Crossover:
 
     @property
     def mechanisms(self) -> list[str]:
-        """The names of the mechanisms in the order measured, without exact attention."""
+        """The names of the approximations, in the order measured."""
         return [name for name in dict.fromkeys(point.mechanism for point in self.points) if name != EXACT]
 
     def curve(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
@@ -86,7 +86,10 @@ class Crossover:
         return crossover
 
     def verdict(self, mechanism: str, work: Work, quantity: Quantity) -> str:
-        """Returns the crossover in words, with the gain at the longest length."""
+        """Returns the crossover as text, such as "from 4,096 on (3.2 x)".
+
+        The number in parentheses is the gain at the longest length.
+        """
         gains = self.gains(mechanism, work, quantity)
         if not gains:
             return "not measured"
@@ -119,13 +122,16 @@ def measure(
     lengths: Sequence[int], *, causal: bool = False, heads: int = 8, dim: int = 64, seconds: float = 1.0,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Crossover:  # fmt: skip
-    """Measures time and peak memory of exact attention and of each mechanism, without projections.
+    """Measures time and peak memory of exact attention and of its approximations.
 
-    All times are measured first, then the memory, if the system reports it.
+    The approximations are a window, Performer and linear attention, and without `causal` also
+    Longformer, BigBird and Linformer. Projections are not measured. All times are measured first,
+    then the memory, if the system reports it.
 
     Args:
         lengths: lengths L to measure. q, k and v are (1, heads, L, dim) float32.
-        causal: whether attention is causal. Mechanisms without a causal form are then left out.
+        causal: whether attention is causal. If True, approximations without a causal form are left
+            out.
         heads, dim: H and D.
         seconds: time budget for forward and for training at each length. Every call runs at least
             twice.
@@ -151,7 +157,8 @@ def measure(
 def _peak(call: Callable[[], object]) -> int | None:
     """Returns the peak memory of a call in bytes, beyond the memory of q, k and v.
 
-    Measures the second of two calls, because the first also loads code.
+    Measures the second of two calls, because the first also loads code. Returns at least 1 MiB,
+    because the system reports memory in coarse steps, or None if it does not report memory.
     """
     peak_memory(call)
     peak = peak_memory(call)

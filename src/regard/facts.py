@@ -45,7 +45,10 @@ class Fact(Value):
         raise NotImplementedError
 
     def result(self, parts: Parts, spec: Spec) -> Any:
-        """Converts the parts to the fact's result: caller's leading dims, dtype of the LSE."""
+        """Converts the parts to the fact's result.
+
+        The result has the caller's leading dims, and its floats have the dtype of the LSE.
+        """
         (part,) = _in_caller_shape(parts, spec)
         return part
 
@@ -164,7 +167,7 @@ class EntropyResult(NamedTuple):
     """The result of `Entropy`."""
 
     nats: Tensor  # (..., Hq, Lq)
-    normalized: Tensor  # divided by log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2
+    normalized: Tensor  # nats / log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2
 
 
 @value
@@ -194,9 +197,9 @@ class DistanceHistogram(Fact):
     """The sum of the weights at each distance (query position - key position), (..., Hq, n)."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates the mass as the first part.
+        """Allocates two parts: the mass (B, Hq, n), filled with zeros, and the distances (n,).
 
-        The second part holds the n distances, ascending, int64.
+        The distances are int64 and ascending.
         """
         spec, offset = problem.spec, problem.offset
         if offset is None:
@@ -260,7 +263,7 @@ class Pyramid(NamedTuple):
 
 @value
 class BlockMass(Fact):
-    """The sum of the weights in blocks of `block` queries x `block` keys, as a `Pyramid`.
+    """The sum of the weights in each block of `block` queries x `block` keys, as a `Pyramid`.
 
     The block size doubles at each level.
     """
@@ -306,7 +309,7 @@ class BlockMass(Fact):
 
 @value
 class BlockMax(BlockMass):
-    """The largest weight in blocks of `block` queries x `block` keys, as a `Pyramid`.
+    """The largest weight in each block of `block` queries x `block` keys, as a `Pyramid`.
 
     The block size doubles at each level.
     """
@@ -348,6 +351,9 @@ def _by_sample(spec: Spec, x: Tensor) -> Tensor:
 
 
 def _in_caller_shape(parts: Parts, spec: Spec) -> list[Tensor]:
-    """Restores the caller's leading dims: (B, Hq, ...) -> (*outer, ...), in the LSE's dtype."""
+    """Restores the caller's leading dims of each part, and casts floats to the LSE's dtype.
+
+    (B, Hq, ...) becomes (*batch, Hq, ...), or (...) if q is (Lq, D).
+    """
     shaped = (x.reshape(*spec.out_shape[:-2], *x.shape[2:]) for x in parts)
     return [x.to(spec.lse_dtype) if x.is_floating_point() else x for x in shaped]

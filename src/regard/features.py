@@ -21,7 +21,8 @@ def orthogonal_gaussian(
 ) -> Tensor:  # fmt: skip
     """Returns a random projection (features, dim) whose rows are orthogonal in groups of `dim`.
 
-    Each row is distributed as N(0, I). Orthogonal rows have a lower variance than independent rows.
+    Each row is distributed as N(0, I). With orthogonal rows, phi(q).phi(k) has a lower variance
+    than with independent rows.
     """
     blocks = -(-count("features", features, 1) // count("dim", dim, 1))
     noise = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)

@@ -21,7 +21,7 @@ TOLERANCE = 1e-6  # largest relative L2 error that passes, in float32
 
 
 def report() -> dict[str, str]:
-    """Returns the lines to print, as a dict name -> text."""
+    """Returns versions, threads and backends as a dict name -> text, one entry per printed line."""
     missing = core.reason_unavailable()
     entries = {
         "regard": _version(),

@@ -117,8 +117,9 @@ def unpack(
         x: a packed row of any dtype.
         cu_seqlens: integers (N + 1,). The padding of each sequence comes last.
         keep: instead of cu_seqlens, bool (N, L): True = real token, as for `pack`.
-        length: L, with `cu_seqlens` only. Default: the longest sequence.
-        dim: the dim of the tokens in x. A negative `dim` has the same value as in `pack`.
+        length: L, allowed only with `cu_seqlens`. Default: the length of the longest sequence.
+        dim: the dim of the tokens in x: -2 for (total, E) and (H, total, D), -3 for (total, H, D),
+            -1 for (total,).
     """
     dim = _token_dim(x, dim, 0)
     counts = None if cu_seqlens is None else lengths(cu_seqlens)
@@ -220,8 +221,10 @@ def varlen_attention(
         v: values (total_k, Hkv, Dv).
         cu_seqlens_q: integers (N + 1,), for the queries.
         cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
-        causal: applies `masks.Causal()`, aligned to the bottom right of each sequence by default.
-        window: `left` or `(left, right)`, applies `masks.Window`; None is unlimited.
+        causal: whether to apply `masks.Causal()`. Without `offset` it is aligned to the bottom
+            right of each sequence.
+        window: `left`, or `(left, right)` in which None is unlimited: applies `masks.Window`.
+            Default: no window.
         mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
             Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
         offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq

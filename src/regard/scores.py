@@ -19,7 +19,7 @@ from ._tools.arguments import Offset, brief, count, describe, first_position, sa
 class Alibi:
     """The bias of ALiBi (attention with linear biases): `-slopes[h] * |pos - j|`.
 
-    It applies to head h, a query at position pos, and key j.
+    h is the head, pos the position of the query, and j the key.
 
     Args:
         slopes: a float tensor (Hq,). `Alibi.standard(Hq)` has the slopes of the paper.
@@ -70,11 +70,14 @@ class Alibi:
 class RelativeBias:
     """The bucketed relative position bias of T5: `table[bucket(pos - j), h]`.
 
+    h is the head, pos the position of the query, and j the key.
+
     Args:
         table: a float tensor (num_buckets, Hq), like `relative_attention_bias.weight` of HF.
         bidirectional: if True, half of the buckets are for keys after the query. Otherwise all keys
             after the query share bucket 0.
-        max_distance: all distances from this one on share the last bucket.
+        max_distance: all distances >= max_distance share the last bucket. If bidirectional, each
+            direction has its own last bucket.
     """
 
     def __init__(self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> None:

@@ -197,7 +197,7 @@ def test_info_fails_when_a_backend_is_wrong(
 
 
 def test_negated_view_after_an_ordinary_tensor() -> None:
-    """The second call reuses the first call's Spec, but its memory holds negated numbers."""
+    """A lazily negated view has the same Spec as its base, but its values are those of -q."""
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     for options in ({}, {"mask": M.Causal()}):
         regard.attention(q, k, v, **options)

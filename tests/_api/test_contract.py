@@ -161,7 +161,7 @@ def test_nan_reaches_only_attending_rows(isa: str, kind: str, dtype: torch.dtype
         for j in (0, 50, 100):
             q, k, v = qkv(40, 101, dtype=dtype)
             v[:, :, j] = broken
-            if broken.isnan():  # an infinite key may have a score of -inf, hence no weight
+            if broken.isnan():  # not inf: an infinite key may have a score of -inf, hence no weight
                 k[:, :, j, 3] = broken
             out, lse = native(q, k, v, **options)
             touched = attends[..., j]
@@ -173,7 +173,7 @@ def test_nan_reaches_only_attending_rows(isa: str, kind: str, dtype: torch.dtype
 def check_against_clean(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], j: int, rows: Tensor
 ) -> None:
-    """Checks that `rows` have the values that they have if key j is finite."""
+    """Checks that `rows`, which do not attend to key j, are the same as with zeros in key j."""
     k, v = k.clone(), v.clone()
     k[:, :, j], v[:, :, j] = 0, 0
     want, want_lse = Call(q, k, v, options, core.info()["isa"]).expected()
@@ -224,7 +224,7 @@ def test_nan_query_in_a_fully_masked_row(isa: str) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_attended_nan_propagates_at_any_weight(isa: str, first: bool) -> None:
-    """Holds even if the weight underflows to 0, in either order of the keys."""
+    """A non-finite value reaches the row even if its weight underflows to 0, in any key order."""
     q, k, v = torch.full((1, 1, 4), 20.0), torch.zeros(1, 2, 4), torch.ones(1, 2, 3)
     k[0, int(first)] = 200.0
     for broken in (NAN, INF):
@@ -368,7 +368,7 @@ def test_ranks(isa: str, poison: None) -> None:
     flat = native(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], mask=M.Causal())
     alone = native(q[0, 0, :1], k[0, 0, :1], v[0, 0, :1], mask=M.Causal())
     assert same_bits(flat, (alone[0][0], alone[1][0]))
-    assert rel_l2(flat[0], out[0, 0, 0]) < 1e-6  # in a batch, few rows of several heads are computed together
+    assert rel_l2(flat[0], out[0, 0, 0]) < 1e-6  # last bits depend on the rows per key head
 
 
 # Equal bits

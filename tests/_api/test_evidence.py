@@ -87,7 +87,7 @@ def test_every_option_at_2048_tokens(name: str, impl: str) -> None:
 @needs_core
 @pytest.mark.parametrize("name", ["causal", "dilated by head", "packed"])
 def test_threads_and_batches_change_no_bit(isa: str, name: str) -> None:
-    """Sizes give more tiles of 256 rows and key blocks of 192 keys than there are threads."""
+    """The sizes give more chunks of 256 query rows and more key blocks of 192 keys than threads."""
     q, k = qk(2, 4, 2, 1100, 700, 16)
     facts, options = every_fact(1100, 700), options_of(name, 2, 4, 1100, 700) | {"impl": "native"}
     results = []

@@ -21,7 +21,7 @@ from support import HAVE_CORE, assert_close, rel_l2
 from support.linear import FORMS, SIZES, Case, differentiate, make, sample
 
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
-# Relative L2 error: of the arithmetic, plus one rounding of the output.
+# Limits of the relative L2 error: the error of the arithmetic plus one rounding of the output.
 ERROR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 NAN = float("nan")
 
@@ -90,7 +90,7 @@ def test_gated_delta_rule_of_transformers() -> None:
 
 
 def test_the_formula_of_the_first_paper() -> None:
-    """Equation 9 of Katharopoulos et al. 2020."""
+    """Compares with equation 9 of Katharopoulos et al. 2020, which introduced linear attention."""
     q, k, v = torch.randn(3, 1, 1, 20, 6, dtype=torch.float64).unbind()
     phi_q, phi_k = F.elu(q) + 1, F.elu(k) + 1
     weights = (phi_q @ phi_k.mT).tril()
@@ -188,7 +188,7 @@ def test_segments_of_the_core() -> None:
 @needs_core
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_over_segments(form: str) -> None:
-    """The native backward pass restarts every 512 tokens."""
+    """Native backward recomputes states from one that is saved every 512 tokens."""
     case = make(form, 1100, B=1, Hq=1, Hkv=1, D=8, Dv=8, dtype=torch.float64)
     compare(case, "native", 1e-10)
 

@@ -79,9 +79,9 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_fully_masked_rows() -> None:
-    """Row 0 has no keys, row 1 only keys of the second partial.
+    """Row 0 has no keys in either partial result, row 1 only in the second.
 
-    Outputs without keys are not read.
+    An output whose LSE is -inf is not read, so it may be NaN.
     """
     outs = torch.randn(2, 3, 4)
     outs[:, 0] = outs[0, 1] = torch.nan

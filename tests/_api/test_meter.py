@@ -59,7 +59,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_results_match_the_definition() -> None:
-    """D does not divide L, so the last group of keys is smaller."""
+    """Unit vectors as values show the weights of D keys at a time. D does not divide L."""
     q, k, v = qkv()
     w = torch.randn(B, H, L, L).softmax(-1)
     result = regard.compare_to_exact(lambda q, k, v: w @ v, q, k, v)

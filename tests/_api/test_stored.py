@@ -1,4 +1,4 @@
-"""Few query rows over many keys, in tensors and stored, against the float64 reference."""
+"""Attention of few query rows over many keys, in tensors and in storage, against float64."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("Lq", [1, 5, 7])  # lanes along D; rows in panels, the last panel not full
+@pytest.mark.parametrize("Lq", [1, 5, 7])  # 2, 10, 14 rows per key head: with and without panels
 def test_threads_and_batches_do_not_change_a_bit(isa: str, name: str, Lq: int) -> None:
     q, k, v = tensors(2, 4, 2, Lq, 1100, 24, 16)
     options = OPTIONS[name]
@@ -286,7 +286,7 @@ def test_backends_agree(impl: str) -> None:
 
 
 def test_groups_of_32_are_more_accurate_than_rows() -> None:
-    """Relative errors for N(0, 1): one scale per row of 128 channels, and one per 32 channels."""
+    """One scale per 32 channels gives a smaller error than one scale per row of 128 channels."""
     x = torch.randn(4096, 128)
     row = x.abs().amax(-1, keepdim=True)
     int8_row = rel_l2((x / row * 127).round() * row / 127, x)
@@ -301,7 +301,7 @@ def test_groups_of_32_are_more_accurate_than_rows() -> None:
 
 
 def test_overhead_of_a_repeated_call() -> None:
-    """A repeated call with a new length each time costs some microseconds in total."""
+    """A step on stored keys takes some microseconds, even if each step has a new length."""
     q, k, v = tensors(1, 1, 1, 1, 8, 8, 8)
     stores = [store(k, v, "float", 0)._replace(length=n) for n in range(1, 9)]
     fastest = float("inf")

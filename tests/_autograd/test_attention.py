@@ -161,7 +161,7 @@ def test_checkpoints_replay_dropout(reentrant: bool) -> None:
     expected = torch.autograd.grad(total(call(*inputs)), inputs)
     torch.manual_seed(1)
     total(checkpoint(call, *inputs, use_reentrant=reentrant)).backward()
-    for x, want in zip(inputs, expected, strict=True):  # no gradients: few rows are summed in another order
+    for x, want in zip(inputs, expected, strict=True):  # forward without grad: other rounding
         torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-6)
 
 
@@ -255,7 +255,7 @@ def test_gradients_of_any_strides() -> None:
 
 
 def test_backward_drops_the_weights_that_forward_drops() -> None:
-    """d out / d v is the weight matrix."""
+    """d out / d v is the weight matrix after dropout, so it shows the weights of backward."""
     q, k, v = tensors(dtype=torch.float64)
     v = torch.randn(HKV, LK, 1, dtype=torch.float64)
     torch.manual_seed(7)

@@ -54,7 +54,7 @@ SAMPLES = [
 
 
 def arguments_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
-    """Returns the operators' arguments as leaves."""
+    """Returns the operators' arguments for a case; tensors that require grad are leaves."""
     q, k, v, *parameters = (x.to(dtype).requires_grad_() for x in case.inputs)
     args = _ops.arguments(make(q, k, v, Options(**case.options(*parameters))))
     return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args)
@@ -121,7 +121,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_projection_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attends to inputs stored as (B, L, H, D), as projections return them."""
+    """Computes attention of inputs that are stored as (B, L, H, D), as after a projection."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     return regard.attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -171,7 +171,7 @@ QUICK_COMPILED = ("mask outside", "lengths inside", "layout", "relative")
 
 
 def results(f: Function, x: list[Tensor], parameters: tuple[Tensor, ...]) -> list[Tensor]:
-    """Returns the outputs of f, then the gradients of the inputs. No gradient requires grad."""
+    """Returns the outputs of f, then the gradients of the inputs that require grad."""
     parameters = tuple(y.clone().requires_grad_() if y.is_floating_point() else y for y in parameters)
     outputs = f(*x, *parameters)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

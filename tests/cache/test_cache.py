@@ -74,7 +74,10 @@ def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["growing", "fixed", "sliding", "streaming", "int8", "int4"])
 def test_extend_matches_append_and_returns_the_stored_keys(kind: str) -> None:
-    """A token that resembles the previous one skips the checks. Any other token must be checked."""
+    """A token like the previous one (shape, dtype, no grad) takes a fast path without checks.
+
+    Any other token must still be checked.
+    """
     extended, appended = new(kind), new(kind)
     _, k, v = tokens(kind, 2, 90)
     for i, j in [(0, 5), *((i, i + 1) for i in range(5, 80)), (80, 83), (83, 84), (84, 85)]:
@@ -202,7 +205,7 @@ def test_lse(kind: str) -> None:
 
 @every_cache
 def test_fewer_queries_than_tokens(kind: str) -> None:
-    """The queries belong to the last tokens: a prefill often needs only the last output."""
+    """The queries are those of the last tokens: a prefill often needs only the last output."""
     q, k, v = tokens(kind, 2, 23)
     cache = new(kind)
     reference = expected(kind, q, k, v)[:, :, -1:]
@@ -464,7 +467,10 @@ def test_a_failed_call_changes_nothing(kind: str, call: str) -> None:
 
 @every_cache
 def test_an_error_in_attention_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lengths cover the points where storage grows, shifts or takes a new page."""
+    """If attention raises in `attend`, the cache keeps its state.
+
+    The lengths cover the points where storage grows, shifts or takes a new page.
+    """
     import regard.cache._attend as attend_module
 
     def fail(*args: Any, **options: Any) -> Tensor:

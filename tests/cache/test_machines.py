@@ -24,7 +24,7 @@ counts = st.one_of(st.integers(0, 3), st.integers(0, 20))
 
 
 class Fault(Exception):
-    """Stands for any error that a backend raises."""
+    """An error raised in place of attention, for any error of a backend."""
 
 
 def raise_fault(*args: Any, **options: Any) -> Tensor:
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
         torch.manual_seed(0)
         self.cache: Cache = new(self.kind, B, DTYPE)
         self.samples: list[Sample] = [self.empty_sample() for _ in range(B)]
-        self.peaks = [0] * B  # the longest length so far; rollback counts from it
+        self.peaks = [0] * B  # each sample's longest length so far; roll_back stays within 2 of it
 
     def empty_sample(self) -> Sample:
         return [x[0] for x in tokens(self.kind, 1, 0, DTYPE)]
@@ -297,7 +297,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def attend_without_append(self, data: Any) -> None:
-        """Compares the outputs of the last queries, which depend on all stored keys."""
+        """Compares the output of each sequence's last query, which depends on all stored keys."""
         cache, samples = self.draw_cache(data)
         ids = [sequence_id for sequence_id, sample in samples.items() if sample[0].shape[1]]
         if ids:

@@ -173,9 +173,9 @@ def test_mean_averages_neighbouring_heads() -> None:
 
 
 def shuffled_and_rotated(module: Attention, kv_heads: int) -> Attention:
-    """Returns a module whose key heads are equal in groups, but shuffled and rotated.
+    """Returns a module whose key heads are shuffled and rotated copies of `kv_heads` key heads.
 
-    The rotations change no score.
+    Queries and output projections are rotated alike, so the rotations change no score.
     """
     from regard.convert._parts import Parts, channels, parts_of, regrouped
 
@@ -299,7 +299,7 @@ def test_error_falls_with_more_rotary_channels() -> None:
 
 
 def test_heads_with_zero_keys() -> None:
-    """Zero keys give zero scores at every step of the conversion."""
+    """If all keys are zero, the conversion is equivalent for any number of rotary dims."""
     module = attention(3, "halves")
     with torch.no_grad():
         module.qkv.weight[48:72].zero_()
@@ -347,7 +347,7 @@ def test_a_converted_module_decodes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Rounding to 16 bits changes the output error, but not the error at full size."""
+    """Rounding to 16 bits changes the held-out error, but not `exact`, the error at full size."""
     module, x = attention(3, "halves").to(dtype), tokens()
     after, report = convert.to_latent(module, calibration=x)
     grouped, grouped_report = convert.to_grouped(module, 1, "aligned", calibration=x)
@@ -381,7 +381,7 @@ def test_errors_are_reported_by_head() -> None:
 
 
 def test_values_are_compared_after_the_output_projection() -> None:
-    """Rotated values that the output projection rotates back are no error. Scaled values are."""
+    """Values that the output projection rotates back are no error. Scaled values are an error."""
     module, x = attention(3), tokens()
     rotated, scaled = copy.deepcopy(module), copy.deepcopy(module)
     G, _ = torch.linalg.qr(torch.randn(10, 10))
@@ -432,7 +432,7 @@ def test_kl_and_score_errors_match_their_formulas() -> None:
 
 
 def test_spectrum() -> None:
-    low_rank = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # tokens of rank 6; the bias adds one
+    low_rank = torch.randn(8, 33, 6) @ torch.randn(6, 48)  # rank 6, with the bias 7
     _, report = convert.to_latent(attention(3), 8, calibration=low_rank)
     spectrum = report.spectrum
     assert spectrum is not None

@@ -47,7 +47,7 @@ native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 
 def decoder(kind: str, **sizes: Any) -> ModelSpec:
-    """Returns a model whose vocabulary and feed-forward width are arbitrary."""
+    """Returns a model. Vocabulary and feed-forward width are arbitrary unless given."""
     return from_config({"model_type": kind, "vocab_size": 32000, "intermediate_size": 8192} | sizes)
 
 
@@ -117,9 +117,9 @@ def test_7_llama_2_7b() -> None:
 
 
 def test_8_and_9_deepseek_v2() -> None:
-    """DeepSeek-V2, arXiv 2405.04434: MLA caches as much as 2.25 groups of GQA.
+    """DeepSeek-V2, arXiv 2405.04434: MLA caches as much as GQA with 2.25 groups.
 
-    Then the cached elements per token of MLA and of MHA, for the small and the large model.
+    The other numbers are cached elements per token of MLA and MHA, for the small and large model.
     """
     latent = LatentSpec(5120, 128, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
     assert Fraction(latent.kv_values, AttentionSpec(5120, 1, head_dim=128).kv_values) == Fraction(9, 4)
@@ -129,7 +129,7 @@ def test_8_and_9_deepseek_v2() -> None:
 
 
 def test_10_and_11_logs_of_llama_cpp() -> None:
-    """open-llama-3B-v2 at 512 tokens: 162.50 MB. 12 layers of width 384: K and V 4.50 MiB each."""
+    """At 512 tokens: 162.50 MB for open-llama-3B-v2; 4.50 MiB each for K and V of a small model."""
     assert cache_bytes(llama(26, 3200, 32, 32), 512) == 170_393_600 == 162.5 * MIB
     small = llama(12, 384, 6, 6)
     assert cache_bytes(small, 512) == 9 * MIB
@@ -159,7 +159,10 @@ def test_14_gemma_3_1b() -> None:
 
 
 def test_15_mistral_7b() -> None:
-    """Mistral 7B, arXiv 2310.06825: a cache 8 times smaller at 32k, a span of 131K."""
+    """Mistral 7B, arXiv 2310.06825: the window makes the cache 8 times smaller at 32k tokens.
+
+    Through all layers, attention reaches 131K tokens back.
+    """
     model = mistral()
     assert cache_bytes(model, 32_768) == 512 * MIB
     assert cache_bytes(llama(32, 4096, 32, 8), 32_768) == 8 * 512 * MIB
@@ -168,7 +171,7 @@ def test_15_mistral_7b() -> None:
 
 
 def test_16_and_17_gpt2_small() -> None:
-    """nanoGPT, transformer_sizing.ipynb."""
+    """Parameters and FLOPs from nanoGPT's transformer_sizing.ipynb."""
     model = gpt2(12, 768, 12)
     assert model.parameters == 124_337_664
     assert model.layers[0].parameters + 768 == 2_360_064  # with its norm
@@ -182,7 +185,7 @@ def test_16_and_17_gpt2_small() -> None:
 
 
 def test_18_sdpa() -> None:
-    """PyTorch issue 195460: SDPA of (1, 12, 64, 64)."""
+    """FLOPs of SDPA with q, k and v of shape (1, 12, 64, 64), from PyTorch issue 195460."""
     assert CallSpec(Hq=12, Lq=64, D=64).cost().forward.dense == 12_582_912
 
 
@@ -274,7 +277,7 @@ MASKS = {
 
 
 def executed_pairs(keep: Tensor, panel: int, step: int) -> int:
-    """Counts the pairs that panels compute: all lanes for every key that any row needs."""
+    """Counts the pairs that panels compute: a key that one row needs is computed for all lanes."""
     pairs = 0
     for head in keep.flatten(0, 1):
         for first in range(step):
@@ -448,7 +451,7 @@ def test_flops_of_a_module_equal_pytorchs_count(name: str, absorbed: bool) -> No
 @native
 @pytest.mark.parametrize("name", ["longformer", "bigbird", "linformer", "performer", "linear"])
 def test_flops_of_sparse_and_linear_modules(name: str) -> None:
-    """Attention without its projections takes fewer FLOPs than dense attention."""
+    """Without the projections, each module takes fewer FLOPs than dense attention."""
     layer = from_module(modules()[name])
     layer_cost = estimate(layer, 64)
     dense = 2 * 6 * 64 * 64 * 16
@@ -558,7 +561,7 @@ def test_a_config_gives_the_sizes_of_transformers(name: str, tmp_path: Path) -> 
     assert spec.parameters == sum(p.numel() for p in model.parameters())
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(spec.layers)
     windows = [getattr(config, "sliding_window", None) if k == "sliding_attention" else None for k in kinds]
-    if name != "mistral":  # every layer has a window; there are no layer_types
+    if name != "mistral":  # Mistral's config has no layer_types: every layer has a window
         assert [layer.most_kept for layer in spec.layers] == windows
     else:
         assert [layer.most_kept for layer in spec.layers] == [8] * 5
@@ -747,7 +750,7 @@ def test_seconds_of_decoding_follow_the_kernel() -> None:
     assert seconds(2) == pytest.approx(seconds(1), rel=0.1)  # one load of a key serves one or two rows
     assert seconds(4) == pytest.approx(2 * seconds(2))
     assert seconds(16) == pytest.approx(seconds(12), rel=0.05)  # a partial panel costs as much as a full one
-    assert seconds(16) < 1.5 * seconds(8) < seconds(17)  # panels are faster: 690 and 480 ps per key element
+    assert seconds(16) < 1.5 * seconds(8) < seconds(17)  # 16: one panel; 8: no panel
     assert seconds(32, 64) > 0.5 * seconds(32)  # the softmax does not depend on D
     assert seconds(4, dtype=torch.bfloat16) == pytest.approx(seconds(4))  # converted in registers
     assert 1.05 < seconds(16, dtype=torch.bfloat16) / seconds(16) < 1.3

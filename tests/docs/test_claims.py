@@ -283,4 +283,4 @@ def test_sequences(load: Callable[[str], Any]) -> None:
     assert results["attention"]["far / near"] > 0.05
     assert results["attention"]["reach"] == 63
     work = load("sequences").multiplications(1024, 512)
-    assert work["attention"] == 2 * 4 * 1024 * 512**2  # at n = 2 d the projections take half
+    assert work["attention"] == 2 * 4 * 1024 * 512**2  # projections: half of the work if n = 2 d

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.browser
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REQUIRED = os.environ.get("REGARD_REQUIRE_BROWSER") == "1"
 WEIGHTS = "#top li span[data-key]"
-# Measures the milliseconds from the release of the button to the change of the list of keys.
+# Measures the milliseconds from the release of the mouse button to the update of the list of keys.
 WATCH = """() => {
   window.answered = new Promise((resolve) => {
     let start = null;
@@ -65,7 +65,10 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """Opens a page without network. Fails the test if the page requests or raises anything."""
+    """Returns a function that opens a page, offline unless the page comes from a server.
+
+    Fails the test if the page requests anything else, raises an error or opens a dialog.
+    """
     contexts, faults = [], []
 
     def open_page(path: Path | str, server: str | None = None, refused: str = "", **options: Any) -> Any:
@@ -99,7 +102,7 @@ def visit(browser: Any) -> Iterator[Open]:
 
 
 def is_fine(message: Any, refused: str) -> bool:
-    """Returns whether a message is no error, or the error of a request that must be refused."""
+    """Returns whether a console message is no error, or an expected one that contains `refused`."""
     return message.type != "error" or (bool(refused) and refused in message.text)
 
 
@@ -241,7 +244,7 @@ def test_a_file_of_100_000_tokens_answers_at_once(
 
 
 def go_to(page: Any, position: int) -> None:
-    """Selects the token three positions before and zooms in around it."""
+    """Selects the token three positions before `position` and zooms in around it."""
     page.fill("#search", f"#{position - 3}")
     page.press("#search", "Enter")
     page.wait_for_selector(f'#rowTitle:has-text("({position - 3}) attends to")')
@@ -310,7 +313,10 @@ def test_a_typed_text_is_read_and_shown(visit: Open) -> None:
 
 @pytest.mark.parametrize("served", [False, True])
 def test_tokens_are_shown_as_text(visit: Open, tmp_path: Path, served: bool) -> None:
-    """Harmful tokens give the elements of harmless ones, and nothing runs, requests or opens."""
+    """Harmful tokens give the same element tree as harmless ones.
+
+    The fixture `visit` fails if a token runs code, sends a request or opens a dialog.
+    """
     trees = []
     for tokens in ([f"t{i}" for i in range(200)], harmful_tokens()):
         torch.manual_seed(3)

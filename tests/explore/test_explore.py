@@ -383,7 +383,7 @@ def test_every_file_of_the_page_can_be_bundled() -> None:
 
 
 def test_the_file_of_100_000_tokens_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random facts for every block, key and query, which do not compress."""
+    """The file stays small even if all facts are random numbers, which do not compress."""
     n, rng = 100_000, np.random.default_rng(0)
     facts = small(heads=1, layers=1).traces[0].facts(0)
     sides = [-(-n // (128 << i)) for i in range(11)]

@@ -31,7 +31,7 @@ READ = json.dumps({"text": "a b c"}).encode()
 
 
 def read(text: str) -> Trace:
-    """Replaces a model: every word is a token."""
+    """Replaces a model: returns a random trace whose tokens are the first 50 words."""
     words = text.split()
     if len(words) > 4096:
         raise ValueError(f"text: expected at most 4096 tokens, got {len(words)}")

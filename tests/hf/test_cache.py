@@ -22,7 +22,7 @@ CAPACITY = 320
 
 
 class LosslessQuantizedLayer(cache_utils.QuantizedLayer):  # type: ignore[misc]
-    """Transformers' quantised layer with lossless codes."""
+    """Transformers' quantised cache layer whose codes are float64 numbers, so nothing is lost."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(residual_length=8)

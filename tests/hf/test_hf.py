@@ -220,7 +220,7 @@ def test_different_cu_seqlens_without_a_mask() -> None:
 
 
 def test_a_missing_mask_function_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without our error, Transformers would silently pass no mask."""
+    """Without a mask function, Transformers silently passes no mask, so our attention raises."""
     monkeypatch.delitem(masking_utils.AttentionMaskInterface._global_mapping, "regard")
     with pytest.raises(RuntimeError, match=r"regard\.hf\.register\(\)"):
         build("llama", "regard")(**inputs("llama", "left"))
@@ -241,7 +241,7 @@ def calls_of(name: str, text: str) -> list[ast.Call]:
 
 
 def test_every_keyword_in_the_installed_transformers_is_known() -> None:
-    """Every keyword is handled, harmless or rejected."""
+    """Every keyword that models pass to attention functions is handled, harmless or rejected."""
     handled = set(_attention.attention_forward.__annotations__) | _attention.HARMLESS
     refused = {"indices", "block_indices"}  # sparse attention by indices
     files = Path(hf.__file__).parent.glob("models/*/modeling_*.py")

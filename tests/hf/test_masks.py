@@ -1,4 +1,7 @@
-"""Compares our masks for Transformers with its dense masks; ours hold no tensor of size Lq x Lk."""
+"""Compares our masks for Transformers with the dense masks of Transformers.
+
+Our masks hold no tensor of size Lq x Lk.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def blocks(B: int, L: int, W: int) -> Any:
 
 
 def prefix(B: int, L: int, W: int) -> Any:
-    """Returns a mask function that combines a user's function with the causal one."""
+    """Returns the causal mask function, combined by OR with a user's function for a prefix."""
     return hf.or_masks(hf.causal_mask_function, lambda b, h, q, kv: kv < W)
 
 

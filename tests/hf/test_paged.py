@@ -60,7 +60,7 @@ def one_by_one(
 
 @models(["gemma3", "llama", "mistral", "gpt_oss", "gemma2", "qwen3"], {"gemma3"})
 def test_a_batch_generates_the_tokens_of_single_requests(name: str) -> None:
-    """Models with and without sliding windows; prefill and decode steps share a batch."""
+    """Requests in different stages, prefill and decode, share a batch. Some models have windows."""
     model, requests = build_varied(name, "eager"), prompts()
     expected = one_by_one(model, requests)
     model.set_attn_implementation("regard")
@@ -85,7 +85,7 @@ def test_decoding_reads_pages_in_place_and_needs_no_mask(monkeypatch: pytest.Mon
     assert sum(plan.table.shape[0] for plan in steps) >= len(LENGTHS) * (NEW - 1)
     assert max(plan.table.shape[0] for plan in steps) > 1  # some call has several sequences
     chunks = sum(sequence.Lk > sequence.Lq for plan in steps for sequence in plan.others)
-    assert len(gathered) <= 2 * chunks  # two layers; only chunked prompts
+    assert len(gathered) <= 2 * chunks  # two layers; only chunks of long prompts
     assert not masks
 
 

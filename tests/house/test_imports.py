@@ -52,7 +52,10 @@ def private_imports_of_the_gallery(root: Path) -> list[str]:
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs import-linter without `site`: an editable install would replace the sources."""
+    """Runs import-linter on the sources below `root`.
+
+    Python runs without `site`, because an editable install would replace these sources.
+    """
     site = Path(pytest.importorskip("importlinter").__file__).parents[1]
     run = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
     path = os.pathsep.join(map(str, (root / "src", root / "gallery", site)))

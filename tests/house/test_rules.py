@@ -16,7 +16,7 @@ PYTHON_LIMIT, CPP_LIMIT, BIND_LIMIT = 60, 80, 200
 
 
 def tracked() -> list[Path]:
-    """Returns the files that git tracks or would add; without git, all that are not built."""
+    """Returns the files that git tracks or would add; without git, all but generated files."""
     listing = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     try:
         names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")

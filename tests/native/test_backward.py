@@ -102,8 +102,8 @@ def test_every_width(isa: str, dtype: torch.dtype, poison: None) -> None:
         check(call_of(isa, 1, 1, 1, 5, 7, 3, n, dtype=dtype))
 
 
-# The number of chunks grows by one every 512 keys of width 64 or 170 keys of width 192, in steps of
-# 96 keys.
+# D -> values of Lk near those at which the number of chunks grows: every 512 keys for D = 64, every
+# 170 keys for D = 192. The length of a chunk is a multiple of 96.
 CHUNKS = {64: (511, 512, 513, 575, 577, 1023, 1025), 192: (95, 97, 170, 171, 191, 193, 289), 576: (97, 193)}
 
 
@@ -143,7 +143,7 @@ def test_bias_of_many_tiles_and_chunks(isa: str, shape: tuple[int, ...], poison:
 
 
 def test_bias_of_one_row_or_key(isa: str, poison: None) -> None:
-    """A dim of size 1 is both full-size and broadcast."""
+    """If Lq or Lk is 1, a bias dim of size 1 can be read as full-size or as broadcast."""
     for Lq, Lk in ((1, 1), (1, 9), (9, 1)):
         for shape in ((), (Lq, Lk), (2, 1, 1, 1), (1, 4, Lq, Lk), (2, 4, Lq, Lk)):
             check(call_of(isa, 2, 4, 2, Lq, Lk, 8, 8, bias=torch.randn(shape)))
@@ -207,7 +207,10 @@ def test_dropout(isa: str, dropout: float, poison: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [64, 128])
 def test_relative_error(isa: str, dtype: torch.dtype, D: int) -> None:
-    """The relative L2 error for N(0, 1) inputs is within GATE, at sizes where it is an average."""
+    """The relative L2 error for N(0, 1) inputs is within GATE.
+
+    The sizes are large enough for the error to be an average.
+    """
     for L, mask in ((128, None), (301, M.Causal())):
         t = training(call_of(isa, 1, 2, 1, L, L, D, D, dtype=dtype, mask=mask))
         got, want = t.run(), t.expected()
@@ -226,7 +229,7 @@ def test_relative_error_with_options(isa: str, dtype: torch.dtype, name: str) ->
 
 
 def pytorch_errors(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the larger error of PyTorch's unfused and fused kernels for each gradient."""
+    """Returns for each gradient the larger of the errors of PyTorch's unfused and fused kernels."""
     worst = dict.fromkeys("qkv", 0.0)
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         leaves = [x.detach().clone().requires_grad_() for x in t.call[:3]]
@@ -255,7 +258,7 @@ def test_large_scores(isa: str, factor: int, heads: int, Lq: int, dtype: torch.d
 @pytest.mark.parametrize("size", [1e5, 1e10, 1e15, 1e19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_beyond_float32(isa: str, size: float, dtype: torch.dtype) -> None:
-    """q.k reaches 1e38 * D, so rows are one-hot. Gradients are finite and as accurate as dout.v."""
+    """q.k reaches 1e38 * D, so weights are one-hot. Gradients must be finite and accurate."""
     for options in ({}, {"mask": M.Causal()}, {"bias": torch.randn(35, 101)}, {"scale": 1.0}):
         call = call_of(isa, 2, 2, 2, 35, 101, 8, 5, dtype=dtype, **options)
         t = training(call._replace(q=call.q * size, k=call.k * size))
@@ -276,7 +279,7 @@ def test_capped_scores_beyond_float32(isa: str, size: float) -> None:
         assert got[name].isfinite().all()
 
 
-# LSE far from zero: unmasked garbage beyond the edge of a tile would overflow.
+# LSE far from zero: lanes beyond the edge of a tile would overflow if the kernel did not mask them.
 
 
 @pytest.mark.parametrize("lse", [-200.0, -89.0, 0.0, 89.0, 200.0])
@@ -342,8 +345,8 @@ def test_masks_with_fully_masked_rows(
     check(call_of(isa, 2, 2, 2, 35, 40, 8, 5, **options, bias=torch.randn(2, 1, 1, 40)))
 
 
-# NaN and infinity. Backward has no second pass for non-finite rows as forward has: masked values
-# change no bit.
+# NaN and infinity. Unlike forward, backward does not recompute non-finite rows, so non-finite
+# numbers in masked pairs change no bit.
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -357,9 +360,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def holes(kind: str) -> dict[str, Any]:
-    """Returns a mask of 40 rows and 101 keys.
+    """Returns options with a mask of 40 rows and 101 keys.
 
-    It hides rows 0, 7, 16 to 31, 39 and keys 0, 50 to 60, 100.
+    Rows 0, 7, 16 to 31 and 39 are fully masked. No row may attend to keys 0, 50 to 60 and 100.
     """
     rows, keys = torch.ones(40, dtype=torch.bool), torch.ones(101, dtype=torch.bool)
     rows[[0, 7, 39, *range(16, 32)]] = False
@@ -436,7 +439,7 @@ def rows_that_differ(x: Tensor, finite: Tensor) -> str:
 
 
 def with_nan(t: Training, place: str, rows: tuple[int, int, int]) -> Training:
-    """Sets one element to NaN in three of the four (sample, head) pairs."""
+    """Sets element 3 of one row to NaN, in three of the four heads (b, h); `rows` are the rows."""
     tensor = t.dout if place == "dout" else getattr(t.call, place)
     for (b, h), row in zip(((0, 0), (0, 1), (1, 0)), rows, strict=True):
         tensor[b, h, row, 3] = NAN
@@ -446,7 +449,7 @@ def with_nan(t: Training, place: str, rows: tuple[int, int, int]) -> Training:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
 def test_nan_reaches_only_visible_pairs(isa: str, kind: str, place: str, poison: None) -> None:
-    """NaN in the first row, a middle row and the last row."""
+    """A NaN in the first, a middle or the last row spreads only through visible pairs."""
     rows = (0, 50, 100) if place in "kv" else (0, 20, 39)
     for dtype in (torch.float32, torch.bfloat16):
         options = masks_over(40, 101)[kind] | ({"softcap": 3.0} if dtype is torch.float32 else {})
@@ -465,7 +468,7 @@ def test_nan_in_full_blocks(isa: str, place: str, poison: None) -> None:
 @pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("dropout", [0.3, 0.9])
 def test_rows_that_mask_a_nan_keep_their_dropout(isa: str, place: str, dropout: float) -> None:
-    """Rows that mask key 50 are the same with and without its NaN, under dropout too."""
+    """Rows that may not attend to key 50 have the same dq with and without a NaN in key 50."""
     keep = torch.rand(40, 101) < 0.6
     call = call_of(isa, 1, 2, 2, 40, 101, 8, 5, mask=M.Dense(keep), dropout=dropout, seed=1)
     clean = training(call)
@@ -479,7 +482,10 @@ def test_rows_that_mask_a_nan_keep_their_dropout(isa: str, place: str, dropout: 
 @pytest.mark.parametrize("rows", [2, 64])
 @pytest.mark.parametrize("place", ["k", "v", "dout"])
 def test_attended_nan_propagates_at_any_weight(isa: str, rows: int, place: str) -> None:
-    """Holds even if the weight underflows to 0. An infinite key takes all weight of its row."""
+    """NaN in v or dout reaches the gradients even if the weight underflows to 0.
+
+    An infinite key takes all weight of its row.
+    """
     q, k, v = torch.full((1, 1, rows, 4), 20.0), torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 3)
     k[:, :, 1] = 200.0
     t = Training(Call(q, k, v, {}, isa), torch.ones(1, 1, rows, 3))
@@ -632,7 +638,7 @@ def test_inputs_are_not_changed(isa: str) -> None:
 
 
 def one_head(isa: str, **options: Any) -> Training:
-    """Returns a training with B * H = 1 and 11 chunks of keys: threads share the sums of dq."""
+    """Returns a Training with one head and 11 chunks of keys: threads share the sums of dq."""
     return training(call_of(isa, 1, 1, 1, 700, 1000, 192, 192, **options), lse=True)
 
 
@@ -645,7 +651,7 @@ ONE_HEAD: list[dict[str, Any]] = [
 
 
 def single_head_and_sampled(isa: str) -> list[Training]:
-    """Returns calls with a single head and sampled calls."""
+    """Returns Trainings of single-head calls and of sampled calls."""
     cases = [sample(index, 1e7) for index in range(2000, 2012)]
     return [one_head(isa, **o) for o in ONE_HEAD] + [t._replace(call=t.call._replace(isa=isa)) for t in cases]
 

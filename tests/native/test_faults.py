@@ -259,7 +259,10 @@ def test_the_gil_is_free_during_a_call() -> None:
 
 
 def disagreement(seed: int, work: float) -> str | None:
-    """Returns how two instruction sets disagree beyond the order of sums, or None."""
+    """Runs a sampled call on all instruction sets. Returns how their results disagree, or None.
+
+    Differences that another order of additions explains are allowed.
+    """
     call = sample(seed, work)
     (first, first_lse), *other_results = [call._replace(isa=isa).run() for isa in core.isas()]
     dtype = call.q.dtype
@@ -275,10 +278,10 @@ def disagreement(seed: int, work: float) -> str | None:
 
 
 def apart(a: Tensor, b: Tensor, v: Tensor) -> float:
-    """Returns the relative L2 difference.
+    """Returns |a - b| / |b|.
 
-    If values cancel, it is relative to a tenth of the norm that means of Lk random values would
-    have.
+    If values cancel, |b| is small. The denominator is therefore at least a tenth of the norm that
+    means of Lk random values would have.
     """
     error, size = (torch.linalg.vector_norm(x).item() for x in (a.double() - b.double(), b.double()))
     mean = v.double().square().mean().div(v.shape[-2]).sqrt().item()
@@ -286,7 +289,7 @@ def apart(a: Tensor, b: Tensor, v: Tensor) -> float:
 
 
 def one_step_apart(a: Tensor, b: Tensor) -> bool:
-    """Returns whether 16-bit results differ at most by the rounding of near-ties."""
+    """Returns whether 16-bit results differ by at most one rounding step."""
     a64, b64 = a.double(), b.double()
     tolerance = torch.finfo(a.dtype).eps * a64.abs() + 4e-6 * a64.abs().amax()
     return bool(((a64 - b64).abs() <= tolerance).all())

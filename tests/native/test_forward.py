@@ -32,7 +32,8 @@ def test_large_grid(first: int, poison: None) -> None:
     assert not report, report
 
 
-# Every remainder of the kernels' blocking: 6 keys, 6 columns, 16 rows, 8 lanes, 96 keys.
+# Sizes with every remainder modulo the block sizes of the kernels: 6 keys, 6 columns, 16 rows,
+# 8 lanes, 96 keys.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

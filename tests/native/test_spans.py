@@ -108,7 +108,7 @@ def test_a_residue_class_without_keys_has_no_spans(mask: M.Mask | None) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_global_tokens_in_rows_and_beyond_the_keys(step: int) -> None:
-    """Adjacent tokens, single tokens, tokens beyond the keys, and one beyond keys and queries."""
+    """Global tokens may be adjacent or single, and lie beyond the keys or beyond all queries."""
     tokens = M.Global([3, 4, 5, 9, 20, 21, 40, 41, 43, 2**63 - 1])
     for mask in (tokens, ~tokens, tokens & M.Window(7, 2), tokens | M.RandomBlocks(2, 3, 5)):
         check_panels(Case(mask, (), 1, 29, 31, 17), 16, step)
@@ -154,7 +154,7 @@ def test_dilation_divides_the_work(step: int) -> None:
     ],
 )
 def test_dilation_of_combinations(mask: M.Mask, step: int) -> None:
-    """A panel of a residue class covers Lk / step keys in full, partial and empty spans."""
+    """Each panel has Lk / step keys in its residue class, which are full, partial or empty."""
     L = 192 * step
     cost = _native.cost(square(mask, L))
     assert cost.full + cost.partial + cost.empty == (L // 16) * (L // step)

@@ -187,7 +187,7 @@ def test_weights_match_the_formula() -> None:
 def test_fused_output_and_weights(
     masks: str, average: bool, tile_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without gradients: tiles of one head, of one sample, and of the whole batch."""
+    """Without gradients, weights are computed in tiles: one head, one sample or the whole batch."""
     monkeypatch.setattr(_weights, "TILE_SCORES", tile_scores)
     theirs, ours = modules({"batch_first": True})
     inputs = torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E)

@@ -233,7 +233,7 @@ def test_the_form_with_fewer_operations_is_used(monkeypatch: pytest.MonkeyPatch)
         assert absorb_flags == [False]  # absorbed: the cache computes attention without _qkv
     operations = {L: module.operations(L, 8192 + L) for L in range(1, 64)}
     assert [L for L, counts in operations.items() if counts.absorbed < counts.expanded] == list(
-        range(1, 32)  # below rank (nope + v) / (2 rank - nope - v)
+        range(1, 32)  # L < rank (nope + v) / (2 rank - nope - v)
     )
 
 

@@ -102,7 +102,7 @@ def package() -> Any:
 def their_attention(ours: PerformerAttention, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Returns the package's attention with our projection.
 
-    Its softmax epsilon is set to 0, because that epsilon is relative to another quantity.
+    Its epsilons are set to 0, because they are relative to other quantities than ours.
     """
     module = package()
     monkeypatch.setattr(module, "softmax_kernel", functools.partial(module.softmax_kernel, eps=0))
@@ -327,7 +327,7 @@ def test_wrong_calls(causal: bool) -> None:
         with pytest.raises(ValueError, match="lengths: expected from 0 to L = 5"):
             module(x, lengths=torch.tensor([5, length]))
     q, k = torch.randn(1, HEADS, 3000, D), torch.randn(1, HEADS, 1024, D)
-    if causal:  # 1024 keys fill one chunk: the other queries must not be dropped silently
+    if causal:  # queries after the last key must not be dropped silently
         with pytest.raises(ValueError, match="expected q, k and v of one length"):
             module.attend(q, k, k)
     with pytest.raises(ValueError, match=r"q, k, v: expected .*k and v of one length"):

@@ -155,7 +155,7 @@ def test_longformer_matches_dense_attention(
 
 
 def test_many_global_tokens_use_projected_keys() -> None:
-    """Above a threshold, the keys of all tokens are projected. Both forms agree."""
+    """Few global tokens use the absorbed form; many use projected keys. Both forms agree."""
     module = LongformerAttention(WIDTH, HEADS, window=3).eval()
     threshold = int(WIDTH * 6 / (WIDTH - 6))
     assert module._absorbs(threshold - 1)
@@ -168,7 +168,7 @@ def test_many_global_tokens_use_projected_keys() -> None:
 
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_attend_matches_the_mask_pattern(dilation: int) -> None:
-    """`attend` has no separate projections for global tokens: it equals `masks.longformer`."""
+    """`attend` has no separate projections for global tokens, so it equals a `longformer` mask."""
     q, k, v = torch.randn(3, 2, HEADS, 50, 6)
     module = LongformerAttention(WIDTH, HEADS, window=4, dilation=dilation)
     tokens = [0, 17, 18]
@@ -383,7 +383,10 @@ def test_bigbird_matches_hugging_face(L: int) -> None:
 
 
 def test_bigbird_of_hugging_face_in_evaluation() -> None:
-    """In evaluation all random blocks are block 0: its keys count 4 times for non-global blocks."""
+    """In evaluation, Hugging Face takes block 0 for all 3 random blocks.
+
+    So non-global query blocks count the keys of block 0 four times.
+    """
     L, block = 160, 8
     theirs = their_bigbird(block, L).eval()
     x, real = torch.randn(1, L, WIDTH), torch.ones(1, L, dtype=torch.bool)
@@ -425,9 +428,9 @@ def test_bigbird_matches_dense_attention(L: int) -> None:
 @pytest.mark.parametrize("G", [1, 8, 11])
 @pytest.mark.parametrize("global_blocks", [(), (0, -1)])
 def test_bigbird_with_extra_global_tokens(G: int, global_blocks: tuple[int, ...]) -> None:
-    """ETC: all tokens attend to the extra global tokens, which attend to all tokens.
+    """BigBird-ETC: all tokens attend to the extra global tokens, which attend to all tokens.
 
-    The other blocks of the table are those of the sequence, shifted by the extra blocks.
+    In the block table, the extra tokens come first and shift the blocks of the sequence.
     """
     L, lengths, pad = 61, torch.tensor([61, 40]), -G % 8
     module = BigBirdAttention(WIDTH, HEADS, block=8, random=1, global_blocks=global_blocks, seed=2).double()

@@ -321,7 +321,7 @@ def test_a_capture_records_once_at_a_time() -> None:
 
 
 def test_unmasked_padding_keys_are_left_out() -> None:
-    """The largest weights are on padding keys, which have no token."""
+    """Keys of padding have no token and are left out, even if they have the largest weights."""
     q, k = torch.ones(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
     k[1, :, 3] = 9
     head = see.record(q, k, [["a", "b", "c", "d"], ["a", "b", "c"]]).head(0, sample=1)
@@ -345,7 +345,7 @@ def at_distance(d: int) -> Tensor:
 
 
 def same_tokens(tokens: tuple[str, ...], shift: int) -> Tensor:
-    """Returns scores (n, n): 12 where token j - shift equals token i and is another token."""
+    """Returns scores (n, n): 12 if position j - shift is not i but has the same token, else 0."""
     n = len(tokens)
     pairs = [
         [0 <= j - shift < n and i != j - shift and tokens[j - shift] == tokens[i] for j in range(n)]

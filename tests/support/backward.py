@@ -36,8 +36,8 @@ INPUTS = ("q", "k", "v", "bias", "sink")  # bias: the tensor, ALiBi's slopes or 
 # Limit of the relative L2 error against float64, for N(0, 1) inputs large enough that the error is
 # an average.
 GATE = {torch.float32: 1.5e-6, torch.bfloat16: 2.2e-3, torch.float16: 2.7e-4, torch.float64: 1e-12}
-# Limit without the rounding of stored results. Sums are in float32 or float64. A bfloat16 output is
-# known to 16 bits, which limits the accuracy of gradients that are small differences.
+# Limit of the error before results are rounded to their dtype. Sums are in float32 or float64. A
+# bfloat16 output and its residual give 16 bits, which limits gradients that are small differences.
 COMPUTED = {torch.float32: 1.5e-6, torch.bfloat16: 1e-5, torch.float16: 1.5e-6, torch.float64: 1e-12}
 
 
@@ -112,7 +112,7 @@ def gradients(t: Training, names: Iterable[str] | None = None) -> dict[str, Tens
 
 
 def by_pairs(t: Training) -> dict[str, Tensor]:
-    """Computes dq, dk and dv as sums over visible pairs: NaN of other pairs does not spread.
+    """Computes dq, dk and dv as sums over visible pairs, so NaN in masked pairs has no effect.
 
     The reference's backward has matrix products, in which 0 * NaN is NaN.
     """
@@ -165,9 +165,9 @@ def pairs_of(call: Call) -> Pairs:
 def term_norms(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict[str, float]:
     """Estimates each gradient's norm as if all summed terms had random signs.
 
-    A gradient that cancels to nearly zero (of a bias that shifts whole rows) has an error relative
-    to this norm, not to its own. With `weights`, returns the norm of the contribution of these
-    weights alone.
+    If the terms of a gradient cancel (a bias that shifts whole rows), its error is relative to
+    this norm, not to its own. With `weights`, returns the norm of the contribution of these weights
+    alone.
     """
     p, spec = pairs.problem, pairs.problem.spec
     q, k, v = (formula._per_query_head(p, x).square() for x in (p.q, p.k, p.v))
@@ -208,7 +208,7 @@ def bias_slope(problem: Problem) -> Tensor:
 
 
 def sink_weight(pairs: Pairs) -> Tensor:
-    """Returns the probability that the sink takes from each row, (B, Hq, Lq, 1)."""
+    """Returns the softmax weight of the sink in each row, (B, Hq, Lq, 1)."""
     sink = formula._sink(pairs.problem)
     return torch.where(sink == -INF, 0.0, torch.exp(sink - pairs.lse[..., None]))
 
@@ -223,8 +223,8 @@ def errors(t: Training, actual: dict[str, Tensor], pairs: Pairs) -> dict[str, Me
     """Measures each gradient's error, and the error allowed for rounding and flushed weights."""
     dtype = t.call.q.dtype
     expected = t.expected()
-    # Weights below the smallest normal number flush to zero. A score of size |LSE| is rounded
-    # itself.
+    # Weights below the smallest normal number become zero. The error also grows with |LSE|, because
+    # scores of that size are rounded.
     tiny = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).tiny
     limit = max(COMPUTED[dtype], UNIT[dtype] * largest(pairs.lse))
     norms, flushed = term_norms(t, pairs), term_norms(t, pairs, pairs.visible.double() * 2 * tiny)
@@ -256,7 +256,7 @@ def faults(t: Training) -> list[str]:
 
 
 def zero_faults(got: dict[str, Tensor], pairs: Pairs) -> list[str]:
-    """Checks that fully masked rows and keys without queries have gradients of exactly 0."""
+    """Returns a message for each nonzero gradient of fully masked rows or unattended keys."""
     spec = pairs.problem.spec
     attended_keys = pairs.visible.view(spec.B, spec.Hkv, -1, spec.Lk).any(2)
     unused = {"q": ~pairs.visible.any(-1), "k": ~attended_keys, "v": ~attended_keys}
@@ -279,9 +279,10 @@ def describe(t: Training) -> str:
 
 
 class GradientSampler(Sampler):
-    """Samples case `index`.
+    """Samples case number `index`.
 
-    Consecutive cases have different length remainders: a range covers all of them.
+    Lengths depend on the index, so that a range of indices covers all remainders of Lq and Lk
+    modulo the block sizes.
     """
 
     def __init__(self, index: int, work: float, isas: list[str]) -> None:
@@ -289,7 +290,7 @@ class GradientSampler(Sampler):
         super().__init__(1_000_000 + index, work, isas)
 
     def sizes(self, work: float) -> None:
-        """Chooses sizes around tiles (128 rows), key blocks (96) and chunks (96 or more)."""
+        """Chooses sizes. `index` gives Lq modulo 128 (tiles) and Lk modulo 96 (key blocks)."""
         while True:
             self.batch = self.choice(((1,), (1,), (2,), (3,)))
             self.Hkv, group = self.choice((1, 1, 2, 3)), self.choice((1, 1, 2, 3, 5))

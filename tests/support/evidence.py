@@ -114,7 +114,7 @@ def faults(call: Call, want: list[F.Fact], impl: str) -> list[str]:
 def allowed(call: Call) -> float:
     """Returns the error limit.
 
-    It grows with |LSE|, because scores of that size are rounded themselves.
+    The limit grows with |LSE|, because the rounding error of scores of that size does.
     """
     dtype, (_, lse) = call.q.dtype, call.expected()
     return max(LIMIT.get(dtype, 1e-5), 8 * UNIT[dtype] * largest(lse))
@@ -140,7 +140,7 @@ def value_faults(result: Any, expected_result: Any, limit: float) -> list[str]:
 
 
 def key_faults(result: Any, expected_result: Any, matrix: Tensor, limit: float) -> list[str]:
-    """Checks that keys are distinct and have the reported weights, which are sorted."""
+    """Checks that keys are distinct, weights sorted, and each key has its weight in `matrix`."""
     keys, weights = result.keys, result.weights
     if not torch.equal(keys == -1, expected_result.keys == -1):
         return ["missing keys differ"]

@@ -28,11 +28,11 @@ GROUPS = (1, 2, 3, 4, 7, 8, 12, 32)
 SCORE_MASKS = ("none", "causal", "causal_at_0", "window", "padding", "packed", "bool", "sparse", "per_head")
 BIASES = ("none", "tensor", "excluding", "lowest", "alibi", "relative")
 
-# Limit of the relative L2 error against float64, before the result is stored. Together with the
-# average rounding of bfloat16 (1.7e-3) and float16 (2.1e-4), it is tighter than 2.2e-3 and 2.7e-4.
+# Limit of the relative L2 error against float64, before the result is rounded to its dtype.
+# Rounding adds 1.7e-3 in bfloat16 and 2.1e-4 in float16, so the sums stay below 2.2e-3 and 2.7e-4.
 COMPUTED = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6, torch.float64: 1e-12}
 UNIT = {dtype: torch.finfo(torch.float32).eps / 2 for dtype in DTYPES} | {torch.float64: 2.0**-53}
-HUGE = 1e30  # larger scores contain finfo.min
+HUGE = 1e30  # an |LSE| above this comes from a bias of finfo.min
 
 
 class Call(NamedTuple):
@@ -111,9 +111,9 @@ def allowed(dtype: torch.dtype, want: Tensor, lse: Tensor) -> float:
 
 
 def computed(dtype: torch.dtype, lse: Tensor) -> float:
-    """Returns the limit before storing.
+    """Returns the error limit for results before they are rounded to their dtype.
 
-    It grows with |LSE|: scores of that size are rounded themselves.
+    The limit grows with |LSE|, because the rounding error of scores of that size does.
     """
     return max(COMPUTED[dtype], UNIT[dtype] * largest(lse))
 
@@ -124,9 +124,9 @@ def largest(lse: Tensor) -> float:
 
 
 def lse_faults(lse: Tensor, want: Tensor) -> list[str]:
-    """Compares LSEs.
+    """Compares LSEs. Returns a list of messages.
 
-    Infinities must be equal. Errors are absolute, but relative for a large LSE.
+    Infinities must be equal. Errors are relative if |LSE| is above 1, else absolute.
     """
     if not torch.equal(lse == -INF, want == -INF):
         return ["other rows have LSE -inf"]
@@ -187,7 +187,7 @@ class Sampler:
         return torch.randint(low, high + 1, shape, generator=self.generator)
 
     def sizes(self, work: float) -> None:
-        """Chooses odd sizes whose product stays within `work` multiplications."""
+        """Chooses unusual sizes for which the call takes at most `work` multiplications."""
         while True:
             self.batch = self.choice(((1,), (1,), (2,), (3,), (), (2, 2)))
             self.Hkv, group = self.choice((1, 1, 2, 3)), self.choice(GROUPS)
@@ -209,7 +209,7 @@ class Sampler:
         return Call(q, k, v, options, self.choice(self.isas))
 
     def tensor(self, H: int, L: int, width: int) -> Tensor:
-        """Returns a tensor (..., H, L, width). Half of them are stored as (..., L, H, width)."""
+        """Returns a tensor (..., H, L, width). Half of all calls store it as (..., L, H, width)."""
         if self.chance(0.5):
             return self.randn(*self.batch, H, L, width)
         return self.randn(*self.batch, L, H, width).transpose(-3, -2)
@@ -289,7 +289,7 @@ class Sampler:
         return {"bias": self.tensor_bias(kind)}
 
     def tensor_bias(self, kind: str) -> Tensor:
-        """Returns random numbers, some of them -inf, or zeros and finfo(float32).min."""
+        """Returns random numbers, with some -inf if "excluding"; if "lowest", 0 or finfo.min."""
         shape = tuple(self.choice((1, n)) for n in (self.Hq, self.Lq)) + (self.choice((1, self.Lk, self.Lk)),)
         if len(self.batch) == 1:
             shape = (self.choice((1, *self.batch)), *shape)

@@ -169,7 +169,7 @@ def check_stored(seed: int, isa: str) -> None:
 
 
 def both_passes(p: LinearCall, dys: list[Tensor | None]) -> list[Tensor]:
-    """Returns linear attention's results, in inference and in training, and its gradients."""
+    """Returns the results of linear attention, without and with saved states, and its gradients."""
     result, saved = _linear.linear_saving(p)
     dout, dS, dz = dys
     assert dout is not None

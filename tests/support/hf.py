@@ -91,7 +91,8 @@ DECODERS = [
     "llama", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "deepseek_v3", "gpt2",
 ]  # fmt: skip
 SWITCHED = sorted(set(MADE) - {"bloom"})
-# Models with unscaled scores: eager's gradients, weights and 16-bit results are far from float64.
+# Models with unscaled, hence large scores: eager attention's gradients, weights and 16-bit results
+# are inaccurate.
 SHARP = {"gemma4"}
 QUICK = {"llama", "gemma3", "gpt_oss", "t5"}
 

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 def dense(code: tuple[int, ...], tensors: tuple[Tensor, ...], B: int, H: int, Lq: int, Lk: int,
           offsets: list[int]) -> Tensor:  # fmt: skip
-    """Evaluates a program with tensors bound to a batch of B. Returns bool (B, H, Lq, Lk)."""
+    """Evaluates a mask program with its tensors for B samples. Returns bool (B, H, Lq, Lk)."""
     lists = [tensor.tolist() for tensor in tensors]
     out = torch.zeros(B, H, Lq, Lk, dtype=torch.bool)
     for b in range(B):
@@ -36,7 +36,7 @@ def dense(code: tuple[int, ...], tensors: tuple[Tensor, ...], B: int, H: int, Lq
 
 
 def at(nested: list, *index: int):
-    """Indexes nested lists. A list of one element broadcasts."""
+    """Returns an element of nested lists. A list of one element broadcasts."""
     for n in index:
         nested = nested[n if len(nested) > 1 else 0]
     return nested

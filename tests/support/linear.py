@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results, and the gradients of a fixed random loss of out and state."""
+    """The results of a call, and the gradients of a random linear function of out and state."""
 
     out: Tensor
     state: LinearState
@@ -66,7 +66,7 @@ def make(
     form: str, L: int, *, B: int = 2, Hq: int = 4, Hkv: int = 2, D: int = 17, Dv: int = 23,
     dtype: torch.dtype = torch.float32, state: bool = True, ragged: bool = False, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """Returns a random case. All dtypes round the same numbers."""
+    """Returns a random case. Equal seeds give the same numbers, rounded to `dtype`."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

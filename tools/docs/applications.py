@@ -19,7 +19,7 @@ from regard_gallery.apps._frame.run import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "gallery.md"
-SEEDS = 3  # minimum of a full run
+SEEDS = 3  # minimum number of seeds in a full run
 
 
 def cell(scores: list[dict[str, float]], measure: str) -> str:
@@ -51,7 +51,7 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def overview(name: str, run: dict[str, Any]) -> str:
-    """Returns a row of the overview: the first measure of the best baseline and of Regard."""
+    """Returns a row of the overview: the first measure, for the best baseline and for Regard."""
     measure = run["measures"][0]
     means = {key: mean(one[measure] for one in scores) for key, scores in run["scores"].items()}
     model = means.pop(OWN)
@@ -69,7 +69,7 @@ def anchor(name: str) -> str:
 
 
 def put(page: Path, pattern: str, content: str) -> None:
-    """Replaces the only match of a pattern in a page, except its two groups, by the content."""
+    """Replaces the text between the two groups of a pattern, which must match once in the page."""
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.M | re.S)
     if count != 1:

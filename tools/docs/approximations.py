@@ -53,7 +53,7 @@ def squares(matrices: dict[str, Tensor], of: str = "") -> Figure:
 
 
 def linformer() -> Figure:
-    """Draws weights of one head: exact, for the projected keys, and the implied weights for tokens."""
+    """Draws weights of one head: exact, over projected keys, and what these imply per token."""
     torch.manual_seed(3)
     L, D, rank = 32, 16, 8
     q, k, v = torch.randn(3, 1, 1, L, D)

@@ -46,7 +46,7 @@ def main(images: Path) -> None:
 
 
 def strongest(seen: see.Capture, query: str, key: str) -> see.Head:
-    """Prints and returns the head with the largest weight of one token for another."""
+    """Prints and returns the head in which the token `query` gives `key` the largest weight."""
     best = seen.links(query, key)[0]
     print(f"{query} -> {key}: layer {best.layer}, head {best.head}, weight {best.weight:.3f}")
     head: see.Head = seen[best.layer, best.head]

@@ -52,7 +52,7 @@ def compare(
 
 
 def _check(json: Path | None, plot: Path | None) -> None:
-    """Raises unless the files of --json and --plot can be written.
+    """Raises unless the folders of the output files exist and, for --plot, matplotlib is installed.
 
     Runs before the models are trained, so that minutes of training are not lost.
     """
@@ -87,7 +87,11 @@ def _table(measured: Measured) -> Table:
 
 
 def _beside_the_notes(measured: Measured) -> Table:
-    """Returns a table of the lecture notes' words, such as "high", and measured ratios to MHA."""
+    """Returns a table that compares the lecture notes of `compare/_notes.py` with the measurements.
+
+    A cell has the notes' word, such as "high", and the measured ratio to MHA, or for quality the
+    loss. The last row lists the orderings of the notes that the measurements do not confirm.
+    """
     from ..compare import NOTES
 
     table = _empty_table("The lecture notes and the measurements: ratios to MHA, or nats")

@@ -19,7 +19,7 @@ def embed(
     out: Annotated[Path | None, typer.Option(help="Write a .npy file instead of JSON lines.")] = None,
     model: EncoderOption = None, attention: AttentionOption = "regard",
 ) -> None:  # fmt: skip
-    """Embed texts as vectors of length 1. Texts of similar meaning have near vectors."""
+    """Embed texts as vectors of length 1. Texts with similar meanings have similar vectors."""
     with one_line_errors():
         lines = texts or [line.rstrip("\n") for line in sys.stdin]
         quiet_offline()

@@ -54,9 +54,9 @@ class Row:
     """The results of one kind of attention."""
 
     kind: str
-    attention_parameters: int  # number in one layer
+    attention_parameters: int  # number of parameters in one attention layer
     model_parameters: int
-    cache_bytes: int  # of the caches of all layers after the prompt
+    cache_bytes: int  # size of the caches of all layers after the prompt
     token_bytes: float  # cache bytes per token
     prefill: float  # tokens per second
     decode: float  # tokens per second
@@ -94,7 +94,10 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns measured values for `column` of the lecture notes: one per kind in the notes."""
+        """Returns the measured values that belong to a column of the lecture notes' table NOTES.
+
+        The keys are the kinds of attention in the notes. Quality is the negative loss.
+        """
         columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
             "memory": lambda row: row.token_bytes,
@@ -104,7 +107,7 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, for each column of the lecture notes, the orderings "a < b" not confirmed here.
+        """Returns, by column of NOTES, the orderings "a < b" that measurements do not confirm.
 
         Measured speeds and losses confirm an ordering only if they differ by more than a margin.
         """
@@ -157,7 +160,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
     """Plots each kind's mean loss with its standard deviation, and a dot per seed.
 
-    There are no bars, because bars would have to start at zero, which hides the differences.
+    Bars are not used, because they would have to start at zero, which would hide the differences.
     """
     for row, colour in zip(rows, COLOURS, strict=False):
         axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)

@@ -15,9 +15,9 @@ RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
 
 
 def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
-    """Returns the pairs "a < b" that the notes' words claim and the values do not show.
+    """Returns the orderings "a < b" that `words` claim and `values` do not confirm.
 
-    The values show a < b if b is larger by more than `margin`.
+    The values confirm a < b if values[b] is larger than values[a] by more than `margin`.
     """
     return [
         f"{low} < {high}"

@@ -15,13 +15,16 @@ LIMIT = 1e-4  # largest relative difference between decoding and one forward pas
 
 
 class Side:
-    """A model, and its caches after a prompt (1, L), with room for `steps` more tokens."""
+    """A model with one kind of attention, its caches after a prompt (1, L), and its best times.
+
+    The caches have room for `steps` more tokens.
+    """
 
     def __init__(self, kind: str, sizes: Sizes, prompt: Tensor, steps: int) -> None:
         torch.manual_seed(0)
         self.kind, self.prompt, self.steps = kind, prompt, steps
         self.model = ByteModel(kind, sizes).eval()
-        self.to_read = self.to_write = float("inf")  # least seconds per token so far
+        self.to_read = self.to_write = float("inf")  # shortest times so far, in seconds per token
         self.caches: list[Any] = []
         self.read()
 

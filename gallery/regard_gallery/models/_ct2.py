@@ -1,6 +1,6 @@
 """Reads CTranslate2's model.bin, a list of variables. Each has a name, shape, type and bytes."""
 
-# Not CTranslate2's package, which writes and runs this format but does not expose the variables.
+# CTranslate2's package is not used: it writes and runs this format, but does not expose the variables.
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Checks a directory with a Transformers model, so that loading it runs no code from the model and
-reads no files elsewhere.
+reads no files outside the directory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from ._json import read_json
 
 CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
-# Configuration keys that choose code or files: classes of a repository, kernels of the hub, weights
-# elsewhere.
+# Configuration keys that choose code or files: custom classes, kernels of the Hugging Face Hub, weights
+# in other places.
 CHOOSING = re.compile(
     r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
 )
-# Configuration keys of numbers of layers. They are checked because Transformers builds all layers
-# before it reads weights.
+# Configuration keys that give a number of layers. These numbers are checked, because Transformers builds
+# all layers before it reads weights.
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(en|de)coder_layers")
 INDEX = "model.safetensors.index.json"
 

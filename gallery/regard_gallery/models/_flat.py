@@ -1,4 +1,4 @@
-"""Reads binary files. Before a length in a file is used, it is checked against the bytes left."""
+"""Reads binary files. Checks every length in a file against the number of bytes left."""
 
 from __future__ import annotations
 

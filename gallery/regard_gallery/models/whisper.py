@@ -16,7 +16,7 @@ from ._json import read_json
 from ._pretrained import from_state
 from ._tokenizers import read_tokenizer
 
-# The settings in CTranslate2's variables under which Transformers' Whisper computes the same function.
+# Settings in CTranslate2's file. With other values, Transformers' Whisper would give other results.
 EXPECTED = {"pre_norm": 1, "scale_embeddings": 0, "start_from_zero_embedding": 0, "alibi": 0, "activation": 3}
 SPECIAL = {
     "eos_token_id": "<|endoftext|>",
@@ -25,7 +25,8 @@ SPECIAL = {
     "no_timestamps_token_id": "<|notimestamps|>",
 }
 ENGLISH_VOCABULARY = 51864
-# A sublayer's name in CTranslate2, its name in Transformers, and the projections in each of its weights.
+# Name of a sublayer in CTranslate2, its name in Transformers, and for each weight of the sublayer in
+# CTranslate2 the projections that are concatenated in it.
 SELF = ("self_attention", "self_attn", (("q_proj", "k_proj", "v_proj"), ("out_proj",)))
 CROSS = ("attention", "encoder_attn", (("q_proj",), ("k_proj", "v_proj"), ("out_proj",)))
 PARTS = {"encoder": (SELF,), "decoder": (SELF, CROSS)}

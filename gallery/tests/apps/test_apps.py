@@ -86,7 +86,7 @@ def test_every_application_is_tested() -> None:
 def test_quick_run_on_real_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick run trains, prints scores, draws a picture and writes a checkpoint.
 
-    `--use` answers from the checkpoint, and a resumed run repeats its scores.
+    `--use` then answers with the trained model, and a resumed run gives the same scores.
     """
     needs(name)
     monkeypatch.setenv("COLUMNS", "100")
@@ -205,7 +205,7 @@ def test_ranks_leave_out_known_films() -> None:
     assert computed.tolist() == [
         1,
         0,
-    ]  # film 4 ranks above film 2; film 4 ties with film 1, and half a tie rounds to 0
+    ]  # row 0: film 4 beats film 2; row 1: film 4 ties with film 1, and 1 // 2 = 0
     assert quality(torch.tensor([0, 9, 10])) == pytest.approx(
         {"HR@10": 2 / 3, "NDCG@10": (1 + 1 / math.log2(11)) / 3}
     )
@@ -294,7 +294,7 @@ def test_splits_of_reviews_are_disjoint() -> None:
 
 
 def test_the_encoder_equals_minilm() -> None:
-    """Packed and padded outputs equal those of Transformers' model."""
+    """`TextEncoder` gives the same states as Transformers' MiniLM, packed and padded."""
     needs("text")
     transformers = pytest.importorskip("transformers")
     from regard_gallery.apps._parts.encoder import encode, minilm
@@ -312,11 +312,11 @@ def test_the_encoder_equals_minilm() -> None:
             assert_close(encoder.eval()(tokens, lengths)[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
-# The shared frame, on a task that trains in no time
+# Training, checkpoints and reports, on a toy task that trains fast
 
 
 class Toy(apps.Application):
-    """The task is to copy the previous token: a windowed layer can, the mean cannot."""
+    """A toy application: predict the previous token. Scores and baseline are constants."""
 
     name = "toy"
     more = ("accuracy",)
@@ -388,7 +388,7 @@ def test_resuming_requires_the_same_recipe(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_keeps_the_old_checkpoint(tmp_path: Path) -> None:
-    """An interrupted run keeps the old checkpoint. Resuming continues the interrupted run."""
+    """An interrupted run leaves the checkpoint of the run before it, and can be resumed."""
 
     class Interrupted(Toy):
         fails_at = 10
@@ -461,7 +461,7 @@ def test_the_gallery_page_is_written_from_runs(
     with pytest.raises(SystemExit, match="toy: expected a full run over 3 seeds"):
         applications.main(tmp_path)
     apps.command(Toy, apps.Options(seeds=3, out=tmp_path))
-    apps.command(Toy, apps.Options(quick=True, out=tmp_path))  # keeps the files of the full run
+    apps.command(Toy, apps.Options(quick=True, out=tmp_path))  # must not overwrite the files of the full run
     applications.main(tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "old" not in text
@@ -512,7 +512,7 @@ def test_peers_need_not_be_beaten(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_a_run_with_attention_by_pytorch(tmp_path: Path, capsys: Captured) -> None:
-    """The checkpoint loads like any other, but a run with Regard's attention does not resume it."""
+    """A checkpoint of `--attention torch` can be loaded, but `--attention regard` cannot resume it."""
     assert apps.command(Toy, apps.Options(attention="torch", out=tmp_path)) == 0
     assert "toy by PyTorch" in capsys.readouterr().out
     loaded: Any = apps.load(Toy, apps.Options(attention="torch", out=tmp_path))[1]

@@ -80,7 +80,7 @@ def test_ngrams_equal_their_definition(order: int, vocabulary: int) -> None:
 
 def test_ngram_probabilities_sum_to_one() -> None:
     random = np.random.default_rng(0)
-    grams = NGrams(random.integers(0, 7, 300), 9)  # tokens 7 and 8 never occur
+    grams = NGrams(random.integers(0, 7, 300), 9)  # tokens 7 and 8 do not occur in the training data
     for _ in range(20):
         context = random.integers(0, 9, 4)
         probabilities = [2 ** -grams.bits(np.append(context, token))[-1] for token in range(9)]
@@ -112,7 +112,7 @@ def test_documents_are_disjoint(name: str) -> None:
 
 
 def test_each_work_occurs_once() -> None:
-    """The First Folio, which repeats the plays, is left out."""
+    """`works` leaves out the First Folio, which contains the same plays."""
     needs("plays")
     from regard_gallery.apps.plays import works
 
@@ -123,7 +123,7 @@ def test_each_work_occurs_once() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_equal_those_of_a_sequence_read_in_one_call(name: str) -> None:
-    """The first sequence is scored from its beginning, later ones after half a sequence."""
+    """`bits` uses all predictions of the first sequence, and the second half of later ones."""
     app = quick(name)
     torch.manual_seed(0)
     model = app.model().eval()
@@ -188,7 +188,7 @@ def test_writing_with_caches_equals_writing_without(near: int | None) -> None:
 
 
 def test_reach_of_near_and_far_layers() -> None:
-    """One near layer reaches 3 tokens back. A second layer is far and reaches all tokens."""
+    """With near=3, layer 0 attends to the 3 tokens before a query, and layer 1 to all tokens."""
     torch.manual_seed(0)
     tokens = torch.randint(50, (1, 20))
     changed_tokens = tokens.clone()

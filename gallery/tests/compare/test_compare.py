@@ -39,7 +39,7 @@ def test_every_kind_has_a_row(measured: Measured, progress: list[str]) -> None:
     for row in measured.rows:
         assert min(row.prefill, row.decode) > 0
         assert len(row.losses) == 2
-        assert all(2 < loss < 8 for loss in row.losses)  # a uniform model has log 256 = 5.5
+        assert all(2 < loss < 8 for loss in row.losses)  # equal probabilities give log 256 = 5.5
 
 
 def test_parameters_and_bytes_are_those_of_the_cost_model(measured: Measured) -> None:
@@ -67,7 +67,7 @@ def test_decoding_equals_one_call(kind: str) -> None:
     with torch.no_grad():
         side = compare.Side(kind, SMALL, prompt, 5)
         side.check(tokens)
-        side.check(tokens)  # the first check restored the caches
+        side.check(tokens)  # the first check must leave the caches unchanged
         assert all(len(cache) == 25 for cache in side.caches)
         side.model.score.weight.data[0] = torch.nan
         with pytest.raises(ArithmeticError, match=f"{kind}: decoding is nan away"):

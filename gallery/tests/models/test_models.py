@@ -45,7 +45,7 @@ U4 = struct.Struct("<I").pack
 
 
 def case_id(argument: object) -> str:
-    """Returns the id of a case: its message, without its bytes."""
+    """Returns the pytest id of an argument: strings (messages) as they are, else nothing."""
     return argument if isinstance(argument, str) else ""
 
 
@@ -72,7 +72,7 @@ GOOD = files.ct2_bytes(VARIABLES, {"d": "c"})
 
 
 def with_variable(*fields: bytes) -> bytes:
-    """Returns a file whose only variable `x` has these fields after its name."""
+    """Returns the bytes of a CTranslate2 file with one variable `x`. `fields` follow its name."""
     head = U4(6) + files.ct2_name("S") + U4(3) + U4(1)
     return head + files.ct2_name("x") + b"".join(fields)
 
@@ -155,7 +155,7 @@ def test_gguf_is_read(tmp_path: Path) -> None:
     assert gguf.value("numbers", np.ndarray).tolist() == [1, -2, 3]
     for name in ("whole", "half"):
         assert gguf.tensor(name).tolist() == whole.tolist()
-        gguf.tensor(name).zero_()  # a copy: the file stays unchanged
+        gguf.tensor(name).zero_()  # the tensor is a copy, so the file stays unchanged
     assert_close(gguf.tensor("codes"), torch.from_numpy(whole), rtol=1e-2, atol=0.4)
     with pytest.raises(ValueError, match="expected the tensor other, which is missing"):
         gguf.tensor("other")
@@ -467,7 +467,7 @@ def test_a_conversation_keeps_its_messages_and_cache(tiny: LanguageModel) -> Non
 
 
 def test_special_tokens_are_added_once(tiny: LanguageModel) -> None:
-    """The tokenizer adds special tokens to a text; in a conversation, the template adds them."""
+    """For a text, the tokenizer adds special tokens. For a conversation, only the template does."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = files.byte_tokenizer()
@@ -516,7 +516,10 @@ WATCHED = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket
 
 
 class Watch:
-    """An audit hook that records events while `events` is a list. Audit hooks cannot be removed."""
+    """An audit hook that records events while `events` is a list.
+
+    Audit hooks cannot be removed, so setting `events` to None turns the hook off.
+    """
 
     events: list[str] | None = None
     installed = False
@@ -534,7 +537,7 @@ watch = Watch()
 
 @pytest.fixture
 def audited() -> Iterator[None]:
-    """Fails a test that starts a process, opens a socket, unpickles or runs the model's code."""
+    """Fails a test that starts a process, opens a socket, unpickles or runs code of a model."""
     if not watch.installed:
         sys.addaudithook(watch)
         watch.installed = True
@@ -651,7 +654,7 @@ TEXTS = ["a cat", "a kitten sleeps", "Stocks fell on Monday.", "", "many words "
 
 
 def test_embeddings_equal_the_definition_of_sentence_transformers(embedder: minilm.Embedder) -> None:
-    """As in modules.json: the mean over at most 256 tokens of each text, normalised to length 1."""
+    """The definition is in modules.json: mean over at most 256 tokens, normalised to length 1."""
     modules = json.loads((Path(embedder.model.config._name_or_path) / "modules.json").read_text())
     assert [module["type"].split(".")[-1] for module in modules] == ["Transformer", "Pooling", "Normalize"]
     eager = minilm.load(attention="eager")
@@ -736,7 +739,7 @@ def test_other_rates_are_resampled(tmp_path: Path, rate: int) -> None:
     files.write_wav(tmp_path / "a.wav", files.tone(0.5, rate), rate=rate, width=4)
     samples, expected = _wav.read_wav(tmp_path / "a.wav", 16000), torch.from_numpy(files.tone(0.5))
     assert abs(len(samples) - len(expected)) <= 1
-    # At both ends, the filter reads zeros beyond the samples.
+    # The ends differ, because the filter reads zeros beyond the samples.
     assert_close(samples[400:7500], expected[400:7500], rtol=0, atol=2e-3)
 
 
@@ -778,7 +781,10 @@ def test_a_wav_has_a_maximum_duration(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("place", "form", "number"), [(24, "I", 2**31 - 1), (24, "I", 1), (34, "H", 4096)])
 def test_a_wav_with_an_unusual_header_is_refused(tmp_path: Path, place: int, form: str, number: int) -> None:
-    """The rate at byte 24 and the bits at byte 34 decide how much work and memory a sample takes."""
+    """Unusual sample rates (at byte 24) and bits per sample (at byte 34) are refused.
+
+    They could make reading slow or use much memory.
+    """
     files.write_wav(tmp_path / "a.wav", files.tone(0.1))
     raw = bytearray((tmp_path / "a.wav").read_bytes())
     struct.pack_into(f"<{form}", raw, place, number)
@@ -871,7 +877,7 @@ def test_the_path_follows_the_weights() -> None:
     for row, begin, end in ((0, 0, 3), (1, 3, 4), (2, 4, 9), (3, 9, 12)):
         scores[row, begin:end] = 1
     assert speech._first_frames(scores) == [0, 3, 4, 9]
-    # More rows than frames: the path stays in its frame.
+    # With more rows than frames, several rows share a frame.
     assert speech._first_frames(torch.zeros(3, 1)) == [0, 0, 0]
 
 

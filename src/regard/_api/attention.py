@@ -117,9 +117,9 @@ def weights(
     """Computes the matrix of attention weights (..., Hq, Lq, Lk) in q's dtype, for small inputs.
 
     The arguments are those of `attention`. `weights(...) @ v` equals the output of `attention` if
-    Hq = Hkv. Otherwise repeat each head of v Hq / Hkv times first. Rows sum to 1, or to less with a
-    sink. A fully masked row is all zeros. The reference backend computes the full matrix in
-    float64. More than 2**28 weights raise ValueError.
+    Hq = Hkv. Otherwise repeat each head of v Hq / Hkv times first. Without dropout, rows sum to 1,
+    or to less with a sink. A fully masked row is all zeros. The reference backend computes the full
+    matrix in float64. More than 2**28 weights raise ValueError.
 
     Example:
         >>> regard.weights(q, k, v, mask=masks.Causal())[0, 0].sum(-1)   # (Lq,) ones

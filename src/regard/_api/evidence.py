@@ -133,9 +133,10 @@ def _layer(n: int, layer: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Any]
 
 
 def _step_back(vector: Tensor, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """Multiplies vector (..., L) by A + I of one layer, rows scaled to sum to 1.
+    """Returns vector (..., L) times the rollout matrix (L, L) of one layer.
 
-    The scaling is needed because rows of A sum to less than 1 if there is a sink.
+    The matrix is A + I with rows scaled to sum to 1, where A is the mean of the attention weights
+    over heads. Rows of A sum to less than 1 if there is a sink.
     """
     all_keys = torch.ones(k.shape[-2], dtype=torch.bool)
     (row_sums,) = evidence(q, k, None, MassOn(all_keys), **options)

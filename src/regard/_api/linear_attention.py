@@ -125,7 +125,7 @@ def _features(feature_map: str | FeatureMap | None, q: Tensor, k: Tensor) -> tup
 
 
 def feature_map_of(feature_map: str | FeatureMap) -> FeatureMap:
-    """Returns the feature map of a name, or the function itself."""
+    """Returns the feature map with the given name. A function is returned unchanged."""
     if callable(feature_map):
         return feature_map
     if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
@@ -135,7 +135,7 @@ def feature_map_of(feature_map: str | FeatureMap) -> FeatureMap:
 
 
 def _state(spec: Spec, result: LinearResult) -> LinearState:
-    """Returns the state with the caller's leading dims."""
+    """Returns the final state of a result, with the caller's leading dims."""
     if spec.rank == 4:
         return LinearState(result.S, result.z)
     outer = state_dims(spec)

@@ -16,16 +16,21 @@ from ..masks import Causal, Lengths, Mask
 from .attention import attention
 
 Attend = Callable[..., Any]
-LINEAR, PROBABILITY = 1e-3, 1e-4  # tolerances for float32 rounding; 16-bit results add their dtype's epsilon
+# Tolerances of two checks: that an approximation is linear in v, and that its weights are
+# probabilities. They allow for float32 rounding; 16-bit results add the epsilon of their dtype.
+LINEAR, PROBABILITY = 1e-3, 1e-4
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of `compare_to_exact`. It prints as a table."""
+    """The result of `compare_to_exact`. It prints as a table.
+
+    `kl` and `top1` are None if they are not defined or if the weights were not compared.
+    """
 
     error: float  # |out - exact| / |exact| in the L2 norm, over all rows compared
     kl: float | None  # nats, mean over rows of KL(approximate weights || exact weights)
-    top1: float | None  # the fraction of rows in which both have their largest weight at the same key
+    top1: float | None  # fraction of rows in which approximation and exact attention have the same top key
     rows: int  # query rows compared, over samples and heads
 
     def __repr__(self) -> str:
@@ -89,7 +94,10 @@ def compare_to_exact(
 
 
 class _Exact:
-    """Computes exact attention: its output at once, and its log weights for any range of keys."""
+    """Exact attention on q, k and v: its output, and its log weights for any range of keys.
+
+    The constructor computes the output, `log_weights` the log weights.
+    """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, scale: float | None

@@ -35,10 +35,10 @@ def attend_packed(
 ) -> Result:
     """Computes attention over packed q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
-    One call over the whole row suffices if the mask depends on distances only and the shift between
-    query and key positions is the same in all sequences, as in self-attention. Otherwise there is
-    one call for each sequence. A padded batch would also be one call, but would spend time and
-    memory on padding.
+    One call over the whole row suffices if the mask depends on distances only and if, with one
+    offset for the row, distances in the row equal the distances in every sequence. This is the case
+    in self-attention. Otherwise there is one call for each sequence. A padded batch would also be
+    one call, but would spend time and memory on padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
@@ -152,7 +152,7 @@ def _plan(
     shifts = {o + k - q for o, q, k in zip(offsets, cu_seqlens_q, cu_seqlens_k, strict=False)}
     if not kinds and not by_distance:
         shifts = {0}  # neither mask nor bias depends on positions
-    # Tokens of a sequence have the same distance in the row as in the sequence, but not the same position.
+    # In the row, two tokens of a sequence keep their distance, but not their positions.
     if MaskKind.POSITION in kinds or len(shifts) > 1:
         return PackedPlan(sizes_q, sizes_k, offsets, None, 0)
     return PackedPlan(

@@ -15,12 +15,15 @@ from .._call.make import make
 from .._call.spec import Bias, Options, Problem, Spec, learned
 from ..masks import Mask
 
-COUNTED = 2**26  # without the native core, visible pairs are counted only in masks of up to this many pairs
+COUNTED = 2**26  # in calls with more pairs all count as visible, unless the backend is native
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The predicted work of a call. A pair is one query and one key in one head of one sample."""
+    """The predicted work of a call.
+
+    A pair is one query and one key in one head of one sample. It is visible if the mask allows it.
+    """
 
     impl: str
     kernel: str  # native: instruction set, torch: "sdpa" or "flex", reference: "float64"
@@ -117,7 +120,7 @@ def _visible_pairs(problem: Problem) -> int:
 
 
 def _dense_scratch(problem: Problem, name: str) -> int:
-    """Estimates the bytes of the n x n tensors: scores, weights and intermediates."""
+    """Estimates the bytes of the n x n tensors that the torch or reference backend allocates."""
     spec, full = problem.spec, problem.spec.pairs
     if name == "reference":
         return 5 * 8 * full

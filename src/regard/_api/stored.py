@@ -27,8 +27,10 @@ def attend_stored(
     """Computes `attention(q, *stored.dense(q.dtype), ...)` for q (B, Hq, Lq, D), without dropout.
 
     With few query rows the native kernel reads the storage in place. A later call that differs only
-    in length, offset and data then skips the checks. If a token `new` is given, it is written as
-    the last stored token before attention. The caller has checked it.
+    in length, offset and data then skips the checks.
+
+    `new` holds k and v of one new token of each sample. If given, it is written as the last stored
+    token before attention is computed. The caller has checked the shapes and dtypes of `new`.
     """
     key = None if listeners else _key(q, stored, options, impl)  # listeners are notified by `attention` only
     prepared = _prepared.get(key) if key is not None else None
@@ -57,7 +59,7 @@ def attend_stored(
 def write_stored(
     stored: Stored, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None
 ) -> None:
-    """Runs `stored.write(starts, counts, k, v)`, in the core if possible.
+    """Runs `stored.write(starts, counts, k, v)`: in the core if possible, else in PyTorch.
 
     The caller has checked shapes, dtypes and capacity.
     """
@@ -73,9 +75,9 @@ def _core_reads(k: Tensor, v: Tensor) -> bool:
 
 
 def _key(q: Tensor, stored: Stored, options: Options, impl: str) -> Key | None:
-    """Returns the signature of a call, without its length, offset and data.
+    """Returns the key under which a prepared call is cached.
 
-    Returns None if the call cannot take the fast path.
+    The key does not contain length, offset and data. Returns None if the call cannot be cached.
     """
     mask, offset, bias, scale, softcap, sink, _, _, return_lse = options
     k, v, k_scale, v_scale, table, page, kind, _, D, Dv = stored
@@ -141,7 +143,7 @@ def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
 
 
 def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
-    """Prepares a call that reads the storage natively.
+    """Prepares a call in which the native kernel reads the storage in place.
 
     Returns None if another backend runs the call, or if the call has too many query rows to run as
     decode.

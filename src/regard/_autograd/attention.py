@@ -1,9 +1,11 @@
 """Runs a problem: without derivatives, with derivatives, or as an operator.
 
 The torch and reference backends consist of differentiable operations. The native kernels get their
-derivatives here, from three maps: the backward pass J^T dy, forward mode J t, and the gradient of
-<J t, dy>, which differentiates the first two maps (`_backends/torch/higher.py`). Every second
-derivative exists except forward mode of forward mode. A missing derivative raises an error.
+derivatives here. J is the derivative of y = (out, LSE) with respect to the inputs, t a tangent of
+the inputs, and dy the gradient of the loss with respect to y. Three maps suffice: the backward pass
+J^T dy, forward mode J t, and the gradient of <J t, dy>, which differentiates the first two maps
+(`_backends/torch/higher.py`). Every second derivative exists except forward mode of forward mode. A
+missing derivative raises an error.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 class RegardAttention(Function):
     """Maps a canonical Problem to (out, LSE or None): the fast path of training.
 
-    Arguments: the six differentiable inputs and the Problem. `Transformed` is the equivalent for
-    watched calls.
+    Arguments: the six differentiable inputs (q, k, v, bias, by_head, sink) and the Problem.
+    `Transformed` is the equivalent for watched calls.
     """
 
     @staticmethod
@@ -95,10 +97,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Maybe, ...])
 
 
 class Transformed(Function):
-    """Maps a FlatCall to (out, LSE, stats, residual); backward needs the last two.
+    """Maps a FlatCall to (out, LSE, stats, residual). Stats and residual are saved for backward.
 
-    `torch.func`, forward mode and operators need a Function of this form. It is slower to call than
-    `RegardAttention`.
+    `torch.func`, forward mode and operators need a Function with a separate `setup_context`. Such a
+    Function is slower to call than `RegardAttention`.
     """
 
     @staticmethod
@@ -205,7 +207,8 @@ class ForwardMode(Function):
 class DoubleBackward(Function):
     """Computes the gradients of <J t, dy> with respect to the six inputs of a FlatCall and to dy.
 
-    Arguments: a FlatCall, dout, dlse and the tangents of the six inputs.
+    J t are the tangents of (out, LSE) for tangents t of the inputs, and dy is (dout, dlse).
+    Arguments: a FlatCall, dout, dlse and t.
     """
 
     @staticmethod

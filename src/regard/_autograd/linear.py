@@ -22,7 +22,8 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 def run(call: LinearCall, name: str) -> LinearResult:
     """Runs a call with backend `name`.
 
-    Only the native backend needs a Function: the others consist of differentiable operations.
+    Only the native backend needs an autograd Function: the others consist of differentiable
+    operations.
     """
     if name == "native" and any_needs_grad(*call[:INPUTS]):
         return LinearResult(*_attend(*call[:INPUTS], call))
@@ -31,7 +32,7 @@ def run(call: LinearCall, name: str) -> LinearResult:
 
 
 class RegardLinearAttention(Function):
-    """Maps a LinearCall to (out, S, z or None).
+    """The autograd Function of the native backend: maps a LinearCall to (out, S, z or None).
 
     Arguments: the seven tensors that start a LinearCall, then the LinearCall itself.
     """

@@ -29,9 +29,9 @@ Results = tuple[Maybe, ...]
 
 
 class FlatCall(NamedTuple):
-    """A call in canonical form, in the order of the schemas.
+    """The arguments of an operator: a call in canonical form.
 
-    The first six fields are differentiable.
+    The fields are in the order of the operator's schema. The first six are differentiable.
     """
 
     q: Tensor  # (B, Hq, Lq, D)
@@ -61,7 +61,7 @@ FIELDS = len(FlatCall._fields)
 
 
 class BackwardArguments(NamedTuple):
-    """The arguments of the backward pass after the FlatCall."""
+    """The arguments of the backward operator that follow its FlatCall."""
 
     out: Tensor  # (B, Hq, Lq, Dv)
     stats: Tensor  # (2, B, Hq, Lq)
@@ -80,7 +80,7 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """Maps a FlatCall to out, LSE, stats and residual."""
+    """Maps a FlatCall to out, LSE, stats and residual. The last two are None unless `saving`."""
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
@@ -109,7 +109,8 @@ def jvp(*args: Any) -> Results:
 def double_backward(*args: Any) -> Results:
     """Maps a FlatCall, dout, dlse and the tangents of its six inputs to eight gradients.
 
-    These are the gradients of <J t, dy> with respect to the six inputs, dout and dlse.
+    These are the gradients of <J t, dy> with respect to the six inputs, dout and dlse. J t are the
+    tangents of out and LSE, and dy is (dout, dlse).
     """
     dout, dlse, *tangents = args[FIELDS:]
     return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))
@@ -230,7 +231,10 @@ def none_to_empty(*results: Maybe) -> tuple[Tensor, ...]:
 
 
 def _check(call: FlatCall) -> None:
-    """Checks the shapes of a direct call of an operator, because the kernels do not."""
+    """Checks that the tensors of a FlatCall fit together.
+
+    The kernels do not check shapes, and users may call an operator directly.
+    """
     q, k, v, bias, by_head, sink, tensors, offsets, *_ = call
     B, Hq, Lq, D = q.shape
     Hkv, Lk = v.shape[1:3]

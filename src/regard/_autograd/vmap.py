@@ -1,8 +1,8 @@
 """Batching rules of the operators for vmap: the mapped samples are flattened into the batch.
 
-A flattened batch has one `by_head`, one sink and one dropout pattern. So each mapped sample is a
-separate call if there is dropout, or if `by_head`, the sink or their gradients differ between
-mapped samples.
+A flattened batch has one `by_head` (ALiBi slopes or a relative bias), one sink and one dropout
+pattern. So each mapped sample is a separate call if there is dropout, or if `by_head`, the sink or
+their gradients differ between mapped samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Dims = Sequence[Any]  # the mapped dim of each argument, None for an argument th
 
 
 def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the results of `apply` for `count` mapped samples, and their mapped dims."""
+    """Returns the results of `apply` for `count` mapped samples, and the mapped dim of each."""
     call, call_dims = FlatCall(*args), FlatCall(*dims)
     if call.dropout or call_dims.by_head is not None or call_dims.sink is not None:
         return map_one_by_one(apply, count, dims, args)
@@ -34,7 +34,7 @@ def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tu
 
 
 def map_backward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the gradients for `count` mapped samples, and their mapped dims."""
+    """Returns the gradients for `count` mapped samples, and the mapped dim of each gradient."""
     (call, rest), (call_dims, rest_dims) = backward_arguments(args), backward_arguments(dims)
     wanted = rest.wanted
     if call.dropout or wanted[4] or wanted[5] or call_dims.by_head is not None or call_dims.sink is not None:

@@ -1,1 +1,4 @@
-"""Checks and freezes the arguments of a call. Imports only value classes: masks, scores, facts."""
+"""Checks the arguments of a call and builds its Problem.
+
+Imports only `masks`, `scores` and `_tools`.
+"""

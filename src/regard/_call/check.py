@@ -56,9 +56,9 @@ def as_numbers(options: Options) -> Options:
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:
-    """Converts a bool tensor to a `Dense` mask.
+    """Converts a bool tensor to a `Dense` mask. A Mask or None is returned unchanged.
 
-    Raises TypeError unless `mask` is a mask or None.
+    Raises TypeError for any other value.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -72,7 +72,7 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
 
 
 def as_offset(offset: int | Tensor | None) -> int | Tensor | None:
-    """Checks the type of an offset, and the range of an int."""
+    """Returns the offset after a check of its type and, if it is an integer, of its range."""
     if offset is None:
         return None
     if not (holds_integers(offset) if isinstance(offset, Tensor) else is_integer(offset)):

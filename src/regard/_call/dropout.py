@@ -1,8 +1,9 @@
 """The dropout pattern: a hash of (seed, batch, head, query, key), which does not depend on tiling.
 
-Each query has a 64-bit word from splitmix64. A second hash yields 32 bits for two adjacent keys, 16
-for each. PyTorch lacks unsigned 64-bit arithmetic: int64 wraps the same way, and a mask makes right
-shifts logical.
+splitmix64 computes a 64-bit word for each query row. From this word and the indices of two adjacent
+keys, a second hash computes 32 bits, 16 for each key. A weight is dropped if its 16 bits are below
+round(p * 65536). PyTorch lacks unsigned 64-bit arithmetic, so the code uses int64: products wrap
+the same way, and a bit mask makes right shifts logical.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
 def _strides(
     qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
-    """Returns name -> strides for (B, H, L, D), and the names of tensors that need a copy."""
+    """Returns the strides of q, k, v and bias as (B, H, L, D), and the names of those to be copied.
+
+    A tensor must be copied if its batch dims cannot be flattened in place.
+    """
     tensors = dict(zip("qkv", qkv, strict=True)) | ({} if bias is None else {"bias": bias})
     strides, copied = {}, []
     for name, x in tensors.items():

@@ -1,4 +1,4 @@
-"""Checks of a call of linear attention, and its canonical form."""
+"""Checks a call of linear attention and converts it to canonical form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEGMENT = 512  # tokens between two states that training saves; equals the core'
 
 
 class LinearState(NamedTuple):
-    """The state of linear attention after some tokens. Its size is the same for any number of them.
+    """The state of linear attention. Its size does not depend on the number of tokens.
 
     The tensors are float32, or float64 for float64 inputs.
     """

@@ -64,7 +64,10 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
 
 
 def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
-    """Returns the cached Spec of a call without tensors besides q, k and v, or None."""
+    """Returns the cached Spec of a call with a mask or an offset, or None if there is none.
+
+    Returns None also if mask or offset holds a tensor. Then `_make_general` looks up the Spec.
+    """
     if type(offset) is not int and offset is not None:
         return None
     if mask is None:
@@ -76,11 +79,12 @@ def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | No
 def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Problem:
     """Builds the Problem of any call. `make` is the fast path for calls with a known signature.
 
-    `key` is None for a watched call: sizes may be symbolic, no Spec is cached and no value is read.
+    `key` is None for a watched call. Then sizes may be symbolic, no Spec is cached, and no value of
+    a tensor is read.
     """
     bias, sink = options.bias, options.sink
     if not is_compiling() and _any_negated(q, k, v, bias, sink):
-        # Views like `z.conj().imag` store negated numbers, which the kernels would read as they are.
+        # Views like `z.conj().imag` have the negative bit: the kernels would read the wrong sign.
         q, k, v, *resolved = (_resolve_neg(x) for x in (q, k, v, *options))
         return make(q, k, v, Options(*resolved))
     mask, offset = as_mask(options.mask), as_offset(options.offset)
@@ -114,7 +118,10 @@ def _resolve_neg(x: Any) -> Any:
 def _spec(
     key: Key | None, q: Tensor, k: Tensor, v: Tensor, program: Program | None, options: Options
 ) -> Spec:
-    """Returns the Spec of a call, from the cache if there is a key."""
+    """Returns the Spec of a call from the cache, or checks the call and builds it.
+
+    If `key` is None, the cache is not used.
+    """
     offset, bias, sink = options.offset, options.bias, options.sink
     if key is not None and not (program is None and offset is None and bias is None and sink is None):
         key = (key, _program_key(program), _signature(offset), _bias_key(bias), _signature(sink))

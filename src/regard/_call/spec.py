@@ -44,7 +44,7 @@ class Options(NamedTuple):
 class Spec:
     """A checked call without its data.
 
-    Strides are in elements for (B, H, L, D), 0 in broadcast dims.
+    Strides are those of the form (B, H, L, D), in elements, 0 in broadcast dims.
     """
 
     dtype: torch.dtype

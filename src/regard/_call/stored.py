@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 GROUP = 32  # number of channels that share a scale
 HALF = GROUP // 2
-# New tokens: keys (B, Hkv, L, D), or (B, L, D) if Hkv = 1; values, or None if they are a view of the keys.
+# New tokens (k, v). k is (B, Hkv, L, D), or (B, L, D) if Hkv = 1. v has the same form with Dv, or
+# is None if the stored values are a view of the stored keys.
 New = tuple[Tensor, Tensor | None]
 TOP = {"int8": 127, "int4": 15}  # the largest code
 
@@ -68,7 +69,10 @@ class Stored(NamedTuple):
                 self._copy_rows(scale, starts, counts, scales)
 
     def _copy_rows(self, target: Tensor, starts: Sequence[int], counts: Sequence[int], x: Tensor) -> None:
-        """Copies rows of x (B, Hkv, L, ...) into target (B or pages, Hkv, rows, ...)."""
+        """Copies x (B, Hkv, L, ...) into target (B or pages, Hkv, rows, ...).
+
+        `starts` and `counts` are as in `write`.
+        """
         if self.table is None and len({*starts}) == len({*counts}) == 1:
             target.narrow(2, starts[0], counts[0]).copy_(x.narrow(2, 0, counts[0]))
             return
@@ -78,7 +82,11 @@ class Stored(NamedTuple):
     def _slots(
         self, starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Returns the indices of new tokens: (sample or page, row) in storage, (sample, i) in x."""
+        """Returns two index pairs for the new tokens, each of two int64 tensors.
+
+        (sample or page, row) is their place in storage, (sample, i) their place among the new
+        tokens (B, L).
+        """
         indices = [
             (b, i, start + i)
             for b, (start, n) in enumerate(zip(starts, counts, strict=True))
@@ -134,8 +142,8 @@ def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def _fit_int4(groups: Tensor) -> Tensor:
     """Returns scale and low of each group as float16 (..., 2), fitted by least squares.
 
-    The codes to fit come from the group's minimum and maximum. On N(0, 1) data the error is 4 %
-    smaller than if scale and low came from the minimum and maximum directly.
+    First, codes are computed from the group's minimum and maximum. Then scale and low are fitted to
+    these codes. On N(0, 1) data the error is 4 % smaller than without the fit.
     """
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step = (high - low) / TOP["int4"]
@@ -149,7 +157,10 @@ def _fit_int4(groups: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, least: int, top: int) -> Tensor:
-    """Rounds x to codes from `least` to `top`. NaN becomes 0: in a constant group x is 0 / 0."""
+    """Rounds x to codes from `least` to `top`. NaN becomes 0.
+
+    NaN arises as 0 / 0 in an int8 group of zeros and in a constant int4 group.
+    """
     return x.round().nan_to_num(0).clamp(least, top)
 
 

@@ -1,1 +1,1 @@
-"""Helpers below every other package: argument checks, measuring, listeners, PyTorch's modes."""
+"""Helpers that all other folders import: argument checks, measuring, listeners, PyTorch's modes."""

@@ -42,7 +42,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Returns whether a value is a Python or NumPy integer. Bools and tensors are not."""
+    """Returns whether a value is a Python or NumPy integer or a SymInt.
+
+    Returns False for bools and tensors.
+    """
     if isinstance(value, bool | Tensor):
         return False
     if isinstance(value, INTEGER):
@@ -96,7 +99,10 @@ def probability(name: str, value: float) -> float:
 
 
 def bool_tensor(name: str, value: Any, min_dims: int) -> Tensor:
-    """Copies a value into a new bool tensor with at least `min_dims` dimensions."""
+    """Copies a bool tensor or a list of bools to a new tensor.
+
+    Raises TypeError for another dtype, ValueError for fewer than `min_dims` dimensions.
+    """
     tensor = tensor_of(name, value)
     if tensor.dtype != torch.bool:
         raise TypeError(
@@ -107,7 +113,10 @@ def bool_tensor(name: str, value: Any, min_dims: int) -> Tensor:
 
 
 def int_tensor(name: str, value: Any, min_dims: int) -> Tensor:
-    """Copies a value into a new int64 tensor with at least `min_dims` dimensions."""
+    """Copies an integer tensor or a list of integers to a new int64 tensor.
+
+    Raises TypeError for another dtype, ValueError for fewer than `min_dims` dimensions.
+    """
     tensor = tensor_of(name, value)
     if not holds_integers(tensor):
         raise TypeError(f"{name}: expected integers, got {describe(tensor)}")

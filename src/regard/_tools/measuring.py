@@ -1,4 +1,4 @@
-"""Measures the time of calls that take turns, and the peak memory of a call."""
+"""Measures the times of several calls, and the peak memory of one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SMALL, LARGE = 2**16, 2**25
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
     """Measures the shortest time of each call in seconds.
 
-    The calls take turns, so that a slow phase of the machine affects all of them.
+    Repeats the calls for `seconds`, and at least `least` times. The calls take turns, so that a
+    slow phase of the machine affects all of them.
     """
     best = dict.fromkeys(calls, float("inf"))
     end, rounds = perf_counter() + seconds, 0
@@ -69,7 +70,7 @@ def _freed_at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        # glibc's dynamic thresholds reach these values by themselves after large blocks are freed.
+        # mallopt turns off glibc's dynamic thresholds. Freeing large blocks would raise them to LARGE.
         set_option(MMAP_THRESHOLD, LARGE)
         set_option(TRIM_THRESHOLD, 2 * LARGE)
 

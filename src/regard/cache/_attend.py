@@ -1,6 +1,7 @@
 """Attention over the keys in a cache: builds the mask and the offset of the call.
 
-All caches use `attend`. Only the fast path of `RowCache` calls `attend_stored` directly.
+All caches except `LinearCache` use `attend`. Only the fast path of `RowCache` calls `attend_stored`
+directly.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class CacheOptions(NamedTuple):
 
 
 class AttendKeywords(TypedDict, total=False):
-    """The keyword arguments of `attend` that all caches share. See `KVCache.attend`."""
+    """The keyword arguments of `attend` that all caches except `LinearCache` share.
+
+    `KVCache.attend` explains them.
+    """
 
     lengths: Lengths
     mask: Mask | Tensor | None
@@ -55,10 +59,9 @@ def attend(
 ) -> Result:
     """Computes attention of q (B, Hq, Lq, D) over the stored keys.
 
-    The queries belong to the last Lq of the `held` tokens of each sample.
-
-    `base` is the cache's mask; the default is causal. If the chunk has padding, query i belongs to
-    token i of the chunk instead, and the output of padding is zero (LSE -inf).
+    Sample b has held[b] stored tokens, and the queries belong to the last Lq of them. If the chunk
+    has padding, query i belongs to token i of the chunk instead, and the output of padding is zero
+    (LSE -inf). `base` is the cache's mask. The default is a causal mask.
     """
     options, window, impl = settings
     Lq = q.shape[2]

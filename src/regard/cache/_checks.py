@@ -1,4 +1,4 @@
-"""Checks of the arguments of caches. They raise an error before the cache is changed."""
+"""Checks of the arguments of caches. They run before a call changes the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The size of an append: L tokens per sample. The first `new` are real, the rest is padding."""
+    """The size of an append of L tokens per sample: `new` real tokens, followed by padding."""
 
     L: int
     new: Count  # L if all tokens are real, else a tuple with the number for each sample
@@ -110,7 +110,11 @@ def check_float(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk: Chunk) -> None:
-    """Checks dtype and shape of q (B, Hq, Lq, D), and that Lq fits the tokens in the cache."""
+    """Checks dtype and shape of q (B, Hq, Lq, D).
+
+    Lq must equal the chunk's L if the chunk has padding. Otherwise Lq must be at most the number of
+    tokens of the shortest sample in the cache.
+    """
     if not isinstance(q, Tensor) or q.dtype is not dtype:
         raise TypeError(f"q: expected a tensor of {dtype}, the dtype of the cache, got {describe(q)}")
     if q.ndim != 4 or q.shape[0] != B or q.shape[3] != D:

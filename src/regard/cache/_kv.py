@@ -55,9 +55,10 @@ class KVCache(RowCache):
         self._append((k, v), lengths)
 
     def extend(self, k: Tensor, v: Tensor) -> Stored:
-        """Appends k and v and returns views of all stored tokens, for callers that run attention.
+        """Appends k (B, Hkv, L, D) and v (B, Hkv, L, Dv). Returns views of the stored tokens.
 
-        The views contain the last `rows_with(L)` tokens. They are invalid after the next write.
+        This method is for callers that compute attention themselves. The views hold Lk tokens per
+        sample, where Lk is `rows_with(L)` before the call. They are invalid after the next write.
         """
         if self._is_checked_step(k, (k, v)):
             storage, row, dropped = self._content
@@ -75,7 +76,7 @@ class KVCache(RowCache):
         return self._keeps.rows_with(self._content, L)
 
     def stored(self) -> Stored:
-        """Returns views of the stored keys and values. They are invalid after the next write."""
+        """Returns views of the stored keys and values. The next write invalidates the views."""
         return self._content.storage.stored(largest(self._content.held))
 
     @overload
@@ -108,8 +109,8 @@ class KVCache(RowCache):
             q: queries (B, Hq, Lq, D) of the last Lq tokens, usually Lq = L.
             k, v: keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the new tokens. If both are
                 None, nothing is appended.
-            lengths: (B,): only the first lengths[b] new tokens of sample b are real. Then Lq = L,
-                and the output of padding is zero (LSE -inf).
+            lengths: (B,): only the first lengths[b] new tokens of sample b are real, the rest is
+                padding. With `lengths`, Lq must be L. The output of padding is zero (LSE -inf).
             mask: a mask as in `attention`, which further restricts the keys.
             window: attend only to the last `window` tokens, the query's position included.
             bias, scale, softcap, sink, return_lse, impl: as in `attention`, where Lk is

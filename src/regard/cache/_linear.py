@@ -23,8 +23,8 @@ class LinearCache:
     Args:
         B, Hkv, D, Dv: batch size, key heads, size of a key after the feature map, size of a value
             (default D).
-        normalize: whether `attend` divides by the sum of the weights. The state then includes the
-            sum of the keys (B, Hkv, D).
+        normalize: if True, `attend` divides the output by the sum of the weights, and the state
+            also includes the sum of the keys (B, Hkv, D).
         dtype: dtype of queries, keys and values. The state is float64 if dtype is float64, else
             float32.
         device: device of the state.
@@ -57,9 +57,9 @@ class LinearCache:
 
     @property
     def state(self) -> LinearState:
-        """The state in the form that `linear_attention` takes.
+        """The state, as the argument `state` of `linear_attention`.
 
-        Later calls do not change this object.
+        Later calls of `attend` create a new state and leave this object unchanged.
         """
         return self._state
 

@@ -63,7 +63,7 @@ class PagedCache:
 
     def _begin(self, sequences: dict[int, PagedSequence]) -> None:
         self._sequences = sequences
-        self._table: tuple[tuple[tuple[int, ...], ...], Tensor] | None = None  # (pages, their page table)
+        self._table: tuple[tuple[tuple[int, ...], ...], Tensor] | None = None  # (page numbers, page table)
         weakref.finalize(self, _release_all, self._pool, sequences).atexit = False
 
     # Content
@@ -135,9 +135,9 @@ class PagedCache:
         return name
 
     def _first(self, sequence: PagedSequence, tokens: int | None) -> PagedSequence:
-        """Returns a sequence of the first `tokens` tokens of another, in the same pages.
+        """Returns a sequence that consists of the first `tokens` tokens of `sequence`.
 
-        The default is all tokens.
+        The two sequences share pages. `tokens` defaults to all tokens.
         """
         n = sequence.length if tokens is None else count("tokens", tokens)
         if n > sequence.length:
@@ -171,7 +171,7 @@ class PagedCache:
     def _appended(self, names: list[int], new: New, lengths: Lengths) -> tuple[PageDraft, Chunk]:
         """Writes new tokens to unused slots.
 
-        Returns a draft, to be committed by `_keep`, and its Chunk.
+        Returns the draft of the append, which `_keep` commits, and the Chunk of the new tokens.
         """
         chunk = self._pool.storage.layout.chunk(new, lengths, len(names))
         counts = per_sample(chunk.new, len(names))
@@ -187,7 +187,7 @@ class PagedCache:
         """Returns the page table (B, max_pages) int32 of B sequences. Caches the last table."""
         pages = tuple(sequence.pages for sequence in sequences)
         if self._table is None or self._table[0] != pages:
-            # A power of two, so that the shape seldom changes: after a change, the call is checked again.
+            # The width is a power of two, so that the shape seldom changes: a new shape is checked again.
             width = 1 << max(map(len, pages)).bit_length()
             rows = [row + (0,) * (width - len(row)) for row in pages]
             self._table = pages, torch.tensor(rows, dtype=torch.int32, device=self.device)
@@ -258,7 +258,8 @@ class PagedCache:
     def _assign(self, names: list[int], after: list[PagedSequence]) -> None:
         """Replaces the sequences `names` by `after`.
 
-        Adds users to the new pages before it releases the old ones, so that no page becomes free.
+        Adds users to the new pages before it releases the old ones, so that a page that is both old
+        and new does not become free in between.
         """
         for sequence in after:
             self._pool.share(sequence.pages)
@@ -329,9 +330,10 @@ class PagedCache:
         self._replace(dict(zip(names, saved, strict=True)), state)
 
     def _replace(self, saved: dict[int, PagedSequence], state: State) -> None:
-        """Replaces all sequences by saved ones.
+        """Replaces all sequences by the sequences `saved` (id -> sequence).
 
-        The pages of the saved sequences are indices into the pages of the state.
+        The pages of a saved sequence are indices into the tensors of `state`. They are copied to
+        free pages of the pool.
         """
         self.reset()
         fresh = self._pool.next_free(len(state["k"]))
@@ -346,7 +348,7 @@ class PagedCache:
 
 
 def _saved(table: Tensor, lengths: Sequence[int], page: int) -> list[PagedSequence]:
-    """Returns the sequences of a saved page table."""
+    """Returns the N sequences of a saved page table (N, max_pages) with their lengths (N,)."""
     if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.ndim != 2:
         raise ValueError(f"state: expected an int32 table (N, max_pages), got {describe(table)}")
     if len(table) != len(lengths) or min(lengths, default=0) < 0:

@@ -40,9 +40,10 @@ class Pages:
     # Appending
 
     def draft(self, before: list[PagedSequence], new: Sequence[int]) -> PageDraft:
-        """Plans an append of new[b] tokens to sequence b.
+        """Plans an append of new[b] tokens to sequence b, without changing the pool.
 
-        If the last page of a sequence is shared and not full, the page is copied.
+        If new tokens would be written to a page that other sequences share, the draft replaces the
+        page by a copy.
         """
         reused = [self._reused(seq) if m else seq.pages for seq, m in zip(before, new, strict=True)]
         lengths = [sequence.length + m for sequence, m in zip(before, new, strict=True)]
@@ -76,7 +77,10 @@ class Pages:
         return self.free[len(self.free) - count :][::-1]
 
     def write(self, draft: PageDraft, table: Tensor, counts: Sequence[int], new: New) -> None:
-        """Carries out a draft: copies pages and writes new tokens, only to slots not in use."""
+        """Carries out a draft: copies shared pages, then writes the new tokens.
+
+        Writes only to slots that are not in use.
+        """
         for source, target in draft.copies:
             for x in self.storage.tensors.values():
                 x[target] = x[source]
@@ -91,7 +95,7 @@ class Pages:
     # Reference counts
 
     def take(self, pages: list[int]) -> None:
-        """Removes the next free pages from the free list and adds one user to each."""
+        """Removes `pages`, a result of `next_free`, from the free list. Adds one user to each."""
         del self.free[len(self.free) - len(pages) :]
         self.share(pages)
 

@@ -26,8 +26,8 @@ class Content(NamedTuple):
     """The content of a `RowCache`."""
 
     storage: RowStorage
-    held: Count  # number of slots in use
-    dropped: Count  # number of tokens of each sample that are no longer held
+    held: Count  # number of slots of each sample in use
+    dropped: Count  # number of tokens of each sample that are no longer stored
 
     @property
     def lengths(self) -> Count:
@@ -37,8 +37,8 @@ class Content(NamedTuple):
 class KeepAll:
     """Keeps every token. Without a capacity, the storage grows by doubling."""
 
-    visible: Mask | None = None  # the mask for the query of the last token; None: it attends to all keys
-    counts: tuple[str, ...] = ("lengths",)  # names of the integer tensors (B,) in a state
+    visible: Mask | None = None  # the mask for the query of the last token; None: no mask
+    counts: tuple[str, ...] = ("lengths",)  # names of the integer tensors (B,) in a state_dict
 
     def __init__(self, capacity: int | None, owner: str) -> None:
         self.capacity, self.owner = None if capacity is None else count("capacity", capacity, 1), owner
@@ -65,9 +65,9 @@ class KeepAll:
         return largest(content.held) + L
 
     def attend(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
-        """Computes attention of q, the queries of the last tokens.
+        """Computes attention of q (B, Hq, Lq, D), the queries of the last Lq tokens.
 
-        `content` includes the new chunk.
+        `content` already includes the tokens of the new chunk.
         """
         storage, held, _ = content
         return attend(q, storage.stored(largest(held)), held, chunk, settings)
@@ -77,7 +77,10 @@ class KeepAll:
         return Content(content.storage, shared(lengths), 0)
 
     def restored(self, lengths: list[int]) -> tuple[Count, Count]:
-        """Checks the counts of a state. Returns the numbers of tokens held and dropped."""
+        """Checks the counts of a saved state.
+
+        Returns for each sample the number of tokens in storage and the number of dropped tokens.
+        """
         check_saved_lengths(lengths)
         return shared(lengths), 0
 
@@ -138,14 +141,14 @@ class KeepWindow:
     def _attend_twice(self, q: Tensor, content: Content, chunk: Chunk, settings: CacheOptions) -> Result:
         """Attends to the sinks and to the window in two calls, and merges the results.
 
-        The two calls have different offsets.
+        The two calls need different offsets, because tokens between sinks and window were dropped.
         """
         S, stored = self.sinks, content.storage.stored(self.sinks)
         first = stored._replace(k=stored.k[:, :, :S], v=stored.v[:, :, :S])
         recent = minus(content.held, S)
         last = stored._replace(k=stored.k[:, :, S:], v=stored.v[:, :, S:], length=largest(recent))
         with_lse = settings.options._replace(return_lse=True)
-        without_sink = with_lse._replace(sink=None)  # the option `sink` must count only once
+        without_sink = with_lse._replace(sink=None)  # the sink logit must count only once
         results = [
             attend(q, first, content.lengths, chunk, settings._replace(options=with_lse)),
             attend(q, last, recent, chunk, settings._replace(options=without_sink), self.recent),
@@ -164,7 +167,10 @@ class KeepWindow:
                 )
 
     def _holds(self, position: int, length: int, rows: int) -> bool:
-        """Returns whether the cache holds every earlier key that a query at `position` needs."""
+        """Returns whether the cache holds every earlier key that a query at `position` attends to.
+
+        The sample has `length` tokens, of which `rows` are stored.
+        """
         oldest = length - rows + self.sinks  # the first position held after the sinks
         return length == rows or position <= self.sinks or position - self.window + 1 >= oldest
 
@@ -198,7 +204,10 @@ Retention = KeepAll | KeepWindow
 
 
 def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Returns (samples, held, remaining) for groups of samples with equal numbers of tokens."""
+    """Returns tuples (slice of samples, held, remaining) of samples that are copied at once.
+
+    There is one tuple for all samples if their counts are equal, else one for each sample.
+    """
     if isinstance(held, int) and isinstance(remaining, int):
         return [(slice(None), held, remaining)]
     pairs = zip(per_sample(held, B), per_sample(remaining, B), strict=True)

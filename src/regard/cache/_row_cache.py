@@ -1,8 +1,8 @@
 """The base class of caches that store the tokens of a sample in consecutive slots.
 
-A call has three steps, so that the cache is unchanged if it raises. It checks the new tokens and
-writes them to unused slots or into new storage. It computes attention. Then it assigns the new
-content.
+A call has three steps. It checks the new tokens and writes them to unused slots or into new
+storage. It computes attention. Then it assigns the new content to the cache. So the cache is
+unchanged if one of the first two steps raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ R = TypeVar("R", bound="RowCache")
 
 
 class RowCache:
-    """The base class: a cache with a `RowStorage` and a retention policy."""
+    """Base class of caches with a `RowStorage` and a policy that decides which tokens to keep."""
 
     _sizes: tuple[str, ...]  # the names of the attributes in the repr
 
@@ -37,7 +37,7 @@ class RowCache:
         self.Hkv, self.D, self.Dv, _, self.dtype, self.device = layout
         self._keeps = keeps
         self._content = Content(layout.empty(self.B, keeps.capacity or 0), 0, 0)
-        self._checked: tuple[Any, ...] | None = None  # the signature of a decode step that passed all checks
+        self._checked: tuple[Any, ...] | None = None  # signature of the last step that passed all checks
 
     # Content
 
@@ -95,7 +95,7 @@ class RowCache:
     def _attend(
         self, q: Tensor, new: New | None, lengths: Lengths, options: Options, window: int | None, impl: str
     ) -> Result:
-        """Appends new tokens, if any, then attends."""
+        """Appends new tokens, unless `new` is None, then computes attention of q (B, Hq, Lq, D)."""
         is_simple = lengths is None and window is None and options.mask is None and options.bias is None
         if is_simple and new is not None and self._is_checked_step(q, new):
             return self._attend_step(q, new, options, impl)
@@ -185,9 +185,10 @@ class RowCache:
 
 
 def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
-    """Returns shapes, dtypes and devices. Steps with equal signatures pass the same checks.
+    """Returns the shapes, dtypes and devices of q, k and v in a decode step.
 
-    Returns None for a step that must be checked.
+    If one step has passed all checks, steps with an equal signature need not be checked. Returns
+    None if an argument is not a plain tensor; such a step must be checked. v may be None.
     """
     if type(q) is not Tensor or type(k) is not Tensor:
         return None

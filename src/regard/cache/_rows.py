@@ -1,4 +1,4 @@
-"""The storage of caches: tensors (B, Hkv, rows, ...), or (pages, Hkv, page, ...)."""
+"""The storage of caches: tensors (B, Hkv, rows, ...), or (pages, Hkv, page size, ...) if paged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowLayout(NamedTuple):
 
     @property
     def tails(self) -> Tails:
-        """Name -> (tail, dtype) of each tensor (B, Hkv, rows, *tail) of a storage."""
+        """Maps the name of each stored tensor (B, Hkv, rows, *tail) to (tail, dtype)."""
         if self.kind == "latent":
             return {"latent": ((self.D,), self.dtype)}
         if self.kind == "float":
@@ -41,14 +41,20 @@ class RowLayout(NamedTuple):
         return self._coded("k", self.D) | self._coded("v", self.Dv)
 
     def _coded(self, name: str, D: int) -> Tails:
-        """Returns tail and dtype of codes and scales. `Stored` describes the layout of both."""
+        """Returns `tails` for quantised keys or values: the codes and their scales.
+
+        The docstring of `Stored` describes the formats.
+        """
         groups, scale = -(-D // GROUP), f"{name}_scale"
         if self.kind == "int8":
             return {name: ((groups * GROUP,), torch.int8), scale: ((groups,), torch.half)}
         return {name: ((groups * HALF,), torch.uint8), scale: ((groups, 2), torch.half)}
 
     def empty(self, B: int, rows: int) -> RowStorage:
-        """Allocates storage of zeros. NaN in unused rows would send kernels to their slow path."""
+        """Allocates storage for B samples with `rows` rows each, filled with zeros.
+
+        Uninitialised rows could contain NaN, which would make the kernels take a slow path.
+        """
         with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             return RowStorage(self, {
                 name: torch.zeros((B, self.Hkv, rows, *tail), dtype=dtype, device=self.device)
@@ -56,7 +62,10 @@ class RowLayout(NamedTuple):
             })  # fmt: skip
 
     def chunk(self, new: New, lengths: Lengths, B: int) -> Chunk:
-        """Checks new tokens, k (B, Hkv, L, D) and v (B, Hkv, L, Dv) or latents (B, L, D)."""
+        """Checks new tokens and returns their Chunk.
+
+        The tokens are k (B, Hkv, L, D) and v (B, Hkv, L, Dv), or latents (B, L, D) and None.
+        """
         k, v = new
         dim = 1 if self.kind == "latent" else 2  # the dim of the tokens
         L = k.shape[dim] if isinstance(k, Tensor) and k.ndim == dim + 2 else 0
@@ -84,7 +93,10 @@ def layout_of(
 
 
 class RowStorage:
-    """The tensors of a layout by name. The owner tracks how many rows of each sample are in use."""
+    """The tensors that a `RowLayout` describes, by name.
+
+    The cache that owns the storage tracks how many rows of each sample are in use.
+    """
 
     def __init__(self, layout: RowLayout, tensors: State) -> None:
         self.layout, self.tensors = layout, tensors
@@ -97,7 +109,7 @@ class RowStorage:
         self._before, self._after = stored[:7], stored[8:]  # the fields of `Stored` before and after `length`
 
     def __reduce__(self) -> tuple[type[RowStorage], tuple[RowLayout, State]]:
-        return RowStorage, (self.layout, self.tensors)  # the constructor recreates the view of the latents
+        return RowStorage, (self.layout, self.tensors)  # unpickling recreates the view of the latents
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +120,10 @@ class RowStorage:
         return fast_new(Stored, (*self._before, length, *self._after))
 
     def paged(self, length: int, table: Tensor) -> Stored:
-        """Returns views of the first `length` tokens of B sequences. table is (B, max_pages)."""
+        """Returns views of the first `length` tokens of each of B sequences in pages.
+
+        `table` (B, max_pages) holds the page indices of each sequence.
+        """
         *tensors, _, _, kind = self._before
         return fast_new(Stored, (*tensors, table, self.rows, kind, length, *self._after))
 
@@ -128,7 +143,10 @@ class RowStorage:
         return fresh
 
     def state(self, held: Count) -> State:
-        """Returns copies of the rows in use. Shorter samples are padded with zeros."""
+        """Returns copies of the rows in use, by tensor name. Sample b uses the first held[b] rows.
+
+        Shorter samples are padded with zeros.
+        """
         saved = {}
         for name, x in self.tensors.items():
             saved[name] = x[:, :, : largest(held)].clone(memory_format=torch.contiguous_format)

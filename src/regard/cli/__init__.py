@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command. Without the extra `cli`, only `regard info` works."""
+    """Runs the `regard` command. Without the extra `cli`, only `regard info` works."""
     try:
         from ._app import app
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from .crossover import crossover
 from .explore import explore
 from .info import info
 
-GROUP = "regard.commands"  # the entry point group of subcommands from other distributions
+GROUP = "regard.commands"  # the entry point group in which other distributions register subcommands
 GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare")
 
 
@@ -35,7 +35,11 @@ def make_app() -> typer.Typer:
 
 
 def _add_missing(app: typer.Typer, name: str) -> None:
-    """Adds a hidden command that accepts any arguments and prints how to install the real one."""
+    """Adds a hidden command in place of the gallery's command `name`, which is not installed.
+
+    The hidden command accepts any arguments, prints the `pip install` command for the gallery, and
+    exits with status 1.
+    """
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
     @app.command(name, hidden=True, add_help_option=False, context_settings=anything)

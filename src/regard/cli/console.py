@@ -24,13 +24,14 @@ INSTALL |= dict.fromkeys(OTHERS, "regard-gallery")
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A context that prints ValueError, OSError and ModuleNotFoundError in one line.
+    """Returns a context that turns exceptions into one-line messages on stderr.
 
-    The command then exits with status 1.
+    A ValueError, OSError or ModuleNotFoundError ends the command with status 1, and Ctrl-C with
+    status 130.
     """
     try:
         yield
-    except BrokenPipeError:  # typer handles it: it exits without a message
+    except BrokenPipeError:  # typer catches this error and exits without a message
         raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"regard: {printable(str(error))}{_remedy(error)}", err=True)
@@ -57,7 +58,10 @@ def quiet_offline() -> None:
 
 
 def printable(text: str) -> str:
-    """Returns the text with control characters replaced, because a terminal would execute them."""
+    """Replaces control characters by U+FFFD, because a terminal would interpret them.
+
+    Newlines and tabs are kept.
+    """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 

@@ -30,7 +30,7 @@ def crossover(
         typer.Option("--quick", help="A short trial that overrides the sizes: one small head, 512 tokens."),
     ] = False,
 ) -> None:
-    """Measure the length above which each mechanism is faster than exact attention on this machine."""
+    """Measure above which lengths approximations need less time or memory than exact attention."""
     from ..crossover import measure
 
     console = tables()

@@ -15,7 +15,7 @@ from ._report import Report, report
 from ._source import refuse, source, split, tokens, widened
 
 METHODS = ("mean", "first", "aligned")
-ROUNDS = 4  # iterations that rotate the heads of a group towards their mean
+ROUNDS = 4  # number of iterations of `_rotations`
 TRIAL_TOKENS = 64  # number of random tokens for the report if the caller passes no tokens
 
 
@@ -113,8 +113,9 @@ def _random(module: Attention) -> Tensor:
     return torch.randn(1, TRIAL_TOKENS, module.d_model, generator=generator).to(module.out.weight)
 
 
-# Alignment. A head is a matrix (D, d) of keys or values, multiplied by the result of `root_moment`. The
-# inner product of two such heads is the mean over tokens of the inner product of their keys or values.
+# Alignment. Below, a head is a matrix (D, d): the key or value matrix of a head, multiplied by the result of
+# `root_moment`. The inner product of two heads is then the mean over tokens of the inner product of their
+# keys or values.
 
 
 def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts, list[int]]:
@@ -151,14 +152,17 @@ def _similarity(x: Tensor, rotary: Channels) -> Tensor:
 
 
 def _overlap(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
-    """Returns the largest inner product of a (D, d) with a rotation of b (D, d)."""
-    # The largest inner product of a matrix with an orthogonal matrix is its nuclear norm.
+    """Returns the largest inner product of matrix `a` (D, d) with any rotation of `b` (D, d).
+
+    Only rotations that commute with rotary embeddings are considered.
+    """
+    # The largest inner product of a matrix M with any orthogonal matrix is the nuclear norm of M.
     unrotated: Tensor = torch.linalg.matrix_norm(a[rotary.unrotated] @ b[rotary.unrotated].T, "nuc")
     return _pair_products(a, b, rotary).abs().sum() + unrotated
 
 
 def _pair_products(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
-    """Returns the complex inner product of a and b (D, d) for each rotary pair: (pairs,)."""
+    """Returns the complex inner products (pairs,) of `a` and `b` (D, d), one per rotary pair."""
     return (rotary.complex(a) * rotary.complex(b).conj()).sum(-1)
 
 
@@ -217,7 +221,7 @@ def _rotation(goal: Tensor, head: Tensor, rotary: Channels) -> Tensor:
     G = torch.zeros(len(head), len(head), dtype=head.dtype)
     unrotated, first, second = rotary.unrotated, rotary.first, rotary.second
     U, _, V = torch.linalg.svd(goal[unrotated] @ head[unrotated].T)
-    G[unrotated[:, None], unrotated] = U @ V  # the closest orthogonal matrix
+    G[unrotated[:, None], unrotated] = U @ V  # the solution for unrotated channels
     phase = _pair_products(goal, head, rotary).angle()
     G[first, first] = G[second, second] = phase.cos()
     G[second, first] = phase.sin()

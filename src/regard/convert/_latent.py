@@ -33,10 +33,13 @@ POINTS = 8  # number of ranks on the report's curve of error against rank
 
 
 class Components(NamedTuple):
-    """The Hkv complex principal components over key heads of each rotary pair. d = d_model + 1."""
+    """For each rotary pair, the Hkv complex principal components of the key heads.
+
+    d = d_model + 1.
+    """
 
     energy: Tensor  # (pairs, Hkv): energy of each component, with heads weighted by their queries
-    keys: Tensor  # (pairs, Hkv, d): maps a token to its components
+    keys: Tensor  # (pairs, Hkv, d): maps a token to the components of its keys
     mixing: Tensor  # (pairs, Hkv, Hkv): key head g is the sum over c of mixing[:, g, c] * keys[:, c]
 
 
@@ -44,10 +47,10 @@ class RotarySplit(NamedTuple):
     """The matrices of the shared rotary key and of each head's unrotated keys. d = d_model + 1."""
 
     key: Tensor  # (rope, d)
-    queries: Tensor  # (Hq, rope, d): the query channels that meet the rotary key
+    queries: Tensor  # (Hq, rope, d): the query channels that are multiplied by the rotary key
     frequencies: Tensor  # (rope / 2,)
     unrotated: Tensor  # (Hkv, nope, d)
-    channels: Tensor  # (nope,): the channels of a source head that `unrotated` contains
+    channels: Tensor  # (nope,): the indices in a source head of the channels of `unrotated`
 
 
 class LatentFactors(NamedTuple):
@@ -56,7 +59,7 @@ class LatentFactors(NamedTuple):
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
     frequencies: Tensor  # (rope / 2,)
-    down: Tensor  # (all, d): all channels of the latent, sorted by decreasing energy
+    down: Tensor  # (all, d): all possible channels of the latent, sorted by decreasing energy
     up: Tensor  # (Hkv, nope + Dv, all)
     energy: Tensor  # (Hkv, all): energy of each head's keys and values in each channel
     nope: int
@@ -211,9 +214,10 @@ def _real(z: Tensor) -> Tensor:
 
 
 def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `down`, `up` and `energy` of `LatentFactors`.
+    """Returns `down` (all, d), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
-    The rows of `down` are the principal components of the unrotated keys and values of all heads.
+    They are fields of `LatentFactors`. The rows of `down` are the principal components of the
+    unrotated keys and values of all heads.
     """
     G, nope, _ = unrotated.shape
     queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)
@@ -228,10 +232,11 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
 
 
 def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiplies x (Hkv, n, d) by the square root of `metric` (Hkv, n, n), then normalises.
+    """Transforms x (Hkv, n, d) so that errors are weighted by `metric` (Hkv, n, n).
 
-    The squared norm of an error e of x then becomes e^T metric e. The result is divided by its norm
-    over the tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).
+    Multiplies x by the square root of `metric`: the squared norm of an error e of x becomes
+    proportional to e^T metric e, except for a small ridge. Then divides by the norm on the
+    calibration tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).
     """
     n = x.shape[1]
     if not n:
@@ -265,7 +270,10 @@ def _absorbed_from(module: LatentAttention) -> int | None:
 
 
 def _truncated(module: Attention, factors: LatentFactors, rank: int) -> LatentAttention:
-    """Returns a latent module with the first `rank` channels of the latent."""
+    """Builds a `LatentAttention` from the factors, truncated to the first `rank` components.
+
+    Mask, scale, dropout and output projection are those of the source `module`.
+    """
     Hkv, rows, _ = factors.up.shape
     weight, rope = module.out.weight, len(factors.key)
     frequencies = Frequencies(tuple(factors.frequencies.tolist()), _attention_factor(module))

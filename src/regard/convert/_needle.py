@@ -18,8 +18,9 @@ LONGER = 4  # the second haystack is this many times as long as the first
 class Needle:
     """The result of a needle-in-a-haystack test.
 
-    A head finds the needle if the needle has the largest weight of the last query. A needle is
-    planted for each head and each of several positions.
+    A needle is a token that a head prefers. It is planted among other tokens (the haystack), once
+    for each head and each of several positions. A head finds the needle if its last query gives the
+    needle the largest weight.
 
     Attributes:
         length: number of tokens of the haystack.
@@ -35,11 +36,11 @@ class Needle:
 def needles(
     before: Attention, after: Attention | LatentAttention, order: list[int], x: Tensor
 ) -> tuple[Needle, ...]:
-    """Runs the test in haystacks of two lengths, which consist of the tokens of x (B, L, d_model).
+    """Runs the needle test in two haystacks, of L and 4 L tokens from x (B, L, d_model).
 
-    A head's needle is the token with the largest score for the last query, among all tokens whose
-    norm is the mean norm of x. The longer haystack reveals errors of rotary embeddings. Head i of
-    `after` replaces head order[i] of `before`.
+    A head's needle is the token with the largest score for the last query, among all tokens with
+    the root mean square norm of the haystack's tokens. The longer haystack reveals errors of rotary
+    embeddings. Head i of `after` replaces head order[i] of `before`.
     """
     return tuple(_test(before, after, order, _haystack(x, n)) for n in (x.shape[1], LONGER * x.shape[1]))
 
@@ -66,7 +67,7 @@ def _preferred(module: Attention, hay: Tensor, position: int) -> Tensor:
     """Returns each head's needle for a position: (Hq, d_model).
 
     A needle is the gradient of the last query's score with respect to the token at this position,
-    rescaled to the mean norm of the tokens in `hay` (n, d_model).
+    rescaled to the root mean square norm of the tokens in `hay` (n, d_model).
     """
     with torch.enable_grad():
         x = hay.detach().clone().requires_grad_()

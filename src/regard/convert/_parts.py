@@ -1,6 +1,6 @@
-"""Per-head matrices of an attention module.
+"""The projection matrices of an attention module, split by head.
 
-A bias is the last column of a matrix. To match it, a 1 is appended to each token.
+The last column of a matrix is the bias, so a 1 is appended to each token before the product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from ..positions import Rotary
 
 
 class Parts(NamedTuple):
-    """The float64 matrices of each head. d = d_model + 1, and the last of d columns is the bias."""
+    """The float64 projection matrices of each head.
+
+    d = d_model + 1. The last of the d columns is the bias. `out` has no bias.
+    """
 
     q: Tensor  # (Hq, D, d)
     k: Tensor  # (Hkv, D, d)

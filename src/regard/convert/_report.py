@@ -65,7 +65,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a report's curve: cache size and error of the conversion to one size.
+    """A point of the curve `Report.curve`: the cache size and error of a conversion to one size.
 
     Attributes:
         size: the number of key heads or the rank.
@@ -114,7 +114,9 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Step:
-    """The estimated cost of one decode step with `Report.tokens` cached tokens.
+    """The estimated cost of one decode step of one sample.
+
+    The cache holds L tokens, the length of the samples with which the cache sizes are measured.
 
     Attributes:
         flops: floating-point operations.
@@ -131,21 +133,23 @@ class Report:
 
     Attributes:
         title: text with the sizes before and after the conversion.
-        exact: largest difference of the outputs, relative to the largest output, if the module is
-            converted at full size. This conversion should be exact, so the number verifies head
-            order, rotations and biases.
+        exact: largest difference between the outputs of the source and of its conversion to full
+            size, relative to the largest output. The conversion to full size should be exact, so a
+            small number shows that head order, rotations and biases are right.
         calibration, held_out: errors on calibration and on held-out tokens, or None without tokens.
-        steps: maps each step of the conversion to the relative error of the output on held-out
-            tokens after this step.
-        tokens: number of tokens in the caches whose sizes are reported.
+        steps: one pair per step of the conversion: the name of the step, and the relative error of
+            the output on held-out tokens after this step.
+        tokens: number of tokens, over all samples, in the caches whose sizes are reported.
         bytes_before, bytes_after: `nbytes` of the source's and of the converted module's cache.
-        curve: cache size and error of the same conversion to other sizes.
+        curve: cache size and error of the same conversion to various sizes. Empty if `held_out`
+            is None.
         tolerance: the largest relative error of the output that is accepted without training.
         needles: results of a needle-in-a-haystack test of the heads, at the samples' length and at
             four times that length.
         decode: cost of a decode step of the source and of the converted module, with caches that
             are not quantised.
-        origin: hashes of source and tokens, and the source tensors of each new tensor.
+        origin: hashes of the source module and of the tokens, and the names of the source tensors
+            of each new tensor.
         spectrum: after `to_latent`, the energy that each component of the latent explains.
         absorbed_from: after `to_latent`, the number of cached tokens from which the absorbed form
             of a decode step needs fewer operations than the expanded form.
@@ -238,9 +242,10 @@ class Report:
 
 
 def verdict(exact: float, error: float | None, tolerance: float) -> str:
-    """Returns a sentence that says whether the module can be used without training.
+    """Returns a sentence that says whether a converted module can be used without training.
 
-    `exact` is the error at full size, `error` the error on held-out tokens.
+    `exact` is the error of a conversion to full size. `error` is the error of the actual conversion
+    on held-out tokens, or None without such tokens.
     """
     if not exact < EQUIVALENT:
         return f"broken: even at full size, results differ by {exact:.1e}; do not deploy"
@@ -324,7 +329,7 @@ def compare(before: Attention, after: Module, order: list[int], x: Tensor) -> Er
 
 def _output_error(before: Module, after: Module, x: Tensor) -> float:
     out, converted = _outputs(before, after, x)
-    # Sums per token first, like `compare`, so that both functions return exactly the same error.
+    # Sums over channels first, like `compare`, so that rounding gives exactly the same error.
     error, size = (y.square().sum(-1).sum() for y in (converted - out, out))
     return _relative(error, size)
 
@@ -365,7 +370,7 @@ def _head_outputs(module: Module, x: Tensor, order: Tensor | slice) -> HeadOutpu
     matrices = matrices.permute(1, 2, 0)
     by_head = joined[0][0].double().unflatten(-1, (module.heads, -1)).transpose(0, 1)
     qkv, options = module.arguments(x)
-    # 16-bit tensors are not converted, because sinks and biases must have the same dtype.
+    # 16-bit tensors are not converted, because the module's sink and bias have the same 16-bit dtype.
     q, k, v = (y.double() if y.itemsize >= 4 else y for y in qkv)
     values = v[0].double().repeat_interleave(module.heads // v.shape[1], 0)
     w = weights(q, k, v, **options)[0].double()

@@ -59,7 +59,10 @@ def widened(module: Attention) -> Attention:
 
 
 def refuse(module: Attention, names: Iterable[str], why: str) -> None:
-    """Raises ValueError if the module has one of the features `names`. `why` ends the message."""
+    """Raises ValueError if the module has one of the features `names`.
+
+    The error message ends with the reason `why`.
+    """
     has = {name: getattr(module, name) is not None for name in ("gate", "sink", "softcap")}
     has["qk_norm"] = module.q_norm is not None
     has["position other than Rotary"] = not isinstance(module.position, Rotary | None)

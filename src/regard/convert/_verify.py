@@ -23,8 +23,8 @@ class Verification:
         output: largest difference of the outputs, relative to the largest output.
         gradients: maps each parameter to the largest difference of its gradient, relative to the
             largest entry of all gradients.
-        plain_output, plain_gradients: `output` and `gradients` of a second copy of the model, which
-            has PyTorch's attention and the model's dtype, relative to the same reference.
+        plain_output, plain_gradients: the same differences for a copy of the model that has
+            PyTorch's attention and the model's dtype. The reference is the same.
     """
 
     output: float

@@ -1,4 +1,4 @@
-"""Sizes of caches in bytes: the minimum for a number of tokens, and the size of `regard.cache`."""
+"""Sizes of caches in bytes: the minimum that tokens need, and what `regard.cache` allocates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ What = LayerSpec | ModelSpec | Sequence[LayerSpec]
 class Format:
     """A storage format of cached rows.
 
-    Each group of `group` values takes `group_bytes`, even if the group is incomplete. Each row
-    takes `row_bytes` in addition.
+    A row is stored in groups of `group` elements. Each group takes `group_bytes`, even if it is
+    incomplete. Each row takes `row_bytes` in addition.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Format:
     row_bytes: int = 0
 
     def row(self, values: int) -> int:
-        """Returns the size in bytes of a row with `values` values."""
+        """Returns the size in bytes of a row with `values` elements."""
         return -(-values // self.group) * self.group_bytes + self.row_bytes
 
 
@@ -43,7 +43,7 @@ FORMATS = {
         Format("bfloat16", 1, 2),
         Format("float16", 1, 2),
         Format("int8", 32, 34),  # `QuantizedCache`: 8-bit codes and a float16 scale per group
-        Format("int4", 32, 20),  # `QuantizedCache`: 4-bit codes, a scale and a minimum per group
+        Format("int4", 32, 20),  # `QuantizedCache`: 4-bit codes, a scale and the value of code 0 per group
         Format("q8_0", 32, 34),  # llama.cpp
         Format("q8_KV", 1, 1, 8),  # ik_llama.cpp: 8-bit codes, one scale and one sum per row
     )
@@ -106,7 +106,8 @@ def allocated_bytes(
     Args:
         capacity: number of rows that each cache allocates. Default: the number of rows of a growing
             cache that receives all tokens in one call.
-        page: page size in tokens, for a `PagedCache` with the fewest pages that hold all tokens.
+        page: page size in tokens. If given, the rows of caches without a window are rounded up to
+            whole pages, as in a `PagedCache` with the fewest pages that hold all tokens.
     """
     stored, tokens = format_of(format), count("tokens", tokens)
     if capacity is not None and capacity < tokens:

@@ -26,7 +26,7 @@ class Flops:
     dense: int = 0  # all pairs
     causal: int = 0  # the pairs of a causal mask, diagonal included
     visible: int = 0  # the pairs that the mask allows
-    executed: int = 0  # the pairs that the kernels compute, which process whole panels of query rows
+    executed: int = 0  # the pairs that the kernels compute; kernels process whole panels of query rows
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -47,11 +47,11 @@ class Flops:
 class CallCost:
     """The cost of one call of `regard.attention`. Byte counts include each tensor once."""
 
-    pairs: Flops  # the numbers of query-key pairs instead of FLOPs
+    pairs: Flops  # not FLOPs, but the numbers of query-key pairs by the same conventions
     forward: Flops
     backward: Flops  # five matrix products, because backward recomputes the scores
     read_bytes: int  # q, k, v, bias and the mask's tensors
-    written_bytes: int
+    written_bytes: int  # the output
     saved_bytes: int  # all tensors saved for backward, including the inputs and the output
     scratch_bytes: int  # working memory of all threads in forward
     decodes: bool  # whether the decode kernel runs (few query rows; work is split along the keys)

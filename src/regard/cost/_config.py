@@ -35,9 +35,9 @@ tokenizer_class topk_group topk_method torch_dtype torchscript transformers_vers
 """
 REQUIRED = object()
 WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # a limit, because every layer becomes an object
+LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # the limit bounds memory: a layer is an object
 TYPES = ("full_attention", "sliding_attention")  # the possible entries of `layer_types`
-PERIODS = {"gemma2": 2, "gemma3_text": 6}  # every n-th layer has full attention
+PERIODS = {"gemma2": 2, "gemma3_text": 6}  # 6: every 6th layer has full attention, the others a window
 
 
 def unexpected(expected: str) -> ValueError:
@@ -131,9 +131,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _model(
     fields: Fields, blocks: Sequence[BlockSpec], others: int, *, tied: bool = True, **options: Any
 ) -> ModelSpec:
-    """Returns a `ModelSpec` with these blocks and `others` other parameters.
+    """Returns a `ModelSpec` with these blocks. Reads the vocabulary size and `tie_word_embeddings`.
 
-    `tied` is the family's default for `tie_word_embeddings`.
+    `others` is the number of parameters outside the blocks, the embeddings and the head. `tied` is
+    the family's default for `tie_word_embeddings`.
     """
     tied = fields.flag("tie_word_embeddings", tied)
     d, vocab = blocks[0].attention.d_model, fields.size("vocab_size")
@@ -230,7 +231,7 @@ def _opt(fields: Fields) -> ModelSpec:
     fields.expect(layer_norm_elementwise_affine=True, word_embed_proj_dim=d)
     attention = AttentionSpec(d, H, bias=True, out_bias=True, mask=CAUSAL)
     blocks = [BlockSpec(attention, FeedForwardSpec(d, fields.size("ffn_dim"), bias=True), 4 * d)] * n
-    positions = fields.size("max_position_embeddings") + 2  # rows 0 and 1 are no positions
+    positions = fields.size("max_position_embeddings") + 2  # rows 0 and 1 belong to no position
     return _model(fields, blocks, 2 * d, embeddings=positions)
 
 

@@ -31,15 +31,15 @@ class TotalCost:
     """The cost of layers or of a model, in integers. Byte counts include each tensor once."""
 
     parameters: int
-    products: dict[str, int]  # name -> forward FLOPs of a matrix product outside attention
+    products: dict[str, int]  # name -> forward FLOPs of all matrix products of this name outside attention
     forward: Flops  # attention only
     backward: Flops  # attention only
     saved_bytes: int
     scratch_bytes: int
     read_bytes: int
     written_bytes: int
-    cache_bytes: int  # the minimum that the tokens need
-    allocated_bytes: int  # what `regard.cache` allocates for the tokens
+    cache_bytes: int  # the bytes that the cached tokens need
+    allocated_bytes: int  # the bytes that `regard.cache` allocates for these tokens
 
     @property
     def product_flops(self) -> int:
@@ -163,11 +163,11 @@ def estimate(
 
 
 def _as_stored(layer: LayerSpec, work: Work, stored: Format) -> int:
-    """Returns a correction, in bytes, of the count of bytes that a layer's attention calls read.
+    """Returns a correction, in bytes, that is added to the bytes read by a layer's attention calls.
 
-    The calls count all past tokens in `work.dtype`. The correction is the size of the cache, in the
-    format `stored` and limited to the window, minus that count. It is 0 if the calls do not read
-    the cache in place.
+    The cost of the calls assumes that they read all past tokens in `work.dtype`. In fact they read
+    the cache, in the format `stored` and limited to the window. The correction is the difference of
+    these sizes. It is 0 if the calls do not read the cache in place.
     """
     if not layer.reads_cache:
         return 0

@@ -1,6 +1,7 @@
-"""Specs of attention layers, from which parameters, products, attention calls and caches follow.
+"""Specs of attention layers.
 
-Names and defaults are the same as in `regard.nn`. A spec does not describe the batch: `Work` does.
+A spec computes the layer's number of parameters, matrix products, attention calls and cached rows.
+Names and defaults are the same as in `regard.nn`. The batch is described by a separate `Work`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Work:
 
 
 class Product(NamedTuple):
-    """A number `times` of matrix products (m, k) @ (k, n)."""
+    """Matrix products (m, k) @ (k, n). There are `times` products of this size."""
 
     name: str
     m: int
@@ -55,17 +56,17 @@ class Product(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Number of values read: each factor of each product once."""
+        """Number of elements read: both factors of each product, once."""
         return self.times * self.k * (self.m + self.n)
 
     @property
     def written(self) -> int:
-        """Number of values written."""
+        """Number of elements written."""
         return self.times * self.m * self.n
 
 
 class KeptRows(NamedTuple):
-    """Rows that a cache stores per token: `heads` rows of `width` values."""
+    """Rows that a cache stores per token: `heads` rows of `width` elements."""
 
     heads: int
     width: int
@@ -85,7 +86,7 @@ class PartSpec:
         return []
 
     def inputs(self, work: Work) -> int:
-        """Returns the number of values saved for backward outside the attention calls."""
+        """Returns the number of elements saved for backward outside the attention calls."""
         return work.rows * self.d_model
 
     @property
@@ -121,17 +122,17 @@ class LayerSpec(PartSpec):
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:
-        """Rows that a cache stores per token. Empty if there are no such rows."""
+        """Rows that a cache stores per token. Empty if the layer has no cache that grows."""
         return ()
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the attention calls read the cache in place."""
+        """Whether the attention calls read the cached rows directly, in the cache's format."""
         return False
 
     @property
     def state(self) -> int:
-        """Number of elements per sample in the part of the cache that does not grow with tokens."""
+        """Number of elements per sample of a recurrent state, which does not grow with tokens."""
         return 0
 
     @property
@@ -141,7 +142,7 @@ class LayerSpec(PartSpec):
 
     @property
     def kv_values(self) -> int:
-        """Number of cached values per token."""
+        """Number of cached elements per token."""
         return sum(rows.heads * rows.width for rows in self.kept)
 
 
@@ -178,7 +179,7 @@ class AttentionSpec(GroupedSpec):
         mask: the mask of every call, such as `masks.Causal()`.
         bias, out_bias, gate: as in `nn.Attention`.
         kv_model: the width of the context in cross-attention. The context has `Work.Lk` tokens.
-        others: number of parameters that are not in projections: norms, sinks, position tables.
+        others: number of parameters outside the projections: norms, sink logits, position tables.
     """
 
     kv_model: int | None = None
@@ -282,7 +283,7 @@ class LatentSpec(LayerSpec):
         return [CallSpec(work.B, H, work.L, D, Hkv, work.Lk, Dv, work.dtype, mask, shared=self.absorbed)]
 
     def inputs(self, work: Work) -> int:
-        """Counts the values saved for backward: x, the query latents and the heads' output.
+        """Counts the elements saved for backward: x, the query latents and the heads' output.
 
         The expanded form also saves the latents and the unrotated keys. The absorbed form also
         saves the queries before their product with W_uk.

@@ -20,7 +20,7 @@ from .._tools.measuring import best_times
 SIZES = tuple(megabytes << 20 for megabytes in (4, 16, 32, 64, 256))
 LEAST_READ = 64 << 20  # bytes per measurement; with fewer, the time to start the threads would count too much
 SMALL_CALLS = 100
-SHORT_PROBE = 500_000  # rounds that take under a millisecond, so that some of many probes run undisturbed
+SHORT_PROBE = 500_000  # rounds of a probe, under a millisecond, so that some probes run undisturbed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Specs of models, which consist of blocks (attention, feed-forward), embeddings and a head."""
+"""Specs of models. A model consists of embeddings, blocks (attention, feed-forward) and a head."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FeedForwardSpec(PartSpec):
         return [*router, up, Product("feed-forward, down", work.rows, hidden, self.d_model)]
 
     def inputs(self, work: Work) -> int:
-        """Counts the values saved for backward: x and the hidden activations."""
+        """Counts the elements saved for backward: x and the hidden activations."""
         return sum(product.m * product.k for product in self.products(work)[-2:])
 
 

@@ -16,7 +16,7 @@ SIZES = ("d_model", "heads", "kv_heads", "head_dim", "value_dim")
 
 
 def from_module(module: nn.Module) -> LayerSpec:
-    """Returns the spec of an attention module of `regard.nn`, or of PyTorch's `MultiheadAttention`."""
+    """Returns the spec of an attention module of `regard.nn` or of `nn.MultiheadAttention`."""
     read = _reader(module)
     if read is None:
         names = ", ".join(sorted({kind.__name__ for kind in READERS}))

@@ -59,7 +59,8 @@ class LongformerSpec(ProjectedSpec):
 
     The layer has `globals` global tokens. They attend to all tokens, and all tokens attend to them.
     Attention of global tokens has separate query, key and value projections. The cost includes the
-    products of these projections, as in training. Evaluation may avoid the keys and values.
+    products of these projections, as in training. In evaluation, the module may skip the products
+    of the key and value projections.
     """
 
     window: int | tuple[int, int] = 256
@@ -119,7 +120,7 @@ class BigBirdSpec(ProjectedSpec):
 
 @dataclass(frozen=True)
 class LinformerSpec(ProjectedSpec):
-    """Linformer attention: projects up to `max_length` keys to `rank` keys, and values likewise."""
+    """Linformer attention: projects up to `max_length` keys and values to `rank` of each."""
 
     max_length: int = 512
     rank: int = 256
@@ -144,7 +145,10 @@ class LinformerSpec(ProjectedSpec):
         return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
-        """Counts the values saved for backward: x, and k and v of all tokens before projection."""
+        """Counts the elements saved for backward: x, and k and v before the projection to the rank.
+
+        The attention call counts q and the projected keys and values.
+        """
         return work.rows * (self.d_model + 2 * self.inner)
 
 
@@ -165,7 +169,7 @@ class PerformerSpec(ProjectedSpec):
         ]
 
     def inputs(self, work: Work) -> int:
-        """Counts the values saved for backward: x, q, k, v, and the features of q and k."""
+        """Counts the elements saved for backward: x, q, k, v, and the features of q and k."""
         return work.rows * (self.d_model + self.heads * (3 * self.D + 2 * self.features))
 
 
@@ -208,13 +212,13 @@ class LinearSpec(GroupedSpec):
         ]
 
     def inputs(self, work: Work) -> int:
-        """Counts the values saved for backward: x, q, k, v, output, delta-rule errors and states.
+        """Counts the elements saved for backward: x, q, k, v, output, delta-rule errors, states.
 
         The state is saved before each segment of SEGMENT tokens.
         """
         (Hkv, _, Dv), F = self.sizes, self.state_rows
         per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv
-        # States are at least float32, so one value of a state counts as two 16-bit values.
+        # States are at least float32, so one element of a state counts as two 16-bit elements.
         widening = max(1, 4 // work.dtype.itemsize)
         return work.rows * per_token + work.B * -(-work.L // SEGMENT) * self.state * widening
 

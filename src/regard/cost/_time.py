@@ -17,17 +17,17 @@ Pass = Literal["forward", "backward", "training"]
 
 # The fractions of the machine's limits that the kernels reach. `benchmarks/cost.py` compares predicted
 # and measured times.
-FORWARD, BACKWARD = 0.82, 0.79  # of the FLOP/s
-TRAFFIC = 0.75  # of the read bandwidth, if outputs are as large as inputs and newly allocated
+FORWARD, BACKWARD = 0.82, 0.79  # fractions of the peak FLOP/s
+TRAFFIC = 0.75  # fraction of the read bandwidth, if outputs are newly allocated and as large as inputs
 
-# Decode. One load of a key vector serves up to 4 query rows, but every multiply-add also loads a value of
-# the query or a weight. So few rows reach little more than half of the peak FLOP/s. If the rows fill at
-# least three quarters of a panel, they are computed as a panel, as in forward.
+# Decode. One load of a key vector serves up to 4 query rows, but every multiply-add also loads an element of
+# the query or a weight. So few query rows reach little more than half of the peak FLOP/s. If the rows that
+# share a key head fill at least three quarters of a panel, they are computed as a panel, as in forward.
 FEW, PANELS = 0.62, 0.9  # fractions of the peak FLOP/s with few rows, and with panels
-TOGETHER, PANEL = 4, 16  # query rows per load of a key, and per panel
+TOGETHER, PANEL = 4, 16  # number of query rows that share a load of a key, and number in a panel
 SOFTMAX = 70  # FLOPs of the softmax per score
-CONVERT = 6  # FLOPs to convert a 16-bit value that several rows use
-START = 0.01  # overhead per key head, as a fraction of the time of the smallest call
+CONVERT = 6  # FLOPs to convert an element of a 16-bit key or value that more than TOGETHER rows use
+START = 0.01  # overhead per sample and key head, as a fraction of the time of the smallest call
 ALONE = 500_000  # with fewer multiplications, decode uses one thread
 
 
@@ -38,6 +38,8 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
     these times overlap partly, because keys and values are prefetched.
 
     Args:
+        call: dtype, mask and shapes of the call.
+        machine: the result of `measure_machine`.
         passes: "forward", "backward", or "training" (both).
     """
     if passes not in get_args(Pass):
@@ -87,7 +89,10 @@ def _utilization(cost: CallCost, machine: Machine) -> float:
 
 
 def attention_seconds(what: What, work: Work, machine: Machine, passes: Pass = "forward") -> float:
-    """Predicts the seconds of all attention calls of layers or a model, without projections."""
+    """Predicts the total seconds of the attention calls of layers or of a model.
+
+    The time of projections and other layers is not included.
+    """
     for layer in layers_of(what):
         layer.check(work)
     calls = Counter(call for layer in layers_of(what) for call in layer.calls(work))

@@ -24,7 +24,7 @@ def listen(host: str | None, port: int) -> list[socket.socket]:
         return [first]
     try:
         return [first, _bound(BOTH[1], first.getsockname()[1])]
-    except OSError:  # there is no IPv6, or the port is taken there
+    except OSError:  # there is no IPv6, or the port is in use on ::1
         return [first]
 
 

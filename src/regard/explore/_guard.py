@@ -25,7 +25,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
-NEAR = ("same-origin", "none")  # "none": the user typed the address, or another program opened it
+NEAR = ("same-origin", "none")  # accepted Sec-Fetch-Site values; "none": not sent by a page
 
 
 class Guard:

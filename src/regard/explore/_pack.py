@@ -16,7 +16,7 @@ from ._trace import Array, Trace
 
 THUMBNAIL = 32  # the largest number of blocks on a side of a thumbnail
 TYPES = {"float32": "f4", "float16": "f2", "int32": "i4"}
-# Name in the page -> field of `Facts`, for arrays with one row per head.
+# Name in the JSON -> field of `Facts`. Dim 0 of these fields is the head.
 ARRAYS = {"column": "column", "entropy": "entropy", "normalized": "normalized", "rowMax": "row_max"}
 ARRAYS |= {"delimiters": "delimiters", "topWeights": "top_weights", "topKeys": "top_keys"}
 

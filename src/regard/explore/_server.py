@@ -41,7 +41,7 @@ class Site:
         self._next = self._initial
         self._read = read
         self._reading = False
-        # A thread runs one computation at a time. Rows have their own thread, because a click waits for them.
+        # Each executor has one thread. Rows have their own, so that a click does not wait for the model.
         self._worker, self._rows = (ThreadPoolExecutor(1, f"regard-{name}") for name in ("explore", "rows"))
 
     def app(self) -> Starlette:
@@ -155,8 +155,8 @@ def _index(request: Request, name: str, count: int) -> int:
 async def _body(request: Request) -> bytes:
     """Returns the body of a request.
 
-    Answers 413 if the body has more than MAX_BODY bytes, and 408 if it takes more than
-    BODY_SECONDS.
+    Raises HTTPException with status 413 if the body has more than MAX_BODY bytes, and with status
+    408 if it does not arrive within BODY_SECONDS.
     """
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY:
@@ -168,7 +168,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _read_limited(request: Request) -> bytes:
-    """Returns the body of a request, and stops reading after MAX_BODY bytes.
+    """Returns the body of a request. Raises HTTPException after more than MAX_BODY bytes.
 
     The limit applies to the bytes read, because the Content-Length header may be missing or wrong.
     """

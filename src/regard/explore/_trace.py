@@ -29,8 +29,8 @@ Array = NDArray[Any]
 class Facts:
     """The exact facts of one layer, for one sample."""
 
-    mass: tuple[Array, ...]  # levels (Hq, nq, nk) of block sums; the block size doubles at each level
-    max: tuple[Array, ...]  # levels of block maxima, with the same shapes
+    mass: tuple[Array, ...]  # per level (Hq, nq, nk): block sums; each level doubles the block size
+    max: tuple[Array, ...]  # per level (Hq, nq, nk): block maxima
     column: Array  # (Hq, Lk), the total attention that each key receives
     entropy: Array  # (Hq, Lq), in nats
     normalized: Array  # (Hq, Lq), entropy divided by the entropy of equal weights
@@ -139,14 +139,14 @@ class Trace:
         q, k, options = self._slice(call, head, queries.start, queries.stop)
         tile_options = {**options, "offset": options["offset"] - keys.start, "sink": None}
         tile_k = k[:, keys.start : keys.stop]
-        # `_weights` normalises each row over the tile's keys. The two LSEs give the tile's share of the row.
+        # `_weights` normalises a row over the tile's keys only. `share` is the row's total weight on them.
         tile_lse, row_lse = lse(q, tile_k, tile_options), lse(q, k, options)
         share = torch.where(tile_lse.isfinite(), (tile_lse - row_lse).exp(), 0.0)
         weights: Array = _weights(q, tile_k, tile_options) * share[0, :, None].cpu().numpy()
         return weights
 
     def _slice(self, call: Layer, head: int, first: int, end: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Returns the queries from `first` to `end` and all keys of one head, and its options.
+        """Returns one head's queries [first, end), all its keys, and options for attention.
 
         The shapes are q (1, end - first, D) and k (1, Lk, D).
         """
@@ -173,8 +173,8 @@ class Trace:
 def _goes_by_position(call: Layer) -> bool:
     """Returns whether the call has no bias and no mask other than a window.
 
-    Then a row of weights depends only on the query and its position, so that some of the queries
-    can be computed without the others.
+    Then the weights of a query depend only on the keys and on the query and its position, so that
+    they can be computed without the other queries.
     """
     mask = call.options.get("mask")
     return call.options.get("bias") is None and (mask is None or isinstance(mask, Window))

@@ -13,7 +13,7 @@ from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace
 
-CELLS = 2**21  # the largest number of blocks of all heads together in a file
+CELLS = 2**21  # the largest number of blocks in a file, summed over all heads
 EMBED = ("facts", "qk")
 
 

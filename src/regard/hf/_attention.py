@@ -24,7 +24,7 @@ HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
 })  # fmt: skip
-# Keywords of continuous batching. It passes a `block_table` only to GPU kernels.
+# Keywords that only continuous batching passes. (Its `block_table` is passed only to GPU kernels.)
 CONTINUOUS = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
 
 
@@ -103,8 +103,8 @@ def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
 def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
     """Returns the mask and the offset of a call without an attention_mask.
 
-    With several queries the offset is 0. In a static cache, the slots after the last query are
-    unused, and a causal mask with offset 0 excludes them.
+    A causal mask gets offset 0 if there are several queries, because a static cache may have unused
+    slots after the last query. With offset 0, the mask excludes these slots.
     """
     _check_registered()
     if not is_causal:
@@ -117,7 +117,7 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
 def _check_registered() -> None:
     """Raises RuntimeError if the mask function is not registered with Transformers.
 
-    Without it, every attention_mask would be None, and padding would not be masked.
+    Without the mask function, every attention_mask would be None, and padding would not be masked.
     """
     if NAME not in AttentionMaskInterface._global_mapping:
         raise RuntimeError(
@@ -167,7 +167,7 @@ def _returns_weights(output_attentions: bool | None) -> bool:
 
 
 def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the sum of both biases, or None if both are None.
+    """Returns `bias` + `position_bias`. None counts as 0, and the sum of two Nones is None.
 
     The result has a dtype that `attention` accepts for queries of dtype `dtype`.
     """
@@ -178,7 +178,7 @@ def _sum(bias: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """Computes attention: (B, Hq, Lq, Dv) in the dtype of `query`.
+    """Returns the output (B, Hq, Lq, Dv) of attention, in the dtype of `query`.
 
     Keys and values in a cache of Regard are read in place, except with dropout.
     """

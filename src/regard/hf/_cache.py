@@ -126,7 +126,8 @@ class Cache(hf.Cache):
             they are not quantized.
         capacity: the largest number of tokens. Storage for them is allocated at once, and appending
             more tokens raises. None: the storage grows by doubling.
-        rollback: how many tokens can be removed from layers with a window (assisted generation).
+        rollback: how many of the latest tokens can be removed again from layers with a window.
+            Assisted generation needs this.
     """
 
     def __init__(

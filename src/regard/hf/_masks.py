@@ -54,10 +54,10 @@ def mask_tensor(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
     device: torch.device | str = "cpu", **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Returns a mask (B, 1, Lq, Lk) as a stand-in, or None if nothing is masked.
+    """Returns a mask (B, 1, Lq, Lk) as a stand-in. Registered with `AttentionMaskInterface`.
 
-    This is the mask function that is registered with `AttentionMaskInterface`. While compiling, it
-    returns a dense bool tensor.
+    Returns None if nothing is masked and the arguments allow skipping the mask. While compiling,
+    returns a dense bool tensor instead of a stand-in.
     """
     if torch.compiler.is_compiling():
         dense: Tensor | None = _dense(
@@ -129,13 +129,16 @@ def _causal(frame: Frame) -> Mask | None:
 
 
 def _last_tokens(frame: Frame, sliding_window: int) -> Mask | None:
-    """Returns the mask k > q - sliding_window of token indices, or None if it allows all pairs."""
+    """Returns a mask that allows k > q - sliding_window, or None if that allows all pairs.
+
+    q and k are the token indices of query and key.
+    """
     all_visible = frame.offset + frame.Lq - 1 < sliding_window
     return None if all_visible else Window(sliding_window - 1, None)
 
 
 def _around(frame: Frame, sliding_window: int) -> Mask | None:
-    """Returns the mask |q - k| <= sliding_window of token indices."""
+    """Returns a mask that allows |q - k| <= sliding_window, for token indices q and k."""
     return Window(sliding_window, sliding_window)
 
 

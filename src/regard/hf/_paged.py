@@ -1,11 +1,13 @@
 """Continuous batching: packed sequences of different lengths, with their keys and values in pages.
 
-The cache of Transformers writes the new keys and values into its pages. Attention then depends on
-the sequence:
-- Sequences with one new token share one call, which reads the pages in place by a page table.
+The cache of Transformers writes the new keys and values into its pages. How attention then reads
+keys and values depends on the sequence and on the layer:
+- Sequences with one new token share one call, which reads the pages in place through a page table.
 - Sequences without cached tokens use the new keys and values and read no page.
-- Prefill chunks gather their pages first, because many queries use each key.
-- Layers whose cache is a ring buffer gather their pages first, because they have few keys.
+- For prefill chunks after cached tokens, the pages are gathered first, because many queries use
+  each key.
+- In layers whose cache is a ring buffer, the pages of all sequences are gathered first, because
+  these layers have few keys.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CAUSAL = Causal()
 
 
 class Batch(NamedTuple):
-    """The indices of N sequences that continuous batching passes to all layers of one type."""
+    """The index tensors of a batch of N sequences. All layers of one type share them."""
 
     cu_seqlens_q: Tensor  # (N + 1,)
     cu_seqlens_k: Tensor  # (N + 1,)
@@ -80,7 +82,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
     )  # fmt: skip
     if indices.read.numel() and not _is_readable(allocator, window):
         return _gathered(allocator, layer, qkv, indices, window, options)
-    # With empty read indices, the allocator writes the new tokens and gathers nothing.
+    # Empty read indices make the allocator write the new tokens without gathering old ones.
     allocator.update(_tokens(qkv[1]), _tokens(qkv[2]), layer, indices.read[:0], indices.write)
     if not indices.read.numel():
         mask = from_cu_seqlens(indices.cu_seqlens_q) & causal(window)
@@ -98,7 +100,10 @@ def causal(window: int | None) -> Mask:
 
 
 def _is_readable(allocator: Any, window: int | None) -> bool:
-    """Returns whether the kernels can read the pages in place."""
+    """Returns whether the kernels can read the pages in place.
+
+    This needs a layer without a window and a page size that is a power of two and at least 16.
+    """
     page = allocator.tokens_per_page
     return window is None and allocator.supports_block_table and page >= 16 and not page & (page - 1)
 
@@ -108,7 +113,7 @@ def _tokens(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-# In place
+# Reading pages in place
 
 
 def _planned(batch: Batch, page: int) -> PagePlan:
@@ -133,7 +138,7 @@ def _planned(batch: Batch, page: int) -> PagePlan:
 
 
 def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dict[str, Any]) -> Tensor:
-    """Computes attention to pages, according to a plan: (1, Hq, total_q, Dv)."""
+    """Computes attention over the pages as `plan` says. Returns (1, Hq, total_q, Dv)."""
     k, v = (pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer))
     page, sizes = allocator.tokens_per_page, (k.shape[3], v.shape[3])
     pages = Stored(k, v, None, None, plan.table, page, "float", plan.longest, *sizes)
@@ -150,9 +155,9 @@ def _in_place(allocator: Any, layer: int, qkv: Qkv, plan: PagePlan, options: dic
 
 
 def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> Tensor:
-    """Computes attention of the last tokens q (1, Hq, n, D) of n sequences: (1, Hq, n, Dv).
+    """Computes attention of n sequences with one new token each, in one call.
 
-    The n sequences are the batch of one call.
+    q (1, Hq, n, D) are the queries of the new tokens. Returns (1, Hq, n, Dv).
     """
     out: Any = attend_stored(q.transpose(0, 2), pages, Options(CAUSAL, plan.last, **options))
     packed: Tensor = out.transpose(0, 2)
@@ -160,23 +165,26 @@ def _last(q: Tensor, pages: Stored, plan: PagePlan, options: dict[str, Any]) -> 
 
 
 def _one(sequence: Sequence, pages: Stored, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-    """Computes attention of one sequence with several new tokens: (1, Hq, Lq, Dv)."""
+    """Computes attention of one sequence with several new tokens. Returns (1, Hq, Lq, Dv)."""
     if sequence.Lk == sequence.Lq:
         return attention(*qkv, mask=CAUSAL, **options)
     stored = pages._replace(table=sequence.pages.int()[None], length=sequence.Lk)
     return attend_stored(qkv[0], stored, Options(CAUSAL, **options))
 
 
-# Gathered
+# Gathering pages
 
 
 def _gathered(
     allocator: Any, layer: int, qkv: Qkv, batch: Batch, window: int | None, options: dict[str, Any]
 ) -> Tensor:
-    """Gathers keys and values from the pages and computes attention: (1, Hq, total_q, Dv)."""
+    """Gathers keys and values from the pages and computes attention.
+
+    Returns (1, Hq, total_q, Dv).
+    """
     q, k, v = (_tokens(x) for x in qkv)
     k, v = allocator.update(k, v, layer, batch.read, batch.write)
-    decodes = int(batch.cu_seqlens_q.diff().max()) == 1  # one query per sequence, which attends to all keys
+    decodes = int(batch.cu_seqlens_q.diff().max()) == 1  # one query per sequence, which sees all its keys
     mask = None if decodes else causal(window)
     out: Tensor = varlen_attention(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, mask=mask, **options)
     return out.transpose(0, 1)[None]

@@ -69,7 +69,7 @@ class StoredTensor(StandIn):
     def __new__(cls: Any, stored: Stored, which: int, dtype: torch.dtype) -> Any:
         source, size = ((stored.k, stored.D), (stored.v, stored.Dv))[which]
         shape = (*source.shape[:2], stored.length, size)
-        # If the dtype is the storage's, the stand-in has the strides of the storage.
+        # If `dtype` is the storage's dtype, the stand-in has the strides of the storage.
         strides = source.stride() if source.dtype is dtype else None
         tensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=source.device)
         tensor.stored, tensor.which = stored, which

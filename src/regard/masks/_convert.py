@@ -150,8 +150,8 @@ def to_hf_4d(
 def from_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) -> Documents:
     """Returns the mask of packed sequences: each query may attend to the keys of its own sequence.
 
-    Positions are counted from the start of the pack, not of the sequence. So `& Causal()` is causal
-    attention within each sequence only if queries and keys are the same tokens.
+    Positions are counted from the start of the packed row, not of each sequence. So `& Causal()` is
+    causal attention within each sequence only if queries and keys are the same tokens.
 
     Args:
         cu_seqlens_q: integers (N + 1,).

@@ -67,7 +67,7 @@ def declare(
 
 
 def decode(code: tuple[int, ...], tensors: Sequence[Tensor]) -> Mask:
-    """Returns the mask of a mask program. Tensors are not copied."""
+    """Returns the mask that a mask program encodes. Tensors are not copied."""
     return _classes[code[0]]._decode(code[2:], tensors)
 
 
@@ -172,9 +172,9 @@ class Mask(Value):
         self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
         sample: int = 0, file: str | os.PathLike[str] | IO[str] | None = None, width: int | None = None,
     ) -> None:  # fmt: skip
-        """Prints the drawing to the terminal or to an open file.
+        """Prints a drawing of the mask as text, to the terminal or to the open file `file`.
 
-        If `file` is a path, saves an image.
+        If `file` is a path, saves an image there instead.
         """
         if isinstance(file, (str, os.PathLike)):
             self.image(file, Lq, Lk, offset, head=head, sample=sample)
@@ -276,9 +276,9 @@ class Mask(Value):
         return node(self._op, *self._arguments(pool))
 
     def _arguments(self, pool: Pool) -> list[int]:
-        """Returns the fields as integers.
+        """Returns the fields as integers, for the mask program.
 
-        A tensor is added to the pool and becomes its index there.
+        A tensor is added to `pool` and represented by its index in the pool.
         """
         dims, fields = self._dims, self.__dict__
         return [pool.add(fields[name], dims[name]) if name in dims else fields[name] for name in self._names]

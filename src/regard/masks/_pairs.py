@@ -27,12 +27,12 @@ class Grid(NamedTuple):
 
     @property
     def i(self) -> Tensor:
-        """The query index."""
+        """The query index of each pair."""
         return column(self.query)
 
     @property
     def p(self) -> Tensor:
-        """The query position."""
+        """The query position of each pair."""
         return column(self.pos)
 
     def of_sample(self, x: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def longformer(
     """Returns the Longformer mask: a sliding window and global tokens.
 
     Args:
-        window: number of keys on each side of the query. HF's `attention_window` is the sum of
-            both.
+        window: number of keys on each side of the query. HF's `attention_window` counts both sides:
+            it is 2 * window.
         global_tokens: positions, as in `Global`.
         dilation: the distance between neighbouring keys of the window.
         causal: whether to exclude keys after the query.

@@ -42,7 +42,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 def _unsigned_remainder(z: Tensor, n: int) -> Tensor:
     """Returns z % n, where z is read as uint64.
 
-    PyTorch's remainder is signed. So it is computed from z >> 1, which is not negative, and the
-    last bit is added afterwards.
+    PyTorch's remainder is signed. So the result is computed from z >> 1, which is not negative, and
+    the last bit of z is added afterwards.
     """
     return torch.remainder(torch.remainder(_shift(z, 1), n) * 2 + (z & 1), n)

@@ -9,9 +9,10 @@ from .._tools.arguments import describe, holds_integers, readable, tensor_of
 
 
 def checked_lengths(lengths: Tensor | None, x: Tensor, dim: int = 2) -> Tensor | None:
-    """Returns `lengths` as int64 (B,) on x's device, or None if there is no padding.
+    """Returns `lengths` as int64 (B,) on x's device, or None if `lengths` is None.
 
-    Raises ValueError for a length below 0 or above x.shape[dim].
+    `dim` is the dim of the tokens in x. Raises ValueError for a length below 0 or above
+    x.shape[dim].
     """
     if lengths is None:
         return None

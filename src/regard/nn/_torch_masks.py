@@ -25,7 +25,7 @@ def arguments(
         return Arguments(_causal(Lk, extra), None, 0) if is_causal else UNMASKED
     if attn_mask is not None:
         attn_mask = _four_dims(_checked_dtype("attn_mask", attn_mask, q), q, Lk)
-        # Not with is_causal: attention then reads only half of the mask, but `_as_bool` reads all of it.
+        # With is_causal, `_as_bool` is not worth it: it reads the whole mask, attention only half of it.
         attn_mask = _extended(attn_mask if is_causal or attn_mask.ndim > 2 else _as_bool(attn_mask), extra)
     if padding_mask is not None:
         _checked_dtype("key_padding_mask", padding_mask, q)
@@ -79,15 +79,15 @@ def _four_dims(attn_mask: Tensor, q: Tensor, Lk: int) -> Tensor:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """Converts a float mask to bool if all its entries are 0 or -inf.
+    """Converts a float mask whose entries are all 0 or -inf to bool (True = may not attend).
 
-    With a bool mask, the kernel skips masked keys. PyTorch's transformer layers convert every bool
-    mask to float.
+    Returns any other mask unchanged. With a bool mask, the kernel skips masked keys. Such float
+    masks are common, because PyTorch's transformer layers convert every bool mask to float.
     """
     if not mask.is_floating_point() or mask.requires_grad or not readable(mask):
         return mask
     ignored = mask
-    for rows in (mask[:1], mask):  # early exit: the first row rules out most other masks
+    for rows in (mask[:1], mask):  # early exit: most masks with other entries have one in row 0
         ignored = rows == -torch.inf
         if not torch.equal(ignored, rows != 0):
             return mask

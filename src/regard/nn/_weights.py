@@ -15,7 +15,7 @@ from .._tools.listeners import listeners
 from .._tools.watching import is_watched
 from ..masks import Arguments
 
-TILE_SCORES = 2**18  # a tile of scores fits into a core's cache
+TILE_SCORES = 2**18  # scores in a tile; a tile fits into the cache of a CPU core
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
@@ -61,7 +61,7 @@ def _dense_options(q: Tensor, k: Tensor, arguments: Arguments) -> DenseOptions:
     if arguments.mask is not None:
         masked = ~arguments.mask.to_dense(q.shape[2], k.shape[2], arguments.offset, q.shape[1], q.device)
     if bias is not None:
-        excluded = _if_any(bias == -torch.inf)  # as a mask, because NaN + -inf would be NaN
+        excluded = _if_any(bias == -torch.inf)  # masked explicitly: a NaN score + -inf is NaN
         masked = masked if excluded is None else excluded if masked is None else masked | excluded
     return DenseOptions(bias, masked, None if masked is None else _if_any(masked.all(-1, keepdim=True)))
 
@@ -74,7 +74,8 @@ def _if_any(x: Tensor) -> Tensor | None:
 def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
     """Returns whether scores may be overwritten by weights.
 
-    They may if no gradient is recorded, the call is not watched, and q is float32 or float64.
+    This requires that no gradient is recorded, the call is not watched, and q is float32 or
+    float64.
     """
     leaves = qkv if options.bias is None else (*qkv, options.bias)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)

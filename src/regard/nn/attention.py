@@ -174,7 +174,10 @@ class Attention(AttentionLayer, GroupedHeads):
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _qkv_rows(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of weight and bias of `qkv` for queries (0) or keys and values (1)."""
+        """Returns the part of the weight and of the bias of `qkv` that computes one kind of output.
+
+        Index 0 is the part for queries, index 1 the part for keys and values.
+        """
         queries, keys, values = self._widths
         sizes, bias = (queries, keys + values), self.qkv.bias
         return self.qkv.weight.split(sizes)[index], None if bias is None else bias.split(sizes)[index]

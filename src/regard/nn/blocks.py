@@ -25,9 +25,9 @@ class Block(CheckedModule):
     Each sublayer has its own residual connection.
 
     Args:
-        attention: self-attention.
+        attention: the self-attention layer.
         feed_forward: a module that maps (..., d_model) to (..., d_model).
-        cross: cross-attention to a context. Default: none.
+        cross: a layer for cross-attention to a context. Default: none.
         residual: factory of the residual connections, called as `residual(d_model, sublayer)`:
             `PreNorm`, `PostNorm`, or one of them with options, for example
             `partial(PreNorm, norm=nn.RMSNorm, dropout=0.1)`. The result must have the attribute
@@ -74,7 +74,10 @@ class Block(CheckedModule):
         return self.attention.sublayer.new_cache(B, capacity)  # type: ignore[no-any-return, operator, union-attr]
 
     def remember(self, context: Tensor) -> Memory:
-        """Returns the keys and values of a context. Pass them as `context` in later calls."""
+        """Returns the cross-attention's keys and values of a context.
+
+        Pass them as `context` in later calls.
+        """
         if self.cross is None:
             raise ValueError("remember: expected a block with cross-attention, got none")
         return self.cross.sublayer.remember(context)  # type: ignore[no-any-return, operator, union-attr]
@@ -85,7 +88,8 @@ class Stack(CheckedModule):
 
     Args:
         blocks: modules such as `Block`, applied in order.
-        norm: a norm that is applied to the output, which pre-norm blocks need. Default: none.
+        norm: a norm that is applied to the output of the last block. Pre-norm blocks need it.
+            Default: none.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
@@ -115,7 +119,10 @@ class Stack(CheckedModule):
         return [block.new_cache(B, capacity) for block in self.blocks]  # type: ignore[operator]
 
     def remember(self, context: Tensor) -> list[Memory]:
-        """Returns each block's keys and values of a context, for `context` in later calls."""
+        """Projects a context to the keys and values of each block's cross-attention.
+
+        Returns one `Memory` per block. Pass the list as `context` in later calls.
+        """
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
 
     def _by_block(self, name: str, value: Any, shared: type | tuple[()] = ()) -> Sequence[Any]:

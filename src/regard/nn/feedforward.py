@@ -18,9 +18,9 @@ class FeedForward(nn.Module):
     Args:
         d_model: width of the input and of the output.
         hidden: width of the hidden layer. Default: 4 * d_model.
-        activation: a function of a tensor.
+        activation: a function of a tensor. Default: GELU.
         dropout: dropout probability of the hidden layer in training.
-        bias: if True, both layers have biases.
+        bias: if True, `up` and `down` have biases.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the shape of x (..., d_model)."""
+        """Applies the layer to x (..., d_model). The output has x's shape."""
         out: Tensor = self.down(self.dropout(self.activation(self.up(x))))
         return out
 
@@ -49,9 +49,9 @@ class GatedFeedForward(nn.Module):
         d_model: width of the input and of the output.
         hidden: width of the hidden layer. Default: 8/3 * d_model, rounded up to a multiple of 8,
             which gives about as many parameters as `FeedForward` has.
-        activation: a function of a tensor.
+        activation: a function of a tensor. Default: SiLU.
         dropout: dropout probability of the hidden layer in training.
-        bias: if True, both layers have biases.
+        bias: if True, `gate_up` and `down` have biases.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the shape of x (..., d_model)."""
+        """Applies the layer to x (..., d_model). The output has x's shape."""
         gate, up = self.gate_up(x).chunk(2, -1)
         out: Tensor = self.down(self.dropout(self.activation(gate) * up))
         return out

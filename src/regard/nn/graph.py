@@ -20,9 +20,9 @@ class SortedEdges(NamedTuple):
     The graph has n nodes and E edges. Node i of head h has the index h * n + i.
     """
 
-    source: Tensor  # (H * E,)
+    source: Tensor  # (H * E,): the source node of each edge
     starts: Tensor  # (H * n + 1,): index of the first edge into each target
-    target: Tensor  # (H * E,)
+    target: Tensor  # (H * E,): the target node of each edge
     by_source: Tensor  # (H * E,): the permutation that sorts the edges by source
     source_starts: Tensor  # (H * n + 1,): index of the first edge from each source, after sorting by source
 
@@ -80,7 +80,7 @@ def _checked(edges: Any, nodes: int) -> Tensor:
 
 
 class EdgeSoftmax(torch.autograd.Function):
-    """Softmax of the edges' scores (H * E,) over the edges into each target: (H * E,)."""
+    """Softmax of edge scores over the edges into each node: (H * E,) -> (H * E,)."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, starts: Tensor, target: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Gather(torch.autograd.Function):
         return dw, _weighted_sum(w[order], d, rows.target[order], rows.source_starts), None
 
 
-CHUNK_ELEMENTS = 2**18  # a chunk fits into a core's cache
+CHUNK_ELEMENTS = 2**18  # elements in a chunk; a chunk fits into the cache of a CPU core
 
 
 def _weighted_sum(w: Tensor, h: Tensor, source: Tensor, starts: Tensor) -> Tensor:

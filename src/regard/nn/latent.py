@@ -34,7 +34,10 @@ class Ways(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries: unrotated channels (..., H, L, nope_dim), rotated ones (..., H, L, rope_dim)."""
+    """Queries, split into unrotated channels `nope` and rotated channels `rope`.
+
+    The shapes are (..., H, L, nope_dim) and (..., H, L, rope_dim).
+    """
 
     nope: Tensor
     rope: Tensor
@@ -48,8 +51,9 @@ class LatentAttention(AttentionLayer):
 
     Token x has the content vector c = kv_norm(kv_down(x)[:rank]) and the rotary key
     r = rotary(kv_down(x)[rank:]), which all heads share. Head h has the key [W_uk[h] c, r], the
-    value W_uv[h] c and the query [q_nope, rotary(q_rope)]. W_uk and W_uv are the rows of `kv_up`.
-    The latent is [c, r]. There are two forms of the computation, with equal results:
+    value W_uv[h] c and the query [q_nope, rotary(q_rope)]. The weight of `kv_up` consists of the
+    matrices W_uk[h] and W_uv[h]. The latent is [c, r]. There are two forms of the computation, with
+    equal results:
 
     - *expanded*: computes the keys (nope_dim + rope_dim channels) and the values (value_dim
       channels) of every head.
@@ -275,8 +279,8 @@ def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:
 def _default_scale(module: LatentAttention) -> float:
     """Returns 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction for YaRN.
 
-    With `mscale_all_dim`, YaRN divides cos and sin by a growth factor. The scale is multiplied by
-    the factor's square, so that the growth applies to the scores of all channels, rotated or not.
+    With `mscale` and `mscale_all_dim`, YaRN divides cos and sin by g = growth(mscale_all_dim). The
+    scale is multiplied by g^2, so that g^2 applies to the scores of all channels, rotated or not.
     """
     scale = 1 / math.sqrt(module.nope_dim + module.rope_dim)
     scaling = None if module.position is None else module.position.scaling

@@ -43,9 +43,9 @@ class GlobalTokens(NamedTuple):
         sample, column = self.real.nonzero(as_tuple=True)
         index = sample, self.positions[sample, column]
         tokens, rows = x.transpose(1, 2), rows.transpose(1, 2)[sample, column]
-        # Without autograd, x is overwritten: only backward would need it, and no caller keeps a reference.
+        # Without autograd, x is overwritten in place: no backward needs the old x, and no caller uses it.
         put = tokens.index_put if torch.is_grad_enabled() else tokens.index_put_
-        return put(index, rows.to(x.dtype)).transpose(1, 2)  # autocast may change the dtype of rows
+        return put(index, rows.to(x.dtype)).transpose(1, 2)  # autocast may have changed the dtype of rows
 
 
 class LongformerAttention(Projected):
@@ -154,11 +154,12 @@ class LongformerAttention(Projected):
         return attention(q, k, v, mask=padding, dropout=self._call_dropout())
 
     def _absorbs(self, n: int) -> bool:
-        """Returns whether the absorbed form is cheaper for n global tokens.
+        """Returns whether to use the absorbed form (`_absorbed`), without keys and values.
 
-        The absorbed form takes 2 n d_model multiplications per token and head. The usual form takes
-        2 d_model D for keys and values and 2 n D for attention. Training always uses the usual
-        form, because of dropout and of hooks on the projections.
+        In evaluation, it is used if it is cheaper for n global tokens. The absorbed form takes 2 n
+        d_model multiplications per token and head. The usual form takes 2 d_model D for keys and
+        values and 2 n D for attention. Training always uses the usual form, because `_absorbed` has
+        no dropout and does not run hooks on the projections.
         """
         is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
         is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
@@ -238,7 +239,7 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
     if not positions.shape[1]:
         return None
     _check_inside(positions, L, lengths)
-    columns = torch.where(positions < 0, L, positions)  # padding (-1) sets the extra column L
+    columns = torch.where(positions < 0, L, positions)  # padding (-1) marks column L, which is cut off
     marks = torch.zeros(B, L + 1, dtype=torch.bool, device=x.device).scatter(1, columns, True)
     return GlobalTokens(positions, marks[:, :L])
 

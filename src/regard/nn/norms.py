@@ -35,7 +35,10 @@ class PreNorm(Residual):
     """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Returns a tensor of x's shape (..., d_model). Other arguments go to the sublayer."""
+        """Applies norm, sublayer and dropout to x (..., d_model) and adds x.
+
+        The output has x's shape. Other arguments go to the sublayer.
+        """
         added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
         return x + added
 
@@ -48,6 +51,9 @@ class PostNorm(Residual):
     """
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Returns a tensor of x's shape (..., d_model). Other arguments go to the sublayer."""
+        """Applies sublayer and dropout to x (..., d_model), adds x, and normalises.
+
+        The output has x's shape. Other arguments go to the sublayer.
+        """
         normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
         return normed

@@ -36,7 +36,7 @@ class PerformerAttention(Projected):
         kernel: "softmax", or, for generalised attention, a function that maps the products w.x
             with the random vectors w to features. Example: `torch.relu`.
         causal: if True, a token attends to itself and to earlier tokens.
-        redraw: number of training calls after which new random features are drawn. None: never.
+        redraw: new random features are drawn after every `redraw` calls in training. None: never.
         seed: seed of the random features. Default: drawn from PyTorch's generator.
         eps: added to the features of keys, relative to the largest feature, so that no sum of
             weights is 0. If `kernel` is a function, eps is absolute and is added to the features of
@@ -169,8 +169,8 @@ class PerformerAttention(Projected):
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         """Returns the causal attention (B, H, L, Dv), computed chunk by chunk.
 
-        Each key's features are divided by the largest feature up to this key. When this maximum
-        grows, the state is divided by the growth.
+        Each key's features are divided by the running maximum, the largest feature of this and all
+        earlier keys. When the maximum grows by a factor, the state is divided by the same factor.
         """
         state, top, outputs = None, None, []
         for chunk, padding in _chunks(k, lengths):
@@ -189,9 +189,10 @@ class PerformerAttention(Projected):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns a chunk's key features (B, H, L, m), log decay (B, H, L) and last top (B, H, 1).
 
-        `top` is the largest exponent up to each key. The features are divided by exp(top), and the
-        log decay is the decrease of top from key to key. `before` (B, H, 1) is the last top of the
-        previous chunk. If `kernel` is a function, the log decay and the last top are None.
+        `top` at a key is the largest exponent of this and all earlier keys. The features are
+        divided by exp(top). The log decay at a key is `top` at the previous key minus `top` at this
+        key. `before` (B, H, 1) is the last top of the previous chunk. If `kernel` is a function,
+        the log decay and the last top are None.
         """
         if not isinstance(self.kernel, str):
             return self._key_features(k, padding)[0], None, None
@@ -214,8 +215,8 @@ class PerformerAttention(Projected):
 def _chunks(k: Tensor, lengths: Tensor | None) -> list[tuple[slice, Tensor | None]]:
     """Splits the L tokens of keys (B, H, L, D) into chunks.
 
-    Returns for each chunk its slice and its padding mask (B, 1, chunk, 1), True = padding, or None
-    without `lengths`.
+    Returns a pair (slice, padding) for each chunk. `padding` is a bool mask (B, 1, chunk, 1) that
+    is True for padding, or None if `lengths` is None.
     """
     slices = [slice(first, first + CHUNK) for first in range(0, k.shape[2], CHUNK)]
     padding = None if lengths is None else ~real_tokens(lengths, k)

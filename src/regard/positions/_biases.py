@@ -39,7 +39,7 @@ class AlibiBias(nn.Module):
             self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self) -> scores.Alibi:
-        """Returns the `bias` of `regard.attention`."""
+        """Returns the bias, to be passed to `regard.attention` as `bias`."""
         return scores.Alibi(self.slopes)
 
     def extra_repr(self) -> str:
@@ -54,7 +54,8 @@ class Relative(nn.Module):
     Args:
         heads: Hq.
         num_buckets: number of rows of the learned `table` (num_buckets, Hq).
-        max_distance: all distances from this one on share the last bucket.
+        max_distance: all distances >= max_distance share the last bucket. If bidirectional, each
+            direction has its own last bucket.
         bidirectional: True for an encoder, False for a decoder.
         device, dtype: device and dtype of the table.
     """
@@ -74,7 +75,7 @@ class Relative(nn.Module):
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self) -> scores.RelativeBias:
-        """Returns the `bias` of `regard.attention`."""
+        """Returns the bias, to be passed to `regard.attention` as `bias`."""
         both, far = self.bidirectional, self.max_distance
         return scores.RelativeBias(self.table, bidirectional=both, max_distance=far)
 

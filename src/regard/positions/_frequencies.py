@@ -100,12 +100,14 @@ class YaRN(Stretching):
     Args:
         factor: ratio of the context lengths.
         original_length: context length in training.
-        beta_fast: pairs with more rotations than this in `original_length` keep their frequency.
-        beta_slow: pairs with fewer rotations than this have their frequency divided by `factor`.
+        beta_fast: channel pairs that rotate more often than this within `original_length` positions
+            keep their frequency.
+        beta_slow: channel pairs that rotate less often than this have their frequency divided by
+            `factor`.
         attention_factor: multiplies cos and sin. Default: computed from `factor`, and from `mscale`
             and `mscale_all_dim` if both are given.
         mscale, mscale_all_dim: as in the configurations of DeepSeek.
-        truncate: whether to round the bounds of the blended range to whole pairs.
+        truncate: whether to round the bounds of the blended range to whole channel pairs.
     """
 
     original_length: int

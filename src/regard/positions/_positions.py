@@ -11,7 +11,7 @@ Positions = int | Tensor
 
 
 def position_tensor(positions: Positions, L: int, device: torch.device) -> Tensor:
-    """Returns the position of each token, integers (L,), (1, L) or (B, L)."""
+    """Returns the position of each token: integers (L,), or the tensor `positions` (..., L)."""
     if isinstance(positions, Tensor):
         if not holds_integers(positions) or positions.ndim < 1 or positions.shape[-1] != L:
             expected = f"an int or integers of shape (..., L) with L = {L}"

@@ -199,7 +199,7 @@ class Capture:
             self._check_recorded()
 
     def _check_recorded(self) -> None:
-        """Raises if no call was recorded, or if no call has as many tokens as the caller passed."""
+        """Raises if no call was recorded, or if no recorded call has the length of `tokens`."""
         if not self.layers:
             raise RuntimeError(
                 "capture: expected calls of regard.attention, torch.nn.MultiheadAttention or a model of "
@@ -213,7 +213,10 @@ class Capture:
             )
 
     def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        """Adds hooks to a module that track which modules are running, and that call `_begin`."""
+        """Adds hooks to `module` that keep the list of running modules in `_names`.
+
+        When the outermost module starts, its hook also calls `_begin`.
+        """
 
         def entered(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != self._thread:
@@ -247,7 +250,7 @@ class Capture:
 
 
 class _Recorder:
-    """Builds a `Layer` from the arguments of each call."""
+    """Builds a `Layer` from the arguments of each attention call and keeps the layers."""
 
     def __init__(self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool) -> None:
         self.want, self.keep = tuple(dict.fromkeys((*WANTED, *want))), keep
@@ -277,7 +280,7 @@ class _Recorder:
         )  # fmt: skip
 
     def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
-        """Returns the tokens if the call is self-attention over all tokens, else None."""
+        """Returns the tokens of all samples if the call is self-attention over them, else None."""
         return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
 
     def _without_padding(

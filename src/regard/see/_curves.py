@@ -23,7 +23,7 @@ MOST_BARS = 40
 
 
 class Share(NamedTuple):
-    """The contributions of all tokens to one token, and the labels of their bar chart."""
+    """The data of a bar chart: the contributions of all tokens to one token, and labels."""
 
     row: Tensor  # (L,), the contributions
     texts: Sequence[str]
@@ -32,7 +32,10 @@ class Share(NamedTuple):
 
 
 def token(head: Head, token: int | str, *, dark: bool = False, path: Path = None) -> Figure:
-    """Draws the weights of one query as bars, for all keys or the 40 keys of largest weight."""
+    """Draws the weights of one query as bars, one per key.
+
+    With more than 40 keys, draws only the 40 keys with the largest weights.
+    """
     at = _tokens.find(head.tokens, token)
     share = Share(head.row(at), head.key_tokens, head.layer.start(head.sample) + at, "weight")
     title = f"What “{labels([head.tokens[at]])[0]}” attends to"
@@ -99,7 +102,8 @@ def distances(
 ) -> Figure:
     """Draws the share of attention mass at each distance between query and key.
 
-    A recording gives one curve per layer, a head one curve.
+    `seen` is a recording, which gives one curve per layer, or a head, which gives one curve. Draws
+    distances from -most to most.
     """
     count("most", most, 1)
     drawing = Drawing(6.2, 3.4, dark, frame=True)

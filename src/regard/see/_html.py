@@ -38,9 +38,9 @@ def layer(layer: Layer) -> str:
 
 
 def head(head: Head) -> str:
-    """Returns HTML with all keys and a table of each query's top keys.
+    """Returns HTML with a line of keys and a table of each query's 3 largest weights.
 
-    The keys are shaded by the attention that they receive.
+    The keys are shaded by the attention that they receive. Shows at most 200 keys and 200 queries.
     """
     tokens = head.tokens[:MOST_TOKENS]
     received = (head.column_mass / max(1, len(head.tokens)))[:MOST_TOKENS].tolist()
@@ -56,7 +56,7 @@ def _page(shown: object, *parts: str) -> str:
 
 
 def _table(names: Iterable[str], lines: Iterable[str], hidden: int = 0, what: str = "") -> str:
-    """Returns an HTML table with column names and rows, and a note on `hidden` rows."""
+    """Returns an HTML table of `lines`, and a note below it that `hidden` more rows exist."""
     head = "".join(f'<th style="padding:2px 5px">{escape(name)}</th>' for name in names)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     note = f"<div>and {hidden} more {what}</div>" if hidden else ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_CELLS = 256  # the most rows or columns of a map at block resolution
 MOST_LABELS = 64
 THUMBNAIL = 64
-SIDE, TALL = 0.88, 1.1  # size of a thumbnail and distance of rows, in units of the distance of columns
+SIDE, TALL = 0.88, 1.1  # thumbnail size and row spacing; the column spacing is 1
 
 
 class Cells(NamedTuple):
@@ -121,11 +121,11 @@ def _cells(head: Head, limit: int) -> Cells:
 
 
 def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
-    """Returns the cells of each head at block resolution, at most `most` rows and columns.
+    """Returns a heat map of each head at block resolution, with at most `most` rows and columns.
 
     A value is the mass of a block, divided by the number of its queries.
     """
-    block = 1 << (-(-longest // most) - 1).bit_length()  # smallest power of two for `most` blocks
+    block = 1 << (-(-longest // most) - 1).bit_length()  # smallest power of two with at most `most` blocks
     mass = layer.fact(facts.BlockMass(block)).levels[0][sample]  # (Hq, nq, nk)
     starts = torch.arange(mass.shape[-2]) * block
     counts = (len(layer.texts(sample)) - starts).clamp(1, block)
@@ -133,9 +133,10 @@ def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
 
 
 def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: float) -> Any:
-    """Draws cells as an image and returns the image. Its upper left corner is `corner`.
+    """Draws cells as an image whose upper left corner is `corner`, and returns the image.
 
-    `token` is the width of a token. The last block may extend beyond the last token.
+    `token` is the width of a token in units of the axes. The last block may extend beyond the last
+    token.
     """
     from matplotlib.colors import PowerNorm
 
@@ -158,7 +159,7 @@ def _label(axes: Any, head: Head) -> None:
 def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     """Draws a head's thumbnail and returns the name of the head's role.
 
-    The role determines the colour of the frame and the caption.
+    The frame has the colour of the role, and the caption below gives its name and score.
     """
     from matplotlib.patches import Rectangle
 
@@ -174,7 +175,7 @@ def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     short = name if role is None else f"{SHORT.get(name, name)} {role.score:.2f}"
     style = {"ha": "center", "va": "top", "fontsize": 5.5, "color": drawing.colours.ink}
     text = drawing.axes.text(x + nk * token / 2, y + nq * token + 0.03, short, **style)
-    # The artists lie inside the axes, so the layout need not consider them and takes half the time.
+    # These artists lie inside the axes. Excluding them from the layout halves its time.
     for artist in (image, border, text):
         artist.set_in_layout(False)
     return name

@@ -51,7 +51,7 @@ ROLES = {
         "Clark et al. 2019; Xiao et al. 2023 (StreamingLLM)", 0.5),
     "sharp": Definition("the largest weight, mean over queries", "confidence, Voita et al. 2019", 0.5),
 }  # fmt: skip
-FEWEST = 3  # with fewer queries that have a matching key, `duplicate` and `induction` are not certain
+FEWEST = 3  # `duplicate` and `induction` are certain only if this number of queries have a matching key
 WANTED = (
     facts.ColumnMass(), facts.Entropy(), facts.RowMax(), facts.DistanceHistogram(), facts.TopK(8),
 )  # fmt: skip
@@ -81,7 +81,7 @@ def chosen(roles: dict[str, Role]) -> Role | None:
 
 
 def of_layer(layer: Layer, sample: int) -> list[dict[str, Role]]:
-    """Returns one dict per head, from role names to roles with scores, for one sample."""
+    """Returns, for one sample, a list with one dict per head, from role names to `Role` objects."""
     n = len(layer.texts(sample))
     largest = layer.fact(facts.RowMax())
     means = {
@@ -146,8 +146,8 @@ def _direction(offset: int) -> str:
 def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
     """Returns each head's share (Hq,) of mass on sinks, and the index (Hq,) of its heaviest key.
 
-    Sinks are the first key and all delimiters. The heaviest key receives the most mass of all keys,
-    whether it is a sink or not.
+    Sinks are the first key and, if the tokens are known, all delimiters. The heaviest key receives
+    the most mass of all keys, whether it is a sink or not.
     """
     mass = layer.fact(facts.ColumnMass())[sample, :, : len(layer.key_texts(sample))]
     chosen = [0] if layer.tokens is None else _tokens.delimiters(layer.tokens[sample])

@@ -115,7 +115,7 @@ def test_choice_between_sdpa_and_flex() -> None:
 
 
 def guarantees(text: str) -> list[list[str]]:
-    """Returns the cells of the table of guarantees, without the separator line."""
+    """Returns the cells of the table `| guarantee | ...` in a text, row by row."""
     head, _, *rows = text[text.index("| guarantee") :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
 
@@ -197,7 +197,7 @@ def test_dropout_follows_manual_seed() -> None:
     "mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)]
 )
 def test_masks_are_on_the_device_of_the_inputs(mask: M.Mask, bias: bool) -> None:
-    """Devices other than the CPU; the meta device represents all of them."""
+    """The meta device stands for every device other than the CPU."""
     q, k, v = (torch.empty(2, 4, 7, 8, device="meta") for _ in range(3))
     slopes = scores.Alibi(torch.ones(4, device="meta")) if bias else None
     assert mask.to_dense(7, 7, device="meta").is_meta

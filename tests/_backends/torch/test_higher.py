@@ -34,9 +34,9 @@ Maybe = Tensor | None
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 Leaves = list[Maybe]  # q, k, v, the bias's tensor, sink
-# Limit of the relative L2 error against float64. Below a root mean square of 1 the error is
-# absolute, because the gradient of a per-row bias is zero. Results for 16-bit inputs have float32's
-# error plus their own rounding.
+# Limit of the relative L2 error against float64. If the expected values have a root mean square
+# below 1, the error is absolute, because the gradient of a per-row bias is zero. Results for 16-bit
+# inputs have float32's error plus their own rounding.
 LIMIT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 
 
@@ -106,7 +106,7 @@ def second_order(x: Leaves, options: dict[str, Any], t: Leaves, dout: Tensor, dl
 def second_order_by_reference(
     x: Leaves, options: dict[str, Any], t: Leaves, dout: Tensor, dlse: Tensor
 ) -> list[Tensor]:
-    """Returns the same in float64, by double autograd and PyTorch's forward mode."""
+    """Computes the results of `second_order` in float64, by double autograd and forward mode."""
     dy = (dout.double(), dlse.double())
     grads = torch.autograd.grad(reference(x, options), present(x), dy, create_graph=True)
     t64 = [y.double() for y in present(t)]
@@ -120,13 +120,16 @@ def second_order_by_reference(
 
 
 def far_apart(got: Tensor, want: Tensor, computed: torch.dtype) -> bool:
-    """Returns whether the error exceeds the limit. NaN does."""
+    """Returns whether the error of `got` exceeds the limit, or is NaN."""
     error, size = (got.double() - want).norm().item(), max(want.norm().item(), want.numel() ** 0.5)
     return not error <= (LIMIT[computed] + (LIMIT[got.dtype] if got.dtype is not computed else 0)) * size
 
 
 def fault(seed: int, work: float, double: bool) -> str | None:
-    """Returns the faults of a sampled call's derivatives, in its dtype or in float64, or None."""
+    """Compares derivatives of a sampled call with the reference. Returns a message or None.
+
+    The call runs in its own dtype, or in float64 if `double`.
+    """
     call = Sampler(seed, work, [""]).call()
     x, options = leaves_of(call, call.options), call.options
     x64, options64 = to_double(x), {name: doubled(y) for name, y in options.items()}
@@ -139,7 +142,7 @@ def fault(seed: int, work: float, double: bool) -> str | None:
     t[3] = None if t[3] is None else t[3] / reach
     got = second_order(x, options, t, dout, dlse)
     want = second_order_by_reference(x64, options64, t, dout, dlse)
-    if reach > 1:  # the gradient of a slope sums distances: rescale it to the farthest distance
+    if reach > 1:  # ALiBi: the slope's gradient sums distances, so divide by the largest one
         got[3], want[3] = got[3] / reach, want[3] / reach
     bad = [n for n, (a, b) in enumerate(zip(got, want, strict=True)) if far_apart(a, b, lse.dtype)]
     apart = [f"{n}: {(got[n].double() - want[n]).norm():.3g} of {want[n].norm():.3g}" for n in bad]

@@ -18,7 +18,7 @@ Scores = dict[str, float]
 class Recipe:
     """Hyperparameters of training with AdamW.
 
-    The learning rate rises linearly to `rate` over `warmup` steps and then decays as a cosine.
+    The learning rate rises linearly to `rate` over `warmup` steps and then decays to 0 as a cosine.
     """
 
     steps: int
@@ -45,8 +45,8 @@ class Application(ABC):
     seeds: ClassVar[int] = 1  # number of seeds of a full run
     full: ClassVar[Recipe]  # the recipe of a full run
     trial: ClassVar[Recipe] = Recipe(steps=2, every=2)  # the recipe of a quick run
-    tested: Any  # test data, in the form that `measure` takes as `held`
-    validated: Any  # validation data, in the same form
+    tested: Any  # test data, passed to `measure` as `held`
+    validated: Any  # validation data, passed to `measure` as `held`
 
     def __init__(self, *, quick: bool = False, seed: int = 0) -> None:
         self.quick, self.seed = quick, seed

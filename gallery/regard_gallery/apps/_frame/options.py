@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..._checks import count
 
-MANY = 2**31  # exclusive bound of seeds; a step's seed, about seed * 10^6, stays below 2^63
+MANY = 2**31  # seeds are below MANY, so that a step's seed (about seed * 10^6) is below 2^63
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Options:
     attention: str = "regard"
     resume: bool = False
     seed: int = 0
-    seeds: int | None = None  # number of seeds from `seed` on; None: the application's default
+    seeds: int | None = None  # number of seeds: seed, seed + 1, ...; None: the application's default
     out: Path = Path("build/apps")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Converts a model to PyTorch's attention, for `--attention torch` and to compare the speed."""
+"""Makes a model use PyTorch's attention, for `--attention torch` and for the speed ratio."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def plain(model: nn.Module) -> nn.Module:
     for module in layers:
         module.__class__ = KINDS[type(module)]
     for module in model.modules():
-        if hasattr(module, "packed"):  # SDPA does not take packed sequences
+        if hasattr(module, "packed"):  # SDPA cannot process packed sequences, so they are padded
             module.packed = False  # type: ignore[assignment]
     return model

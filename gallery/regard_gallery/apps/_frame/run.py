@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
 
     scores: Scores
     baselines: dict[str, Scores]
-    seconds: float  # of training
-    whole: float  # seconds of loading, training, scoring and baselines together
+    seconds: float  # time of training
+    whole: float  # time of loading, training, scoring and baselines together, in seconds
     threads: int
 
 
@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 def _scores(outcomes: list[Outcome]) -> dict[str, list[Scores]]:
-    """Returns the list of scores (one per seed) of every baseline and, under OWN, of the model."""
+    """Returns a dict from the baselines' names and OWN (the model) to scores, one per seed."""
     by_seed = [outcome.baselines | {OWN: outcome.scores} for outcome in outcomes]
     return {name: [scores[name] for scores in by_seed] for name in by_seed[0]}
 

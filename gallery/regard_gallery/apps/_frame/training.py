@@ -34,11 +34,14 @@ class State:
     step: int = 0
     seconds: float = 0.0
     best: float = -math.inf
-    best_weights: dict[str, Tensor] = field(default_factory=dict)  # with the best validation score
+    best_weights: dict[str, Tensor] = field(default_factory=dict)  # weights of the best validation so far
 
 
 def rival_scores(app: Application, rival: Build) -> Scores:
-    """Trains the model `rival` with the application's data and recipe. Returns its test scores."""
+    """Trains the model that `rival()` builds and returns its test scores.
+
+    Data and recipe are those of the application.
+    """
     model = train(app, None, "regard", lambda step, loss, best: None, rival).model
     with torch.no_grad():
         return app.scores(model)
@@ -47,9 +50,9 @@ def rival_scores(app: Application, rival: Build) -> Scores:
 def train(app: Application, path: Path | None, attention: str, tick: Progress, build: Build = None) -> State:
     """Trains a model and returns the final state, with the weights of the best validation score.
 
-    Every validation writes a checkpoint to `path`. If `path` exists, training resumes from it. This
-    function does not delete the file. `tick` is called after every step. `build`, if given, builds
-    the model instead of `app.model`.
+    Every validation writes a checkpoint to `path`, unless `path` is None. If the file exists,
+    training resumes from it. The caller deletes the file. `tick` is called after every step. If
+    `build` is given, it builds the model instead of `app.model`.
     """
     state, metadata = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
@@ -149,10 +152,10 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 
 
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
-    """Returns the seconds of a training step with each of ATTENTIONS.
+    """Returns the seconds of a training step with Regard's and with PyTorch's attention.
 
-    All steps use the same batch. The attentions take turns for about `seconds` in total, and the
-    shortest time of each is returned.
+    The keys of the result are the names in ATTENTIONS. All steps use the same batch. The two
+    implementations take turns for about `seconds` in total. The shortest time of each counts.
     """
     batch = app.batch(model, torch.Generator().manual_seed(0))
 

@@ -19,8 +19,8 @@ from ...models._json import read_json
 class TextEncoder(nn.Module):
     """Maps padded tokens (B, L) and lengths (B,) to states (B, L, d_model), with post-norm blocks.
 
-    If the attribute `packed` is True, padding is removed before the blocks, which does not change
-    the result. `config` is the content of a BERT's config.json.
+    If the attribute `packed` is True, padding is removed before the blocks. The states of tokens do
+    not change, and the states of padding become 0. `config` is the content of a BERT's config.json.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class TextEncoder(nn.Module):
 class TextClassifier(nn.Module):
     """Maps tokens (B, L) and lengths (B,) to logits (B, classes).
 
-    The logits are a linear map of the encoder's states, averaged over the tokens.
+    Averages the encoder's states over the tokens of a text and applies a linear layer.
     """
 
     def __init__(self, encoder: TextEncoder, classes: int, dropout: float = 0.1) -> None:

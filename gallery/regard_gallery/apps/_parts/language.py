@@ -25,9 +25,9 @@ from .ngram import NGrams
 END = "<end>"  # token 0, which marks the end of a document
 BYTES = 257  # vocabulary size of the byte n-grams: all bytes, and END
 ORDER = 5
-VALIDATED = 30_000  # number of characters that are used of each validation document
+VALIDATED = 30_000  # only this number of characters of a validation document is used
 AT_ONCE = 8  # sequences per evaluation batch
-DRAWN = 400  # sequences in the picture
+DRAWN = 400  # number of test sequences that the picture averages
 
 
 class LanguageApp(Application):
@@ -83,8 +83,8 @@ class LanguageApp(Application):
     def bits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Returns -log2 of each token's predicted probability, except the first token's: (n - 1,).
 
-        The model runs on sequences of `length` tokens, each of which overlaps half of the sequence
-        before it. Only the predictions in the second half of a sequence are used, except in the
+        The model runs on sequences of `length` tokens. Each sequence starts in the middle of the
+        one before it. Only the predictions in the second half of a sequence are used, except in the
         first sequence, where all are. So every prediction after the first `length` / 2 has a
         context of more than `length` / 2 tokens.
         """
@@ -128,7 +128,7 @@ class LanguageApp(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Plots the mean bits per token against the number of context tokens.
 
-        One curve is for the decoder, one for the n-grams.
+        Draws one curve for the decoder and one for the n-grams, averaged over DRAWN test sequences.
         """
         tokens = self.encode(self.tested)
         begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()

@@ -5,7 +5,7 @@ last token. So all n-grams of one length are a sorted array of codes, and one ca
 looks up all n-grams of a text.
 """
 
-# Not nltk.lm: it has one discount per order, which gives other scores, and takes milliseconds per token.
+# nltk.lm is not used: with one discount per order it gives other scores, and a token takes milliseconds.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Order(NamedTuple):
     """The n-grams of one length. The id of an n-gram is its index in `codes`."""
 
     codes: Numbers  # sorted: id of the context * vocabulary + last token
-    counts: Floats  # count of each n-gram, minus its discount
+    counts: Floats  # count of each n-gram minus its discount
     totals: Floats  # for each context: the sum of the counts of its n-grams, undiscounted
     discounted: Floats  # for each context: the sum of the discounts of its n-grams
 
@@ -46,7 +46,7 @@ class NGrams:
             self.orders.append(_order(codes, counts, vocabulary))
 
     def bits(self, tokens: Numbers) -> Floats:
-        """Maps n tokens to -log2 of the probability of each given the tokens before it, (n,)."""
+        """Returns -log2 of each token's probability given the tokens before it, (len(tokens),)."""
         probabilities = np.full(len(tokens), 1 / self.vocabulary)
         context = np.zeros(len(tokens), np.int64)  # id of the (n - 1)-gram before each token; starts at n = 1
         for order in self.orders:

@@ -30,7 +30,7 @@ LIMIT, TRAINED_LIMIT = 500, 300  # maximal steps of an episode, in the test and 
 EPISODES, VALIDATED, TESTED, SOLVED = 24, 40, 20, 450.0
 DISCOUNT, TRACE = 0.99, 0.95
 ENTROPY = 0.001
-SPREAD = 0.1  # advantages are divided by their deviation, but at least by this: small ones are noise
+SPREAD = 0.1  # advantages are divided by their standard deviation, but by at least this
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
 
 
@@ -90,9 +90,9 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 def advantages(played: Played) -> Tensor:
     """Returns generalised advantage estimates (GAE), (B, L).
 
-    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. If the pole
-    fell, later rewards are 0. If the episode reached the step limit, the later rewards are
-    estimated by the critic's value of the last state.
+    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. After the last
+    step of an episode, rewards are 0 if the pole fell. If the episode reached the step limit, the
+    critic's value of the last state replaces them.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)
@@ -159,7 +159,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots an episode, and how much each head attends to each of the last observations."""
+        """Plots an episode, and the mean weight of each head by the age of the observation."""
         played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
         picture, (left, right) = figure(9, 3.6, ncols=2)
         place, angle = (played.seen[0] / UNITS).T

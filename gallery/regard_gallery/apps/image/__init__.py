@@ -26,8 +26,8 @@ KINDS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 SIZE, PATCH, WIDTH, BATCH, VALIDATED = 28, 4, 64, 64, 2000
-AHEAD = 0.03  # the goal: accuracy of the baseline + AHEAD
-UNSIGNED_BYTES = 8  # IDX's code of the element type; these files have no other
+AHEAD = 0.03  # the goal is an accuracy of at least that of the baseline + AHEAD
+UNSIGNED_BYTES = 8  # IDX's code for uint8 elements, the only type in these files
 
 
 class Images(NamedTuple):
@@ -39,7 +39,7 @@ class Images(NamedTuple):
 
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
-    """Reads the first `count` images of "train" or "t10k". With a seed, shuffles them first."""
+    """Reads `count` images of "train" or "t10k": the first ones, or with a seed, random ones."""
     folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
@@ -55,7 +55,7 @@ def read_idx(path: Path, rank: int) -> Tensor:
     The file has two zero bytes, one byte for the element type, one byte for the rank, four bytes
     for the size of each dim, and then the elements.
     """
-    # No library: torchvision is heavy for this, and idx2numpy has had no release for years.
+    # No library is used: torchvision is large, and idx2numpy has had no release for years.
     stored = gzip.decompress(bounded(path).read_bytes())
     if stored[:4] != bytes((0, 0, UNSIGNED_BYTES, rank)):
         raise ValueError(f"{path}: expected an IDX file of bytes with {rank} dims, got {stored[:4].hex()}")

@@ -31,7 +31,7 @@ FILE = ("nilearn", "datasets", "data", "mni_icbm152_{}_tal_nlin_sym_09a_converte
 TISSUES = ("other", "grey", "white")
 HEIGHT, WIDTH = 240, 208  # size of a padded slice
 TRAINED, VALIDATED, TESTED = range(20, 90), range(94, 99), range(103, 150)  # slices, counted from the bottom
-BATCH, LEVELS = 4, 512  # slices per batch; levels of brightness (0 to 255 without light field)
+BATCH, LEVELS = 4, 512  # slices per batch; levels of brightness, of which even light uses 0 to 255
 UNEVEN, NOISE = 0.3, 0.03  # largest |log| of the light field; standard deviation of the noise
 
 
@@ -133,8 +133,8 @@ class App(Application):
     def baselines(self) -> dict[str, Scores]:
         """Scores a baseline that labels tissue by two thresholds of brightness.
 
-        There is one pair of thresholds for uneven and one for even light. Each pair is the best one
-        on training slices in that light.
+        Uneven and even light have separate pairs of thresholds. Each pair is chosen on training
+        slices in the same light.
         """
         shaded = self.trained.shaded(torch.Generator().manual_seed(self.seed + 1))
         by_light = []
@@ -212,8 +212,8 @@ def thresholds(slices: Slices) -> tuple[int, int]:
     below = F.pad(counts.cumsum(1), (1, 0)).double()  # (tissues, LEVELS + 1): pixels darker than a level
     grey_all, white_all = below[1, -1], below[2, -1]
     a, b = torch.meshgrid(torch.arange(LEVELS + 1), torch.arange(LEVELS + 1), indexing="ij")
-    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels labelled grey, in [a, b)
-    above = below[:, -1, None] - below  # (tissues, b): pixels labelled white, from b
+    between = (below[:, b] - below[:, a]).clamp_min(0)  # (tissues, a, b): pixels in [a, b), labelled grey
+    above = below[:, -1, None] - below  # (tissues, b): pixels of level b or brighter, labelled white
     grey = 2 * between[1] / (between.sum(0) + grey_all).clamp_min(1)
     white = 2 * above[2] / (above.sum(0) + white_all).clamp_min(1)
     best = torch.where(a <= b, grey + white, 0).argmax()

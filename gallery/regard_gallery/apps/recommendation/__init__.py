@@ -91,8 +91,8 @@ class App(Application):
     def baselines(self) -> dict[str, Scores]:
         """Scores popularity and two Markov chains.
 
-        The first chain uses the latest film. The second uses several of the latest films. The
-        number of films and the weight `fade` are chosen by the validation score.
+        The first chain predicts from the latest film, the second from several of the latest films.
+        For the second, the number of films and the weight `fade` are chosen by validation score.
         """
         candidates = [(films, fade) for films in FILMS for fade in FADES]
         best = max(candidates, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
@@ -103,7 +103,7 @@ class App(Application):
         }
 
     def _markov_ranks(self, back: int, films: int = 1, fade: float = 1.0) -> Tensor:
-        """Returns the rank of the film at index -back of each history, by a Markov chain.
+        """Returns a Markov chain's rank (n,) of the film at index -back of each history.
 
         A film's score is how often it directly followed each of the latest `films` films, summed
         with weight fade**n for the film n steps before the latest one.
@@ -149,7 +149,7 @@ class App(Application):
         known = [name.lower() for name in self.titles]
         exact = [i for i, name in enumerate(known) if wanted and wanted in (name, name.rpartition(" (")[0])]
         matches = exact or [i for i, name in enumerate(known) if wanted and name.startswith(wanted)]
-        if len({known[i] for i in matches}) == 1:  # some films are in the data twice
+        if len({known[i] for i in matches}) == 1:  # the data lists some films twice, under the same title
             return matches[0]
         several = ", ".join(self.titles[i] for i in matches[:TOP])
         what = f"several begin with {title.strip()!r}: {several}" if matches else f"none is {title.strip()!r}"
@@ -170,7 +170,7 @@ class App(Application):
 def _part(seen: Tensor, fraction: float) -> Tensor:
     """Returns at most LENGTH + 1 consecutive films of a history.
 
-    `fraction` in [0, 1) chooses them: 0 gives the first films, nearly 1 the last ones.
+    `fraction` in [0, 1) chooses where they start: 0 gives the first films, values near 1 the last.
     """
     end = min(len(seen), LENGTH + 1) + int(fraction * (1 + max(0, len(seen) - LENGTH - 1)))
     return seen[max(0, end - LENGTH - 1) : end]

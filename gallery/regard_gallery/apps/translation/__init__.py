@@ -32,7 +32,7 @@ from .model import END, START, Sentences, Translator, sentences
 PLACES = (FOLDER / "nmt/data/fra-eng.zip",)
 WORDS = 8  # maximal number of words of an English sentence
 TESTED, VALIDATED = 2000, 500
-VOCABULARY, READ = 3000, 40_000  # number of tokens, and of pairs on which the tokenizer is trained
+VOCABULARY, READ = 3000, 40_000  # vocabulary size; number of pairs on which the tokenizer is trained
 BATCH, SMOOTHING = 128, 0.1
 BEAMS, PENALTY = 4, 1.0
 LEXICON = "word by word (IBM model 1)"
@@ -56,7 +56,8 @@ class Batch(NamedTuple):
 def tatoeba(lines: int | None = None) -> list[Pair]:
     """Returns the distinct pairs (English, French) in the first `lines` lines of the file.
 
-    The file is sorted by length, so these are the shortest sentences. None means all lines.
+    Leaves out English sentences of more than WORDS words. The file is sorted by length, so the
+    first lines have the shortest sentences. None means all lines.
     """
     path = first_of(PLACES, "Tatoeba English-French")
     try:
@@ -76,7 +77,7 @@ def clean(text: str) -> str:
 def bare(text: str) -> str:
     """Returns the letters and digits of a text in lower case.
 
-    Texts for which this is equal count as the same sentence.
+    Texts with the same letters and digits count as the same sentence.
     """
     return re.sub(r"\W+", "", text.casefold())
 
@@ -138,7 +139,7 @@ class App(Application):
         return F.cross_entropy(scores, batch.following, label_smoothing=SMOOTHING * model.training)
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the mean log-probability of a token of the validation translations."""
+        """Returns the mean log-probability of the target tokens of the validation sentences."""
         pairs = [(one.source, reference) for one in self.validated for reference in one.references]
         return -float(self.loss(model, self._batch(pairs)))
 
@@ -201,7 +202,7 @@ class App(Application):
         with capture(model, keep="qk") as captured:
             model.states(self._source([read]), sentences([[START, *target]]))  # type: ignore[operator]
         layers = [layer.rows(list(range(len(target) + 1))) for layer in captured if "cross" in layer.name]
-        weights = torch.cat(layers, 1)[0].mean(0)  # (target, source); row i predicts token i of `target`
+        weights = torch.cat(layers, 1)[0].mean(0)  # (target, source); the query of row i predicts target[i]
         english, french = ([*by_word(self.tokenizer, tokens), [END]] for tokens in (read, target))
         by_source = torch.stack([word.sum(1) for word in weights.split([*map(len, english)], 1)], 1)
         by_both = torch.stack([word.mean(0) for word in by_source.split([*map(len, french)])])
@@ -212,7 +213,7 @@ class App(Application):
 
 
 def quality(found: list[str], held: list[Held]) -> Scores:
-    """Returns BLEU and chrF of the translations `found` against all references of a sentence."""
+    """Returns BLEU and chrF of the translations `found`. References are all known translations."""
     from sacrebleu import corpus_bleu, corpus_chrf
 
     references = list(zip_longest(*(one.references for one in held)))

@@ -1,6 +1,6 @@
 """Translates word by word, with a lexicon learned by IBM model 1 (Brown et al., 1993)."""
 
-# Not nltk's IBMModel1: it is several times slower, and breaks ties differently (other scores).
+# nltk's IBMModel1 is not used: it is slower, and its tie-breaking gives other scores.
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def lexicon(pairs: Pairs, rounds: int = ROUNDS) -> dict[str, str]:
     links, token, tokens = _links(sentences)
     codes, entry = np.unique(links[:, 0] * len(targets) + links[:, 1], return_inverse=True)
     source = codes // len(targets)
-    probability = np.ones(len(codes))  # for each pair in `codes`: of the target word, given the source word
+    probability = np.ones(len(codes))  # p(target word | source word) of each pair in `codes`
     for _ in range(rounds):
         weight = probability[entry]
-        weight /= np.bincount(token, weight, tokens)[token]  # makes the links of each target word sum to 1
+        weight /= np.bincount(token, weight, tokens)[token]  # normalises over the links of each target word
         expected = np.bincount(entry, weight, len(codes))
         probability = expected / np.bincount(source, expected, len(sources))[source]
     best = np.lexsort((-probability, source))
@@ -63,7 +63,7 @@ def _indices(sentence: list[str], vocabulary: dict[str, int]) -> list[int]:
 
 
 def _links(sentences: list[tuple[list[int], list[int]]]) -> tuple[Integers, Integers, int]:
-    """Links every target word to every source word of its sentence.
+    """Links every target word to every source word of its sentence pair.
 
     Returns the n links and the number T of target words in the corpus. The links are two arrays:
     (n, 2), the vocabulary indices of source and target word; and (n,), the position of the target

@@ -1,6 +1,6 @@
 """Beam search."""
 
-# Not Transformers' beam search, which runs only on its own model classes and caches.
+# Transformers' beam search is not used, because it needs Transformers' model classes and caches.
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def beam_search(
     parents = first + torch.arange(width)
     tokens = torch.full((samples, width, 1), start)
     scores = torch.full((samples, width), -torch.inf)
-    scores[:, 0] = 0.0  # all beams start equal, so only the first counts in the first step
+    scores[:, 0] = 0.0  # all beams start equal, so the first step extends only the first one
     for position in range(longest):
         log_probs = step(tokens[..., -1].flatten(), parents.flatten()).view(samples, width, -1)
         log_probs = _only_end(log_probs, tokens[..., -1] == end, position == longest - 1, end)

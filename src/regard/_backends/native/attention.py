@@ -1,6 +1,6 @@
 """Attention by the compiled core: allocates the results and passes addresses, sizes and strides.
 
-The core itself knows no tensor objects.
+The core receives no tensor objects.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 class Saved(NamedTuple):
     """The results of a forward pass and the other tensors that backward needs.
 
-    Backward uses stats instead of the LSE, because stats have no rounding error: at scores of -1e4
-    a float32 LSE is off by 5e-4, and so would be all weights computed from it. The residual keeps
-    the rounding of a 16-bit output out of the gradients.
+    Backward computes the weights from the stats, not from the LSE, because the shift is an integer
+    and thus exact. At scores of -1e4 a float32 LSE is off by 5e-4, and weights computed from it
+    would have a relative error of 5e-4. The residual keeps the rounding error of a 16-bit output
+    out of the gradients.
     """
 
     out: Tensor  # (B, Hq, Lq, Dv)
@@ -308,6 +309,9 @@ def spans(
 
 
 def _mask_operands(problem: Problem) -> tuple[_core.Operands, Tensor | None]:
-    """Returns the mask's operands, and a tensor that must stay alive until the call ends."""
+    """Returns operands that hold only offsets and mask tensors.
+
+    Also returns a tensor that must stay alive until the call ends.
+    """
     offsets = problem.offset.contiguous() if problem.offset is not None else None
     return _core.Operands(offsets=address(offsets), tensors=_mask_tensors(problem)), offsets

@@ -23,9 +23,9 @@ except ImportError as error:
 
 
 def _start() -> bool:
-    """Selects the instruction set named by REGARD_ISA.
+    """Selects the instruction set named by REGARD_ISA, and looks for PyTorch's thread pool.
 
-    Returns whether PyTorch's thread pool was found.
+    Returns whether the thread pool was found.
     """
     forced = os.environ.get(VARIABLE)
     if forced and not _core.use(forced):

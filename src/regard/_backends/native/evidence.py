@@ -22,7 +22,7 @@ class Buffers(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact."""
+    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
     results: dict[F.Fact, F.Parts] = {}
     for group in _group_by_call(want):
         allocated = [(facts, allocate(problem, facts)) for allocate, facts in group.items()]
@@ -42,14 +42,15 @@ def _compute(problem: Problem, facts: _core.Facts) -> None:
 
 
 def _as_int(x: int | Tensor | None) -> int:
-    """Returns a number as it is, and a tensor as its address."""
+    """Converts a value to an integer: a tensor to its address, None to 0."""
     return x.data_ptr() if isinstance(x, Tensor) else x or 0
 
 
 def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
-    """Distributes facts over as few native calls as possible, grouped by kind.
+    """Distributes facts over as few native calls as possible.
 
-    One call can compute one `ColumnMass`, and block facts of one block size.
+    Returns a dict for each native call, which maps a function of ALLOCATE to the facts that share
+    its buffers. One call can compute only one `ColumnMass`, and block facts of only one block size.
     """
     groups: list[dict[Allocate, list[Any]]] = []
     for fact in dict.fromkeys(want):
@@ -63,7 +64,7 @@ def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
 
 
 def _conflict(a: F.Fact, b: F.Fact) -> bool:
-    """Returns whether two facts with the same buffers need separate calls."""
+    """Returns whether two facts that would share buffers need separate native calls."""
     if isinstance(a, F.BlockMass) and isinstance(b, F.BlockMass):
         return a.block != b.block
     return isinstance(a, F.ColumnMass)

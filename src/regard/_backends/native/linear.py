@@ -23,7 +23,7 @@ NOTHING_SAVED = LinearSaved(None, None, None)
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """Runs the forward pass."""
+    """Computes out and the final state of a call."""
     return _forward(p, NOTHING_SAVED)
 
 

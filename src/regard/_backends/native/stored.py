@@ -14,7 +14,7 @@ from ..._tools.arguments import describe
 from .attention import NO_OPERANDS, STORES, ZEROS, attention_of, empty_out, strides_agree
 from .core import DTYPES, _core, address
 
-CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # dtype, elements that hold a group
+CODES = {"int8": (torch.int8, GROUP), "int4": (torch.uint8, HALF)}  # dtype, elements per group
 
 
 class StoredCall(NamedTuple):
@@ -22,8 +22,8 @@ class StoredCall(NamedTuple):
 
     call: _core.Attention
     spec: Spec  # the Spec of the first call; later calls have another Lk and offset
-    like_q: bool
-    capacity: int
+    like_q: bool  # out has q's shape and strides
+    capacity: int  # the largest number of keys per sample
 
 
 def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
@@ -48,8 +48,8 @@ def forward_stored(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes out (B, Hq, Lq, Dv) and the LSE (B, Hq, Lq) or None.
 
-    `operands` come from `operands_of`. If a token `new` is given, it is written as the last stored
-    token before attention.
+    `operands` come from `operands_of` or `operands_from`. `new` holds k and v of one new token of
+    each sample. If given, it is written as the last stored token before attention is computed.
     """
     call, spec, like_q, capacity = prepared
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
@@ -82,7 +82,10 @@ def operands_from(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands
 
 
 def _token(k: Tensor, v: Tensor | None) -> _core.Token:
-    """Describes one token: k and v are (B, H, 1, D), or (B, 1, D) if H = 1."""
+    """Describes one new token of each sample to the core.
+
+    k and v are (B, H, 1, D), or (B, 1, D) if H = 1.
+    """
     if v is None:
         return _core.Token(k=k.data_ptr(), k_stride=_strides(k), v=0, v_stride=ZEROS)
     return _core.Token(k=k.data_ptr(), k_stride=_strides(k), v=v.data_ptr(), v_stride=_strides(v))

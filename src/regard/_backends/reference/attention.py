@@ -1,7 +1,8 @@
 """Attention in float64: dropout(softmax(cap(scale * q.k) + bias, masked, with sink)) times v.
 
-Shapes: q (B, Hq, Lq, D), k (B, Hq, Lk, D), v (B, Hq, Lk, Dv), scores and weights (B, Hq, Lq, Lk).
-Autograd computes the gradients in float64 and returns them in the dtypes of the inputs.
+Heads of k and v are repeated, so that every query head has its own. The shapes are
+q (B, Hq, Lq, D), k (B, Hq, Lk, D), v (B, Hq, Lk, Dv), scores and weights (B, Hq, Lq, Lk). Autograd
+computes the gradients in float64 and returns them in the dtypes of the inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def weights(problem: Problem) -> Tensor:
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns visible pairs (bool) and probabilities, (B, Hq, Lq, Lk), and the LSE (B, Hq, Lq)."""
+    """Returns visible pairs (bool), probabilities and the LSE.
+
+    The first two are (B, Hq, Lq, Lk), the LSE is (B, Hq, Lq).
+    """
     visible, s = _scores(problem)
     s = torch.cat([torch.where(visible, s, -INF), _sink(problem)], -1)
     top = s.detach().amax(-1, keepdim=True)

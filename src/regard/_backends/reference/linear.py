@@ -1,4 +1,4 @@
-"""Linear attention, one token at a time, in float64.
+"""Linear attention, one token at a time, in float64. With a = exp(log_decay), each token computes
 
 S <- a S;  u = v, or with the delta rule beta (v - S^T k);  S <- S + k u^T;  o = scale q^T S
 z <- a z + k;                                               o / (scale q . z), with normalize=True
@@ -13,7 +13,10 @@ from ..._call.linear import LinearCall, LinearResult
 
 
 def linear(p: LinearCall) -> LinearResult:
-    """Computes out and the final state. Every query head has its own S (B, Hq, D, Dv) and z."""
+    """Computes out (B, Hq, Lq, Dv) and the final state of each key head.
+
+    The recurrence computes S and z separately for every query head.
+    """
     group = max(1, p.q.shape[1] // max(1, p.k.shape[1]))
     q, k, v, S, z = _start(p, group)
     tokens = range(k.shape[2])

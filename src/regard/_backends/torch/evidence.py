@@ -1,6 +1,6 @@
 """Evidence in PyTorch operations, tile by tile, so that the full matrix of weights never exists.
 
-The problem is canonical.
+All functions expect a canonical Problem.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact."""
+    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
     results = [fact.empty(problem) for fact in want]
     with torch.autocast(problem.spec.device.type, enabled=False):
         for data in tiles(problem, (None,) * 6, None, None):

@@ -1,9 +1,10 @@
 """Forward-mode derivatives and double backward, exact, in PyTorch operations, at O(n) memory.
 
-One identity gives both. Attention maps x = (q, k, v, bias, by_head, sink) to y = (out, LSE). The
-backward pass J(x)^T dy, contracted with a tangent t, is the number <J(x) t, dy>. Its derivative
-with respect to dy is the forward mode J t. Its derivative with respect to x is the gradient of
-<J t, dy>, computed by `_gradients`.
+One identity gives both. Attention maps x = (q, k, v, bias, by_head, sink) to y = (out, LSE), where
+by_head holds ALiBi slopes or a relative bias. J(x) is the derivative of y with respect to x. The
+backward pass J(x)^T dy, contracted with a tangent t of x, is the number <J(x) t, dy>. The
+derivative of this number with respect to dy is forward mode, J t. Its derivative with respect to x
+is double backward, computed by `_gradients`.
 
 All operations are differentiable, so that autograd can differentiate these functions to any order,
 then at n x n memory.
@@ -38,10 +39,10 @@ def jvp(problem: Problem, tangents: InputList) -> tuple[Tensor, Tensor]:
 def double_backward(
     problem: Problem, dout: Tensor, dlse: Tensor | None, tangents: InputList
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of <backward(x, dout, dlse), tangents>.
+    """Computes eight gradients of the inner product <backward(x, dout, dlse), tangents>.
 
-    There is one for each of q, k, v, bias, by_head, sink, dout and dlse. The first six are also the
-    forward mode of the backward pass for constant dout and dlse.
+    They belong to the six inputs x = (q, k, v, bias, by_head, sink), to dout and to dlse. The first
+    six are also the forward mode of the backward pass for constant dout and dlse.
     """
     xs, (out, lse) = inputs(problem), _empty_results(problem)
     sums = [None if x is None else lse.new_zeros(x.shape) for x in xs]
@@ -70,7 +71,7 @@ class _Linearised(NamedTuple):
     lse: Tensor
     p: Tensor  # probabilities
     p_sink: Tensor
-    nan_rows: Tensor | None  # True for rows with NaN; in all fields but `out` these rows are zeros
+    nan_rows: Tensor | None  # True for rows with NaN, in which p, p_sink and lse are 0, out and tw NaN
     slope: Tensor | None  # the derivative of the softcap
     bend: Tensor | None  # the second derivative of the softcap divided by the first
     ta: Tensor  # tangent of the scores before softcap
@@ -105,8 +106,8 @@ def _linearise(data: TileData) -> _Linearised:
 def _gradients(data: TileData, lin: _Linearised) -> InputList:
     """Computes the gradients of <lin.out, dout> + <lin.lse, dlse> with respect to the inputs.
 
-    In the code, `ds` is the gradient with respect to s, and `dts` the gradient with respect to its
-    tangent `ts`. Other variables are named alike.
+    In the code, `ds` is the gradient with respect to the scores s, and `dts` the gradient with
+    respect to their tangent `ts`. Other variables are named alike.
     """
     x, t, p, p_sink = data.x, data.t, lin.p, lin.p_sink
     dw, dtw = _dropped(data, times(data.dout, t.v.mT)), _dropped(data, times(data.dout, x.v.mT))

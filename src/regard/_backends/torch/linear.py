@@ -32,7 +32,10 @@ def linear(p: LinearCall) -> LinearResult:
 
 
 def _without_padding(p: LinearCall) -> LinearCall:
-    """Sets q, k, v and gates of padding to 0, so that padding leaves the state unchanged."""
+    """Sets k, v, log_decay and beta of padding to 0, so that padding leaves the state unchanged.
+
+    In a causal call also sets q of padding to 0, so that its output rows are zeros.
+    """
     if p.lengths is None:
         return p
     real = (torch.arange(p.k.shape[2], device=p.k.device) < p.lengths[:, None])[:, None]  # (B, 1, L)

@@ -27,7 +27,10 @@ InputList = Sequence[Tensor | None]  # in the order of Inputs
 
 
 class Inputs(NamedTuple):
-    """The differentiable inputs of a call or a tile, or their tangents."""
+    """The differentiable inputs of a call or a tile, or their tangents.
+
+    The shapes below are those of a call.
+    """
 
     q: Tensor  # (B, Hq, Lq, D), times scale
     k: Tensor  # (B, Hkv, Lk, D)
@@ -42,7 +45,7 @@ class Tile(NamedTuple):
 
     samples: slice
     kv: slice  # key heads
-    heads: slice
+    heads: slice  # query heads
     rows: slice
     keys: slice
 
@@ -71,7 +74,7 @@ class TileData(NamedTuple):
     dout: Tensor  # (b, h, R, Dv)
     dlse: Tensor  # (b, h, R, 1)
     nonfinite: Tensor | None  # (b, h, R, K): NaN if the query or the key is non-finite, else 0
-    visible: Tensor | None
+    visible: Tensor | None  # bool (1 or b, 1 or h, 1 or R, K); None if all pairs are visible
     distance: Tensor | None  # query position - key position, (1 or b, 1, R, K), for by_head
     keep: Tensor | None  # dropout factors: 0 or 1 / (1 - p)
 

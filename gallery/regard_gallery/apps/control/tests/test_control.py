@@ -19,7 +19,7 @@ def policy(history: int) -> HistoryPolicy:
 
 @pytest.mark.parametrize(("history", "reach"), [(0, 0), (3, 6)])
 def test_reach(history: int, reach: int) -> None:
-    """Two layers of `history` each reach back 2 * `history` steps and no further."""
+    """An output of two layers with `history` depends on the last 2 * `history` + 1 observations."""
     model, observations = policy(history), torch.randn(1, 12, 2)
     (gradient,) = torch.autograd.grad(model(observations.requires_grad_())[0][0, -1].sum(), observations)
     has_influence = gradient[0].abs().sum(-1) > 0
@@ -40,7 +40,7 @@ def test_acting_with_caches_equals_one_call_for_the_whole_sequence() -> None:
 def test_episodes_end_when_the_pole_falls_or_at_the_limit() -> None:
     model = policy(3)
     torch.nn.init.zeros_(model.act.weight)
-    model.act.bias.data = torch.tensor([0.0, 1.0])  # always to the right
+    model.act.bias.data = torch.tensor([0.0, 1.0])  # always pushes to the right
     played = play(model, 4, 1)
     assert bool(played.fell.all())
     assert all(8 <= n <= 11 for n in played.lengths.tolist())

@@ -29,8 +29,8 @@ def test_ranks_and_recall() -> None:
     scores = torch.eye(8)
     assert emoji.ranks(scores).tolist() == [1] * 8
     scores[0] = torch.arange(8.0, 0, -1)
-    scores[1] = torch.arange(8.0)  # six score higher
-    scores[2] = 1.0  # all equal: ties count against the match
+    scores[1] = torch.arange(8.0)  # six texts score higher than text 1
+    scores[2] = 1.0  # all texts have equal scores, which count as better
     assert emoji.ranks(scores).tolist() == [1, 7, 8, 1, 1, 1, 1, 1]
     assert emoji.recall(scores) == 0.75
 
@@ -53,7 +53,10 @@ def test_clip_scores_are_scaled_cosines() -> None:
 
 
 def write_package(folder: Path, count: int) -> None:
-    """Writes emoji of one colour each in the package's layout. Every second one has a variant."""
+    """Writes `count` emoji of one colour each, in the folder layout of `emoji-datasource-google`.
+
+    Every second emoji has a skin tone variant.
+    """
     images = folder / "img" / "google" / "64"
     images.mkdir(parents=True)
     entries = []
@@ -68,7 +71,7 @@ def write_package(folder: Path, count: int) -> None:
 
 
 def fake_embeddings(app: emoji.App, texts: list[str]) -> torch.Tensor:
-    """Embeds a text as the number that is its second word."""
+    """Embeds a text such as "face 7" as a vector whose channels are all 7."""
     return torch.tensor([[float(text.split()[1])] * emoji.SENTENCE for text in texts])
 
 
@@ -82,12 +85,12 @@ def test_splits_and_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     names = [{entry.name for entry in split.emoji} for split in splits]
     assert [len(split_names) for split_names in names] == [21, 3, 6]
     assert set.union(*names) == {f"face {i}" for i in range(2, 32)}
-    assert len(app.tested.images) == 6  # without variants
+    assert len(app.tested.images) == 6  # no images of skin tone variants
     images, sentences = app.batch(app.model(), torch.Generator().manual_seed(0))
     red = ((images[:, 0, 16, 16] + 1) * 127.5).round()
     assert torch.equal(red, sentences[:, 0])
     assert len(set(red.tolist())) == 21
-    assert 0 < int((images[:, 1, 16, 16] > 0).sum()) < 11  # some images are variants
+    assert 0 < int((images[:, 1, 16, 16] > 0).sum()) < 11  # some images, but not all, are skin tone variants
 
 
 def test_transparent_pixels_become_white(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def write_nifti(path: Path, shape: tuple[int, int, int], kind: int = 2) -> Path:
 
 
 def test_volume(tmp_path: Path) -> None:
-    """x is the innermost dimension of the file."""
+    """The file stores x as the fastest-varying dim, and `volume` returns (z, y, x)."""
     voxels = volume(write_nifti(tmp_path / "a.nii.gz", (3, 5, 7)))
     assert voxels.shape == (7, 5, 3)
     assert torch.equal(voxels.flatten(), torch.arange(105, dtype=torch.uint8))
@@ -102,7 +102,7 @@ def test_segmenter() -> None:
     assert looks.shape == (2, 3, 2)
     torch.testing.assert_close(looks.sum((1, 2)), torch.ones(2), atol=1e-5, rtol=1e-5)
     (gradient,) = torch.autograd.grad(model(images.requires_grad_())[0, 0, 0, 0], images)
-    assert gradient[0, 0, 20, 12].abs() > 0  # beyond the reach of the convolutions
+    assert gradient[0, 0, 20, 12].abs() > 0  # this pixel is outside the receptive field of the convolutions
     with pytest.raises(ValueError, match=r"images: expected .B, 1, 24, 16., got"):
         model(torch.rand(2, 1, 16, 24))
     with pytest.raises(ValueError, match=r"multiples of 8, got 20 and 16"):

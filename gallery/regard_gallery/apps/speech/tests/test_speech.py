@@ -63,7 +63,7 @@ def test_errors_are_counted_by_digit() -> None:
     assert errors([[5], [5, 2], [3, 4, 10]], references) == 0.0
     assert errors([[], [5, 5, 2], [3, 7, 10]], references) == pytest.approx(
         3 / 6
-    )  # left out, inserted, changed
+    )  # a deletion, an insertion and a substitution
 
 
 def test_every_recording_is_in_one_string() -> None:
@@ -75,7 +75,10 @@ def test_every_recording_is_in_one_string() -> None:
 
 
 def cheapest_symbols(observed: Tensor, recordings: Recordings, penalty: float) -> list[int]:
-    """Finds the symbols of the cheapest path by trying every path of (template, frame) states."""
+    """Returns the symbols of the cheapest path, found by brute force over all paths.
+
+    A state of a path is a pair (template, frame of the template).
+    """
     states = [(n, j) for n, frames in enumerate(recordings.frames) for j in range(len(frames))]
 
     def step(previous: tuple[int, int] | None, current: tuple[int, int]) -> float:
@@ -123,7 +126,7 @@ def test_warping_reads_stretched_templates() -> None:
 
 
 def test_hmm_recovers_its_state_means() -> None:
-    """Each word passes through its own sequence of means and stays at each for a random time."""
+    """The data are words that stay at each of their state means for a random number of frames."""
     torch.manual_seed(0)
     means = {1: torch.randn(4, 13), 2: torch.randn(4, 13)}
 

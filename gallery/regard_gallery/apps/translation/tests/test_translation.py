@@ -78,7 +78,7 @@ def test_scores_are_log_probabilities_without_a_cache(width: int) -> None:
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_beams_for_all_sequences_find_the_best_one(penalty: float) -> None:
-    """As many beams as sequences find the best one, and one beam finds none that is better."""
+    """With enough beams for all sequences, search finds the best. One beam finds none better."""
     model, longest = translator(), 3
     others = [token for token in range(WORDS) if token != END]
     targets = [t for n in range(longest) for t in itertools.product(others, repeat=n)]
@@ -90,7 +90,7 @@ def test_beams_for_all_sequences_find_the_best_one(penalty: float) -> None:
 
 
 def test_a_beam_that_starts_lower_can_win() -> None:
-    """Greedy search takes a (0.6), after which no token is likely. b (0.4) always ends."""
+    """One beam finds "a, end" (probability 0.6 * 0.4). Two beams find "b, end" (0.4 * 1.0)."""
     end, a, b = 0, 1, 2
     after = torch.tensor([[0.0, 0.6, 0.4], [0.4, 0.3, 0.3], [1.0, 0.0, 0.0]]).log()
 
