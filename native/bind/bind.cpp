@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <new>
 
@@ -89,8 +90,14 @@ class Attention {
   // Counts the (query, key) pairs that the mask allows and the tasks, threads and scratch bytes of forward.
   std::map<std::string, int64_t> cost(int64_t offset, const Operands& operands) const {
     const Call call = make_call(operands, 0, 0, 0, offset);
-    const Cost cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_));
-    const TaskPlan plan = plan_tasks(spec_, call, code_);
+    Cost cost;
+    TaskPlan plan;
+    run([&] {
+      Stopper stopper(kInterrupt);
+      cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_), Stopper::poll, &stopper);
+      return stopper.outcome();
+    });
+    run([&] { return plan_tasks(spec_, call, code_, kInterrupt, plan); });
     return {{"pairs", cost.pairs},     {"touched", cost.touched},
             {"full", cost.full},       {"partial", cost.partial},
             {"empty", cost.empty},     {"tasks", plan.tasks},
@@ -115,7 +122,8 @@ class Attention {
 };
 
 // Writes the first counts[b] new rows of sample b to storage, from slot starts[b] on.
-void write_rows(const Write& rows, const Sequence<int64_t>& first_slots, const Sequence<int64_t>& row_counts) {
+void write_rows(const Write& rows, const Sequence<int64_t>& first_slots,
+                const Sequence<int64_t>& row_counts) {
   const Ints starts = to_vector(first_slots), counts = to_vector(row_counts);
   if (rows.sides.empty()) throw nb::value_error("sides: expected at least one, got none");
   if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
@@ -173,6 +181,13 @@ void bind_machine(nb::module_& m) {
       "data"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
+// nanobind registers every instance in a hash table. If that cannot grow, the process ends, so it gets its
+// size here: _call/memory.py keeps up to three caches of 4096 Attention objects.
+void reserve_instances() {
+  nb::list instances;
+  for (int i = 0; i < 3 << 12; ++i) instances.append(Token{});
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -181,4 +196,5 @@ NB_MODULE(_core, m) {
   bind_attention(m);
   bind_linear(m);
   bind_machine(m);
+  reserve_instances();
 }

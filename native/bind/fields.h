@@ -16,9 +16,9 @@ namespace regard {
 
 using FourInts = std::array<int64_t, 4>;
 
-// A Python sequence, as an argument. nanobind's own conversion to std::vector is noexcept: a failed allocation
-// in it would end the process. A function that takes a Sequence converts it in its body, where exceptions are
-// caught.
+// A Python sequence, as an argument. nanobind's own conversion to std::vector is noexcept: a failed
+// allocation in it would end the process. A function that takes a Sequence converts it in its body, where
+// exceptions are caught.
 template <class T>
 using Sequence = nb::typed<nb::sequence, T>;
 

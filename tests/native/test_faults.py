@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,11 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import masks as M
+from regard import cache, masks as M
 from regard._backends.native import attention as _native, core
 from regard._call.make import make
 from regard._call.spec import Options
-from support import HAVE_CORE, assert_close, repeats
+from support import HAVE_CORE, ROOT, assert_close, repeats
 from support.forward import Call, computed, sample
 from support.processes import FORK, far, python, script
 
@@ -378,3 +381,42 @@ def test_memory_does_not_grow(times: int) -> None:
         assert resident() - before < 2**20, resident() - before
     """
     script(code)
+
+
+# Memory
+
+
+def test_every_failed_allocation_raises_memory_error(tmp_path: Path) -> None:
+    """After the MemoryError the same call gives the same bits."""
+    library = tmp_path / "failing_malloc.so"
+    source = ROOT / "tests/support/failing_malloc.cpp"
+    subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-std=c++17", source, "-o", library], check=True)
+    process = python("-m", "support.failing_malloc", timeout=1200, LD_PRELOAD=str(library))
+    assert process.returncode == 0, f"after {process.stdout.splitlines()[-1:]}: {process.stderr[-3000:]}"
+
+
+def expanded(*sizes: int) -> Tensor:
+    """Returns zeros that take no memory."""
+    return torch.zeros(()).expand(sizes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: regard.attention(expanded(1, 1, 2**45, 1), expanded(1, 1, 1, 1), expanded(1, 1, 1, 1)),
+        lambda: regard.attention(
+            expanded(1, 1, 2**45, 1).detach().requires_grad_(), expanded(1, 1, 1, 1), expanded(1, 1, 1, 1)
+        ),
+        lambda: regard.evidence(
+            expanded(1, 1, 2**45, 1), expanded(1, 1, 1, 1), None, regard.Entropy(), impl="native"
+        ),
+        lambda: regard.linear_attention(*(3 * [expanded(1, 1, 2**45, 1)]), causal=True, impl="native"),
+        lambda: cache.KVCache(1, 1, 1, capacity=2**45).append(
+            torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+        ),
+    ],
+    ids=["forward", "training", "evidence", "linear", "cache"],
+)
+def test_tensors_that_do_not_fit_raise_memory_error(call: Callable[[], Any]) -> None:
+    with pytest.raises(MemoryError, match="bytes"):
+        call()
