@@ -197,6 +197,35 @@ def test_ctrl_c(threads: int, call: str, times: int) -> None:
     assert max(delays) < 0.5, delays
 
 
+EMPTY_MASK = """
+    import functools, operator, signal, time
+    import torch, regard
+    from regard import masks as M
+
+    torch.set_num_threads(2)
+    parts = [M.Window(i, i) & M.Dilated(i) for i in range(3, 300, 3)]
+    union = functools.reduce(operator.or_, parts)
+    q = torch.zeros(1, 1, 200_000, 1)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        regard.{call}
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print(time.process_time() - start)
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["attention(q, q, q, ", "plan(q, q, q, ", "evidence(q, q, None, regard.Entropy(), "]
+)
+def test_ctrl_c_while_spans_are_found(call: str) -> None:
+    """Finding the spans of this mask takes some 15 s. It allows no pair, so kernels have no work."""
+    seconds = float(script(EMPTY_MASK.format(call=call + "mask=union & ~union)"), timeout=600))
+    assert seconds < 3
+
+
 def test_python_signal_handlers_run() -> None:
     """A Python signal handler runs during a call, and the call continues."""
     code = """

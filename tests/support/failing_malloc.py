@@ -128,7 +128,8 @@ def main() -> None:
             if count <= i:
                 break
             assert len(errors) == 1, f"{kind}, allocation {i}: {len(errors)} MemoryErrors"
-            assert len(results) == len(want) and all(map(torch.equal, results, want)), f"{kind}, {i}"
+            assert len(results) == len(want), f"{kind}, {i}"
+            assert all(map(torch.equal, results, want)), f"{kind}, {i}"
         assert i > 0
 
 
