@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <new>
 
@@ -50,7 +51,7 @@ Call make_call(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_
 // A call that has been checked, without its data: the Spec and the mask program `code`.
 class Attention {
  public:
-  Attention(const Spec& spec, Ints code) : spec_(spec), code_(std::move(code)) {}
+  Attention(const Spec& spec, const Sequence<int64_t>& code) : spec_(spec), code_(to_vector(code)) {}
 
   void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
                const Operands& operands) const {
@@ -89,8 +90,14 @@ class Attention {
   // Counts the (query, key) pairs that the mask allows and the tasks, threads and scratch bytes of forward.
   std::map<std::string, int64_t> cost(int64_t offset, const Operands& operands) const {
     const Call call = make_call(operands, 0, 0, 0, offset);
-    const Cost cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_));
-    const TaskPlan plan = plan_tasks(spec_, call, code_);
+    Cost cost;
+    TaskPlan plan;
+    run([&] {
+      Stopper stopper(kInterrupt);
+      cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_), Stopper::poll, &stopper);
+      return stopper.outcome();
+    });
+    run([&] { return plan_tasks(spec_, call, code_, kInterrupt, plan); });
     return {{"pairs", cost.pairs},     {"touched", cost.touched},
             {"full", cost.full},       {"partial", cost.partial},
             {"empty", cost.empty},     {"tasks", plan.tasks},
@@ -115,7 +122,9 @@ class Attention {
 };
 
 // Writes the first counts[b] new rows of sample b to storage, from slot starts[b] on.
-void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
+void write_rows(const Write& rows, const Sequence<int64_t>& first_slots,
+                const Sequence<int64_t>& row_counts) {
+  const Ints starts = to_vector(first_slots), counts = to_vector(row_counts);
   if (rows.sides.empty()) throw nb::value_error("sides: expected at least one, got none");
   if (static_cast<int64_t>(starts.size()) != rows.B || starts.size() != counts.size())
     throw nb::value_error("starts, counts: expected one number for each sample");
@@ -124,7 +133,7 @@ void write_rows(const Write& rows, const Ints& starts, const Ints& counts) {
 
 void bind_attention(nb::module_& m) {
   nb::class_<Attention>(m, "Attention")
-      .def(nb::init<const Spec&, Ints>(), "spec"_a, "code"_a)
+      .def(nb::init<const Spec&, const Sequence<int64_t>&>(), "spec"_a, "code"_a)
       .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "operands"_a)
       .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
            "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "operands"_a, "token"_a.none())
@@ -157,8 +166,8 @@ void bind_machine(nb::module_& m) {
   m.def("compiled", [] { return instruction_sets(false); });
   m.def("runnable", [] { return instruction_sets(true); });
   m.def("isa", [] { return std::string(kernels().name); });
-  m.def("use", &use, "name"_a);
-  m.def("open_pool", &open_pool, "library"_a);
+  m.def("use", [](const char* name) { return use(name); }, "name"_a);
+  m.def("open_pool", [](const char* library) { return open_pool(library); }, "library"_a);
   m.def("threads", &threads);
   m.def("compiler", [] { return std::string("C++ " __VERSION__); });
   m.def(
@@ -172,6 +181,13 @@ void bind_machine(nb::module_& m) {
       "data"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
+// nanobind registers every instance in a hash table. If that cannot grow, the process ends, so it gets its
+// size here: _call/memory.py keeps up to three caches of 4096 Attention objects.
+void reserve_instances() {
+  nb::list instances;
+  for (int i = 0; i < 3 << 12; ++i) instances.append(Token{});
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -180,4 +196,5 @@ NB_MODULE(_core, m) {
   bind_attention(m);
   bind_linear(m);
   bind_machine(m);
+  reserve_instances();
 }

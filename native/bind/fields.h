@@ -2,11 +2,11 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "types.h"
 
@@ -16,13 +16,40 @@ namespace regard {
 
 using FourInts = std::array<int64_t, 4>;
 
-// The constructor argument's type for a field of type T: an integer for a pointer or an enum, four integers
-// for strides and arrays, otherwise T.
+// A Python sequence, as an argument. nanobind's own conversion to std::vector is noexcept: a failed
+// allocation in it would end the process. A function that takes a Sequence converts it in its body, where
+// exceptions are caught.
 template <class T>
-using Argument = std::conditional_t<
-    std::is_same_v<T, Strides> || std::is_array_v<T>, FourInts,
-    std::conditional_t<std::is_pointer_v<T> || std::is_enum_v<T> || (std::is_integral_v<T> && sizeof(T) > 1),
-                       int64_t, T>>;
+using Sequence = nb::typed<nb::sequence, T>;
+
+template <class T>
+std::vector<T> to_vector(const Sequence<T>& items) {
+  std::vector<T> values;
+  values.reserve(nb::len(items));
+  for (nb::handle item : items) values.push_back(nb::cast<T>(item));
+  return values;
+}
+
+// The constructor argument's type for a field of type T: an integer for a pointer or an enum, four integers
+// for strides and arrays, a sequence for a vector, otherwise T.
+template <class T>
+struct ArgumentOf {
+  static constexpr bool kIsInt =
+      std::is_pointer_v<T> || std::is_enum_v<T> || (std::is_integral_v<T> && sizeof(T) > 1);
+  using Type = std::conditional_t<std::is_same_v<T, Strides> || std::is_array_v<T>, FourInts,
+                                  std::conditional_t<kIsInt, int64_t, T>>;
+};
+template <class T>
+struct ArgumentOf<std::vector<T>> {
+  using Type = Sequence<T>;
+};
+template <class T>
+using Argument = typename ArgumentOf<T>::Type;
+
+template <class T>
+void set(std::vector<T>& field, const Sequence<T>& items) {
+  field = to_vector(items);
+}
 
 template <class T>
 void set(T& field, Argument<T> value) {
@@ -51,7 +78,9 @@ template <auto Member, bool Optional>
 struct Field {
   const char* name;
   auto argument() const {
-    if constexpr (Optional)
+    if constexpr (Optional && std::is_base_of_v<nb::object, MemberArgument<Member>>)
+      return nb::arg(name) = nb::make_tuple();
+    else if constexpr (Optional)
       return nb::arg(name) = MemberArgument<Member>{};
     else
       return nb::arg(name);

@@ -532,7 +532,7 @@ const auto sums_of = add_up;
 
 }  // namespace
 
-Cost measure(const SpanFinder& finder, const Spec& spec, int panel) {
+Cost measure(const SpanFinder& finder, const Spec& spec, int panel, bool (*stop)(void*), void* context) {
   Cost cost;
   Spans spans;
   const int64_t samples = finder.varies_by_batch() ? spec.B : 1,
@@ -543,7 +543,7 @@ Cost measure(const SpanFinder& finder, const Spec& spec, int panel) {
       const int64_t step = finder.dilation(h), keys = ceil_div(spec.Lk, step);
       for (int64_t c = 0; c < std::min(step, spec.Lq); ++c) {
         const int64_t rows = ceil_div(spec.Lq - c, step);
-        for (int64_t i = 0; i < rows; i += panel) {
+        for (int64_t i = 0; i < rows && !stop(context); i += panel) {
           const int count = static_cast<int>(std::min<int64_t>(panel, rows - i));
           finder.find({b, h, c + i * step, step, count}, spans);
           const Sums sums = sums_of(spans, first_lanes(count));

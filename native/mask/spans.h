@@ -94,6 +94,7 @@ struct Cost {
   int64_t touched = 0;                       // pairs that kernels compute: keys of spans x width of the panel
   int64_t full = 0, partial = 0, empty = 0;  // (panel, key) pairs: all rows, some rows or no row may attend
 };
-Cost measure(const SpanFinder& finder, const Spec& spec, int panel);
+// Ends early, with a partial result, once stop(context) returns true.
+Cost measure(const SpanFinder& finder, const Spec& spec, int panel, bool (*stop)(void*), void* context);
 
 }  // namespace regard

@@ -63,12 +63,13 @@ class Decode : Pass {
   Decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
       : Pass(spec, call, code, interrupt), kernels_(kernels().decode[spec.dtype]),
         step_(spec.Lq == 1 && !finder_.dilation_varies() ? finder_.dilation(0) : 1) {
-    find_spans();
+    find_all_spans();
     first_split_.push_back(0);
     for (int64_t group = 0; group < spec.B * spec.Hkv; ++group)
       first_split_.push_back(first_split_.back() + static_cast<int64_t>(spans_of(group).slices.size()));
   }
 
+  Outcome outcome() const { return stopper_.outcome(); }
   int64_t splits() const { return first_split_.back(); }
 
   int workers() const {
@@ -92,7 +93,7 @@ class Decode : Pass {
     run_tasks(count, splits(), stopper_, [&](int64_t i, int worker) {
       if (!Stopper::poll(&stopper_)) run_split(i, scratch_[worker]);
     });
-    return wrong_page_ ? Outcome::kWrongPage : stopper_.outcome();
+    return wrong_page_ ? Outcome::kWrongPage : outcome();
   }
 
  private:
@@ -102,7 +103,7 @@ class Decode : Pass {
     return group_spans_[batch * (finder_.varies_by_head() ? spec_.Hkv : 1) + head];
   }
 
-  void find_spans() {
+  void find_all_spans() {
     const int64_t samples = finder_.varies_by_batch() ? spec_.B : 1;
     const int64_t groups = finder_.varies_by_head() ? spec_.Hkv : 1,
                   heads = finder_.varies_by_head() ? group() : 1;
@@ -112,7 +113,7 @@ class Decode : Pass {
       GroupSpans& s = group_spans_[i];
       s.spans.resize(heads);
       for (int64_t h = 0; h < heads; ++h) {
-        finder_.find({batch, head + h, 0, step_, static_cast<int>(spec_.Lq)}, s.spans[h]);
+        find_spans({batch, head + h, 0, step_, static_cast<int>(spec_.Lq)}, s.spans[h]);
         s.lists.push_back({s.spans[h].data(), static_cast<int64_t>(s.spans[h].size())});
       }
       s.first_key = finder_.first_key({batch, head, 0, step_, 1});
@@ -176,9 +177,11 @@ Outcome decode(const Spec& spec, const Call& call, const Ints& code, Interrupt i
   return Decode(spec, call, code, interrupt).run();
 }
 
-TaskPlan plan_decode(const Spec& spec, const Call& call, const Ints& code) {
-  const Decode pass(spec, call, code, {});
-  return {pass.splits(), pass.scratch_bytes() + pass.partials_bytes() / pass.workers(), pass.workers()};
+Outcome plan_decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt,
+                    TaskPlan& plan) {
+  const Decode pass(spec, call, code, interrupt);
+  plan = {pass.splits(), pass.scratch_bytes() + pass.partials_bytes() / pass.workers(), pass.workers()};
+  return pass.outcome();
 }
 
 }  // namespace regard

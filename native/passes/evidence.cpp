@@ -83,7 +83,7 @@ class Evidence : Pass {
         const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(end - first, step)));
         if (only_rows(facts_) && !any_requested(first, first + (rows - 1) * step)) continue;
         Spans& spans = w.spans[w.panels.size()];
-        finder_.find({batch, head, first, step, rows}, spans);
+        find_spans({batch, head, first, step, rows}, spans);
         w.panels.push_back({head, first, rows, spans.data(), static_cast<int64_t>(spans.size())});
       }
       if (!w.panels.empty()) compute(batch, head, step, sums, w);

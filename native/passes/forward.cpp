@@ -137,7 +137,7 @@ class Forward : Pass {
       const int rows = static_cast<int>(std::min<int64_t>(panel_, ceil_div(spec_.Lq - row, step)));
       for (int64_t h = 0; h < heads_; ++h) {
         Spans& spans = cached.spans[p * span_heads + (span_heads > 1 ? h : 0)];
-        if (!hit && (h == 0 || span_heads > 1)) finder_.find({at.batch, at.head + h, row, step, rows}, spans);
+        if (!hit && (h == 0 || span_heads > 1)) find_spans({at.batch, at.head + h, row, step, rows}, spans);
         w.panels.push_back({at.head + h, row, rows, spans.data(), static_cast<int64_t>(spans.size())});
         span_count += spans.size();
       }
@@ -177,11 +177,14 @@ int rows_at_once(const Spec& spec) {
   return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
 }
 
-TaskPlan plan_tasks(const Spec& spec, const Call& call, const Ints& code) {
-  if (is_empty(spec)) return {0, 0, 1};
-  if (decodes(spec)) return plan_decode(spec, call, code);
-  const Forward pass(spec, call, code, {});
-  return {pass.tasks(), pass.scratch_bytes(), pass.workers()};
+Outcome plan_tasks(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt,
+                   TaskPlan& plan) {
+  plan = {0, 0, 1};
+  if (is_empty(spec)) return Outcome::kDone;
+  if (decodes(spec)) return plan_decode(spec, call, code, interrupt, plan);
+  const Forward pass(spec, call, code, interrupt);
+  plan = {pass.tasks(), pass.scratch_bytes(), pass.workers()};
+  return Outcome::kDone;
 }
 
 }  // namespace regard

@@ -18,6 +18,12 @@ class Pass {
   bool is_16_bit() const { return item_bytes(spec_.dtype) == 2; }
   bool is_dilated() const { return finder_.dilation_varies() || finder_.dilation(0) > 1; }
 
+  // Finds the rows' spans. Writes none if a signal has stopped the call: its results are not used.
+  void find_spans(const Rows& rows, Spans& spans) {
+    if (Stopper::poll(&stopper_)) return spans.clear();
+    finder_.find(rows, spans);
+  }
+
   // Makes a kernel task of panels whose rows are row, row + step, ... of a head and of heads in its group.
   Task task(int64_t batch, int64_t head, int64_t row, int64_t step, const std::vector<Panel>& panels,
             void* scratch) {

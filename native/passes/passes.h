@@ -35,7 +35,8 @@ struct TaskPlan {
   int64_t scratch_bytes;  // per thread
   int threads;
 };
-TaskPlan plan_tasks(const Spec& spec, const Call& call, const Ints& code);
-TaskPlan plan_decode(const Spec& spec, const Call& call, const Ints& code);
+Outcome plan_tasks(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, TaskPlan& plan);
+Outcome plan_decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt,
+                    TaskPlan& plan);
 
 }  // namespace regard

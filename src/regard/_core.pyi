@@ -46,7 +46,7 @@ class Operands:
         sink: int = 0,
         offsets: int = 0,
         seed: int = 0,
-        tensors: Sequence[MaskTensor] = [],
+        tensors: Sequence[MaskTensor] = (),
     ) -> None: ...
 
 class Gradients:

@@ -196,6 +196,25 @@ def test_nan_in_every_masked_key(isa: str, dtype: torch.dtype) -> None:
         assert same_bits(native(q, k, v, mask=M.Prefix(70)), clean)
 
 
+@pytest.mark.parametrize("Lq", [2, 5, 13, 17, 23, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_the_last_key_with_a_sink(isa: str, dtype: torch.dtype, Lq: int) -> None:
+    """Only the last query attends to the key. The other rows are those of the reference."""
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for broken in broken_values(dtype):
+        for which in (1, 2):
+            inputs = qkv(Lq, 101, H=2, dtype=dtype)
+            inputs[0] = torch.cat((inputs[0], -inputs[0]), 1)  # two query heads for each key head
+            sink = torch.tensor([0.5, -1.0, 3.0, 40.0]).to(torch.promote_types(dtype, torch.float32))
+            want = regard.attention(*inputs, mask=M.Causal(), sink=sink, impl="reference", return_lse=True)
+            inputs[which][:, :, -1] = broken
+            got = native(*inputs, mask=M.Causal(), sink=sink)
+            for x, expected in zip(got, want, strict=True):
+                assert_close(x[:, :, :-1], expected[:, :, :-1].to(x.dtype), rtol=tolerance, atol=tolerance)
+            if broken.isnan():
+                assert got[0][:, :, -1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_in_one_query_row(isa: str, dtype: torch.dtype) -> None:
     for broken in broken_values(dtype):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,11 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import masks as M
+from regard import cache, masks as M
 from regard._backends.native import attention as _native, core
 from regard._call.make import make
 from regard._call.spec import Options
-from support import HAVE_CORE, assert_close, repeats
+from support import HAVE_CORE, ROOT, assert_close, repeats
 from support.forward import Call, computed, sample
 from support.processes import FORK, far, python, script
 
@@ -192,6 +195,35 @@ def test_ctrl_c(threads: int, call: str, times: int) -> None:
     delays = [float(line) for line in script(code, timeout=200).splitlines()]
     assert len(delays) == times
     assert max(delays) < 0.5, delays
+
+
+EMPTY_MASK = """
+    import functools, operator, signal, time
+    import torch, regard
+    from regard import masks as M
+
+    torch.set_num_threads(2)
+    parts = [M.Window(i, i) & M.Dilated(i) for i in range(3, 300, 3)]
+    union = functools.reduce(operator.or_, parts)
+    q = torch.zeros(1, 1, 200_000, 1)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        regard.{call}
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print(time.process_time() - start)
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["attention(q, q, q, ", "plan(q, q, q, ", "evidence(q, q, None, regard.Entropy(), "]
+)
+def test_ctrl_c_while_spans_are_found(call: str) -> None:
+    """Finding the spans of this mask takes some 15 s. It allows no pair, so kernels have no work."""
+    seconds = float(script(EMPTY_MASK.format(call=call + "mask=union & ~union)"), timeout=600))
+    assert seconds < 3
 
 
 def test_python_signal_handlers_run() -> None:
@@ -378,3 +410,42 @@ def test_memory_does_not_grow(times: int) -> None:
         assert resident() - before < 2**20, resident() - before
     """
     script(code)
+
+
+# Memory
+
+
+def test_every_failed_allocation_raises_memory_error(tmp_path: Path) -> None:
+    """After the MemoryError the same call gives the same bits."""
+    library = tmp_path / "failing_malloc.so"
+    source = ROOT / "tests/support/failing_malloc.cpp"
+    subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-std=c++17", source, "-o", library], check=True)
+    process = python("-m", "support.failing_malloc", timeout=1200, LD_PRELOAD=str(library))
+    assert process.returncode == 0, f"after {process.stdout.splitlines()[-1:]}: {process.stderr[-3000:]}"
+
+
+def expanded(*sizes: int) -> Tensor:
+    """Returns zeros that take no memory."""
+    return torch.zeros(()).expand(sizes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: regard.attention(expanded(1, 1, 2**45, 1), expanded(1, 1, 1, 1), expanded(1, 1, 1, 1)),
+        lambda: regard.attention(
+            expanded(1, 1, 2**45, 1).detach().requires_grad_(), expanded(1, 1, 1, 1), expanded(1, 1, 1, 1)
+        ),
+        lambda: regard.evidence(
+            expanded(1, 1, 2**45, 1), expanded(1, 1, 1, 1), None, regard.Entropy(), impl="native"
+        ),
+        lambda: regard.linear_attention(*(3 * [expanded(1, 1, 2**45, 1)]), causal=True, impl="native"),
+        lambda: cache.KVCache(1, 1, 1, capacity=2**45).append(
+            torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+        ),
+    ],
+    ids=["forward", "training", "evidence", "linear", "cache"],
+)
+def test_tensors_that_do_not_fit_raise_memory_error(call: Callable[[], Any]) -> None:
+    with pytest.raises(MemoryError, match="bytes"):
+        call()

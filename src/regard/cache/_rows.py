@@ -11,6 +11,7 @@ from .._api.stored import write_stored
 from .._call.spec import fast_new
 from .._call.stored import GROUP, HALF, New, Stored
 from .._tools.arguments import count
+from .._tools.memory_errors import memory_errors
 from ._checks import Chunk, Lengths, State, check_float, check_new, check_saved, chunk_of
 from ._counts import Count, largest, per_sample
 
@@ -50,6 +51,7 @@ class RowLayout(NamedTuple):
             return {name: ((groups * GROUP,), torch.int8), scale: ((groups,), torch.half)}
         return {name: ((groups * HALF,), torch.uint8), scale: ((groups, 2), torch.half)}
 
+    @memory_errors
     def empty(self, B: int, rows: int) -> RowStorage:
         """Allocates storage for B samples with `rows` rows each, filled with zeros.
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._call.spec import Problem, Spec
 from ..._call.stored import Stored
+from ..._tools.memory_errors import memory_errors, raise_if_out_of_memory
 from .core import DTYPES, _core, address
 
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}  # types.h: BiasKind
@@ -36,8 +37,12 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """
     spec, q, k, v = problem[:4]
     call, like_q, operands = spec.memo.get("native") or prepare(spec, q)
-    out = torch.empty_like(q) if like_q else empty_out(spec, q)
-    lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    try:
+        out = torch.empty_like(q) if like_q else empty_out(spec, q)
+        lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
+    except RuntimeError as error:
+        raise_if_out_of_memory(error)
+        raise
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return _restore_batch(out, spec), lse
     lse_address = lse.data_ptr() if lse is not None else 0
@@ -66,6 +71,7 @@ class Saved(NamedTuple):
     residual: Tensor | None  # like out, for 16-bit dtypes: the rounding error of out
 
 
+@memory_errors
 def forward_saving(problem: Problem) -> Saved:
     """Runs the forward pass of a canonical problem and returns the tensors that backward needs."""
     spec, q, k, v = problem[:4]
@@ -95,6 +101,7 @@ class Gradients(NamedTuple):
     sink: Tensor | None  # (Hq,)
 
 
+@memory_errors
 def backward(
     problem: Problem, out: Tensor, stats: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import facts as F
 from ..._call.spec import Problem
+from ..._tools.memory_errors import memory_errors
 from .attention import operands_of, prepare
 from .core import _core
 
@@ -21,6 +22,7 @@ class Buffers(NamedTuple):
     parts: Callable[[Any], F.Parts]  # returns the parts of a fact; to be called after the native call
 
 
+@memory_errors
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
     """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
     results: dict[F.Fact, F.Parts] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._call.linear import SEGMENT, LinearCall, LinearResult
+from ..._tools.memory_errors import memory_errors
 from .core import DTYPES, _core, address
 
 
@@ -22,11 +23,13 @@ class LinearSaved(NamedTuple):
 NOTHING_SAVED = LinearSaved(None, None, None)
 
 
+@memory_errors
 def linear(p: LinearCall) -> LinearResult:
     """Computes out and the final state of a call."""
     return _forward(p, NOTHING_SAVED)
 
 
+@memory_errors
 def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearSaved]:
     """Runs the forward pass. Returns its result and the tensors that backward needs."""
     spec = p.spec
@@ -48,6 +51,7 @@ def _forward(p: LinearCall, saved: LinearSaved) -> LinearResult:
     return LinearResult(out, S, z)
 
 
+@memory_errors
 def linear_backward(
     p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._call.spec import Spec
 from ..._call.stored import GROUP, HALF, New, Stored
 from ..._tools.arguments import describe
+from ..._tools.memory_errors import raise_if_out_of_memory
 from .attention import NO_OPERANDS, STORES, ZEROS, attention_of, empty_out, strides_agree
 from .core import DTYPES, _core, address
 
@@ -55,9 +56,9 @@ def forward_stored(
     k, v, k_scale, v_scale, table, _, _, length, _, _ = stored
     if not 0 <= length <= capacity:
         raise ValueError(f"stored.length: expected 0 to {capacity}, the capacity, got {length}")
-    out = torch.empty_like(q) if like_q else empty_out(spec, q)
-    lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     try:
+        out = torch.empty_like(q) if like_q else empty_out(spec, q)
+        lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
         call.decode(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
             offset, length,
@@ -71,6 +72,9 @@ def forward_stored(
         raise ValueError(
             f"stored.table: expected page numbers from 0 to {k.shape[0] - 1} for all visible keys"
         ) from None
+    except RuntimeError as error:
+        raise_if_out_of_memory(error)
+        raise
     return out, lse
 
 
