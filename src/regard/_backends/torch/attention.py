@@ -9,7 +9,7 @@ the other backends, but gives only the guarantees of PyTorch's kernels:
 | NaN or Inf in a masked key or value     | may reach the output                      | may reach the output |
 | dropout pattern                         | PyTorch's; repeats with the seed          | no dropout           |
 | memory                                  | n x n for a mask or bias, or if not fused | n x n on a CPU       |
-| gradients                               | yes                                       | on a GPU             |
+| gradients                               | yes                                       | only on a GPU        |
 | bitwise equal for any number of threads | not guaranteed                            | not guaranteed       |
 
 SDPA draws dropout from PyTorch's generator. The generator is seeded for the call and restored
