@@ -175,8 +175,7 @@ Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt 
 
 Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost) {
   // A decode step processes all its query rows together.
-  const int panel =
-      decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
+  const int panel = decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
   Stopper stopper(interrupt);
   cost = measure(SpanFinder(code, spec, call), spec, panel, Stopper::poll, &stopper);
   return stopper.outcome();
