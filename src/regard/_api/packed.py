@@ -137,7 +137,7 @@ def _plan(
     cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], mask: Mask | None,
     offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
 ) -> PackedPlan:  # fmt: skip
-    """Plans a packed call. Cached, because all layers of a model share a plan.
+    """Returns how to run a packed call. Cached, because all layers of a model share a plan.
 
     `by_distance` says whether the call has a bias that depends on distances.
     """

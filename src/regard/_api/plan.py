@@ -1,4 +1,4 @@
-"""The public function `plan`: predicts backend, FLOPs, traffic and memory of a call."""
+"""The public function `plan`: predicts backend, FLOPs, memory traffic and peak memory of a call."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Documents(Mask):
         q_ids: ids of the queries (..., Lq). If `k_ids` is None, these are the ids (..., Lk) of all
             positions, for queries and keys alike. A query whose position is outside [0, Lk) then
             may attend to no key.
-        k_ids: ids of the keys (..., Lk). If given, ids belong to indices, not to positions.
+        k_ids: ids of the keys (..., Lk). If given, ids are looked up by index, not by position.
     """
 
     q_ids: Tensor

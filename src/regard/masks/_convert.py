@@ -20,7 +20,7 @@ from ._mask import And, Mask, Not, Or
 
 
 class Arguments(NamedTuple):
-    """Converted arguments: use as `regard.attention(q, k, v, **arguments._asdict())`."""
+    """Arguments of `attention`, to be passed as `attention(q, k, v, **arguments._asdict())`."""
 
     mask: Mask | None = None
     bias: Tensor | None = None

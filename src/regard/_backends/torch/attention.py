@@ -99,7 +99,7 @@ def _sdpa(problem: Problem) -> Tensor:
 
 
 def needs_dense_mask(problem: Problem) -> bool:
-    """Returns whether SDPA needs an n x n tensor: for a bias and for most masks."""
+    """Returns whether SDPA needs an n x n mask tensor, as for a bias and for most masks."""
     return problem.spec.bias != "none" or _simple_mask(problem) is None
 
 

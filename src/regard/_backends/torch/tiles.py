@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
     @property
     def slices(self) -> tuple[Slices, ...]:
-        """The slices of the tile in each field of Inputs."""
+        """For each field of `Inputs`, the slices that select the tile's part of the tensor."""
         keys, heads = (self.samples, self.kv, self.keys), (self.heads,)
         return self.queries, keys, keys, (*self.queries, self.keys), heads, heads
 
@@ -65,7 +65,7 @@ class Tile(NamedTuple):
 
 
 class TileData(NamedTuple):
-    """The tensors of one tile."""
+    """One tile of a call: its inputs, their tangents, and tensors with an entry for each pair."""
 
     spec: Spec
     tile: Tile
@@ -82,7 +82,7 @@ class TileData(NamedTuple):
 def tiles(
     problem: Problem, tangents: InputList, dout: Tensor | None, dlse: Tensor | None
 ) -> Iterator[TileData]:
-    """Yields the tiles of a call. A tangent, dout or dlse of None is zero."""
+    """Yields the tiles of a call. If a tangent, dout or dlse is None, it counts as zeros."""
     call = _prepare(problem, tangents, dout, dlse)
     for tile in _tile_ranges(problem.spec):
         yield _tile_data(call, tile)
@@ -98,14 +98,17 @@ def inputs(problem: Problem) -> InputList:
 
 
 def spread(by_head: Tensor, distance: Tensor) -> Tensor:
-    """Returns the bias (1 or b, h, R, K) that by_head gives at `distance` (1 or b, 1, R, K)."""
+    """Returns the bias (1 or b, h, R, K) of pairs at `distance` (1 or b, 1, R, K).
+
+    by_head holds ALiBi slopes (h,) or a relative bias (h, 2 * far + 1).
+    """
     if by_head.ndim == 1:
         return -by_head[:, None, None] * distance.abs()
     return by_head[:, _column(by_head, distance)[:, 0]].movedim(0, 1)
 
 
 def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
-    """Sums pairs (b, h, R, K) into the shape of by_head: the transpose of `spread`."""
+    """Returns the gradient of by_head from `pairs` (b, h, R, K), the gradient of `spread`."""
     if by_head.ndim == 1:
         return -(pairs * distance.abs()).sum((0, 2, 3))
     columns = _column(by_head, distance).expand_as(pairs)
