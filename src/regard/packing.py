@@ -60,7 +60,7 @@ def positions(cu_seqlens: Integers) -> Tensor:
 
 
 def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens as a tensor, and the index of each token's sequence, (total,)."""
+    """Checks cu_seqlens. Returns it as a tensor, and each token's sequence index, (total,)."""
     tensor = tensor_of("cu_seqlens", cu_seqlens)
     return tensor, from_cu_seqlens(tensor).q_ids
 

@@ -122,7 +122,7 @@ class _Exact:
         return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
-        """Returns the logarithms of the weights of n keys, (B, H, Lq, n), -inf for masked keys."""
+        """Returns the logarithms of the weights of the n `keys`, (B, H, Lq, n), -inf if masked."""
         q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
         s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
         positions = self._range(keys.start, keys.stop)
@@ -150,7 +150,7 @@ class _WeightSums:
         self.best_key = torch.zeros_like(self.best, dtype=torch.int64)
 
     def add(self, first: int, weights: Tensor) -> None:
-        """Adds the approximate weights (B, H, Lq, Dv) of Dv keys, beginning with key `first`."""
+        """Updates the sums with approximate weights (B, H, Lq, Dv) of Dv keys from `first` on."""
         n = min(weights.shape[3], self.exact.k.shape[2] - first)
         keys, w = slice(first, first + n), weights[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)

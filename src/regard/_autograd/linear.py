@@ -20,7 +20,7 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
 def run(call: LinearCall, name: str) -> LinearResult:
-    """Runs a call with backend `name`.
+    """Runs a call of linear attention with backend `name`.
 
     Only the native backend needs an autograd Function: the others consist of differentiable
     operations.
@@ -34,7 +34,7 @@ def run(call: LinearCall, name: str) -> LinearResult:
 class RegardLinearAttention(Function):
     """The autograd Function of the native backend: maps a LinearCall to (out, S, z or None).
 
-    Arguments: the seven tensors that start a LinearCall, then the LinearCall itself.
+    Arguments: the first seven fields of a LinearCall, then the LinearCall itself.
     """
 
     @staticmethod

@@ -69,7 +69,7 @@ BACKENDS = tuple(TABLE["attention"])
 
 
 def choose(problem: Problem, impl: str = "auto") -> str:
-    """Returns the name of the backend that runs attention. Caches the choice in the Spec."""
+    """Returns the name of the backend that runs the problem. Caches the choice in the Spec."""
     memo = problem.spec.choices[problem.needs_grad]
     name = memo.get(impl) if type(impl) is str else None
     if name is None:

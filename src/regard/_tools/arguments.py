@@ -148,7 +148,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 def readable(tensor: Tensor) -> bool:
     """Returns whether a tensor's values can be read.
 
-    Fake and meta tensors have no values. While PyTorch compiles or transforms, none can be read.
+    Fake and meta tensors have no values. While PyTorch compiles or transforms, nothing can be read.
     """
     return (
         type(tensor) in (Tensor, Parameter)

@@ -1,4 +1,4 @@
-"""Listeners that are notified of every call of `attention`, such as `see.capture`."""
+"""Listeners, such as `see.capture`, that are notified of every call of `attention`."""
 
 from __future__ import annotations
 

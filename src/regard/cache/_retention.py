@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 class KeepAll:
-    """Keeps every token. Without a capacity, the storage grows by doubling."""
+    """A policy that keeps every token. Without a capacity, the storage grows by doubling."""
 
     visible: Mask | None = None  # the mask for the query of the last token; None: no mask
     counts: tuple[str, ...] = ("lengths",)  # names of the integer tensors (B,) in a state_dict
@@ -86,7 +86,7 @@ class KeepAll:
 
 
 class KeepWindow:
-    """Keeps the last `window` tokens and the first `sinks` tokens.
+    """A policy that keeps the last `window` tokens and the first `sinks` tokens.
 
     The storage holds the sinks, then the last tokens in order, then spare slots. When the spare
     slots are used up, the sinks and the last window + rollback tokens move to new storage. The

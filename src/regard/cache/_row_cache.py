@@ -170,7 +170,7 @@ class RowCache:
     # Saving
 
     def state_dict(self) -> State:
-        """Returns the stored tensors, zero-padded, and the lengths (B,) as a dict of tensors."""
+        """Returns a dict of the stored tensors, zero in unused slots, and the token counts (B,)."""
         content = self._content
         counts = {name: as_tensor(getattr(content, name), self.B, self.device) for name in self._keeps.counts}
         return content.storage.state(content.held) | counts

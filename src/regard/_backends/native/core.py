@@ -40,7 +40,7 @@ _pool = _start() if _core is not None else False
 
 
 def reason_unavailable() -> str | None:
-    """Returns why the core is not available, or None."""
+    """Returns why the core is not available, or None if it is."""
     return _missing
 
 

@@ -176,8 +176,9 @@ def _sink(spec: Spec, sink: Tensor | None, default: float) -> Tensor:
 def _tile_ranges(spec: Spec) -> Iterator[Tile]:
     """Yields tiles of up to PAIRS pairs.
 
-    A tile takes as many query rows as fit, then query heads of one key head, then key heads, then
-    samples.
+    A tile has all keys, and as many query rows of one head as fit. If all rows fit, the tile has
+    several query heads of one key head. If all of them fit, it has several key heads, and if all
+    key heads fit, several samples.
     """
     group = spec.Hq // max(spec.Hkv, 1)
     pairs, cuts = max(spec.Lk, 1), []
@@ -222,7 +223,7 @@ def _cut_inputs(whole: Inputs, tile: Tile, bias: Tensor | None) -> Inputs:
 
 
 def _pair_bias(whole: Inputs, tile: Tile, distance: Tensor | None) -> Tensor | None:
-    """Returns the bias of a tile, (1 or b, 1 or h, 1 or R, 1 or K), or None."""
+    """Returns the bias of a tile, (1 or b, 1 or h, 1 or R, 1 or K), or None if there is none."""
     if whole.bias is not None:
         return cut(whole.bias, *tile.slices[3]).to(whole.q.dtype)
     if whole.by_head is not None and distance is not None:
@@ -261,7 +262,7 @@ def _key_range(visible: Tensor) -> slice:
 
 
 def _first_position(problem: Problem, tile: Tile) -> int | Tensor:
-    """Returns the position of the tile's first query: an int, or (b,)."""
+    """Returns the position of the tile's first query: an int, or (b,) if samples differ."""
     if problem.offset is not None:
         return cut(problem.offset, tile.samples).add(tile.rows.start)
     return int(problem.spec.offset or 0) + int(tile.rows.start)
