@@ -148,7 +148,7 @@ def _token_dim(x: Tensor, dim: int, least: int) -> int:
 
 
 def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None) -> tuple[int, int]:
-    """Returns N and L of the padded batch."""
+    """Returns (N, L), the number of sequences and the length of the padded batch."""
     if keep is not None:
         if length is not None:
             raise TypeError(f"length: expected None with keep, got {length}")

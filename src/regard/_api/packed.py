@@ -202,7 +202,8 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 def _kinds(mask: Any) -> frozenset[MaskKind]:
     """Returns what a mask depends on.
 
-    Raises TypeError for indices of one call: then the mask cannot apply to every sequence.
+    Raises TypeError if the mask depends on the indices of one call, because it then cannot apply to
+    every sequence.
     """
     if mask is None:
         return frozenset()

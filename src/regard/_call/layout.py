@@ -138,7 +138,7 @@ def copied(spec: Spec, name: str, x: Any) -> Any:
 
 
 def canonical(problem: Problem) -> Problem:
-    """Returns the problem in canonical form, by differentiable views.
+    """Converts a problem to canonical form by differentiable views.
 
     The field `mask` becomes None, because the Spec contains the mask program.
     """

@@ -178,7 +178,7 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def first_position(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor | int:
-    """Returns the position of query 0: an int, or (*batch, 1) if each sample has its own."""
+    """Returns the position of query 0: an int, or (*batch, 1) if offsets differ by sample."""
     if offset is None:
         return Lk - Lq
     if isinstance(offset, Tensor):

@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """How many tokens one call appends to each sample: L, of which the first `new` are real."""
+    """The tokens that a call passes for each sample: `new` real ones, then padding up to L."""
 
     L: int
     new: Count  # L if all tokens are real, else a tuple with the number for each sample

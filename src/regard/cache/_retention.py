@@ -205,9 +205,10 @@ Retention = KeepAll | KeepWindow
 
 
 def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Returns tuples (samples, held, remaining) of samples that can be copied by one slice.
+    """Groups the samples that can be copied at once: returns tuples (samples, held, remaining).
 
-    This is one tuple for all samples if they hold and keep equally many tokens, else one for each.
+    If all samples hold and keep equally many tokens, there is one tuple. Otherwise there is one for
+    each sample.
     """
     if isinstance(held, int) and isinstance(remaining, int):
         return [(slice(None), held, remaining)]

@@ -236,7 +236,7 @@ def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
 
 
 def _ascending(tokens: Tensor) -> Tensor:
-    """Sorts positions (..., n), replaces duplicates by padding, and trims columns of padding."""
+    """Sorts positions (..., n), replaces duplicates by padding, and drops columns of padding."""
     tokens = tokens.sort(-1).values
     repeats = torch.nn.functional.pad(tokens[..., 1:] == tokens[..., :-1], (1, 0))[..., : tokens.shape[-1]]
     tokens = tokens.masked_fill(repeats, -1).sort(-1).values

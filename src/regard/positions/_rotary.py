@@ -107,7 +107,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor
 
 
 def _rotate_traced(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Rotates with functional operations, for compilers, transforms and forward mode."""
+    """Rotates without writing into existing tensors, for compilers, transforms and forward mode."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     pairs = a * cos - b * sin, b * cos + a * sin

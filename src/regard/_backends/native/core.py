@@ -78,7 +78,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def info() -> dict[str, Any]:
-    """Returns instruction sets, threads and compiler of the core, or why it is missing."""
+    """Returns instruction sets, threads and compiler of the core, or why the core is missing."""
     if _core is None:
         return {"isa": None, "missing": _missing}
     return {

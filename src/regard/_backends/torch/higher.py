@@ -133,9 +133,10 @@ def _gradients(data: TileData, lin: _Linearised) -> InputList:
 
 
 def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the probabilities of keys and sink, and the rows with NaN as a mask, None if none.
+    """Returns the probabilities of the keys and of the sink, and which rows contain NaN.
 
-    In fully masked rows and rows with NaN, all probabilities are zero.
+    The third result is a bool tensor, or None if no row contains NaN. In fully masked rows and rows
+    with NaN, all probabilities are zero.
     """
     top = sink.expand(*s.shape[:-1], 1)
     if s.shape[-1]:
