@@ -1,5 +1,5 @@
-"""Claim: for attention over (L, B, H, D), it suffices to transpose axes 0 and 1. `python
-docs/claims/sequence_first.py`
+"""Claim: for attention over (L, B, H, D), it suffices to transpose axes 0 and 1.
+`python docs/claims/sequence_first.py`
 
 The result has the shape (B, L, H, D). Its last two axes are heads and channels, so `q @ k^T`
 compares the heads of one token with each other. No token influences any other token, but the shapes
