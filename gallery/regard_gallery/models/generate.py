@@ -196,7 +196,7 @@ def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 @dataclass
 class Conversation:
-    """A conversation of a user and a model. Prompts are made with the model's chat template."""
+    """A conversation of a user with a model. The model's chat template turns it into a prompt."""
 
     session: Session
     messages: list[dict[str, str]] = field(default_factory=list)
