@@ -34,7 +34,7 @@ def sizes(layers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def large() -> dict[str, Any]:
-    """Returns one layer per kind of attention, with DeepSeek-V2's sizes and without memory (meta)."""
+    """Returns a layer per kind of attention, with DeepSeek-V2's sizes, on the meta device."""
     options: dict[str, Any] = {"bias": False, "device": "meta"}
     groups = {"MHA": 128, "GQA-4": 4, "MQA": 1}
     latent = LatentAttention(5120, 128, rank=512, nope_dim=128, rope_dim=64, q_rank=1536, **options)

@@ -39,7 +39,7 @@ def split(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def halves_apart(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Returns the largest difference of one call for all queries from two calls for half of them."""
+    """Returns how much two calls, each for half of the queries, differ from one call for all."""
     parts = [regard.attention(half, k, v) for half in q.chunk(2, 1)]
     return float((torch.cat(parts, 1) - regard.attention(q, k, v)).abs().max())
 

@@ -59,7 +59,7 @@ def influence(make: Make, n: int) -> Tensor:
 def multiplications(n: int, d: int) -> dict[str, int]:
     """Counts the multiplications of one layer of each kind, for n tokens of width d.
 
-    Those of attention include its four projections.
+    The number for attention includes its four projections.
     """
     return {
         "recurrence": 2 * n * d * d,

@@ -41,10 +41,10 @@ def section(name: str, run: dict[str, Any]) -> str:
     """Returns the generated text of an application in the gallery."""
     whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
     seeds = len(run["whole"])
-    reached = "All" if run["alone"] == seeds else f"{run['alone']} of"
+    share = "each" if run["alone"] == seeds else run["alone"]
     return (
         f"{rows(run)}\n\n"
-        f"{reached} {seeds} seeds reach the goals.\n"
+        f"With {share} of the {seeds} seeds, the model reaches the goals.\n"
         f"The fastest run took {whole:.0f} s with {threads(count)}, including {trained:.0f} s of training.\n"
         f"A training step takes {1000 * run['step']:.0f} ms with Regard's attention and "
         f"{threads(run['step threads'])},\n"

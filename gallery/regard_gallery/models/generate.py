@@ -93,7 +93,7 @@ class Report:
 class Session:
     """A model and a cache that is kept between prompts.
 
-    The prefix that a new prompt shares with the cached tokens is not computed again.
+    If a new prompt begins with cached tokens, these tokens are not computed again.
     """
 
     def __init__(self, language: LanguageModel, new_cache: Callable[[], Any]) -> None:

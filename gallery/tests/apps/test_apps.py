@@ -467,7 +467,7 @@ def test_the_gallery_page_is_written_from_runs(
     assert "old" not in text
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
-    assert "All 3 seeds reach the goals." in text
+    assert "With each of the 3 seeds, the model reaches the goals." in text
     lines = text.splitlines()
     assert lines[1] == "| [toy](#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
     assert lines[2] == "| [other](x) | 2 |"

@@ -171,7 +171,7 @@ def _bytes(texts: list[str]) -> Any:
 
 
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Averages `values`, numbered from 1, over the ranges 1, 2 to 3, 4 to 7, and so on.
+    """Averages the values of index i - 1 for i in the ranges 1, 2 to 3, 4 to 7, and so on.
 
     Returns, for each range, its geometric middle and the mean of its values. Values after the last
     complete range are dropped.

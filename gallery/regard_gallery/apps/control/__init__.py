@@ -54,8 +54,8 @@ def play(
 ) -> Played:
     """Plays `episodes` episodes in parallel, each of at most `limit` steps.
 
-    Samples actions with `generator`, or takes the most probable actions if it is None. `seed`
-    determines the start states.
+    Samples actions with `generator`, or takes the most probable actions if `generator` is None.
+    `seed` determines the start states.
     """
     import gymnasium
 

@@ -58,7 +58,7 @@ class Emoji(NamedTuple):
 
 
 def emoji() -> tuple[Path, list[Emoji]]:
-    """Returns the folder of the images, and the list of all emoji in the package's JSON file."""
+    """Returns the folder of the images, and the list of all emoji that have an image."""
     folder = first_of(PLACES, "emoji", "make data (or npm install emoji-datasource-google)")
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     known = []
@@ -125,7 +125,7 @@ class App(Application):
     def embed(self, texts: list[str]) -> Tensor:
         """Returns MiniLM's embeddings of the texts, (len(texts), SENTENCE).
 
-        An embedding is the mean of the states of a text's tokens, scaled to length 1.
+        An embedding is the mean of the last hidden states of a text's tokens, scaled to length 1.
         """
         sums = []
         for begin in range(0, len(texts), BATCH):

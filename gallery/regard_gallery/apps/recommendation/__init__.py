@@ -73,7 +73,7 @@ class App(Application):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Returns the cross-entropy of the next film.
 
-        Films that the user has rated before are excluded, as in the test.
+        Films that the user has rated before are no candidates, as in the test.
         """
         seen, following = batch[:, :-1], batch[:, 1:]
         real = seen != PADDING
