@@ -32,7 +32,7 @@ class PerformerAttention(Projected):
         d_model: width of the input and of the output.
         heads: number of heads H.
         features: number m of random features. Default: D * log(D), rounded down, as in the proof
-            of the paper.
+            of the Performer paper.
         kernel: "softmax", or, for generalised attention, a function that maps the products w.x
             with the random vectors w to features. Example: `torch.relu`.
         causal: if True, a token attends to itself and to earlier tokens.
@@ -236,7 +236,7 @@ def _largest(exponents: Tensor) -> Tensor:
 
 
 def _chunk_lengths(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """Returns how many of the L tokens from token `first` on are real in each sample: (B,)."""
+    """Returns (B,): how many of the tokens first, ..., first + L - 1 are not padding."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 
