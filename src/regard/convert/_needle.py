@@ -38,9 +38,9 @@ def needles(
 ) -> tuple[Needle, ...]:
     """Runs the needle test in two haystacks, of L and 4 L tokens from x (B, L, d_model).
 
-    A head's needle is the token with the largest score for the last query, among all tokens with
-    the root mean square norm of the haystack's tokens. The longer haystack reveals errors of rotary
-    embeddings. Head i of `after` replaces head order[i] of `before`.
+    A head's needle is the vector with the largest score for the last query, among all vectors whose
+    norm is the root mean square norm of the haystack's tokens. The longer haystack reveals errors
+    of rotary embeddings. Head i of `after` replaces head order[i] of `before`.
     """
     return tuple(_test(before, after, order, _haystack(x, n)) for n in (x.shape[1], LONGER * x.shape[1]))
 
