@@ -19,7 +19,7 @@ Model = str | Path | tuple[Any, Any] | None
 def reader(model: Model = None) -> Callable[[str], Trace]:
     """Returns a function that runs a model on a text and returns the trace.
 
-    `model` is the argument of `explore.text`.
+    `model` has the same meaning as in `explore.text`.
     """
     network, tokenizer, name = _load(model)
     if network.config.is_encoder_decoder:

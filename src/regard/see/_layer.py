@@ -20,7 +20,7 @@ MOST_WEIGHTS = 2**26  # `Head.weights` raises if a layer has more weights, over 
 
 
 def on_cpu(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the results of facts, with their tensors moved to the CPU."""
+    """Returns the results of `evidence`, with their tensors moved to the CPU."""
     return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in results)
 
 
