@@ -133,7 +133,7 @@ def square(name: str, title: str, L: int, D: int = 64, **fields: Any) -> Case:
 
 
 def needs(ratio: float) -> dict[str, float]:
-    """Returns a target speedup over SDPA."""
+    """Returns the field `asked` of a case: the speedup over SDPA that Regard should reach."""
     return {"sdpa": ratio}
 
 

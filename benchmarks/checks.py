@@ -31,7 +31,10 @@ def verify(case: Case, inputs: Inputs, result: Any, who: str) -> None:
 
 
 def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
-    """Returns the largest error of some rows against float64. Raises WrongResult if it is too large."""
+    """Compares sampled rows of `out` with a float64 result and returns the largest error.
+
+    Raises WrongResult if the error is too large or if any row is not finite.
+    """
     errors = [row_error(out[..., rows, :], expected) for rows, expected in exact_rows(case)]
     error = float(torch.tensor(errors).max())  # propagates NaN, unlike Python's max
     if not error < TOLERANCE[case.dtype]:
@@ -63,7 +66,7 @@ def exact_gradients(case: Case) -> tuple[Tensor, ...]:
 
 
 def outgoing(case: Case) -> Tensor:
-    """Returns the gradient (B, Hq, Lq, Dv) of the output."""
+    """Returns random numbers (B, Hq, Lq, Dv) that serve as the gradient of the output."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(case.B, case.Hq, case.Lq, case.Dv, generator=generator).to(case.dtype)
 
@@ -81,7 +84,7 @@ def sample_rows(case: Case) -> list[slice]:
 
 @functools.lru_cache(maxsize=1)
 def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
-    """Computes the sampled rows in float64. The results are cached for all sides of a case."""
+    """Computes the sampled rows in float64. Cached, because every implementation needs them."""
     inputs = case.inputs()
     return [(rows, exact(case, inputs, rows)) for rows in sample_rows(case)]
 
@@ -105,7 +108,10 @@ def row_error(out: Tensor, exact: Tensor) -> float:
 
 
 def useful_flops(case: Case, inputs: Inputs) -> int:
-    """Returns the FLOPs that the mask requires: two products forward, five backward."""
+    """Returns the FLOPs for the query-key pairs that the mask allows.
+
+    There are two matrix products in forward and five in backward.
+    """
     q, k, v, options = inputs
     forward = regard.plan(q, k, v, mask=case.make_mask(), **options).flops
     backward = forward * (3 * case.D + 2 * case.Dv) // (case.D + case.Dv)

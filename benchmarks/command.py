@@ -9,7 +9,10 @@ from measure import Load, cpu_name
 
 
 def parser(about: str | None, seconds: float | None = None, each: str = "row") -> argparse.ArgumentParser:
-    """Returns a parser with `--threads` and, if `seconds` has a value, `--seconds` per `each`."""
+    """Returns a parser with the option `--threads` and, unless `seconds` is None, `--seconds`.
+
+    `seconds` is the default of `--seconds`, and `each` names what is timed that long, for its help.
+    """
     new = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     new.add_argument("--threads", type=int, default=2)
     if seconds is not None:

@@ -84,7 +84,7 @@ def random_case(chance: random.Random) -> Case:
 
 
 def length(chance: random.Random) -> int:
-    """Returns a log-uniform length from 1 to 8192, with probability 1/2 a power of two."""
+    """Draws a log-uniform length from 1 to 8192. Half of all lengths are powers of two."""
     exponent = chance.uniform(0, 13)
     return 2 ** round(exponent) if chance.random() < 0.5 else int(2**exponent)
 

@@ -114,7 +114,7 @@ def filled(ours: LatentAttention, n: int) -> LatentCache:
 
 
 def cache_bytes(cache: LatentCache) -> float:
-    """Returns the bytes per token."""
+    """Returns the cache's allocated bytes per token of capacity."""
     return cache.nbytes / (2 * len(cache) + 512)
 
 

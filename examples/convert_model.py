@@ -219,14 +219,17 @@ def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor
 
 
 def rows(source: Source, names: list[str], count: int, length: int) -> Tensor:
-    """Returns token ids (count, length). Rows have different topics as long as topics last."""
+    """Returns token ids (count, length). Each row is text of one topic of `names`.
+
+    Topics with fewer than `length` tokens are left out. Topics repeat if there are too few.
+    """
     cut = (source.tokenize(topics[name])[:length] for name in names * 4)
     full = [ids for ids in cut if len(ids) == length]
     return torch.tensor(full[:count])
 
 
 def ways(before: Attention, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
-    """Yields the names and functions of all conversions."""
+    """Yields a pair for each conversion: its name and a function that converts one layer."""
     for n in options.kv_heads or [n for n in (6, 3, 1) if n < before.kv_heads]:
         for method in ("mean", "aligned"):
             yield f"{n} of {before.kv_heads} key heads, {method}", grouped(n, method)

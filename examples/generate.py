@@ -112,7 +112,10 @@ def with_caches(model: Decoder, prompt: Tensor, count: int, make: Callable[..., 
 
 @torch.no_grad()
 def compare(model: Decoder, prompt: Tensor, count: int) -> tuple[Table, bool]:
-    """Returns a table of all caches, and whether the exact caches generate the text of full attention."""
+    """Returns a table of all caches, and whether every exact cache generates the right text.
+
+    The right text is the one that attention without a cache generates.
+    """
     full = {mask: without_cache(model, prompt, count, mask) for mask in (FULL, STREAMING)}
     table = Table("cache", "tokens/s", "KiB", "text of full attention")
     total, right = prompt.shape[0] * count, True

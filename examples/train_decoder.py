@@ -1,4 +1,6 @@
-"""Trains a small decoder twice, with Regard and with plain PyTorch, from the same seed on the same batches.
+"""Trains a small decoder twice, with Regard's attention and with the formula in PyTorch operations.
+
+Both runs have the same initial weights and the same batches.
 
 The loss curves must agree: the script exits with 1 if they differ by more than LIMIT at any step.
 """
@@ -89,7 +91,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, atte
 
 
 def train(ways: list[str], steps: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns losses and seconds, both (ways, steps). The ways take turns, so load affects all alike."""
+    """Trains one copy of the model with each attention function in `WAYS` that `ways` names.
+
+    Returns losses and seconds, both (len(ways), steps). The functions alternate at every step, so
+    other processes slow all of them down alike.
+    """
     torch.manual_seed(0)
     first = Decoder(length)
     models = [copy.deepcopy(first) for _ in ways]

@@ -78,7 +78,7 @@ def put(page: Path, pattern: str, content: str) -> None:
 
 
 def full_run(path: Path) -> dict[str, Any]:
-    """Reads the results of a full run. Exits if it missed its goals or was slower than PyTorch."""
+    """Reads the results of a full run. Exits if it missed a goal or was slower than PyTorch."""
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")

@@ -1,4 +1,4 @@
-"""Draws the picture of facts for `pictures.py`."""
+"""Draws the picture of docs/evidence.md for `pictures.py`: the facts of one head."""
 
 from __future__ import annotations
 
