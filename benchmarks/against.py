@@ -76,7 +76,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The quartiles of (this tree's time / the other's) over all pairs, which show the noise."""
+        """The quartiles of this tree's time divided by the other's, over all pairs of times."""
         first, median, third = statistics.quantiles([this / other for this, other in self.pairs])
         return first, median, third
 
@@ -93,7 +93,7 @@ class Row:
 
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
-    """Times both sides in the order ABBA, so that slow changes of clock rate and load affect both."""
+    """Times both in the order ABBA, so that slow changes of clock rate and load affect both."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:

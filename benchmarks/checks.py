@@ -45,7 +45,10 @@ def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
 
 
 def check_gradients(case: Case, inputs: Inputs, grads: tuple[Tensor, ...], who: str) -> None:
-    """Compares gradients with those of the float64 kernels, which the tests compare with the reference."""
+    """Compares gradients with those of Regard's float64 kernels. Raises WrongResult if they differ.
+
+    The tests of Regard compare these kernels with the reference.
+    """
     for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), grads, exact_gradients(case), strict=False):
         error = float((grad.double() - exact).norm() / exact.norm())
         if not error < TOLERANCE[case.dtype]:
@@ -90,7 +93,7 @@ def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
 
 
 def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
-    """Returns the float64 result of some rows, whose positions are set by `offset`."""
+    """Returns the float64 result for the queries `rows`, at their positions in the whole call."""
     q, k, v, options = inputs
     bias = options.get("bias")
     if isinstance(bias, Tensor):
@@ -102,7 +105,10 @@ def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """Returns the largest error of a row divided by the mean norm of a row; NaN if `out` has a NaN."""
+    """Returns the largest norm of a row of `out - exact`, divided by the mean norm of exact rows.
+
+    Returns NaN if `out` has a NaN.
+    """
     error = (out.double() - exact).norm(dim=-1)
     return float(error.max() / exact.norm(dim=-1).mean())
 

@@ -154,7 +154,7 @@ def prompt_row(model: Any, name: str, inputs: dict[str, Any], target: float, sec
 
 
 def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
-    """Returns the peak memory of each call in MiB, or an empty string if the system does not report it."""
+    """Returns the peak memory of each call in MiB, or "" if the system does not report it."""
     extras = [peak(call) for call in calls.values()]
     return ["" if extra is None else f"{extra / 2**20:.0f}" for extra in extras]
 
@@ -218,7 +218,7 @@ def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
 
 
 def without_memory(layers: int) -> Any:
-    """Returns a cache that counts tokens and stores none, so queries attend only to the last token."""
+    """Returns a cache that counts tokens but stores none. So queries attend only to new tokens."""
     from transformers import cache_utils
 
     class Layer(cache_utils.DynamicLayer):

@@ -58,7 +58,10 @@ def slower_cases(options: argparse.Namespace, console: Console) -> Iterator[tupl
 
 
 def random_cases(chance: random.Random, count: int) -> Iterator[Case]:
-    """Yields `count` cases that SDPA's fused kernel supports and whose work is at most MOST_WORK."""
+    """Yields `count` cases that SDPA's fused kernel supports.
+
+    Each case has at most MOST_WORK multiplications.
+    """
     while count:
         case = random_case(chance)
         work = case.B * case.Hq * case.Lq * case.Lk * 2 * case.D

@@ -119,7 +119,7 @@ def cache_bytes(cache: LatentCache) -> float:
 
 
 def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> Tensor:
-    """Runs the module on new tokens and removes them from the cache, so that all steps are alike."""
+    """Runs the module on new tokens x and removes them from the cache, so that steps are alike."""
     out: Tensor = ours(x, cache=cache, absorb=absorb)
     cache.crop(-x.shape[1])
     return out

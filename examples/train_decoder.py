@@ -29,7 +29,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes causal attention with the full weight matrix: q, k, v (B, H, L, D) -> (B, H, L, D)."""
+    """Computes causal attention with the full weight matrix. All shapes are (B, H, L, D)."""
     L, D = q.shape[-2:]
     later = torch.ones(L, L, dtype=torch.bool).triu(1)  # keys after the query
     return (q @ k.mT * D**-0.5).masked_fill(later, -torch.inf).softmax(-1) @ v
@@ -82,7 +82,7 @@ def batches(steps: int, length: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, attend: Attention) -> float:
-    """Runs one optimizer step on batch (B, L + 1) and returns the loss before it, in nats per byte."""
+    """Runs an optimizer step on `batch` (B, L + 1). Returns the loss before it in nats per byte."""
     loss = F.cross_entropy(model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()

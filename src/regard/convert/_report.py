@@ -291,7 +291,7 @@ class HeadOutputs(NamedTuple):
     out: Tensor  # (L, d_model)
 
     def scores(self, allowed: Tensor) -> Tensor:
-        """Returns scores (H, L, L), shifted so that the allowed keys of each row have mean 0.
+        """Returns scores (H, L, L). In each row, the scores of the allowed keys have mean 0.
 
         Scores of other keys are 0.
         """

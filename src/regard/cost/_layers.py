@@ -118,7 +118,7 @@ class LayerSpec(PartSpec):
         raise NotImplementedError
 
     def check(self, work: Work) -> None:
-        """Raises ValueError if the layer does not support the cached tokens or the mask of `work`."""
+        """Raises ValueError if the layer does not support the past tokens or the mask of `work`."""
         for name in self.refused:
             if (value := getattr(work, name)) not in (None, 0):
                 raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(value)}")

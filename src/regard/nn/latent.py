@@ -226,7 +226,10 @@ class LatentAttention(AttentionLayer):
         return torch.cat(q, -1), torch.cat((nope, shared), -1), v
 
     def _absorbed(self, q: Queries) -> Tensor:
-        """Multiplies the unrotated channels of q by W_uk. Returns (..., H, L, rank + rope_dim)."""
+        """Multiplies the unrotated channels of q by W_uk and appends the rotated channels.
+
+        Returns (..., H, L, rank + rope_dim).
+        """
         return torch.cat((q.nope @ self._up_matrices()[0], q.rope), -1)
 
     def _values(self, attended: Tensor) -> Tensor:
