@@ -26,7 +26,7 @@ class WrongResult(Exception):
 
 
 def verify(case: Case, inputs: Inputs, result: Any, who: str) -> None:
-    """Checks the result of a timed call: the output, or the gradients if the case has backward."""
+    """Checks the result of a timed call: the output, or the gradients if backward is timed."""
     (check if case.work == "forward" else check_gradients)(case, inputs, result, who)
 
 

@@ -111,9 +111,9 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[Row]:
 
 
 def ready(case: Case, inputs: Inputs, sides: list[str]) -> tuple[Calls, dict[str, str]]:
-    """Runs the call of each side once.
+    """Runs the call of each side (Regard and its peers) once.
 
-    Returns the calls with correct results, and the error messages of the other sides.
+    Returns the calls with correct results, and the error messages of the other calls.
     """
     calls = {side: prepare(side, case, inputs) for side in sides}
     faults = {side: fault_of(case, inputs, side, call) for side, call in calls.items()}
@@ -155,7 +155,7 @@ def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress
 
 
 def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
-    """Yields the results of scaling.py: growth with the length, time of masks, 100,000 tokens."""
+    """Yields the results of scaling.py: time by length, time to find mask spans, one long call."""
     if options.shrink:
         yield scaling.linearity(options.seconds, short=options.shrink, times=2)
         return

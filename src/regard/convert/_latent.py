@@ -131,7 +131,7 @@ def _checked_rope(module: Attention, rope_dims: int | None) -> int:
 
 
 def _full_rank(module: Attention, rope_dims: int) -> int:
-    """Returns a rank at which unrotated keys and values are exact, whatever the weights are."""
+    """Returns a rank at which the conversion of unrotated keys and of values is always exact."""
     rows = module.kv_heads * (module.head_dim + module.value_dim) - rope_dims
     return min(rows, module.d_model + (module.qkv.bias is not None))
 
@@ -159,8 +159,8 @@ def _rotary_split(
 ) -> RotarySplit:
     """Returns a `RotarySplit` whose shared rotary key consists of `rope_dims / 2` components.
 
-    These are the components that need the rotation most. For all other components, the rotation is
-    replaced by its mean.
+    These are the components whose scores would change most without the rotation. For all other
+    components, the rotation is replaced by its mean.
     """
     components, gain = _components_of_pairs(parts, rotary, root), _mean_rotation(module, rotary, L)
     pair, component = _largest(components.energy * (1 - gain.abs().square())[:, None], rope_dims // 2)

@@ -45,7 +45,10 @@ class Flops:
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call of `regard.attention`. Each tensor counts once in numbers of bytes."""
+    """The cost of one call of `regard.attention`.
+
+    Byte counts include each tensor once, even if the kernels read it several times.
+    """
 
     pairs: Flops  # not FLOPs, but the numbers of query-key pairs by the same conventions
     forward: Flops

@@ -28,7 +28,10 @@ class CostRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TotalCost:
-    """The cost of layers or of a model. Each tensor counts once in the numbers of bytes."""
+    """The cost of layers or of a model.
+
+    Byte counts include each tensor once, even if the kernels read it several times.
+    """
 
     parameters: int
     products: dict[str, int]  # name -> forward FLOPs of all matrix products of this name outside attention

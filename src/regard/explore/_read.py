@@ -41,7 +41,7 @@ def reader(model: Model = None) -> Callable[[str], Trace]:
 
 
 def _load(model: Model) -> tuple[Any, Any, str]:
-    """Returns the model, its tokenizer and its name."""
+    """Returns the model, its tokenizer, and the name of the model."""
     expected = "model: expected a pair of a model of Transformers and its tokenizer"
     if isinstance(model, tuple) and len(model) == 2:
         network, tokenizer = model

@@ -54,7 +54,7 @@ def mask_tensor(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
     device: torch.device | str = "cpu", **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Builds a mask (B, 1, Lq, Lk) for Transformers, which calls this function for every model.
+    """Builds a mask (B, 1, Lq, Lk). Transformers calls this for `attn_implementation="regard"`.
 
     Returns a stand-in, a tensor without memory (see `_standin.py`), or a dense bool tensor while
     compiling. Returns None if nothing is masked and the arguments allow skipping the mask.

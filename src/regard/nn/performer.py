@@ -152,8 +152,8 @@ class PerformerAttention(Projected):
     def _key_features(self, k: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the features of keys (B, H, L, m), divided by exp(top), and top.
 
-        For the softmax kernel, top (B, H, 1, 1) is the largest exponent. For other kernels, it is
-        the scalar 0.
+        For the softmax kernel, top (B, H, 1, 1) is the largest exponent of all keys of a head. For
+        other kernels, it is the scalar 0.
         """
         if not isinstance(self.kernel, str):
             phi = self._mapped(k, self.kernel)
