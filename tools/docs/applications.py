@@ -54,7 +54,7 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def overview(name: str, run: dict[str, Any]) -> str:
-    """Returns a row of the overview: the first measure, for the best baseline and for Regard."""
+    """Returns a row of the overview: the first score, of the best baseline and of Regard."""
     measure = run["measures"][0]
     means = {key: mean(one[measure] for one in scores) for key, scores in run["scores"].items()}
     model = means.pop(OWN)
@@ -81,7 +81,7 @@ def put(page: Path, pattern: str, content: str) -> None:
 
 
 def full_run(path: Path) -> dict[str, Any]:
-    """Reads the results of a full run. Exits if it missed its goals or was slower than PyTorch."""
+    """Reads the results of a full run. Exits if it missed a goal or was slower than PyTorch."""
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")
