@@ -94,9 +94,9 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns the measured values that belong to a column of the lecture notes' table NOTES.
+        """Returns the measurements to compare with a column of NOTES, a table from lecture notes.
 
-        The keys are the kinds of attention in the notes. Quality is the negative loss.
+        The keys are the kinds of attention in that table. Quality is measured as the negative loss.
         """
         columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
