@@ -236,8 +236,9 @@ def test_a_slow_reader_gets_the_whole_answer(
         assert len(answer) > 10_000_000
 
 
-def test_garbage_after_an_answer_closes_the_connection(client: Client) -> None:
-    """The fixture checks that nothing is logged."""
+def test_garbage_after_an_answer_closes_the_connection(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_connection(("127.0.0.1", client.server.port), 30) as connection:
         connection.sendall(head_of(client, "GET /api HTTP/1.1", "Transfer-Encoding: chunked"))
         assert b" 200 " in connection.recv(1000)
@@ -245,6 +246,7 @@ def test_garbage_after_an_answer_closes_the_connection(client: Client) -> None:
         while connection.recv(1000):
             pass
     assert client.ask("/api").status == 200
+    assert caplog.messages == []
 
 
 def test_a_browser_in_the_terminal_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
