@@ -348,7 +348,7 @@ class PagedCache:
 
 
 def _saved(table: Tensor, lengths: Sequence[int], page: int) -> list[PagedSequence]:
-    """Returns the N sequences of a saved page table (N, max_pages) with their lengths (N,)."""
+    """Returns the N sequences that a saved table of page indices (N, max_pages) describes."""
     if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.ndim != 2:
         raise ValueError(f"state: expected an int32 table (N, max_pages), got {describe(table)}")
     if len(table) != len(lengths) or min(lengths, default=0) < 0:

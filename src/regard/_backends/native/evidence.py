@@ -24,7 +24,7 @@ class Buffers(NamedTuple):
 
 @memory_errors
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
+    """Computes each fact's parts: the tensors from which `Fact.result` makes the fact's result."""
     results: dict[F.Fact, F.Parts] = {}
     for group in _group_by_call(want):
         allocated = [(facts, allocate(problem, facts)) for allocate, facts in group.items()]
