@@ -327,6 +327,11 @@ def test_keys_are_embedded_only_with_options_of_the_browser(
         (lambda x: explore.tensors(x, "k"), "k: expected a tensor"),
         (lambda x: explore.Explorer(()), "traces: expected at least one"),
         (lambda x: explore.tensors([x, x[:, :3]], [x, x]), "tokens: expected as many as in Layer"),
+        (lambda x: explore.tensors(x[:, :0], x), "layers: expected at least one head, query and key, got La"),
+        (lambda x: explore.tensors(x, x[:, :0]), "layers: expected at least one head, query and key, got La"),
+        (lambda x: explore.tensors(x[:0], x[:0]), "layers: expected at least one head, query and key, got L"),
+        (lambda x: explore.tensors(x / 0, x), "layers: expected weights without NaN, got NaN in Layer"),
+        (lambda x: explore.tensors(x, x * torch.nan), "layers: expected weights without NaN, got NaN in Lay"),
     ],
 )
 def test_wrong_arguments_raise(call: Any, match: str) -> None:

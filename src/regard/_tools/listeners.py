@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 Listener = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
 listeners: list[Listener] = []
+_thread = threading.local()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -20,13 +22,14 @@ def notify(q: Tensor, k: Tensor, **options: Any) -> None:
 
     Calls of `attention` that a listener makes itself notify no listener.
     """
-    notified = listeners[:]
-    listeners.clear()
+    if getattr(_thread, "is_notifying", False):
+        return
+    _thread.is_notifying = True
     try:
-        for listener in notified:
+        for listener in listeners[:]:
             listener(q, k, options)
     finally:
-        listeners[:] = notified
+        _thread.is_notifying = False
 
 
 @contextmanager

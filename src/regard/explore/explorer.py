@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import webbrowser
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ class Explorer:
         print(f"{server.link}\nThe link works once, in one browser. Ctrl-C stops the server.", flush=True)
 
         def started() -> None:
-            if open_browser:
-                webbrowser.open(server.link)
+            if open_browser:  # in a thread, because a text browser such as lynx blocks until it is closed
+                threading.Thread(target=webbrowser.open, args=(server.link,), daemon=True).start()
 
         server.run(started)
 
