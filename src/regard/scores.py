@@ -152,9 +152,12 @@ class RelativeBias:
         return self.bidirectional, self.max_distance
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
     return _computed_buckets(buckets, max_distance)
+
+
+# The effect of torch.compiler.assume_constant_result, which would import the compiler.
+_buckets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

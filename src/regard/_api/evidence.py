@@ -13,7 +13,7 @@ from .._backends.torch.evidence import COLLECTORS
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
-from .._tools.watching import PLAIN, is_watched
+from .._tools.watching import PLAIN, is_watched, uncompiled
 from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
@@ -73,7 +73,7 @@ def evidence(
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _compute(
     q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: Options, impl: str
 ) -> Evidence:

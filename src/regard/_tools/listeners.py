@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from .watching import uncompiled
 
 Listener = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
@@ -16,7 +17,7 @@ listeners: list[Listener] = []
 _thread = threading.local()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def notify(q: Tensor, k: Tensor, **options: Any) -> None:
     """Passes q, k and the options of a call to every listener.
 
