@@ -114,12 +114,12 @@ def filled(ours: LatentAttention, n: int) -> LatentCache:
 
 
 def cache_bytes(cache: LatentCache) -> float:
-    """Returns the bytes per token."""
+    """Returns the cache's allocated bytes per token of capacity."""
     return cache.nbytes / (2 * len(cache) + 512)
 
 
 def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> Tensor:
-    """Runs the module on new tokens and removes them from the cache, so that all steps are alike."""
+    """Runs the module on new tokens x and removes them from the cache, so that steps are alike."""
     out: Tensor = ours(x, cache=cache, absorb=absorb)
     cache.crop(-x.shape[1])
     return out

@@ -70,7 +70,10 @@ class Load:
         self.begin = self._read()
 
     def others(self) -> float | None:
-        """Returns the share of other processes since construction, or None if it is unknown."""
+        """Returns the share of the CPUs that other processes used since this object was created.
+
+        Returns None if the system does not report it.
+        """
         if self.begin is None or (end := self._read()) is None:
             return None
         total, idle, ours = (b - a for a, b in zip(self.begin, end, strict=True))

@@ -67,7 +67,7 @@ def of_long_cache(make: Callable[[], Any], shrink: int | None) -> Timed:
 def of_new_cache(shrink: int | None) -> Timed:
     """Returns decode steps with lengths and strides that the process has not seen before.
 
-    So no check or Spec is cached, as in the first generation of a process.
+    So every call is checked anew, as when a process generates text for the first time.
     """
     capacities = itertools.cycle(range(HELD + STEPS, 4096, 2))
 

@@ -154,7 +154,10 @@ def bigbird_layers(x: Tensor) -> dict[str, Run]:
 
 
 def their_table(theirs: Any, L: int) -> Tensor:
-    """Returns Hugging Face's block table in training. In evaluation, random blocks are all 0."""
+    """Returns the block table that Hugging Face's BigBird uses in training.
+
+    In evaluation, its random blocks are all block 0.
+    """
     np.random.seed(theirs.seed)  # noqa: NPY002
     plan = theirs._get_rand_attn_plan(L, BLOCK, RANDOM)
     drawn = torch.tensor(
@@ -193,7 +196,10 @@ def peak(L: int) -> int | None:
 
 
 def slope(peaks: dict[int, int]) -> float:
-    """Returns the slope of a line through the logarithms; NaN for fewer than two lengths."""
+    """Returns the exponent with which peak memory grows with the length, by a log-log fit.
+
+    Returns NaN for fewer than two lengths.
+    """
     if len(peaks) < 2:
         return math.nan
     x, y = (np.log(np.array(list(part), dtype=float)) for part in (peaks.keys(), peaks.values()))

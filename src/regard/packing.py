@@ -60,7 +60,7 @@ def positions(cu_seqlens: Integers) -> Tensor:
 
 
 def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens as a tensor, and the index of each token's sequence, (total,)."""
+    """Checks cu_seqlens. Returns it as a tensor, and each token's sequence index, (total,)."""
     tensor = tensor_of("cu_seqlens", cu_seqlens)
     return tensor, from_cu_seqlens(tensor).q_ids
 
@@ -148,7 +148,7 @@ def _token_dim(x: Tensor, dim: int, least: int) -> int:
 
 
 def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None) -> tuple[int, int]:
-    """Returns N and L of the padded batch."""
+    """Returns (N, L), the number of sequences and the length of the padded batch."""
     if keep is not None:
         if length is not None:
             raise TypeError(f"length: expected None with keep, got {length}")

@@ -1,4 +1,4 @@
-"""Runs linear attention, and defines the gradients of the native backend."""
+"""Runs linear attention, and defines the gradients that its native backend needs for autograd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
 def run(call: LinearCall, name: str) -> LinearResult:
-    """Runs a call with backend `name`.
+    """Runs a call of linear attention with backend `name`.
 
     Only the native backend needs an autograd Function: the others consist of differentiable
     operations.
@@ -34,7 +34,7 @@ def run(call: LinearCall, name: str) -> LinearResult:
 class RegardLinearAttention(Function):
     """The autograd Function of the native backend: maps a LinearCall to (out, S, z or None).
 
-    Arguments: the seven tensors that start a LinearCall, then the LinearCall itself.
+    Arguments: the first seven fields of a LinearCall, then the LinearCall itself.
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class RegardLinearAttention(Function):
 def _through_torch(
     p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
-    """Computes the gradients with the torch backend, so that they can be differentiated again."""
+    """Computes the gradients of a call with the torch backend, so that they have gradients, too."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
     used = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
     inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]

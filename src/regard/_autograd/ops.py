@@ -1,4 +1,4 @@
-"""The operators in `torch.ops.regard`: the native kernels for compilers, exporters and modes.
+"""The operators in `torch.ops.regard`, through which compilers and modes see the native kernels.
 
 Each operator has a schema, a CPU kernel and a shape function; forward and backward also have a FLOP
 formula. `vmap.py` registers their batching rules, `attention.py` their derivatives. The arguments
@@ -80,7 +80,7 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """Maps a FlatCall to out, LSE, stats and residual. The last two are None unless `saving`."""
+    """Maps a FlatCall to out, LSE, stats and residual. Without `saving` the last two are None."""
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
@@ -288,7 +288,7 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 
 
 def _pairs(call: FlatCall) -> int:
-    """Counts the visible pairs, or all pairs if sizes or mask tensors have no known values."""
+    """Counts the pairs that the mask allows, or all pairs if sizes or mask are not known yet."""
     (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
     known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)
     if not known or not all(type(n) is int for n in (B, Hq, Lq, Lk, call.offset)):

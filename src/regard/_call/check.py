@@ -45,7 +45,7 @@ def check(qkv: QKV, program: Program | None, options: Options) -> tuple[int, ...
 def as_numbers(options: Options) -> Options:
     """Converts the numeric options to Python floats.
 
-    Raises TypeError for a value of another type.
+    Raises TypeError for a value that is not a number.
     """
     scale = None if options.scale is None else number("scale", options.scale)
     softcap = None if options.softcap is None else number("softcap", options.softcap)

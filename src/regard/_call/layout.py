@@ -138,7 +138,7 @@ def copied(spec: Spec, name: str, x: Any) -> Any:
 
 
 def canonical(problem: Problem) -> Problem:
-    """Returns the problem in canonical form, by differentiable views.
+    """Converts a problem to canonical form by differentiable views.
 
     The field `mask` becomes None, because the Spec contains the mask program.
     """
@@ -189,7 +189,7 @@ def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
 
 
 def dense_mask(problem: Problem) -> Tensor | None:
-    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend, or None."""
+    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend. None without mask."""
     spec = problem.spec
     if problem.mask is None:
         return None
@@ -198,7 +198,7 @@ def dense_mask(problem: Problem) -> Tensor | None:
 
 
 def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk), or None.
+    """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk). None without a bias.
 
     ALiBi and a relative bias are computed in `dtype`, too.
     """

@@ -1,4 +1,4 @@
-"""Listeners that are notified of every call of `attention`, such as `see.capture`."""
+"""Listeners, such as `see.capture`, that are notified of every call of `attention`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ listeners: list[Listener] = []
 def notify(q: Tensor, k: Tensor, **options: Any) -> None:
     """Passes q, k and the options of a call to every listener.
 
-    A listener's own calls of `attention` notify no listener.
+    Calls of `attention` that a listener makes itself notify no listener.
     """
     notified = listeners[:]
     listeners.clear()
@@ -31,7 +31,7 @@ def notify(q: Tensor, k: Tensor, **options: Any) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Registers a listener for a `with` block."""
+    """Notifies `listener` of every call of `attention` within a `with` block."""
     listeners.append(listener)
     try:
         yield

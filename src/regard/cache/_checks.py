@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The size of an append of L tokens per sample: `new` real tokens, followed by padding."""
+    """The tokens that a call passes for each sample: `new` real ones, then padding up to L."""
 
     L: int
     new: Count  # L if all tokens are real, else a tuple with the number for each sample
@@ -38,9 +38,9 @@ def integers(name: str, values: Integers, B: int | None) -> list[int]:
 
 
 def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
-    """Returns the samples that `reorder(index)` selects.
+    """Checks the argument of `reorder(index)` and returns the selected samples.
 
-    If `count` is given, checks that there are `count` samples.
+    If `count` is given, checks that `index` has `count` entries.
     """
     samples = integers("index", index, count)
     if not samples or not 0 <= min(samples) <= max(samples) < B:

@@ -57,7 +57,7 @@ class LinearCache:
 
     @property
     def state(self) -> LinearState:
-        """The state, as the argument `state` of `linear_attention`.
+        """The state, in the form that `linear_attention` takes as its argument `state`.
 
         Later calls of `attend` create a new state and leave this object unchanged.
         """

@@ -360,7 +360,7 @@ class PagedCache:
 
 
 def _saved(table: Tensor, lengths: Sequence[int], page: int) -> list[PagedSequence]:
-    """Returns the N sequences of a saved page table (N, max_pages) with their lengths (N,)."""
+    """Returns the N sequences that a saved table of page indices (N, max_pages) describes."""
     if table.dtype is not torch.int32 or table.ndim != 2 or len(table) != len(lengths):
         N = len(lengths)
         raise ValueError(f"state: expected an int32 table (N, max_pages), N = {N}, got {describe(table)}")

@@ -64,7 +64,7 @@ class Pages:
         return PageDraft(before, after, taken, copies)
 
     def _reused(self, sequence: PagedSequence) -> tuple[int, ...]:
-        """Returns the pages that a sequence still uses after an append.
+        """Returns the pages of a sequence that it keeps when tokens are appended.
 
         The last page is left out if it must be copied: it is shared and not full.
         """

@@ -118,11 +118,11 @@ class RowStorage:
         return sum(x.nbytes for x in self.tensors.values())
 
     def stored(self, length: int) -> Stored:
-        """Returns views of the first `length` rows of each sample."""
+        """Returns the first `length` rows of each sample as a `Stored`, without copying them."""
         return fast_new(Stored, (*self._before, length, *self._after))
 
     def paged(self, length: int, table: Tensor) -> Stored:
-        """Returns views of the first `length` tokens of each of B sequences in pages.
+        """Returns the first `length` tokens of B sequences in pages as a `Stored`, without a copy.
 
         `table` (B, max_pages) holds the page indices of each sequence.
         """

@@ -22,7 +22,8 @@ EMBED = ("facts", "qk")
 class Explorer:
     """A page that shows one or more traces.
 
-    `read` runs a model on a text and returns the trace. The server uses it for typed texts.
+    `read` runs a model on a text and returns the trace. The server calls it for texts that a user
+    types into the page.
     """
 
     traces: tuple[Trace, ...]

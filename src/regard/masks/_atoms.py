@@ -123,7 +123,7 @@ class Documents(Mask):
         q_ids: ids of the queries (..., Lq). If `k_ids` is None, these are the ids (..., Lk) of all
             positions, for queries and keys alike. A query whose position is outside [0, Lk) then
             may attend to no key.
-        k_ids: ids of the keys (..., Lk). If given, ids belong to indices, not to positions.
+        k_ids: ids of the keys (..., Lk). If given, ids are looked up by index, not by position.
     """
 
     q_ids: Tensor
@@ -236,7 +236,7 @@ def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
 
 
 def _ascending(tokens: Tensor) -> Tensor:
-    """Sorts positions (..., n), replaces duplicates by padding, and trims columns of padding."""
+    """Sorts positions (..., n), replaces duplicates by padding, and drops columns of padding."""
     tokens = tokens.sort(-1).values
     repeats = torch.nn.functional.pad(tokens[..., 1:] == tokens[..., :-1], (1, 0))[..., : tokens.shape[-1]]
     tokens = tokens.masked_fill(repeats, -1).sort(-1).values

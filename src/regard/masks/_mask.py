@@ -264,7 +264,7 @@ class Mask(Value):
     def _mod(self, call: FlexCall) -> Mod:
         """Returns a mask_mod for FlexAttention.
 
-        The mask's tensors have one batch dim, of size 1 or B.
+        Expects that the mask's tensors have one batch dim, of size 1 or B.
         """
         return lambda b, h, q, k: self._allows(Pair(call, b, h, q, k))
 
@@ -276,7 +276,7 @@ class Mask(Value):
         return node(self._op, *self._arguments(pool))
 
     def _arguments(self, pool: Pool) -> list[int]:
-        """Returns the fields as integers, for the mask program.
+        """Returns the mask's fields as integers, for the mask program.
 
         A tensor is added to `pool` and represented by its index in the pool.
         """
@@ -291,7 +291,7 @@ class Mask(Value):
     def _cut(self, tile: Rectangle) -> Mask:
         """Returns the mask restricted to a tile.
 
-        The mask's tensors have one batch dim, of size 1 or B.
+        Expects that the mask's tensors have one batch dim, of size 1 or B.
         """
         return self._map(lambda x: x._cut(tile) if isinstance(x, Mask) else cut(x, tile.samples))
 

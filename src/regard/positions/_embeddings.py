@@ -34,7 +34,7 @@ class Sinusoidal(nn.Module):
 
     Args:
         d_model: number of channels, even.
-        base: as in `sinusoidal`. The longest wavelength is about 2 pi base positions.
+        base: as in `sinusoidal`. The longest wavelength is about 2 pi * base positions.
     """
 
     def __init__(self, d_model: int, *, base: float = 10000.0) -> None:

@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 def rotary_table(
     positions: Tensor, turns: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Pair:
-    """Returns cos and sin (..., L, dims / 2) of positions (..., L).
+    """Returns cos and sin (..., L, dims / 2) of the rotation angles at positions (..., L).
 
     Args:
         positions: integers (..., L).
@@ -107,7 +107,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor
 
 
 def _rotate_traced(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Rotates with functional operations, for compilers, transforms and forward mode."""
+    """Rotates without writing into existing tensors, for compilers, transforms and forward mode."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -178,7 +178,7 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _cached_table(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Returns cos and sin of at least the first `length` positions.
+        """Returns cos and sin of the rotation angles at the first `length` positions, or at more.
 
         The cached table grows by doubling.
         """

@@ -84,7 +84,10 @@ def named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's state as tensors with names such as "3.exp_avg" (of parameter 3)."""
+    """Returns the optimizer's state as a dict of tensors.
+
+    A name such as "3.exp_avg" stands for `exp_avg` of parameter number 3.
+    """
     state = optimizer.state_dict()["state"]
     return {f"{index}.{name}": value for index, tensors in state.items() for name, value in tensors.items()}
 

@@ -128,7 +128,8 @@ class LanguageApp(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Plots the mean bits per token against the number of context tokens.
 
-        Draws one curve for the decoder and one for the n-grams, averaged over DRAWN test sequences.
+        One curve shows the decoder and one the n-grams of tokens. Both are averages over DRAWN test
+        sequences.
         """
         tokens = self.encode(self.tested)
         begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
@@ -170,10 +171,10 @@ def _bytes(texts: list[str]) -> Any:
 
 
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Averages `values`, numbered from 1, over the ranges 1, 2 to 3, 4 to 7, and so on.
+    """Averages the values of index i - 1 for i in the ranges 1, 2 to 3, 4 to 7, and so on.
 
-    Returns the geometric middle of each range and the mean of its values. Drops the values after
-    the last complete range.
+    Returns, for each range, its geometric middle and the mean of its values. Values after the last
+    complete range are dropped.
     """
     starts = [2**i for i in range(int(math.log2(len(values) + 1)))]
     means = [float(values[a - 1 : 2 * a - 1].mean()) for a in starts]

@@ -1,8 +1,8 @@
 """N-gram language models with interpolated modified Kneser-Ney smoothing.
 
 An n-gram is stored as one integer, its code: (the id of its first n - 1 tokens) * vocabulary + its
-last token. So all n-grams of one length are a sorted array of codes, and one call of `searchsorted`
-looks up all n-grams of a text.
+last token. All n-grams of one length form a sorted array of codes, so that one call of
+`searchsorted` looks up all n-grams of a text.
 """
 
 # nltk.lm is not used: with one discount per order it gives other scores, and a token takes milliseconds.
@@ -29,7 +29,7 @@ class _Order(NamedTuple):
 
 
 class NGrams:
-    """A model of each token's probability given the `order` - 1 tokens before it.
+    """An n-gram model: predicts each token's probability from the `order` - 1 tokens before it.
 
     The probabilities are smoothed as in Chen and Goodman (1998).
     """
