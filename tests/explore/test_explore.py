@@ -22,6 +22,7 @@ from regard.explore._trace import finest_block
 from regard.masks import Causal, Lengths, Window
 from support import assert_close, model_files
 from support.explore import data_of, harmful_tokens, small, unpacked
+from support.processes import killed_while_writing
 
 
 def test_packing_round_trips() -> None:
@@ -260,6 +261,20 @@ def test_the_file_holds_everything(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(?!data:)", page)
     assert "http://" not in page.replace("http-equiv", "")
     assert "https://" not in page
+
+
+def test_a_kill_while_the_page_is_saved(tmp_path: Path) -> None:
+    path = small().save(tmp_path / "page.html")
+    before = path.read_bytes()
+    killed_while_writing(f"""
+        from support.explore import small
+        explorer = small()
+        LIMIT
+        explorer.save({str(path)!r})
+    """)
+    assert path.read_bytes() == before
+    assert small().save(path) == path
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_fewer_heads_have_finer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -32,6 +33,25 @@ def script(code: str, timeout: float = 60, **environment: str) -> str:
     child = python("-c", ANSWER_SIGINT + textwrap.dedent(code), timeout=timeout, **environment)
     assert child.returncode == 0, f"code {child.returncode}\n{child.stdout[-2000:]}\n{child.stderr[-4000:]}"
     return child.stdout
+
+
+# Python ignores SIGXFSZ by default. With the system's default, the kernel kills the process.
+KILL_AT_LIMIT = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+
+def killed_while_writing(code: str) -> None:
+    """Runs a script that writes a file, and checks that it is killed within the file's first pages.
+
+    A line `LIMIT` in the script marks where the limit begins. Default: at the start.
+    """
+    before, _, after = textwrap.dedent(code).rpartition("LIMIT\n")
+    child = python("-c", before + KILL_AT_LIMIT + after)
+    assert child.returncode == -signal.SIGXFSZ, f"code {child.returncode}\n{child.stderr[-4000:]}"
 
 
 def far(x: Tensor, dim: int, step: int = 2**31 + 5) -> Tensor:

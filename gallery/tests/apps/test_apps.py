@@ -33,6 +33,7 @@ from regard_gallery.apps._frame.plain import plain
 from regard_gallery.apps._frame.training import rate, step_times, train
 from support import HAVE_CORE, assert_close
 from support.apps import needs
+from support.processes import killed_while_writing
 
 REQUESTS = {
     "text": "I love this dress, it fits like a glove.",
@@ -412,9 +413,25 @@ def test_an_unwritable_folder_raises_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         apps.run(Untrained, apps.Options(out=tmp_path / "file"))
-    (tmp_path / "folder.new").mkdir()
+    (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(OSError, match=r"folder\.safetensors: could not be written"):
         files.write(tmp_path / "folder.safetensors", {}, {})
+
+
+def test_a_kill_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "toy.safetensors", {"x": torch.zeros(10_000)}
+    files.write(path, tensors, {"step": 1})
+    before = path.read_bytes()
+    killed_while_writing(f"""
+        import torch
+        from pathlib import Path
+        from regard_gallery.apps._frame import checkpoint
+        LIMIT
+        checkpoint.write(Path({str(path)!r}), {{"x": torch.ones(10_000)}}, {{"step": 2}})
+    """)
+    assert path.read_bytes() == before
+    files.write(path, tensors, {"step": 1})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_the_best_weights_are_kept() -> None:

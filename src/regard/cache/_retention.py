@@ -191,7 +191,7 @@ class KeepWindow:
     def restored(self, lengths: list[int], held: list[int]) -> tuple[Count, Count]:
         check_saved_lengths(lengths)
         for length, rows in zip(lengths, held, strict=True):
-            if not 0 <= rows <= length or not self._holds(length, length, rows):
+            if not min(length, self.sinks + self.window - 1) <= rows <= length:
                 raise ValueError(
                     f"state: expected the last {self.window - 1} tokens and {self.sinks} sinks to be held, "
                     f"got {rows} of {length} tokens"

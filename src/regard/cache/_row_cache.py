@@ -178,7 +178,7 @@ class RowCache:
     def load_state_dict(self, state: State) -> None:
         """Loads a `state_dict` of a cache with the same B, sizes and dtype."""
         storage, names = self._content.storage, self._keeps.counts
-        checks.check_names(state, {*storage.tensors, *names})
+        state = checks.checked_state(state, {*storage.tensors, *names}, self.device)
         held, dropped = self._keeps.restored(
             **{name: checks.integers(name, state[name], self.B) for name in names}
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._tools.arguments import count
+from .._tools.replacing import replacing
 from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace
@@ -44,7 +45,7 @@ class Explorer:
         """Writes the page as one file that needs no network and no server, and returns the path.
 
         Args:
-            path: the file to write. An existing file is replaced.
+            path: the file to write. An existing file is replaced once the page is complete.
             heads: pairs (layer, head) to include. Default: all heads. With fewer heads, heat maps
                 have finer blocks.
             rows: indices of queries whose weights for all keys are included. The 8 largest weights
@@ -53,7 +54,8 @@ class Explorer:
                 compute the weights of any query.
         """
         page = _page.single(self._data(heads, rows, embed))
-        Path(path).write_text(page, encoding="utf-8", newline="\n")
+        with replacing(path) as temporary:
+            temporary.write_text(page, encoding="utf-8", newline="\n")
         return Path(path)
 
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
