@@ -25,11 +25,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target  # a device is written in place, a directory raises
         return
-    for folder in target.parent.glob(f"{PREFIX}*-*-*"):
-        if _is_left_over(folder.name):
-            shutil.rmtree(folder, ignore_errors=True)
-    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-{TOKEN}-", dir=target.parent) as own:
-        temporary = Path(own, target.name)
+    for leftover in target.parent.glob(f"{PREFIX}*-*-*"):
+        if _is_left_over(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-{TOKEN}-", dir=target.parent) as folder:
+        temporary = Path(folder, target.name)
         yield temporary
         if target.exists():
             shutil.copymode(target, temporary)
