@@ -334,13 +334,13 @@ def test_groups_of_32_are_more_accurate_than_rows() -> None:
 
 
 def test_overhead_of_a_repeated_call() -> None:
-    """A step on stored keys takes some microseconds, even if each step has a new length."""
+    """A step on stored keys takes some microseconds of CPU time, even if each has a new length."""
     q, k, v = tensors(1, 1, 1, 1, 8, 8, 8)
     stores = [store(k, v, "float", 0)._replace(length=n) for n in range(1, 9)]
     fastest = float("inf")
     for _ in range(300):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for stored in stores:
             attend_stored(q, stored)
-        fastest = min(fastest, (time.perf_counter() - begin) / len(stores))
+        fastest = min(fastest, (time.thread_time() - begin) / len(stores))
     assert fastest < 40e-6, f"{fastest * 1e6:.1f} us"

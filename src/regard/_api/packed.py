@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._call.check import as_seed
 from .._call.spec import QKV
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
 from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
@@ -254,6 +255,7 @@ def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k
 
 def _seeds(seed: int | Tensor | None, count: int) -> list[Any]:
     """Returns one seed for each sequence, so that their dropout patterns differ."""
-    if seed is None or isinstance(seed, bool):  # `make` rejects a bool
-        return [seed] * count
-    return [(operator.index(seed) + s) % 2**64 for s in range(count)]
+    if seed is None:
+        return [None] * count
+    first = as_seed(seed, 0.0)
+    return [(first + s) % 2**64 for s in range(count)]

@@ -28,7 +28,17 @@ def run(call: LinearCall, name: str) -> LinearResult:
     if name == "native" and any_needs_grad(*call[:INPUTS]):
         return LinearResult(*_attend(*call[:INPUTS], call))
     result: LinearResult = TABLE["linear"][name].run(call)
-    return result
+    return result if call.k.shape[2] else _connected(result, call)
+
+
+def _connected(result: LinearResult, call: LinearCall) -> LinearResult:
+    """Connects the results of a call without keys to the autograd graph of all inputs.
+
+    Without a token, no operation joins them.
+    """
+    inputs: tuple[Maybe, ...] = call[:INPUTS]  # type: ignore[assignment]
+    zero = sum((x[..., :0].sum() for x in inputs if x is not None), call.q.new_zeros(()))
+    return LinearResult(result.out + zero, result.S + zero, None if result.z is None else result.z + zero)
 
 
 class RegardLinearAttention(Function):

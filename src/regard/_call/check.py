@@ -99,6 +99,8 @@ def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) ->
     if not valid:
         fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
     if isinstance(seed, Tensor):
+        if seed.device.type == "meta":
+            fail(ValueError, "seed", "a tensor with a value", "one on the device meta")
         return seed.reshape(()).to(torch.int64) if watched else int(seed)
     seed = as_int(seed)
     if not -(2**63) <= seed < 2**64:
