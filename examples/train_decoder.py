@@ -91,7 +91,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, atte
 
 
 def train(ways: list[str], steps: int, length: int) -> tuple[Tensor, Tensor]:
-    """Trains one copy of the model with each attention function in `WAYS` that `ways` names.
+    """Trains a copy of the model with each of the attention functions named in `ways`.
 
     Returns losses and seconds, both (len(ways), steps). The functions alternate at every step, so
     other processes slow all of them down alike.

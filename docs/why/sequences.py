@@ -46,9 +46,10 @@ MAKERS: dict[str, Make] = {"recurrence": recurrence, "convolution": convolution,
 
 
 def influence(make: Make, n: int) -> Tensor:
-    """Returns the influence (n,) on the last output of the tokens at distances 0 to n - 1.
+    """Returns how much the tokens at distances 0 to n - 1 influence the last output, (n,).
 
-    The influence is the norm of the output's derivative by the token, averaged over 8 samples.
+    The influence of a token is the norm of the derivative of the last output with respect to the
+    token, averaged over 8 samples.
     """
     torch.manual_seed(0)
     run, x = make(), torch.randn(8, n, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -165,7 +165,7 @@ class ColumnMass(Fact):
 
 
 class EntropyResult(NamedTuple):
-    """The result of `Entropy`: in nats, and divided by the largest possible entropy."""
+    """The result of `Entropy`: in nats, and as a fraction of the largest possible entropy."""
 
     nats: Tensor  # (..., Hq, Lq)
     normalized: Tensor  # nats / log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2

@@ -130,7 +130,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """Returns x, or a contiguous copy expanded to all samples if `name` is in `spec.copied`."""
+    """Returns x. If `name` is in `spec.copied`, returns a contiguous copy with all batch dims."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 

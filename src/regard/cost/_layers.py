@@ -167,7 +167,7 @@ class GroupedSpec(LayerSpec):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Numbers of channels in total: of all queries, of all keys and values, of all outputs."""
+        """Numbers of channels of all query heads, of all keys and values, of all head outputs."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 
