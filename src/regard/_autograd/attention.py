@@ -235,7 +235,7 @@ class DoubleBackward(Function):
 def _backward(
     call: FlatCall, saved: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
 ) -> tuple[Maybe, ...]:
-    """Runs `AttentionBackward`, and records a graph only if one is needed."""
+    """Runs `AttentionBackward`. Records a graph only if its results may be differentiated."""
     if dout is None and dlse is None:
         return NONE[:INPUTS]
     dout = saved[0].new_zeros(()).expand(saved[0].shape) if dout is None else dout

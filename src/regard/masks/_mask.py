@@ -321,7 +321,7 @@ class _Combination(Mask):
         return self.masks
 
     def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
-        """Combines `allowed`, one bool tensor for each of the masks, into one."""
+        """Combines the bool tensors `allowed`, one for each of the masks, into one tensor."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:

@@ -123,7 +123,7 @@ class App(Application):
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """Returns MiniLM's embeddings of the texts, (len(texts), SENTENCE).
+        """Returns MiniLM's embeddings of the texts, (len(texts), 384).
 
         An embedding is the mean of the last hidden states of a text's tokens, scaled to length 1.
         """

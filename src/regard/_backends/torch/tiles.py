@@ -108,7 +108,7 @@ def spread(by_head: Tensor, distance: Tensor) -> Tensor:
 
 
 def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
-    """Returns the gradient of by_head from `pairs` (b, h, R, K), the gradient of the bias."""
+    """Returns the gradient of by_head, given the gradient `pairs` (b, h, R, K) of the bias."""
     if by_head.ndim == 1:
         return -(pairs * distance.abs()).sum((0, 2, 3))
     columns = _column(by_head, distance).expand_as(pairs)
