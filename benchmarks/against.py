@@ -93,7 +93,7 @@ class Row:
 
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
-    """Times both in the order ABBA, so that slow changes of clock rate and load affect both."""
+    """Times both calls in the order ABBA, so that changes of clock rate and load affect both."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:

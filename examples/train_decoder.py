@@ -82,7 +82,7 @@ def batches(steps: int, length: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, attend: Attention) -> float:
-    """Runs an optimizer step on `batch` (B, L + 1). Returns the loss before it in nats per byte."""
+    """Runs an optimizer step on `batch` (B, L + 1). Returns the loss, in nats per byte."""
     loss = F.cross_entropy(model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()

@@ -27,7 +27,7 @@ def layer(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> tuple[Tensor, Tens
 
 
 def count(n: int, d: int, heads: int) -> tuple[int, int]:
-    """Returns the FLOPs of the layer's matrix products and the exponentials of its softmax."""
+    """Returns the numbers of FLOPs in matrix products and of exponentials in the softmax."""
     x, qkv, out = (torch.empty(*shape, device="meta") for shape in ((n, d), (d, 3 * d), (d, d)))
     with FlopCounterMode(display=False) as counter:
         _, found = layer(x, qkv, out, heads)

@@ -212,8 +212,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes attention within each sequence of a packed row.
 
-    Equals `attention` on each sequence separately, concatenated. Options not listed here are as in
-    `attention`.
+    The result is that of `attention` on each sequence separately, concatenated. Options not listed
+    here are as in `attention`.
 
     Args:
         q: queries (total_q, Hq, D).

@@ -200,7 +200,7 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _kinds(mask: Any) -> frozenset[MaskKind]:
-    """Returns what a mask depends on: a set of distances and positions, empty without a mask.
+    """Returns what a mask depends on: distances, positions or both. Empty without a mask.
 
     Raises TypeError if the mask depends on the indices of one call, because it then cannot apply to
     every sequence.

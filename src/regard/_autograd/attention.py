@@ -129,7 +129,7 @@ class Transformed(Function):
 
 
 class AttentionBackward(Function):
-    """Computes the gradients of the six inputs of a FlatCall from those of out and LSE.
+    """Computes the gradients of a FlatCall's six inputs from the gradients of out and LSE.
 
     Arguments: those of the operator `attention_backward`.
     """

@@ -87,7 +87,7 @@ def forward(*args: Any) -> Results:
 
 
 def backward(*args: Any) -> Results:
-    """Maps a FlatCall and BackwardArguments to the six gradients, None for those not wanted."""
+    """Maps a FlatCall and BackwardArguments to six gradients. Unwanted gradients are None."""
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)

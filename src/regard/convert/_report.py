@@ -97,7 +97,7 @@ class Spectrum:
     shares: tuple[float, ...]
 
     def kept(self, rank: int | None = None) -> float:
-        """Returns the fraction of the energy of all heads together in the first `rank` components.
+        """Returns the fraction of the total energy, over all heads, in the first `rank` components.
 
         `rank` defaults to the attribute `rank`.
         """

@@ -86,9 +86,10 @@ class PartSpec:
         return []
 
     def inputs(self, work: Work) -> int:
-        """Returns how many elements the part saves for backward, apart from its attention calls.
+        """Returns how many elements the part saves for backward.
 
-        By default, it saves only its input x.
+        Elements that its attention calls save are not included. By default, the part saves only its
+        input x.
         """
         return work.rows * self.d_model
 

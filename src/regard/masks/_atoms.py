@@ -19,7 +19,7 @@ from ._random import chosen_blocks, signed
 
 @declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
-    """A mask that allows keys from `left` before to `right` after the query's position.
+    """A mask that allows keys from `left` positions before to `right` positions after the query.
 
     Args:
         left: largest distance to an earlier key. None: no limit.

@@ -178,7 +178,7 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _cached_table(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Returns cos and sin of the rotation angles at the first `length` positions, or at more.
+        """Returns cos and sin of the rotation angles at the first `length` or more positions.
 
         The cached table grows by doubling.
         """

@@ -144,7 +144,7 @@ class App(Application):
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns images (BATCH, 3, SIZE, SIZE) and name embeddings (BATCH, SENTENCE).
+        """Returns images (BATCH, 3, SIZE, SIZE) and embeddings of their names (BATCH, 384).
 
         Draws distinct emoji with random skin tones. All images of a batch are shifted by the same
         random offset.
