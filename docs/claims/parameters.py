@@ -32,7 +32,7 @@ def measure() -> Finding:
         claim="multi-head attention has 3 d^2 parameters",
         verdict=verdict(three, "incomplete"),
         measured=f"{first:,} at d = 512, which is {first / 512**2:g} d^2",
-        correct="4 d^2, with biases 4 d^2 + 4 d",
+        correct="4 d^2, or 4 d^2 + 4 d with biases",
         numbers={
             **{f"{name}, by d": counts for name, counts in plain.items()},
             **{f"{name} with biases": counts for name, counts in biased.items()},
