@@ -2,7 +2,7 @@
 
 Both runs have the same initial weights and the same batches.
 
-The loss curves must agree: the script exits with 1 if they differ by more than LIMIT at any step.
+The loss curves must agree: the script exits with 1 if they differ by 1e-3 or more at any step.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Claim: multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
 
 The projections of queries, keys and values have 3 d^2 parameters. The output projection adds d^2,
-and each of the four projections may have a bias of d. The experiment counts the parameters of
-PyTorch's module and of Regard's.
+and each of the four projections may have a bias of d parameters. The experiment counts the
+parameters of PyTorch's module and of Regard's.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class Spectrum:
     Attributes:
         rank: number of principal components that the latent keeps.
         heads: one tuple per key head: the fraction of this head's energy in each component.
-        shares: the fraction, in each component, of the energy summed over all heads. Components are
-            sorted by decreasing fraction.
+        shares: one number per component: its fraction of the energy summed over all heads.
+            Components are sorted by decreasing fraction.
     """
 
     rank: int

@@ -166,7 +166,7 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
-    """Returns the window of each of n layers, or None for full attention.
+    """Returns the window of each of n layers. None means that a layer has full attention.
 
     Reads `layer_types`, or the fields of older configs that have no `layer_types`.
     """
