@@ -61,7 +61,7 @@ class LanguageApp(Application):
         self.tokens = self.encode(self.trained)
 
     def encode(self, texts: list[str]) -> Tensor:
-        """Returns the tokens of all texts, (n,), with an end token before the first and after each."""
+        """Returns the tokens of all texts, (n,), with end tokens before the first and after each."""
         documents = [[0], *([*encoding.ids, 0] for encoding in self.tokenizer.encode_batch(texts))]
         return torch.tensor([token for tokens in documents for token in tokens])
 
