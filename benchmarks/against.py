@@ -3,9 +3,9 @@
 The other commit is built once, into build/against/<sha>. Two processes, one with this tree (A) and
 one with the other commit (B), prepare the same inputs and take turns of 50 ms, in the order ABBA;
 one waits while the other runs. Each pass starts new processes, because the placement of memory
-changes times by 1 or 2 %. If this tree seems slower than the limit allows in a row (one timed
-case), the row gets more passes. The exit code is 1 if the tree stays slower in a row, or if a
-result of this tree is wrong.
+changes times by 1 or 2 %. A row of the table is one timed case. If this tree is slower than the
+limit allows, the row gets more passes. The exit code is 1 if this tree stays slower in any row, or
+if a result of this tree is wrong.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Row:
 
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
-    """Times both in the order ABBA, so that slow changes of clock rate and load affect both."""
+    """Times both calls in the order ABBA, so that changes of clock rate and load affect both."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:

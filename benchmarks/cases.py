@@ -89,7 +89,7 @@ def window(case: Case) -> M.Mask:
 
 
 def document_ids(L: int) -> Tensor:
-    """Returns a document id for each of L tokens: 1/4 are document 0, 1/3 are 1, the rest are 2."""
+    """Returns the ids of L tokens: document 0 for a quarter, 1 for a third, 2 for the rest."""
     position = torch.arange(L)
     return (position >= L // 4).long() + (position >= L // 4 + L // 3).long()
 

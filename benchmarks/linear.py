@@ -1,4 +1,4 @@
-"""Times linear attention: against exact causal attention, its backward pass, and decode steps.
+"""Times linear attention: forward (beside exact causal attention), backward, and decode steps.
 
 `python benchmarks/linear.py` prints three tables, for 8 heads of 64 channels in float32:
 - by length: exact `regard.attention`, and `linear_attention` with feature map and normaliser, also

@@ -81,7 +81,7 @@ class Load:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Returns CPU seconds: total, idle, and of this process with its finished children."""
+        """Returns CPU seconds: total, idle, and used by this process and its finished children."""
         try:
             line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         except OSError:

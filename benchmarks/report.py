@@ -196,7 +196,7 @@ def results_page(rows: Sequence[Row], found: Sequence[Fact], header: str) -> str
 
 
 def insert(page: Path, text: str) -> None:
-    """Replaces the text between the lines BEGIN and END of a page."""
+    """Replaces the text between the marker lines BEGIN and END of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -106,7 +106,7 @@ class Side:
         return report().get("native isa", "none")
 
     def prepare(self, row: str, shrink: int | None, checked: bool) -> str:
-        """Builds the inputs of a row and calls it once. Returns an error message, or ""."""
+        """Builds the inputs of a row and runs its call once. Returns an error message, or ""."""
         self.__dict__.pop("timed", None)  # frees the tensors of the previous row
         try:
             self.timed = ROWS[row](shrink)

@@ -4,8 +4,8 @@
 - attention without projections: Longformer with 256 neighbours on each side and 8 global tokens,
   BigBird with blocks of 64 (3 in the window, 3 random, 2 global), and exact attention over all
   keys;
-- whole layers on the same weights, Regard's and Hugging Face's (whose BigBird also fills an n x n
-  matrix of weights);
+- whole layers of Regard and of Hugging Face with the same weights (Hugging Face's BigBird also
+  fills an n x n matrix of weights);
 - the peak memory of Longformer attention by length, and the exponent of its growth.
 """
 

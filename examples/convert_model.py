@@ -154,7 +154,10 @@ def read_llama(path: Path) -> Any:
 
 
 def read_tensor(tensor: Any, heads: dict[str, int]) -> tuple[str, Tensor]:
-    """Returns a tensor's Hugging Face name and its values, with rotary pairs half a head apart."""
+    """Returns a tensor's name in Hugging Face and its values.
+
+    The two channels of a rotary pair are moved half a head apart, as in Hugging Face.
+    """
     *layer, name, kind = tensor.name.split(".")
     values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     if name in heads:
@@ -209,7 +212,7 @@ def package(name: str) -> Path:
 
 
 def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Returns token ids (B, L) of calibration and of held-out text: every fourth topic."""
+    """Returns token ids (B, L) of calibration text and of held-out text (every fourth topic)."""
     names = sorted(topics)
     calibration = [name for i, name in enumerate(names) if i % 4]
     return (

@@ -82,7 +82,10 @@ def trained(steps: int, length: int) -> Decoder:
 
 
 def last_scores(model: Decoder, text: Tensor, start: int, attends: list[Callable[..., Any]]) -> Tensor:
-    """Returns the logits (B, 256) of the byte after `text` (B, L), which begins at `start`."""
+    """Returns the logits (B, 256) of the byte after `text` (B, L).
+
+    `start` is the position of the first byte of `text`.
+    """
     x = model.byte(text) + model.place.weight[start : start + text.shape[1]]
     for block, attend in zip(model.blocks, attends, strict=True):
         x = block(x, attend)

@@ -2,7 +2,7 @@
 
 Both runs have the same initial weights and the same batches.
 
-The loss curves must agree: the script exits with 1 if they differ by more than LIMIT at any step.
+The loss curves must agree: the script exits with 1 if they differ by 1e-3 or more at any step.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def batches(steps: int, length: int) -> list[Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, attend: Attention) -> float:
-    """Runs an optimizer step on `batch` (B, L + 1). Returns the loss before it in nats per byte."""
+    """Runs an optimizer step on `batch` (B, L + 1). Returns the loss, in nats per byte."""
     loss = F.cross_entropy(model(batch[:, :-1], attend).flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
@@ -91,7 +91,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, atte
 
 
 def train(ways: list[str], steps: int, length: int) -> tuple[Tensor, Tensor]:
-    """Trains one copy of the model with each attention function in `WAYS` that `ways` names.
+    """Trains a copy of the model with each of the attention functions named in `ways`.
 
     Returns losses and seconds, both (len(ways), steps). The functions alternate at every step, so
     other processes slow all of them down alike.

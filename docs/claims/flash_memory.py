@@ -38,8 +38,8 @@ def measure(longest: int = 8192) -> Finding:
         verdict=verdict(growth[0] < 2.5),
         measured=f"at twice the length, Regard takes {growth[0]:.1f} times the memory, "
         f"and the formula with stored n x n weights takes {growth[1]:.1f} times the memory",
-        correct=f"linear; at n = {longest:,}, {HEADS} heads take {ours[-1] / 2**20:.0f} MiB, "
-        f"with stored weights {plain[-1] / 2**20:,.0f} MiB",
+        correct=f"linear; for {HEADS} heads at n = {longest:,}, Regard takes {ours[-1] / 2**20:.0f} MiB, "
+        f"and the formula with stored weights takes {plain[-1] / 2**20:,.0f} MiB",
         numbers={
             "tokens": lengths,
             "bytes": ours,

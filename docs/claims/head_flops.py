@@ -27,7 +27,7 @@ def layer(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> tuple[Tensor, Tens
 
 
 def count(n: int, d: int, heads: int) -> tuple[int, int]:
-    """Returns the FLOPs of the layer's matrix products and the exponentials of its softmax."""
+    """Returns the numbers of FLOPs in matrix products and of exponentials in the softmax."""
     x, qkv, out = (torch.empty(*shape, device="meta") for shape in ((n, d), (d, 3 * d), (d, d)))
     with FlopCounterMode(display=False) as counter:
         _, found = layer(x, qkv, out, heads)
@@ -41,8 +41,8 @@ def measure(n: int = 1024, d: int = 512) -> Finding:
         verdict=verdict(len(set(flops)) == 1),
         measured=f"{flops[0] / 1e9:.3f} GFLOP for each number of heads ({', '.join(map(str, HEADS))})",
         correct="8 n d^2 + 4 n^2 d FLOPs for any number of heads h; but the softmax takes h n^2 "
-        f"exponentials, with {HEADS[-1]} heads "
-        f"{exponentials[-1] // exponentials[0]} times as many as with one",
+        f"exponentials: {exponentials[-1] // exponentials[0]} times as many with {HEADS[-1]} heads "
+        "as with one head",
         numbers={
             "FLOPs by heads": dict(zip(map(str, HEADS), flops, strict=True)),
             "exponentials by heads": dict(zip(map(str, HEADS), exponentials, strict=True)),

@@ -58,7 +58,7 @@ def measure(n: int = 2048, width: int = 512, seconds: float = 3.0) -> Finding:
     return Finding(
         claim="multi-head is fully parallel, single-head is not",
         verdict=verdict(apart > 0),
-        measured="two calls for half of the queries each give the result of one call "
+        measured="two calls, each for half of the queries, give the result of one call "
         f"(difference {apart:g}); "
         f"{cores} threads are {gain['1']:.1f} times as fast as one thread for 1 head, "
         f"and {gain['8']:.1f} times as fast for 8 heads",

@@ -19,7 +19,7 @@ from regard.nn import Attention
 
 
 class Printed(nn.Module):
-    """The notes' module with its two faults. Its projections are those of the correct `right`."""
+    """The notes' module with its two faults. It shares the projections of a correct layer."""
 
     def __init__(self, right: Attention, dropout: float) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ PRINTED = {1024: 1e6, 4096: 16e6, 100_000: 10e9}
 
 
 def scores(n: int) -> int:
-    """Returns the number of query-key scores of n tokens. The meta device computes nothing."""
+    """Returns the number of query-key scores of n tokens, without computing the scores."""
     q = torch.empty(n, 64, device="meta")
     return (q @ q.T).numel()
 

@@ -2,9 +2,9 @@
 `python docs/claims/worked_example.py`
 
 The notes compute multi-head attention by hand for two tokens of width 4 and two heads of width 2.
-Here, the products of tokens and query matrices are computed with fractions, so without rounding.
-The output of the layer is then computed from the correct products. The notes do not print the
-matrices of keys and values, so the queries are also used as keys and values.
+Here, the products of tokens and query matrices are computed exactly, with fractions. The output of
+the layer is then computed from the correct products. The notes do not print the matrices of keys
+and values, so the queries are also used as keys and values.
 """
 
 from __future__ import annotations

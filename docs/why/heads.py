@@ -18,9 +18,10 @@ KINDS, L, WIDTH, BACK = 8, 10, 64, 4
 
 
 class Layer(nn.Module):
-    """Predicts the BACK tokens before each token, nearest first.
+    """Predicts the four tokens (BACK = 4) before each token, nearest first.
 
-    Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS). The first BACK tokens are left out.
+    Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS), where KINDS is the number of different
+    tokens. There is no prediction for the first four tokens.
     """
 
     def __init__(self, heads: int) -> None:
@@ -44,9 +45,9 @@ class Layer(nn.Module):
 
 
 def before(tokens: Tensor) -> Tensor:
-    """Returns the targets (B, L - BACK, BACK): the previous BACK tokens, nearest first.
+    """Returns the targets (B, L - BACK, BACK): the four tokens (BACK = 4) before each token.
 
-    The first BACK tokens have no target.
+    The nearest comes first. The first four tokens have no target.
     """
     return tokens[:, :-1].unfold(1, BACK, 1).flip(-1)
 

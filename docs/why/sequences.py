@@ -1,9 +1,10 @@
 """Why self-attention instead of recurrence or convolution? `python docs/why/sequences.py`
 
 How much does the last output depend on a token at a given distance? The measure is the norm of the
-derivative of the last output with respect to the token, for untrained layers of equal width. A
-recurrence passes information through every step between the two. A stack of convolutions reaches
-only as far as its kernel sizes add up to. Attention reads every token in one step.
+derivative of the last output with respect to the token, for untrained layers of equal width. In a
+recurrence, information passes through every step between the token and the last output. A stack of
+convolutions reaches only as far as its kernel sizes add up to. Attention reads every token in one
+step.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ MAKERS: dict[str, Make] = {"recurrence": recurrence, "convolution": convolution,
 
 
 def influence(make: Make, n: int) -> Tensor:
-    """Returns the influence (n,) on the last output of the tokens at distances 0 to n - 1.
+    """Returns how much the tokens at distances 0 to n - 1 influence the last output, (n,).
 
-    The influence is the norm of the output's derivative by the token, averaged over 8 samples.
+    The influence of a token is the norm of the derivative of the last output with respect to the
+    token, averaged over 8 samples.
     """
     torch.manual_seed(0)
     run, x = make(), torch.randn(8, n, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -165,7 +165,7 @@ class ColumnMass(Fact):
 
 
 class EntropyResult(NamedTuple):
-    """The result of `Entropy`: in nats, and divided by the largest possible entropy."""
+    """The result of `Entropy`: in nats, and as a fraction of the largest possible entropy."""
 
     nats: Tensor  # (..., Hq, Lq)
     normalized: Tensor  # nats / log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2
@@ -176,7 +176,7 @@ class Entropy(Fact):
     """The entropy of each query's weights, -sum p log p. A sink counts as one more key."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates two parts: each query's entropy, and its number of allowed keys plus sink."""
+        """Allocates two parts: each query's entropy, and its number of keys, including a sink."""
         Lq = problem.spec.Lq
         return [_zeros(problem.spec, Lq), _zeros(problem.spec, Lq, dtype=torch.int64)]
 

@@ -212,8 +212,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes attention within each sequence of a packed row.
 
-    Equals `attention` on each sequence separately, concatenated. Options not listed here are as in
-    `attention`.
+    The result is that of `attention` on each sequence separately, concatenated. Options not listed
+    here are as in `attention`.
 
     Args:
         q: queries (total_q, Hq, D).
@@ -223,8 +223,8 @@ def varlen_attention(
         cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
         causal: whether to apply `masks.Causal()`. Without `offset` it is aligned to the bottom
             right of each sequence.
-        window: `left`, or `(left, right)` in which None is unlimited: applies `masks.Window`.
-            Default: no window.
+        window: `left` or `(left, right)`, the arguments of a `masks.Window` to apply. None in the
+            tuple means no limit. Default: no window.
         mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
             Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
         offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq

@@ -54,7 +54,7 @@ def section(name: str, run: dict[str, Any]) -> str:
 
 
 def overview(name: str, run: dict[str, Any]) -> str:
-    """Returns a row of the overview: the first score, of the best baseline and of Regard."""
+    """Returns a row of the overview: the first measure, for the best baseline and for Regard."""
     measure = run["measures"][0]
     means = {key: mean(one[measure] for one in scores) for key, scores in run["scores"].items()}
     model = means.pop(OWN)

@@ -107,8 +107,9 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, by column of NOTES, the orderings "a < b" that measurements do not confirm.
+        """Maps each column of the notes' table to the orderings that measurements do not confirm.
 
+        The table NOTES is from lecture notes. An ordering is a text such as "MLA < MHA".
         Measured speeds and losses confirm an ordering only if they differ by more than a margin.
         """
         compared = [self[kind] for kind in NOTES["quality"]]

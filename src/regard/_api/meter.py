@@ -53,10 +53,10 @@ def compare_to_exact(
 
     The weights of the approximation are recovered from its results: with unit vectors as values,
     the result equals the weights. Top-1 agreement is the fraction of query rows in which both give
-    the largest weight to the same key. It is defined if the approximation is linear in v, KL only
-    if its weights are probabilities, too. KL(approximate || exact) stays finite for a sparse
-    pattern: if the pattern keeps keys with a total exact weight of p and is otherwise exact, the KL
-    is -log p.
+    the largest weight to the same key. It is defined if the approximation is linear in v. KL is
+    defined if, in addition, the weights of the approximation are probabilities. KL(approximate ||
+    exact) stays finite for a sparse pattern: if the pattern keeps keys with a total exact weight of
+    p and is otherwise exact, the KL is -log p.
 
     Args:
         approximation: a function (q, k, v, **options) -> out, or a module with a method `attend` of
@@ -122,7 +122,7 @@ class _Exact:
         return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
-        """Returns the logarithms of the weights of the n `keys`, (B, H, Lq, n), -inf if masked."""
+        """Returns the log weights (B, H, Lq, n) of n keys, which are -inf for masked keys."""
         q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
         s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
         positions = self._range(keys.start, keys.stop)

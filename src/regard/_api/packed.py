@@ -38,8 +38,8 @@ def attend_packed(
 
     One call of `attention` over the whole row suffices if the mask depends on distances only and
     if, with one offset for the row, distances in the row equal the distances in every sequence.
-    This is the case in self-attention. Otherwise there is one call for each sequence. A padded
-    batch would also be one call, but would spend time and memory on padding.
+    Self-attention meets the second condition. Otherwise there is one call for each sequence. A
+    padded batch would also be one call, but would spend time and memory on padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
@@ -201,7 +201,7 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _kinds(mask: Any) -> frozenset[MaskKind]:
-    """Returns what a mask depends on.
+    """Returns what a mask depends on: distances, positions or both. Empty without a mask.
 
     Raises TypeError if the mask depends on the indices of one call, because it then cannot apply to
     every sequence.

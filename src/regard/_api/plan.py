@@ -108,9 +108,9 @@ def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
 
 
 def _visible_pairs(problem: Problem) -> int:
-    """Counts the (query, key) pairs that the mask allows, from the dense mask.
+    """Counts the (query, key) pairs that the mask allows, by building the dense mask.
 
-    If the call has more than COUNTED pairs or meta tensors, returns the number of all pairs.
+    If the call has meta tensors or more than 2**26 pairs, returns the number of all pairs.
     """
     spec = problem.spec
     if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:

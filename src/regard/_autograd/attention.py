@@ -129,7 +129,7 @@ class Transformed(Function):
 
 
 class AttentionBackward(Function):
-    """Computes the gradients of the six inputs of a FlatCall from those of out and LSE.
+    """Computes the gradients of a FlatCall's six inputs from the gradients of out and LSE.
 
     Arguments: those of the operator `attention_backward`.
     """
@@ -235,7 +235,7 @@ class DoubleBackward(Function):
 def _backward(
     call: FlatCall, saved: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
 ) -> tuple[Maybe, ...]:
-    """Runs `AttentionBackward`, and records a graph only if one is needed."""
+    """Runs `AttentionBackward`. Records a graph only if its results may be differentiated."""
     if dout is None and dlse is None:
         return NONE[:INPUTS]
     dout = saved[0].new_zeros(()).expand(saved[0].shape) if dout is None else dout

@@ -71,7 +71,7 @@ class RegardLinearAttention(Function):
 def _through_torch(
     p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
-    """Computes the gradients of a call with the torch backend, so that they have gradients, too."""
+    """Computes gradients with the torch backend, so that they can be differentiated again."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
     used = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
     inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]

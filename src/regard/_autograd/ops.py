@@ -87,7 +87,7 @@ def forward(*args: Any) -> Results:
 
 
 def backward(*args: Any) -> Results:
-    """Maps a FlatCall and BackwardArguments to the six gradients, None for those not wanted."""
+    """Maps a FlatCall and BackwardArguments to six gradients. Unwanted gradients are None."""
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)
@@ -288,7 +288,10 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 
 
 def _pairs(call: FlatCall) -> int:
-    """Counts the pairs that the mask allows, or all pairs if sizes or mask are not known yet."""
+    """Counts the (query, key) pairs that the mask allows.
+
+    Counts all pairs if a size or a tensor of the mask has no known value yet.
+    """
     (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
     known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)
     if not known or not all(type(n) is int for n in (B, Hq, Lq, Lk, call.offset)):

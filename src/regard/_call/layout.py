@@ -66,7 +66,7 @@ def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
 def _strides(
     qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
-    """Returns the strides of q, k, v and bias as (B, H, L, D), and the names of those to be copied.
+    """Returns the strides of q, k, v and bias as 4-D tensors, and the names of tensors to copy.
 
     A tensor must be copied if its batch dims cannot be flattened in place.
     """
@@ -85,7 +85,7 @@ def _strides(
 
 
 def _contiguous(sizes: tuple[int, ...]) -> Strides:
-    """Returns the strides of a contiguous (B, H, L, D); `sizes` are H, L and D."""
+    """Returns the strides of a contiguous tensor (B, H, L, D). `sizes` are H, L and D."""
     H, L, D = sizes
     return H * L * D, L * D, D, 1
 
@@ -130,7 +130,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """Returns x, or a contiguous copy expanded to all samples if `name` is in `spec.copied`."""
+    """Returns x. If `name` is in `spec.copied`, returns a contiguous copy with all batch dims."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 

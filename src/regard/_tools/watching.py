@@ -1,4 +1,4 @@
-"""Detects whether PyTorch compiles, traces, transforms, counts or profiles a call.
+"""Detects whether PyTorch compiles, traces, transforms or profiles a call, or counts its FLOPs.
 
 No other file imports from `torch._C`.
 """
@@ -35,8 +35,8 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> bool:
     """Returns whether the call must go through an operator that PyTorch can see.
 
-    This is the case while PyTorch compiles, traces, transforms, counts or profiles, or if q, k or v
-    is a tensor subclass. With `by_profiler=False` an active profiler is ignored.
+    This is the case while PyTorch compiles, traces, transforms, profiles or counts FLOPs, or if q,
+    k or v is a tensor subclass. With `by_profiler=False` an active profiler is ignored.
     """
     return (
         (by_profiler and profiler._is_profiler_enabled)

@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The tokens that a call passes for each sample: `new` real ones, then padding up to L."""
+    """The L tokens that a call passes for each sample: first `new` real tokens, then padding."""
 
     L: int
     new: Count  # L if all tokens are real, else a tuple with the number for each sample

@@ -170,7 +170,7 @@ class RowCache:
     # Saving
 
     def state_dict(self) -> State:
-        """Returns a dict of the stored tensors, zero in unused slots, and the token counts (B,)."""
+        """Returns a dict of token counts (B,) and of stored tensors, with zeros in unused slots."""
         content = self._content
         counts = {name: as_tensor(getattr(content, name), self.B, self.device) for name in self._keeps.counts}
         return content.storage.state(content.held) | counts

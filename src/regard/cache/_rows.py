@@ -42,7 +42,7 @@ class RowLayout(NamedTuple):
         return self._coded("k", self.D) | self._coded("v", self.Dv)
 
     def _coded(self, name: str, D: int) -> Tails:
-        """Returns `tails` for quantised keys or values: the codes and their scales.
+        """Returns the entries of `tails` for quantised keys or values: codes and scales.
 
         The docstring of `Stored` describes the formats.
         """

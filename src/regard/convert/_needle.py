@@ -46,7 +46,10 @@ def needles(
 
 
 def _haystack(x: Tensor, n: int) -> Tensor:
-    """Returns the first n tokens (n, d_model) of all samples of x, repeated if x has fewer."""
+    """Concatenates the samples of x and returns the first n tokens (n, d_model).
+
+    Repeats x if it has fewer than n tokens.
+    """
     rows = x.flatten(0, 1)
     return rows.repeat(-(-n // len(rows)), 1)[:n]
 

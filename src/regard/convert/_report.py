@@ -88,8 +88,8 @@ class Spectrum:
     Attributes:
         rank: number of principal components that the latent keeps.
         heads: one tuple per key head: the fraction of this head's energy in each component.
-        shares: the fraction, in each component, of the energy summed over all heads. Components are
-            sorted by decreasing fraction.
+        shares: one number per component: its fraction of the energy summed over all heads.
+            Components are sorted by decreasing fraction.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class Spectrum:
     shares: tuple[float, ...]
 
     def kept(self, rank: int | None = None) -> float:
-        """Returns the fraction of the energy of all heads together in the first `rank` components.
+        """Returns the fraction of the total energy, over all heads, in the first `rank` components.
 
         `rank` defaults to the attribute `rank`.
         """

@@ -111,7 +111,10 @@ COUNTED = {
 
 
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
-    """Returns table rows, one per pass and convention. `halved` is included for attention only."""
+    """Returns a table row for each pass and each convention of counting FLOPs.
+
+    The convention `halved` is used for attention only.
+    """
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
     passes = {"fwd": forward, "bwd": backward}
     return [

@@ -86,9 +86,10 @@ class PartSpec:
         return []
 
     def inputs(self, work: Work) -> int:
-        """Returns how many elements the part saves for backward, apart from its attention calls.
+        """Returns how many elements the part saves for backward.
 
-        By default, it saves only its input x.
+        Elements that its attention calls save are not included. By default, the part saves only its
+        input x.
         """
         return work.rows * self.d_model
 
@@ -167,7 +168,7 @@ class GroupedSpec(LayerSpec):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Numbers of channels in total: of all queries, of all keys and values, of all outputs."""
+        """Numbers of channels of all query heads, of all keys and values, of all head outputs."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 

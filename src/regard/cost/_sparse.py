@@ -215,7 +215,7 @@ class LinearSpec(GroupedSpec):
     def inputs(self, work: Work) -> int:
         """Counts the elements saved for backward: x, q, k, v, output, delta-rule errors, states.
 
-        There is one saved state per segment of SEGMENT tokens: the state before the segment.
+        Of the states, only the state before each segment of 512 tokens is saved.
         """
         (Hkv, _, Dv), F = self.sizes, self.state_rows
         per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv

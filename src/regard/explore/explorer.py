@@ -113,7 +113,10 @@ def _check_rows(trace: Trace, rows: Iterable[int]) -> list[int]:
 
 
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:
-    """Returns a head's facts, the weights of the queries `rows`, and q and k if embed="qk"."""
+    """Returns a head's facts, the weights of the queries `rows`, and q and k if embed="qk".
+
+    The facts include at most `budget` blocks.
+    """
     layer, head = which
     data = head_facts(trace, layer, head, _coarser(trace, layer, budget))
     if rows:

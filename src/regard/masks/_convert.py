@@ -188,7 +188,7 @@ def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
 
 
 def padding(keep: Tensor) -> Mask:
-    """Returns the mask that excludes padding: keep is bool (L,) or (B, L), True = real token.
+    """Returns a mask that excludes padding. `keep` is bool (L,) or (B, L), True = real token.
 
     If the real tokens of each sample are contiguous, the result is a combination of `Lengths`.
     Otherwise, or if values cannot be read (`torch.compile`), the result is `Dense`.

@@ -176,7 +176,7 @@ def _paint(axes: Any, image: Picture, cells: Tensor, colours: Colours) -> None:
 
 
 def _paint_details(axes: Any, image: Picture, colours: Colours) -> None:
-    """Draws thin lines between the pairs, and a dot where key and query position are equal."""
+    """Draws grid lines between pairs, and a dot where query and key have the same position."""
     Lq, Lk = image.allowed.shape
     diagonal = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
     axes.set_xticks([j - 0.5 for j in range(1, Lk)], minor=True)

@@ -35,7 +35,7 @@ class MaskKind(Enum):
 
 
 class CallSizes(NamedTuple):
-    """The sizes of the call that a mask is applied to; None is unknown."""
+    """The sizes of the call that a mask is applied to. None means that a size is unknown."""
 
     batch: tuple[int, ...] | None
     heads: int | None
@@ -248,7 +248,7 @@ class Mask(Value):
             child._check(sizes)
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the (Lq, Lk) that the mask's tensors imply; 0 is unknown."""
+        """Returns Lq and Lk as implied by the mask's tensors. 0 means that a size is unknown."""
         known = [child._sizes() for child in self._children()]
         return max((Lq for Lq, _ in known), default=0), max((Lk for _, Lk in known), default=0)
 
@@ -321,7 +321,7 @@ class _Combination(Mask):
         return self.masks
 
     def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
-        """Combines `allowed`, one bool tensor for each of the masks, into one."""
+        """Combines the bool tensors `allowed`, one for each of the masks, into one tensor."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:

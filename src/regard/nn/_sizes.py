@@ -47,7 +47,7 @@ class GroupedHeads(CheckedModule):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The channels of all query heads together, of all key heads, and of all value heads."""
+        """Numbers of channels of all query heads, of all key heads, and of all value heads."""
         keys = self.kv_heads * self.head_dim
         return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
 

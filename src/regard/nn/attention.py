@@ -158,7 +158,10 @@ class Attention(AttentionLayer, GroupedHeads):
         return KVCache(B, *sizes, capacity=capacity, dtype=weight.dtype, device=weight.device)
 
     def _projected(self, x: Tensor, context: Context) -> QKV:
-        """Returns q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
+        """Projects x to q (..., Hq, L, D), and the context (default: x) to k and v.
+
+        k is (..., Hkv, Lk, D), v is (..., Hkv, Lk, Dv).
+        """
         if context is None and self.kv_model is None:
             q, k, v = self.qkv(x).split(self._widths, -1)
             return split_heads(q, self.heads), *self._normed_keys(k, v)

@@ -78,7 +78,7 @@ class Application(ABC):
     def measure(self, model: nn.Module, held: Any) -> Scores:
         """Returns the model's scores on `held`, which is `self.tested` or `self.validated`.
 
-        The keys of the result are the names of measures in `more` and `less`.
+        The keys of the result are the names of the measures. `more` and `less` list these names.
         """
 
     def validation(self, model: nn.Module) -> float:

@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 def _scores(outcomes: list[Outcome]) -> dict[str, list[Scores]]:
-    """Returns the scores of each baseline, by its name, and of the model, by OWN: one per seed."""
+    """Maps each baseline's name, and "Regard" for the model, to a list of its scores by seed."""
     by_seed = [outcome.baselines | {OWN: outcome.scores} for outcome in outcomes]
     return {name: [scores[name] for scores in by_seed] for name in by_seed[0]}
 

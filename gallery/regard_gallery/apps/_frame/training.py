@@ -154,7 +154,7 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
     """Returns the seconds of a training step with Regard's and with PyTorch's attention.
 
-    The keys of the result are the names in ATTENTIONS. All steps use the same batch. The two
+    The keys of the result are "regard" and "torch". All steps use the same batch. The two
     implementations take turns for about `seconds` in total. The result has the shortest time of
     each implementation.
     """

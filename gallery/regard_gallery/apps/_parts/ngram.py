@@ -60,7 +60,7 @@ def _tables(tokens: Numbers, vocabulary: int, order: int) -> list[tuple[Numbers,
     """Returns, for each n from 1 to `order`, three arrays that describe the n-grams of `tokens`.
 
     The first array has the sorted codes of the distinct n-grams. The second has, for each token,
-    the id of the n-gram that ends with this token, or UNSEEN. The third has, for each distinct
+    the id of the n-gram that ends with this token, or -1. The third has, for each distinct
     n-gram, the index of the token with which it first ends.
     """
     tables, context = [], np.zeros(len(tokens), np.int64)
@@ -114,7 +114,7 @@ def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: 
 
 
 def _lookup(codes: Numbers, context: Numbers, tokens: Numbers, vocabulary: int) -> Numbers:
-    """Returns the id of each n-gram (context id, last token), or UNSEEN if it is not in `codes`."""
+    """Returns the id of each n-gram (context id, last token), or -1 if it is not in `codes`."""
     query = context * vocabulary + tokens
     index = np.minimum(np.searchsorted(codes, query), len(codes) - 1)
     return np.where((context != UNSEEN) & (codes[index] == query), index, UNSEEN)

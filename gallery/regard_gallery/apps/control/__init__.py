@@ -91,9 +91,9 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 def advantages(played: Played) -> Tensor:
     """Returns generalised advantage estimates (GAE), (B, L).
 
-    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. After the last
-    step of an episode, rewards are 0 if the pole fell. If the episode reached the step limit, the
-    critic's value of the last state replaces them.
+    The reward of a step is 1 minus the discount factor, so that balancing for ever has the value 1.
+    After the last step of an episode, rewards are 0 if the pole fell. If the episode reached the
+    step limit, the critic's value of the last state replaces the rewards after it.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)

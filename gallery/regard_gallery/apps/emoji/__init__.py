@@ -123,7 +123,7 @@ class App(Application):
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """Returns MiniLM's embeddings of the texts, (len(texts), SENTENCE).
+        """Returns MiniLM's embeddings of the texts, (len(texts), 384).
 
         An embedding is the mean of the last hidden states of a text's tokens, scaled to length 1.
         """
@@ -144,7 +144,7 @@ class App(Application):
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns images (BATCH, 3, SIZE, SIZE) and name embeddings (BATCH, SENTENCE).
+        """Returns images (BATCH, 3, SIZE, SIZE) and embeddings of their names (BATCH, 384).
 
         Draws distinct emoji with random skin tones. All images of a batch are shifted by the same
         random offset.

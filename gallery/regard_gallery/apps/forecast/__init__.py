@@ -70,8 +70,8 @@ class App(Application):
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
         """Returns inputs (n, WEEK + DAY, 5) and targets (n, DAY) of n forecasts.
 
-        Forecast i starts at half hour begins[i]. Its target is the demand in the DAY half hours
-        from begins[i]. In the input, this demand is set to 0.
+        WEEK and DAY are numbers of half hours. Forecast i starts at half hour begins[i]. Its target
+        is the demand of the day that starts there. In the input, this demand is set to 0.
         """
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
         target = series[:, WEEK:, DEMAND].clone()

@@ -138,7 +138,7 @@ class App(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Draws the attention weights of one test paper on its neighbours.
 
-        Chooses the paper with the most neighbours among the test papers with at most 12.
+        Of the test papers with at most 12 neighbours, chooses the one with the most neighbours.
         """
         degrees = self.data.graph.edges[1].bincount()[self.tested]
         paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])

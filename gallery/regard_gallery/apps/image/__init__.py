@@ -41,7 +41,7 @@ class Images(NamedTuple):
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
     """Reads `count` images (default: all) and their labels from the set "train" or "t10k".
 
-    Takes the first images of the set, or with a seed, random ones.
+    Without a seed, takes the first images of the set; with a seed, random images.
     """
     folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)

@@ -92,7 +92,7 @@ class App(Application):
         return Recogniser(self.trained.frames[0].shape[1], DIGITS)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Strings:
-        """Returns random strings of one to LONGEST training recordings, with noise."""
+        """Returns random strings of one to four training recordings, with noise."""
         counts = torch.randint(1, LONGEST + 1, (BATCH,), generator=generator).tolist()
         indices = torch.randint(len(self.trained.digits), (sum(counts),), generator=generator)
         joined = strings(self.trained, list(indices.split(counts)))
@@ -155,7 +155,7 @@ class App(Application):
 
 
 def cut(of: Recordings, seed: int) -> Strings:
-    """Groups the recordings into strings of one to LONGEST recordings. Uses each recording once."""
+    """Groups the recordings into strings of one to four recordings. Uses each recording once."""
     generator, rest, chosen = torch.Generator().manual_seed(seed), torch.arange(len(of.digits)), []
     while len(rest):
         count = int(torch.randint(1, LONGEST + 1, (1,), generator=generator))

@@ -171,10 +171,10 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Operands | None]:
-    """Returns the core's call object, whether out has q's shape and strides, and operands or None.
+    """Returns the core's call object, whether out has q's shape and strides, and the operands.
 
-    The operands are empty, or None if they must be built from the tensors of each call. The results
-    are cached in the Spec.
+    The operands are None if they must be built from the tensors of each call, otherwise they are
+    empty. The results are cached in the Spec.
     """
     like_q = spec.rank == 4 and q.shape == spec.out_shape
     like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)

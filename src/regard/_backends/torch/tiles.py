@@ -108,7 +108,7 @@ def spread(by_head: Tensor, distance: Tensor) -> Tensor:
 
 
 def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
-    """Returns the gradient of by_head from `pairs` (b, h, R, K), the gradient of the bias."""
+    """Returns the gradient of by_head, given the gradient `pairs` (b, h, R, K) of the bias."""
     if by_head.ndim == 1:
         return -(pairs * distance.abs()).sum((0, 2, 3))
     columns = _column(by_head, distance).expand_as(pairs)
@@ -175,11 +175,11 @@ def _sink(spec: Spec, sink: Tensor | None, default: float) -> Tensor:
 
 
 def _tile_ranges(spec: Spec) -> Iterator[Tile]:
-    """Yields tiles of up to PAIRS pairs.
+    """Yields tiles that have at most 2**19 (query, key) pairs, or a single query row.
 
-    A tile has all keys, and as many query rows of one head as fit. If all rows fit, the tile has
-    several query heads of one key head. If all of them fit, it has several key heads, and if all
-    key heads fit, several samples.
+    A tile has all keys, and as many query rows of one head as fit. If all rows of a head fit, the
+    tile has several query heads of one key head. If all these query heads fit, the tile has several
+    key heads. If all key heads fit, it has several samples.
     """
     group = spec.Hq // max(spec.Hkv, 1)
     pairs, cuts = max(spec.Lk, 1), []
