@@ -231,7 +231,11 @@ def test_meta_tensors_are_checked_by_shape() -> None:
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize(
     "mask",
-    [masks.Lengths([5, 7]), masks.longformer(2, global_tokens=[0]), masks.Documents([0] * LK) & masks.Causal()],
+    [
+        masks.Lengths([5, 7]),
+        masks.longformer(2, global_tokens=[0]),
+        masks.Documents([0] * LK) & masks.Causal(),
+    ],
     ids=repr,
 )
 def test_small_masks_follow_q(mask: masks.Mask, impl: str) -> None:
@@ -246,7 +250,11 @@ def test_small_masks_follow_q(mask: masks.Mask, impl: str) -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    [masks.Dense(torch.ones(LQ, LK).bool()), masks.Global(range(5000)), masks.Lengths(torch.empty(B, device="meta").long())],
+    [
+        masks.Dense(torch.ones(LQ, LK).bool()),
+        masks.Global(range(5000)),
+        masks.Lengths(torch.empty(B, device="meta").long()),
+    ],
     ids=repr,
 )
 def test_other_masks_must_be_on_the_device_of_q(mask: masks.Mask) -> None:

@@ -393,7 +393,10 @@ def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
         (M.Global([[0]] * 3), r"Global\(tokens\): expected shape \(..., n\) .* batch \(2,\), got \(3, 1\)"),
         (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): expected .* 5, 7\) .*, got \(5, 6\)"),
         (M.Dense(torch.ones(2, 1, 2, 5, 7).bool()), r"got \(2, 1, 2, 5, 7\); the third dim .* is the heads"),
-        (M.Dense(torch.ones(2, 5, 7).bool()), r"mask: .* got \(2, 5, 7\); write mask\[:, None\] .* mask\[None\]"),
+        (
+            M.Dense(torch.ones(2, 5, 7).bool()),
+            r"mask: .* got \(2, 5, 7\); write mask\[:, None\] .* mask\[None\]",
+        ),
         (M.Causal() & ~M.Dense(torch.ones(3, 5, 7).bool()), r"mask\[:, None\] .* mask\[None\]"),
         (M.Dense(torch.ones(5, 1, 5, 7).bool()), r"batch \(2,\)"),
         (
