@@ -256,7 +256,7 @@ class Sampler:
 
     def bool(self) -> Tensor:
         shape = (self.choice((1, self.Hq)), self.choice((1, self.Lq)), self.choice((1, self.Lk)))
-        return self.integers(0, 2, *shape) > 0
+        return self.integers(0, 2, *(1 for _ in self.batch), *shape) > 0
 
     def sparse(self) -> M.Mask:
         block = self.choice((2, 5, 16))

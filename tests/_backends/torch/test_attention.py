@@ -158,7 +158,7 @@ def test_gradients_of_sdpa(mask: str) -> None:
     gradients = []
     for impl in ("torch", "reference"):
         torch.manual_seed(1)
-        inputs = [*qkv(), torch.randn(HQ, LQ, LK)]
+        inputs = [*qkv(), torch.randn(1, HQ, LQ, LK)]
         for x in inputs:
             x.requires_grad_()
         q, k, v, bias = inputs
