@@ -365,15 +365,15 @@ MAPPED: dict[str, tuple[tuple[int | None, ...], Callable[..., Any]]] = {
     "bias too": ((0, 0, 0, 0), lambda q, k, v, b: regard.attention(q, k, v, bias=b, softcap=1.0)),
     "bias only": ((None, None, None, 1), lambda q, k, v, b: regard.attention(q, k, v, bias=b)),
     "mask": ((0, 0, 0, 2), lambda q, k, v, b: regard.attention(q, k, v, mask=b > 0)),
-    "slopes": ((0, 0, 0, 0), lambda q, k, v, b: regard.attention(q, k, v, bias=Alibi(b[:, 0, 0]))),
-    "sink": ((None, 0, 0, 0), lambda q, k, v, b: regard.attention(q, k, v, sink=b[:, 0, 0])),
+    "slopes": ((0, 0, 0, 0), lambda q, k, v, b: regard.attention(q, k, v, bias=Alibi(b[0, :, 0, 0]))),
+    "sink": ((None, 0, 0, 0), lambda q, k, v, b: regard.attention(q, k, v, sink=b[0, :, 0, 0])),
     "dropout": ((0, 0, 0), lambda q, k, v: regard.attention(q, k, v, dropout=0.5, seed=2)),
     "16 bits": ((0, 0, None), lambda q, k, v: regard.attention(q.half(), k.half(), v.half())),
 }
 
 
 def mapped_inputs(dims: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    sizes = ((B, HQ, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (HQ, LQ, LK))[: len(dims)]
+    sizes = ((B, HQ, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (1, HQ, LQ, LK))[: len(dims)]
     stacked = [torch.randn(N, *size, dtype=dtype) for size in sizes]
     return [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(stacked, dims, strict=True)]
 

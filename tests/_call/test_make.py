@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
 from regard import masks, scores
@@ -72,7 +76,7 @@ def test_strides_read_the_right_numbers(view: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(LK,), (1, LK), (LQ, 1), (LQ, LK), (HQ, 1, 1), (2, 1, 1, LQ, LK), (2, 3, HQ, LQ, LK)]
+    "shape", [(LK,), (1, LK), (LQ, 1), (LQ, LK), (1, HQ, 1, 1), (2, 1, 1, LQ, LK), (2, 3, HQ, LQ, LK)]
 )
 def test_bias_strides(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape)
@@ -222,6 +226,82 @@ def test_meta_tensors_are_checked_by_shape() -> None:
     assert make(q, k, v, Options(mask=masks.Causal())).spec.out_shape == (B, HQ, LQ, DV)
     with pytest.raises(ValueError, match="k: expected last dim"):
         make(q, k[..., :-1], v)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Lengths([5, 7]),
+        masks.longformer(2, global_tokens=[0]),
+        masks.Documents([0] * LK) & masks.Causal(),
+    ],
+    ids=repr,
+)
+def test_small_masks_follow_q(mask: masks.Mask, impl: str) -> None:
+    mask = pickle.loads(pickle.dumps(mask))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (x.to("lazy") for x in qkv(B))
+        problem = make(q, k, v, Options(mask=mask))
+        assert problem.tensors
+        assert all(x.device == q.device for x in problem.tensors)
+        assert regard.attention(q, k, v, mask=mask, impl=impl).device == q.device
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Dense(torch.ones(LQ, LK).bool()),
+        masks.Global(range(5000)),
+        masks.Lengths(torch.empty(B, device="meta").long()),
+    ],
+    ids=repr,
+)
+def test_other_masks_must_be_on_the_device_of_q(mask: masks.Mask) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (x.to("lazy") for x in qkv(B))
+        with pytest.raises(ValueError, match=r"mask: expected tensors on q's device, as from mask.to\('lazy"):
+            make(q, k, v, Options(mask=mask))
+
+
+# Three dims
+
+
+@pytest.mark.parametrize("n", [1, B, HQ])
+@pytest.mark.parametrize("batch", [(B,), (1,), (3, B)], ids=str)
+def test_three_dims_need_three_dims_of_q(n: int, batch: tuple[int, ...]) -> None:
+    keep, values = torch.ones(n, LQ, LK, dtype=torch.bool), torch.zeros(n, LQ, LK)
+    forms = [
+        ("mask", {"mask": keep}),
+        ("mask", {"mask": masks.Dense(keep)}),
+        ("mask", {"mask": ~masks.Dense(keep) | masks.Causal()}),
+        ("bias", {"bias": values}),
+    ]
+    q, k, v = qkv(*batch)
+    functions = (
+        regard.attention,
+        regard.weights,
+        regard.plan,
+        lambda *qkv, **options: regard.evidence(*qkv, regard.Entropy(), **options),
+    )
+    # A mask (Lq, Lk) of the same values must not leave a checked call behind that the 3-D mask fits.
+    regard.attention(q, k, v, mask=keep[0])
+    for (name, options), function in itertools.product(forms, functions):
+        message = rf"{name}: .* got {re.escape(str(tuple(keep.shape)))}.* {name}\[:, None\] .* {name}\[None\]"
+        with pytest.raises(ValueError, match=message):
+            function(q, k, v, **options)
+
+
+def test_three_dims_and_their_explicit_forms() -> None:
+    H = B  # the sizes with which a mask for samples would pass for a mask for heads
+    q, k, v = (torch.randn(B, H, 4, 8) for _ in range(3))
+    keep, bias = torch.rand(B, 4, 4) > 0.3, torch.randn(B, 4, 4)
+    by_sample = regard.attention(q, k, v, mask=keep[:, None], bias=bias[:, None])
+    by_head = regard.attention(q, k, v, mask=keep[None], bias=bias[None])
+    for b in range(B):
+        expected = regard.attention(q[b], k[b], v[b], mask=keep[b], bias=bias[b])
+        torch.testing.assert_close(by_sample[b], expected)
+        torch.testing.assert_close(by_head[b], regard.attention(q[b], k[b], v[b], mask=keep, bias=bias))
 
 
 # Messages

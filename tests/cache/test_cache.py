@@ -157,7 +157,7 @@ def test_options(kind: str, name: str) -> None:
     out = attend_in_chunks(new(kind), q, k, v, [1, 3, 17], **options)
     options64 = {key: x for key, x in options.items() if key != "bias"}
     if "bias" in options:
-        options64["bias"] = options["bias"].dense(53, 53).double()
+        options64["bias"] = options["bias"].dense(53, 53)[None].double()
     if "sink" in options:
         options64["sink"] = options["sink"].double()
     assert rel_l2(out, expected(kind, q, k, v, **options64)) < LIMITS[torch.float32]
@@ -179,14 +179,14 @@ def test_biases_of_samples_of_different_length(kind: str) -> None:
     out = attend(cache, *chunk, bias=bias)
     for b, n in ((0, 36), (1, 9)):
         sample = (x[b : b + 1, :, :n] for x in (q, k, v))
-        alone = expected(kind, *sample, bias=bias.dense(n, n).double())
+        alone = expected(kind, *sample, bias=bias.dense(n, n)[None].double())
         assert rel_l2(out[b : b + 1], alone[:, :, n - 5 :]) < LIMITS[torch.float32]
 
 
 @pytest.mark.parametrize("kind", ["growing", "paged", "int8", "latent"])
 def test_mask_and_bias_tensors(kind: str) -> None:
     q, k, v = tokens(kind, 2, 20)
-    keep, bias = torch.rand(2, H, 3, 20) < 0.7, torch.randn(H, 3, 20)
+    keep, bias = torch.rand(2, H, 3, 20) < 0.7, torch.randn(1, H, 3, 20)
     cache = new(kind)
     append(cache, k[:, :, :17], v[:, :, :17])
     out = attend(cache, *(x[:, :, 17:] for x in (q, k, v)), mask=keep, bias=bias)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import regard
 from regard import masks as M
 from support.strategies import Case, mask_strategy
 
@@ -42,7 +43,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, arguments: M.Arguments) -> Tensor:
 # SDPA
 
 
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "per head", "float"])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "per head", "float", "keys", "float keys"])
 def test_from_sdpa(kind: str) -> None:
     q, k, v = qkv()
     options = {
@@ -51,8 +52,15 @@ def test_from_sdpa(kind: str) -> None:
         "bool": {"attn_mask": torch.rand(B, 1, Lq, Lk) > 0.4},
         "per head": {"attn_mask": torch.rand(H, Lq, Lk) > 0.4},
         "float": {"attn_mask": torch.randn(Lq, Lk)},
+        "keys": {"attn_mask": torch.tensor([True, False] * 3 + [True])},
+        "float keys": {"attn_mask": torch.randn(Lk)},
     }[kind]
-    torch.testing.assert_close(textbook(q, k, v, M.from_sdpa(**options)), sdpa(q, k, v, **options))
+    arguments = M.from_sdpa(**options)
+    if "keys" in kind:  # SDPA does not take (Lk,)
+        options = {"attn_mask": options["attn_mask"].expand(Lq, Lk)}
+    torch.testing.assert_close(textbook(q, k, v, arguments), sdpa(q, k, v, **options))
+    if kind != "per head":
+        torch.testing.assert_close(regard.attention(q, k, v, **arguments._asdict()), sdpa(q, k, v, **options))
 
 
 @varied
@@ -135,6 +143,16 @@ def test_mha_causal_and_errors() -> None:
         TypeError, match=r"key_padding_mask: expected bool \(True = may not attend\) or float"
     ):
         M.from_mha(key_padding_mask=torch.ones(2, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_mha_rejects_floats_of_zeros_and_ones(name: str) -> None:
+    for zeros_and_ones in (torch.ones(4, 4).tril(), torch.ones(4, 4), torch.eye(4).half()):
+        with pytest.raises(ValueError, match=rf"{name}: .* zeros and ones.* {name}.bool\(\).* {name} == 0"):
+            M.from_mha(**{name: zeros_and_ones})
+    learned = torch.ones(4, 4, requires_grad=True)
+    for bias in (torch.zeros(4, 4), 2 * torch.eye(4), torch.ones(4, 4).triu().log(), learned):
+        assert M.from_mha(**{name: bias}).bias is not None
 
 
 # Hugging Face
@@ -289,6 +307,13 @@ def test_from_flex_finds_blocks() -> None:
     assert M.from_flex(full_blocks) == M.Blocks(~torch.eye(2).bool(), 4)
     causal = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=(4, 8))
     assert M.from_flex(causal) == M.Dense(torch.ones(8, 8).tril().bool())
+
+
+def test_from_flex_keeps_the_heads() -> None:
+    block_mask = create_block_mask(lambda b, h, q, k: k <= q + h, 1, H, Lq, Lk, device="cpu")
+    mask = M.from_flex(block_mask)
+    assert mask == M.Dense(torch.stack([torch.ones(Lq, Lk).tril(h).bool() for h in range(H)])[None])
+    mask.check((B,), H, Lq, Lk)
 
 
 def test_to_flex_requires_the_batch_size() -> None:

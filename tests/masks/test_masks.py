@@ -281,6 +281,19 @@ def test_masks_move_between_devices() -> None:
     assert M.Causal().to("meta") == M.Causal()
 
 
+def test_lists_become_cpu_tensors_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        mask = M.longformer(1, global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
+    assert all(t.device.type == "cpu" for t in mask.lower().tensors)
+    assert mask == M.longformer(1, global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
+
+
+def test_dense_takes_a_mask_of_the_keys() -> None:
+    keep = torch.tensor([True, False, True])
+    assert M.Dense(keep) == M.Dense(keep[None])
+    assert torch.equal(M.Dense(keep).to_dense(2, 3), keep.expand(2, 3))
+
+
 def test_masks_work_on_fake_tensors() -> None:
     with FakeTensorMode():
         mask = M.Lengths(torch.tensor([3, 4])) & M.Global(torch.tensor([[0, 1], [2, 3]])) & M.Causal()
@@ -336,7 +349,7 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Dilated(0), ValueError, r"Dilated\(step\)"),
         (lambda: M.Dense(torch.ones(2, 2, dtype=torch.int64)), TypeError, r"Dense\(keep\): expected a bool"),
         (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
-        (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\): expected at least 2 dimensions"),
+        (lambda: M.Dense(torch.tensor(True)), ValueError, r"Dense\(keep\): expected at least 1 dim"),
         (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
         (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),
         (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\): expected a list.*, got Causal"),
@@ -379,7 +392,12 @@ def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
         (M.Documents([[0] * 7] * 3), r"batch \(2,\)"),
         (M.Global([[0]] * 3), r"Global\(tokens\): expected shape \(..., n\) .* batch \(2,\), got \(3, 1\)"),
         (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): expected .* 5, 7\) .*, got \(5, 6\)"),
-        (M.Dense(torch.ones(2, 5, 7).bool()), r"got \(2, 5, 7\); the third dim .* is the heads"),
+        (M.Dense(torch.ones(2, 1, 2, 5, 7).bool()), r"got \(2, 1, 2, 5, 7\); the third dim .* is the heads"),
+        (
+            M.Dense(torch.ones(2, 5, 7).bool()),
+            r"mask: .* got \(2, 5, 7\); write mask\[:, None\] .* mask\[None\]",
+        ),
+        (M.Causal() & ~M.Dense(torch.ones(3, 5, 7).bool()), r"mask\[:, None\] .* mask\[None\]"),
         (M.Dense(torch.ones(5, 1, 5, 7).bool()), r"batch \(2,\)"),
         (
             M.Blocks(torch.ones(3, 3).bool(), 2),
@@ -435,13 +453,20 @@ def test_chunked_masks_other_chunks() -> None:
 @pytest.mark.parametrize("L", ODD)
 def test_tutorial_helpers(L: int) -> None:
     ones = torch.ones(L, L, dtype=torch.bool)
-    assert torch.equal(M.create_causal_mask(L), ones.tril())
-    assert torch.equal(M.create_window_mask(L, 2, 1), ones.tril(1).triu(-2))
-    assert torch.equal(M.create_prefix_mask(L, 2), ones.tril() | (torch.arange(L) < 2))
     tokens = torch.randint(0, 3, (2, L))
-    assert torch.equal(M.create_padding_mask(tokens)[:, 0, 0], tokens != 0)
-    assert torch.equal(M.create_decoder_mask(tokens), (tokens != 0)[:, None, None] & ones.tril())
-    assert torch.equal(M.create_document_mask(tokens)[1, 0], tokens[1][:, None] == tokens[1])
+    real = (tokens != 0)[:, None, None] & ones
+    for mask, expected in (
+        (M.create_causal_mask(L), ones.tril()),
+        (M.create_causal_mask(L, L), ones.tril()),
+        (M.create_window_mask(L, 2, 1), ones.tril(1).triu(-2)),
+        (M.create_prefix_mask(L, 2), ones.tril() | (torch.arange(L) < 2)),
+        (M.create_padding_mask(tokens), real),
+        (M.create_decoder_mask(tokens), real.tril()),
+        (M.create_document_mask(tokens), (tokens[:, :, None] == tokens[:, None])[:, None]),
+    ):
+        assert isinstance(mask, M.Mask)
+        assert torch.equal(mask.to_dense(L, L), expected)
+    assert torch.equal(M.create_causal_mask(2, 4).to_dense(2, 4), torch.ones(2, 4).tril(2).bool())
     with pytest.raises(ValueError, match=r"tokens: expected shape \(B, L\)"):
         M.create_padding_mask(tokens[0])
     with pytest.raises(TypeError, match=r"expected a tensor or a list, got str 'a b'"):

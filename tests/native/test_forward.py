@@ -144,7 +144,11 @@ def test_pairs_of_options(isa: str, first: str, poison: None) -> None:
 
 def test_all_options_at_once(isa: str, poison: None) -> None:
     for dtype in DTYPES:
-        options = {"mask": M.Causal() & M.Lengths([101, 40]), "bias": torch.randn(4, 33, 101), "softcap": 3.0}
+        options = {
+            "mask": M.Causal() & M.Lengths([101, 40]),
+            "bias": torch.randn(1, 4, 33, 101),
+            "softcap": 3.0,
+        }
         options |= {
             "sink": torch.randn(4),
             "dropout": 0.2,

@@ -157,6 +157,86 @@ def test_masks_broadcast_over_heads() -> None:
         assert_close(ours(q, k, k, attn_mask=form)[0], expected)
 
 
+REGARD_MASKS: dict[str, Any] = {
+    "causal": M.create_causal_mask(LQ, LK),
+    "padding": M.create_padding_mask(torch.tensor([[1] * LK, [1] * 6 + [0] * 5])),
+    "decoder": M.create_decoder_mask(torch.tensor([[1] * LK, [0] * 2 + [1] * 9])),
+    "heads": M.PerHead([M.Causal(), M.Window(2, 2), M.Prefix(4)]),
+    "samples": M.Dense(torch.stack([~padding_mask()] * LQ, 1)[:, None]),
+}
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["", "extra"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", REGARD_MASKS)
+def test_multihead_takes_masks_of_regard(
+    extra: Options, need_weights: bool, is_causal: bool, name: str
+) -> None:
+    """A Mask says which keys a query may attend to, a bool tensor which keys it may not."""
+    theirs, ours = modules({"batch_first": True} | extra)
+    mask, inputs = REGARD_MASKS[name], (torch.randn(B, LQ, E), torch.randn(B, LK, E), torch.randn(B, LK, E))
+    keep = mask.to_dense(LQ, LK, heads=HEADS)
+    keep = keep & torch.ones(LQ, LK).tril().bool() if is_causal else keep
+    hidden = ~keep.expand(B, HEADS, LQ, LK).flatten(0, 1)
+    expected, expected_w = theirs(*(x.double() for x in inputs), attn_mask=hidden, need_weights=need_weights)
+    visible = torch.ones(B, LQ, E, dtype=torch.bool)
+    if not extra:  # PyTorch's result of a fully masked row is NaN
+        visible = ~hidden.view(B, HEADS, LQ, LK).all(-1).any(1)[..., None].expand(B, LQ, E)
+    for form in ({"attn_mask": mask}, {"key_padding_mask": mask}):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                out, w = ours(*inputs, **form, need_weights=need_weights, is_causal=is_causal)
+            assert rel_l2(out[visible], expected[visible]) < LIMIT
+            assert w is None or rel_l2(w[visible[..., 0]], expected_w[visible[..., 0]]) < LIMIT
+
+
+def test_multihead_combines_masks_of_regard_with_tensors() -> None:
+    _, ours = modules({"batch_first": True})
+    q, k = torch.randn(B, LQ, E), torch.randn(B, LK, E)
+    hidden, ignored, added = bool_mask(), padding_mask(), torch.randn(LQ, LK)
+    window = M.Window(3, 3) | M.Prefix(1)
+    outside = ~window.to_dense(LQ, LK)
+    expected, _ = ours(q, k, k, attn_mask=outside, key_padding_mask=ignored)
+    assert_close(ours(q, k, k, attn_mask=window, key_padding_mask=ignored)[0], expected)
+    expected, _ = ours(q, k, k, attn_mask=outside | hidden)
+    assert_close(ours(q, k, k, attn_mask=hidden, key_padding_mask=window)[0], expected)
+    expected, _ = ours(q, k, k, attn_mask=added.masked_fill(outside, -torch.inf))
+    assert_close(ours(q, k, k, attn_mask=added, key_padding_mask=window)[0], expected)
+    unbatched, _ = ours(q[0], k[0], k[0], attn_mask=window, key_padding_mask=M.Prefix(LK))
+    assert_close(unbatched, ours(q, k, k, attn_mask=outside)[0][0])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_multihead_rejects_masks_of_other_sizes(need_weights: bool, extra: bool) -> None:
+    ours, x = MultiheadAttention(24, 4, batch_first=True, add_zero_attn=extra), torch.randn(4, 7, 24)
+    for mask, message in (
+        (M.Dense(torch.ones(4, 7, 7).bool()), r"mask\[:, None\] .* mask\[None\]"),
+        (M.Dense(torch.ones(3, 1, 7, 7).bool()), r"Dense\(keep\): expected"),
+        (M.Dense(torch.ones(7, 8).bool()), r"Dense\(keep\): expected .*, got \(7, 8\)"),
+        (M.PerHead([M.Causal()] * 3), "expected Hq = 4 masks, got 3"),
+        (M.Lengths([7, 8, 7, 7]), "expected lengths up to Lk = 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours(x, x, x, attn_mask=mask, need_weights=need_weights)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_rejects_float_masks_of_zeros_and_ones(is_causal: bool, need_weights: bool) -> None:
+    ours, x = MultiheadAttention(24, 4, batch_first=True), torch.randn(2, 7, 24)
+    options = {"is_causal": is_causal, "need_weights": need_weights}
+    visible = torch.ones(7, 7).tril()
+    for mask in (visible, visible.expand(8, 7, 7), visible.expand(2, 7, 7), visible.expand(2, 1, 7, 7)):
+        with pytest.raises(ValueError, match=r"attn_mask: .* zeros and ones.* attn_mask == 0"):
+            ours(x, x, x, attn_mask=mask, **options)
+    with pytest.raises(ValueError, match=r"key_padding_mask: .* zeros and ones"):
+        ours(x, x, x, key_padding_mask=torch.ones(2, 7), **options)
+    zeros = ours(x, x, x, attn_mask=torch.zeros(7, 7), key_padding_mask=torch.zeros(2, 7), **options)
+    assert_close(zeros[0], ours(x, x, x, **options)[0])
+
+
 def test_fully_masked_rows() -> None:
     _, ours = modules({"batch_first": True, "dropout": 0.2})
     q, k = torch.randn(B, LQ, E, requires_grad=True), torch.randn(B, LK, E)
@@ -584,6 +664,45 @@ def test_masks_of_module_and_call_combine() -> None:
     assert torch.equal(module(x, mask=M.Window(2)), Attention.forward(module, x, mask=M.Window(2)))
 
 
+@pytest.mark.parametrize("kind", ["attention", "grouped", "latent", "block"])
+def test_three_dims_of_a_mask_are_samples(kind: str) -> None:
+    heads = samples = 4  # the sizes with which a mask for samples would pass for a mask for heads
+    latent = {"rank": 8, "nope_dim": 4, "rope_dim": 2}
+    module: Any = {
+        "attention": lambda: Attention(24, heads, mask=M.Prefix(6)),
+        "grouped": lambda: Attention(24, heads, kv_heads=2),
+        "latent": lambda: regard.nn.LatentAttention(24, heads, **latent),
+        "block": lambda: regard.nn.EncoderBlock(24, heads),
+    }[kind]()
+    x, keep = torch.randn(samples, 7, 24), torch.rand(samples, 7, 7) > 0.4
+    expected = torch.cat([module(x[b : b + 1], mask=keep[b]) for b in range(samples)])
+    assert_close(module(x, mask=keep), expected)
+    assert_close(module(x, mask=keep[:, None]), expected)
+    with pytest.raises(ValueError, match=r"mask\[:, None\] .* mask\[None\]"):
+        module(x, mask=M.Dense(keep))
+    with pytest.raises(ValueError, match="expected"):
+        module(x[0], mask=keep)
+    by_head = module(x, mask=keep[None])
+    assert_close(module(x[0], mask=M.Dense(keep)), by_head[0])
+    assert_close(module(x, mask=torch.arange(7) < 5), module(x, mask=M.Prefix(5)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["attention", "latent"])
+def test_three_dims_of_a_mask_are_samples_with_a_cache(kind: str) -> None:
+    sizes = {"rank": 8, "nope_dim": 4, "rope_dim": 2}
+    module: Any = Attention(24, 4) if kind == "attention" else regard.nn.LatentAttention(24, 4, **sizes)
+    x, keep = torch.randn(4, 7, 24), torch.rand(4, 2, 7) > 0.4
+    keep[..., 0] = True
+    caches = [module.new_cache(n) for n in (4, 1, 1, 1, 1)]
+    module(x[:, :5], cache=caches[0])
+    alone = []
+    for b, cache in enumerate(caches[1:]):
+        module(x[b : b + 1, :5], cache=cache)
+        alone.append(module(x[b : b + 1, 5:], cache=cache, mask=keep[b]))
+    assert_close(module(x[:, 5:], cache=caches[0], mask=keep), torch.cat(alone))
+
+
 def test_forward_hooks_receive_the_projection() -> None:
     module, x = Attention(24, 4, position=Rotary(6)), torch.randn(2, 5, 24)
     outputs: list[Tensor] = []
@@ -790,7 +909,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-@pytest.mark.parametrize("kind", ["multihead", "masked", "extra keys", "attention"])
+@pytest.mark.parametrize("kind", ["multihead", "masked", "extra keys", "attention", "masks of regard"])
 def test_modules_compile_in_one_graph(fresh_compiler: None, kind: str) -> None:
     x = torch.randn(2, 9, 24, requires_grad=True)
     if kind == "attention":
@@ -799,9 +918,13 @@ def test_modules_compile_in_one_graph(fresh_compiler: None, kind: str) -> None:
     else:
         extra_keys = kind == "extra keys"
         module = MultiheadAttention(24, 4, batch_first=True, add_bias_kv=extra_keys, add_zero_attn=extra_keys)
-        options = {"need_weights": extra_keys, "is_causal": True} if kind != "masked" else {
-            "attn_mask": torch.rand(9, 9) > 0.8,
-            "key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]])}  # fmt: skip
+        options = {
+            "masked": {
+                "attn_mask": torch.rand(9, 9) > 0.8,
+                "key_padding_mask": torch.arange(9) >= torch.tensor([[9], [4]]),
+            },
+            "masks of regard": {"attn_mask": M.Causal(), "need_weights": False, "is_causal": True},
+        }.get(kind, {"need_weights": extra_keys, "is_causal": True})
 
         def call(x: Tensor) -> Tensor:
             out: Tensor = module(x, x, x, **options)[0]

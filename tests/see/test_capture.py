@@ -440,6 +440,19 @@ def test_duplicate_and_induction_scores_equal_the_dense_weights(options: dict[st
         assert roles[name].detail == f"{int(has_pair.sum())} queries"
 
 
+def test_masks_and_biases_of_an_unbatched_call() -> None:
+    q, k = torch.randn(2, 3, 7, 8)
+    keep = torch.rand(3, 7, 7) > 0.3
+    for options in (
+        {"mask": keep},
+        {"mask": M.Dense(keep) & M.Causal(), "bias": torch.randn(3, 1, 7)},
+        {"mask": ~M.Dense(keep[0]) | M.Lengths(4)},
+        {"bias": torch.randn(7, 7), "mask": M.Documents([0, 0, 0, 1, 1, 1, 1])},
+    ):
+        layer = see.record(q, k, **options)
+        assert_close(layer.rows([*range(7)])[0], regard.weights(q, k, k, **options))
+
+
 def test_roles_from_few_pairs_are_uncertain() -> None:
     tokens = ("a", "b", "c", "a", "d", "e")
     scores = same_tokens(tokens, 0)

@@ -24,7 +24,7 @@ from support.forward import INF, UNIT, WIDTHS, Call, Sampler, doubled, largest
 from support.guard import Guard
 
 MEMORY_OPTIONS = {name: make_one for name, make_one in peak_memory.OPTIONS.items() if name != "lse"} | {
-    "row numbers": lambda: {"bias": torch.randn(peak_memory.H, peak_memory.L, 1)},
+    "row numbers": lambda: {"bias": torch.randn(1, peak_memory.H, peak_memory.L, 1)},
     "one number": lambda: {"bias": torch.randn(())},
     "narrow bias": lambda: {"bias": torch.randn(peak_memory.L, peak_memory.L).bfloat16()},
     "far": lambda: {"bias": RelativeBias(torch.randn(32, peak_memory.H), max_distance=peak_memory.L)},

@@ -52,7 +52,7 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
     bias, row = torch.randn(B, HQ, LQ, LK, dtype=dtype), torch.randn(1, LK, dtype=dtype)
     slopes, table = torch.rand(HQ, dtype=dtype), torch.randn(8, HQ, dtype=dtype)
     sink = torch.randn(HQ, dtype=dtype)
-    ids, keep = torch.arange(LK) // 2, torch.rand(HQ, LQ, LK) > 0.3
+    ids, keep = torch.arange(LK) // 2, torch.rand(1, HQ, LQ, LK) > 0.3
     per_head = M.PerHead([M.Causal(), M.Window(1), M.Window(2, 2), M.Prefix(2)])
     return {
         "plain": Case((q, k, v), constant()),

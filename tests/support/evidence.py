@@ -33,7 +33,7 @@ def every_fact(Lq: int, Lk: int, seed: int = 0) -> list[F.Fact]:
 def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
     """Returns the `attention` option of the given name."""
     ids = torch.arange(Lk) * 5 // Lk
-    keep = torch.rand(Hq, Lq, Lk) < 0.4
+    keep = torch.rand(1, Hq, Lq, Lk) < 0.4
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "none": dict,
         "causal": lambda: {"mask": M.Causal()},
@@ -48,7 +48,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
         "bigbird": lambda: {"mask": M.bigbird(16)},
         "not": lambda: {"mask": ~M.Window(3, 3)},
         "bias": lambda: {"bias": torch.randn(B, Hq, Lq, Lk)},
-        "excluding bias": lambda: {"bias": torch.randn(Hq, Lq, Lk).masked_fill(~keep, -float("inf"))},
+        "excluding bias": lambda: {"bias": torch.randn(1, Hq, Lq, Lk).masked_fill(~keep, -float("inf"))},
         "alibi": lambda: {"bias": Alibi.standard(Hq), "mask": M.Causal()},
         "relative": lambda: {"bias": RelativeBias(torch.randn(32, Hq), max_distance=50)},
         "softcap": lambda: {"softcap": 2.0},
@@ -57,7 +57,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
         "offset": lambda: {"offset": Lk // 3, "mask": M.Causal()},
         "offsets": lambda: {"offset": torch.arange(B) * 17 - 5, "mask": M.Window(30, 2)},
         "everything": lambda: {
-            "mask": M.Window(40) & M.Dilated(2), "bias": torch.randn(Hq, 1, Lk), "softcap": 3.0,
+            "mask": M.Window(40) & M.Dilated(2), "bias": torch.randn(1, Hq, 1, Lk), "softcap": 3.0,
             "sink": torch.randn(Hq), "scale": 0.2, "offset": Lk - 5,
         },
     }  # fmt: skip

@@ -256,7 +256,7 @@ class Sampler:
 
     def bool(self) -> Tensor:
         shape = (self.choice((1, self.Hq)), self.choice((1, self.Lq)), self.choice((1, self.Lk)))
-        return self.integers(0, 2, *shape) > 0
+        return self.integers(0, 2, *(1 for _ in self.batch), *shape) > 0
 
     def sparse(self) -> M.Mask:
         block = self.choice((2, 5, 16))
@@ -293,6 +293,8 @@ class Sampler:
         shape = tuple(self.choice((1, n)) for n in (self.Hq, self.Lq)) + (self.choice((1, self.Lk, self.Lk)),)
         if len(self.batch) == 1:
             shape = (self.choice((1, *self.batch)), *shape)
+        elif self.batch:
+            shape = (1, *shape)
         if kind == "lowest":
             return (self.integers(0, 2, *shape) == 0) * torch.finfo(torch.float32).min
         bias = self.randn(*shape, dtype=self.choice((torch.float32, self.dtype)))

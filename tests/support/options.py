@@ -25,8 +25,8 @@ BIAS_SHAPES = [
     (1, 9),
     (17, 1),
     (17, 9),
-    (4, 1, 1),
-    (4, 17, 9),
+    (1, 4, 1, 1),
+    (1, 4, 17, 9),
     (2, 1, 1, 9),
     (2, 4, 17, 9),
     (1, 1, 17, 9),
@@ -35,7 +35,7 @@ BIAS_SHAPES = [
 
 def bias_of(kind: str, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     if kind == "tensor":
-        return {"bias": torch.randn(case.heads, case.Lq, case.Lk)}
+        return {"bias": torch.randn(*(1 for _ in case.batch), case.heads, case.Lq, case.Lk)}
     if kind == "alibi":
         return {"bias": Alibi(torch.rand(case.heads, dtype=dtype))}
     return {"bias": RelativeBias(torch.randn(8, case.heads), max_distance=9)} if kind == "relative" else {}
@@ -48,7 +48,7 @@ def options_of(Hq: int, Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
         "window": {"mask": M.Window(20, 3)},
         "padding": {"mask": M.Lengths(torch.tensor([Lk, Lk // 2]))},
         "dense": {"mask": torch.rand(Lq, Lk) < 0.5},
-        "tensor bias": {"bias": torch.randn(Hq, Lq, Lk)},
+        "tensor bias": {"bias": torch.randn(1, Hq, Lq, Lk)},
         "row bias": {"bias": torch.randn(2, 1, 1, Lk)},
         "alibi": {"bias": Alibi.standard(Hq)},
         "relative": {"bias": RelativeBias(torch.randn(32, Hq))},

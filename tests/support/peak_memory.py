@@ -25,7 +25,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "dense": lambda: {"mask": M.Dense(torch.rand(L, L) < 0.5)},
     "longformer": lambda: {"mask": M.longformer(128, [0, 7])},
     "bias": lambda: {"bias": torch.randn(L, L)},
-    "row_bias": lambda: {"bias": torch.randn(H, 1, L)},
+    "row_bias": lambda: {"bias": torch.randn(1, H, 1, L)},
     "alibi": lambda: {"bias": Alibi.standard(H)},
     "relative": lambda: {"bias": RelativeBias(torch.randn(32, H))},
     "softcap": lambda: {"softcap": 5.0},

@@ -96,9 +96,14 @@ def atoms(batch: tuple[int, ...], heads: int, Lq: int, Lk: int) -> st.SearchStra
         lead.flatmap(lambda b: _tensors((*b, 3), st.integers(-1, Lk + 2))).map(M.Global),
         st.builds(M.RandomBlocks, st.integers(1, 3), st.integers(1, 4), seed),
         st.integers(1, 4).map(M.Dilated),
-        _matrices(batch, heads, Lq, Lk).map(M.Dense),
+        _matrices(batch, heads, Lq, Lk).map(lambda keep: M.Dense(_unambiguous(keep, batch))),
         st.integers(1, 5).flatmap(lambda block: _blocks(batch, heads, Lq, Lk, block)),
     )
+
+
+def _unambiguous(keep: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """Returns `keep` with a batch dim if it would have three dims in a call with batch dims."""
+    return keep[None] if batch and keep.ndim == 3 else keep
 
 
 def _blocks(batch: tuple[int, ...], heads: int, Lq: int, Lk: int, block: int) -> st.SearchStrategy[M.Mask]:

@@ -65,12 +65,14 @@ def attention(
             h // (Hq / Hkv). Hkv < Hq is grouped-query attention, Hkv = 1 multi-query attention.
         v: values (..., Hkv, Lk, Dv). Batch dims of q, k and v are equal or 1.
         mask: a `regard.masks.Mask`, or a bool tensor broadcastable to (..., Hq, Lq, Lk), True = may
-            attend.
+            attend. If q has batch dims, a tensor of three dims raises: write (B, 1, Lq, Lk) or
+            (1, Hq, Lq, Lk).
         offset: the position of query 0: query i has position offset + i, key j position j. An int,
             or an integer tensor with one offset for each sample. Default Lk - Lq (bottom-right
             alignment).
         bias: added to the scores. A tensor broadcastable to (..., Hq, Lq, Lk) in q's dtype or
-            float32, `scores.Alibi` or `scores.RelativeBias`. A bias of -inf masks the pair.
+            float32, as for `mask`, `scores.Alibi` or `scores.RelativeBias`. A bias of -inf masks
+            the pair.
         scale: multiplies q.k. Default 1 / sqrt(D).
         softcap: replaces a score s by softcap * tanh(s / softcap). Must be above 0.
         sink: (Hq,) logits in q's dtype or float32. The sink takes part in the softmax as one more

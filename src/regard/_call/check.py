@@ -8,10 +8,20 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .._tools.arguments import as_int, broadcasts, describe, holds_integers, is_integer, number
+from .._tools.arguments import (
+    as_int,
+    broadcasts,
+    check_not_3d,
+    describe,
+    holds_integers,
+    is_integer,
+    number,
+)
 from ..masks import Dense, Mask, Program
 from ..scores import Alibi, RelativeBias
 from .spec import DTYPES, MAX_OFFSET, QKV, Bias, Options, learned
+
+MAX_FOLLOWING = 4096  # elements of a mask tensor that follows q to another device
 
 
 def fail(error: type[Exception], name: str, expected: str, got: object, qkv: QKV | None = None) -> NoReturn:
@@ -178,8 +188,16 @@ def _check_offset(offset: int | Tensor | None, batch: tuple[int, ...], qkv: QKV)
 
 def _check_mask_device(program: Program, q: Tensor) -> None:
     for x in program.tensors:
-        if x.device != q.device and not q.is_meta:
+        if x.device != q.device and not q.is_meta and not _follows(x):
             fail(ValueError, "mask", f"tensors on q's device, as from mask.to({str(q.device)!r})", x.device)
+
+
+def _follows(x: Tensor) -> bool:
+    """Returns whether a tensor of a mask is moved to q's device.
+
+    True for a few integers on the CPU, such as the lengths or tokens that a user wrote as a list.
+    """
+    return x.is_cpu and x.dtype is torch.int64 and x.numel() <= MAX_FOLLOWING
 
 
 def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: QKV) -> None:
@@ -193,6 +211,8 @@ def _check_bias(bias: Bias | None, Hq: int, target: tuple[int, ...], qkv: QKV) -
     assert tensor is not None
     check_learned("bias", tensor, qkv)
     if isinstance(bias, Tensor):
+        if len(target) > 3:
+            check_not_3d("bias", bias.shape)
         if not broadcasts(bias.shape, target):
             expected = f"a shape broadcastable to (..., Hq, Lq, Lk) = {target}"
             fail(ValueError, "bias", expected, tuple(bias.shape), qkv)

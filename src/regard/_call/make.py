@@ -96,6 +96,8 @@ def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Opt
     if mask is not None and not is_compiling() and type(q) in PLAIN and not q.is_meta:
         mask.check_values(spec.batch, spec.Hq, spec.Lq, spec.Lk, spec.offset if offsets is None else offsets)
     tensors = program.bind(spec.batch) if program is not None else ()
+    if tensors and not q.is_cpu and not q.is_meta:
+        tensors = tuple(x.to(q.device) for x in tensors)
     if spec.copied:
         q, k, v, bias = (copied(spec, *x) for x in (("q", q), ("k", k), ("v", v), ("bias", bias)))
     bias_data = learned(bias)

@@ -115,9 +115,10 @@ def bool_tensor(name: str, value: Any, min_dims: int) -> Tensor:
 def int_tensor(name: str, value: Any, min_dims: int) -> Tensor:
     """Copies an integer tensor or a list of integers to a new int64 tensor.
 
-    Raises TypeError for another dtype, ValueError for fewer than `min_dims` dimensions.
+    A list becomes a CPU tensor. On the default device, which may be "meta", it could lose its
+    values. Raises TypeError for another dtype, ValueError for fewer than `min_dims` dimensions.
     """
-    tensor = tensor_of(name, value)
+    tensor = tensor_of(name, value, "cpu")
     if not holds_integers(tensor):
         raise TypeError(f"{name}: expected integers, got {describe(tensor)}")
     return snapshot(_check_ndim(name, tensor, min_dims).to(torch.int64))
@@ -130,12 +131,12 @@ def _check_ndim(name: str, tensor: Tensor, min_dims: int) -> Tensor:
     return tensor
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
-    """Returns a tensor unchanged and converts a list to a tensor."""
+def tensor_of(name: str, value: Any, device: str | None = None) -> Tensor:
+    """Returns a tensor unchanged. Converts a list to a tensor on `device` or the default device."""
     if isinstance(value, Tensor):
         return value
     try:
-        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
+        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a tensor or a list, got {describe(value)}") from error
     return tensor.to(torch.int64) if tensor.numel() == 0 and not hasattr(value, "dtype") else tensor
@@ -156,6 +157,15 @@ def readable(tensor: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not is_functorch_wrapped_tensor(tensor)
     )
+
+
+def check_not_3d(name: str, shape: Sequence[int]) -> None:
+    """Raises ValueError for a mask or bias of three dims in a call with batch dims."""
+    if len(shape) == 3:
+        raise ValueError(
+            f"{name}: expected (Lq, Lk) or at least 4 dims (..., Hq, Lq, Lk), as q has batch dims, got "
+            f"{tuple(shape)}; write {name}[:, None] if dim 0 is the samples, {name}[None] if it is the heads"
+        )
 
 
 def common_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def _as_mask(mask: Any) -> Mask:
         return mask
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         raise TypeError(f"mask: expected a Mask or a bool tensor, True = may attend, got {describe(mask)}")
-    return Dense(torch.atleast_2d(mask))
+    return Dense(mask)
 
 
 @functools.lru_cache(maxsize=64)

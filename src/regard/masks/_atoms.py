@@ -9,7 +9,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .._tools.arguments import bool_tensor, broadcasts, count, describe, int_tensor, is_integer, readable
+from .._tools.arguments import (
+    bool_tensor,
+    broadcasts,
+    check_not_3d,
+    count,
+    describe,
+    int_tensor,
+    is_integer,
+    readable,
+)
 from .._tools.values import value
 from ._mask import CallSizes, Mask, MaskKind, declare
 from ._pairs import FlexCall, Grid, Mod, Pair, Pairs, Rectangle, column, cut, pick, row
@@ -325,14 +334,15 @@ class Dense(Mask):
     Rows and columns are query and key indices, not positions, so `offset` has no effect.
 
     Args:
-        keep: bool, broadcastable to (*batch, Hq, Lq, Lk). Three dims are (Hq, Lq, Lk); a mask per
-            sample is (B, 1, Lq, Lk).
+        keep: bool, broadcastable to (*batch, Hq, Lq, Lk). Three dims are (Hq, Lq, Lk) and apply
+            only to calls without batch dims. With batch dims, a mask per sample is (B, 1, Lq, Lk),
+            a mask per head (1, Hq, Lq, Lk).
     """
 
     keep: Tensor
 
     def __init__(self, keep: Tensor) -> None:
-        self._set(keep=bool_tensor("Dense(keep)", keep, 2))
+        self._set(keep=torch.atleast_2d(bool_tensor("Dense(keep)", keep, 1)))
 
     @classmethod
     def borrow(cls, keep: Tensor) -> Dense:
@@ -344,6 +354,8 @@ class Dense(Mask):
         return Lq if Lq > 1 else 0, Lk if Lk > 1 else 0
 
     def _check(self, sizes: CallSizes) -> None:
+        if sizes.batch:
+            check_not_3d("mask", self.keep.shape)
         _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
     def _allows(self, pairs: Pairs) -> Tensor:

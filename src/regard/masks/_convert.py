@@ -32,7 +32,7 @@ def from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> Argum
 
     Args:
         attn_mask: broadcastable to (..., Hq, Lq, Lk). Bool, True = may attend, or float, which is
-            added to the scores.
+            added to the scores. With batch dims, write (Hq, Lq, Lk) as (1, Hq, Lq, Lk).
         is_causal: whether to add a causal mask, aligned to the top left (offset 0 in the result).
     """
     if attn_mask is not None and is_causal:
@@ -60,7 +60,8 @@ def from_mha(
 
     Args:
         attn_mask: (Lq, Lk), (B, heads or 1, Lq, Lk), or (B * heads, Lq, Lk) together with `heads`.
-            Bool, or float, which is added to the scores.
+            Bool, or float, which is added to the scores. A float mask of zeros and ones raises,
+            because it is probably meant as a bool mask.
         key_padding_mask: (Lk,) or (B, Lk), bool or float.
         heads: the number of heads.
         is_causal: whether to add a causal mask, aligned to the top left (offset 0 in the result).
@@ -69,12 +70,12 @@ def from_mha(
     biases: list[Tensor] = []
     if attn_mask is not None:
         shaped = _split_heads(tensor_of("attn_mask", attn_mask), heads)
-        biases += [shaped] if shaped.is_floating_point() else []
+        biases += [_checked_float("attn_mask", shaped)] if shaped.is_floating_point() else []
         masks += [] if shaped.is_floating_point() else [Dense.borrow(~_checked_bool("attn_mask", shaped))]
     if key_padding_mask is not None:
         key_padding_mask = tensor_of("key_padding_mask", key_padding_mask)
         if key_padding_mask.is_floating_point():
-            biases.append(_key_matrix(key_padding_mask))
+            biases.append(_key_matrix(_checked_float("key_padding_mask", key_padding_mask)))
         else:
             masks.append(padding(~_checked_bool("key_padding_mask", key_padding_mask)))
     mask = functools.reduce(both, masks, None)
@@ -227,6 +228,27 @@ def _checked_bool(name: str, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         got = describe(mask)
         raise TypeError(f"{name}: expected bool (True = may not attend) or float (added), got {got}")
+    return mask
+
+
+def _checked_float(name: str, mask: Tensor) -> Tensor:
+    """Returns a float mask. Raises ValueError if it holds only zeros and ones, with a one.
+
+    A mask that requires grad is a learned bias, whose entries may be ones.
+    """
+    if mask.requires_grad or not readable(mask):
+        return mask
+    ones = mask
+    for rows in (torch.atleast_2d(mask)[..., :1, :], mask):  # early exit: most masks differ in row 0
+        ones = rows == 1
+        if not torch.equal(ones, rows != 0):
+            return mask
+    if bool(ones.any()):
+        raise ValueError(
+            f"{name}: expected a bool tensor (True = may not attend) or floats to add to the scores, got "
+            f"floats that are all zeros and ones, which mask nothing; write {name}.bool() if 1 means 'may "
+            f"not attend', {name} == 0 if 1 means 'may attend'"
+        )
     return mask
 
 

@@ -110,7 +110,5 @@ def _expand(table: Tensor, rows: int, columns: int, Lq: int, Lk: int) -> Tensor:
 
 
 def _trim(matrix: Tensor) -> Tensor:
-    """Removes leading dims of size 1 from (B, H, Lq, Lk)."""
-    while matrix.ndim > 2 and matrix.shape[0] == 1:
-        matrix = matrix[0]
-    return matrix
+    """Removes both leading dims from (B, H, Lq, Lk) if their sizes are 1."""
+    return matrix[0, 0] if matrix.shape[:2] == (1, 1) else matrix

@@ -73,10 +73,11 @@ class Pool:
         """Adds a tensor and returns its index.
 
         `core` is its number of non-batch dims. If the tensor has fewer dims, dims of size 1 are
-        added in front.
+        added in front: a batch dim, too, so that masks (Lq, Lk) and (1, Lq, Lk), which is not
+        allowed in batches, differ in shape.
         """
         if tensor.ndim < core:
-            tensor = tensor[(None,) * (core - tensor.ndim)]
+            tensor = tensor[(None,) * (core + 1 - tensor.ndim)]
         for index, earlier in enumerate(self.tensors):
             if core == self.cores[index] and same(earlier, tensor):
                 return index

@@ -45,7 +45,7 @@ class AttentionLayer(CheckedModule):
 
         With a cache, a causal mask becomes None, because caches always attend causally.
         """
-        mask, dropout = both(self.mask, options.mask), self.dropout if self.training else 0.0
+        mask, dropout = both(self.mask, options.sample_mask()), self.dropout if self.training else 0.0
         if options.cache is None:
             return mask if options.lengths is None else both(mask, Lengths(options.lengths)), dropout
         if dropout:

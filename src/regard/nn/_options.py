@@ -76,6 +76,11 @@ class LayerOptions(NamedTuple):
         if context is not None and self.context_cu_seqlens is None:
             raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
 
+    def sample_mask(self) -> Mask | Tensor | None:
+        """Returns the option `mask`. Three dims of a tensor are samples: it gets a dim for heads."""
+        is_3d = isinstance(self.mask, Tensor) and self.mask.dim() == 3
+        return self.mask.unsqueeze(1) if is_3d else self.mask  # type: ignore[union-attr]
+
     def token_positions(self, L: int) -> Positions:
         """Returns the option `positions`, or the default positions of L tokens if it is None."""
         if self.positions is not None:

@@ -7,20 +7,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._tools.arguments import describe, readable
-from ..masks import Arguments, Causal, Mask, Not, Prefix, from_mha
+from ..masks import Arguments, Causal, Dense, Mask, Not, Prefix, from_mha, to_hf_4d
 from ..masks._both import both
 
 UNMASKED = Arguments()
+TorchMask = Tensor | Mask | None
 
 
 def arguments(
-    attn_mask: Tensor | None, padding_mask: Tensor | None, is_causal: bool, q: Tensor, Lk: int, extra: int
+    attn_mask: TorchMask, padding_mask: TorchMask, is_causal: bool, q: Tensor, Lk: int, extra: int
 ) -> Arguments:
     """Converts PyTorch's masks to the mask, bias and offset of `regard.attention`.
 
-    In PyTorch's masks, True means "may not attend", and floats are added to the scores. q is
-    (B, H, Lq, D). There are Lk + extra keys. All queries may attend to the last `extra` of them.
+    In PyTorch's masks, True means "may not attend", and floats are added to the scores. A `Mask`
+    keeps its meaning. q is (B, H, Lq, D). There are Lk + extra keys. All queries may attend to the
+    last `extra` of them.
     """
+    if isinstance(attn_mask, Mask) or isinstance(padding_mask, Mask):
+        masks, (attn_mask, padding_mask) = _separated(attn_mask, padding_mask)
+        tensors = arguments(attn_mask, padding_mask, False, q, Lk, extra)
+        return Arguments(both(tensors.mask, _over_all_keys(masks, is_causal, q, Lk, extra)), tensors.bias)
     if attn_mask is None and padding_mask is None:
         return Arguments(_causal(Lk, extra), None, 0) if is_causal else UNMASKED
     if attn_mask is not None:
@@ -37,6 +43,26 @@ def arguments(
     return Arguments(both(_causal(Lk, extra), converted.mask), converted.bias, 0) if is_causal else converted
 
 
+def _separated(*given: TorchMask) -> tuple[Mask | None, list[Tensor | None]]:
+    """Returns the conjunction of the arguments that are a Mask, and the others, None for a Mask."""
+    masks = (x if isinstance(x, Mask) else None for x in given)
+    return both(*masks), [None if isinstance(x, Mask) else x for x in given]
+
+
+def _over_all_keys(mask: Mask | None, is_causal: bool, q: Tensor, Lk: int, extra: int) -> Mask | None:
+    """Checks a Mask over Lk keys, and extends it by is_causal and by the extra keys."""
+    (B, H, Lq), causal = q.shape[:3], Causal()
+    assert mask is not None
+    mask.check_shapes((B,), H, Lq, Lk)
+    if not torch.compiler.is_compiling():
+        mask.check_values((B,), H, Lq, Lk)
+    if is_causal:  # is_causal is aligned to the top left, a Mask to the bottom right
+        mask = mask & (causal if Lq == Lk else Dense.borrow(causal.to_dense(Lq, Lk, 0, device=q.device)))
+    if not extra:
+        return mask
+    return Dense.borrow(F.pad(to_hf_4d(mask.to(q.device), Lq, Lk, heads=H), (0, extra), value=True))
+
+
 def _causal(Lk: int, extra: int) -> Mask:
     # Not(...) instead of ~: torch.compile traces | and & of masks, but not ~.
     return Causal() | Not(Prefix(Lk)) if extra else Causal()
@@ -51,8 +77,8 @@ def _checked_dtype(name: str, mask: Tensor, q: Tensor) -> Tensor:
     known = (torch.bool, torch.float32, q.dtype)
     if not isinstance(mask, Tensor) or (mask.dtype not in known and not _is_cast(mask)):
         raise TypeError(
-            f"{name}: expected a bool tensor (True = may not attend), or a tensor to add to the scores, of "
-            f"dtype {q.dtype} or float32, got {describe(mask)}"
+            f"{name}: expected a bool tensor (True = may not attend), a tensor to add to the scores, of "
+            f"dtype {q.dtype} or float32, or a Mask, got {describe(mask)}"
         )
     return mask
 

@@ -106,7 +106,7 @@ class Attention(AttentionLayer, GroupedHeads):
             context: (B, Lk, kv_model), unbatched, packed or nested like x, or the result of
                 `remember`. Default: x.
             mask: a mask or a bool tensor (True = may attend) that applies together with the
-                module's mask.
+                module's mask. A tensor is (L, Lk), (B, L, Lk) or (B, heads or 1, L, Lk).
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
             positions: positions of x for `Rotary`: an int (the first position), (L,) or (B, L).
                 Default: 0, 1, ... in each sequence, or the positions that follow the cached tokens.

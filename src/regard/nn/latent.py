@@ -136,7 +136,7 @@ class LatentAttention(AttentionLayer):
             x: (B, L, d_model), (L, d_model), packed (total, d_model) with `cu_seqlens`, or nested
                 (N, j, d_model).
             mask: a mask or a bool tensor (True = may attend) that applies together with the
-                module's mask.
+                module's mask. A tensor is (L, Lk), (B, L, Lk) or (B, heads or 1, L, Lk).
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
             positions: positions of x: an int (the first position), (L,) or (B, L). Default:
                 0, 1, ... in each sequence, or the positions that follow the cached tokens.

@@ -13,7 +13,7 @@ from .. import packing
 from .._api.attention import attention
 from .._call.spec import QKV
 from .._tools.arguments import probability
-from ..masks import Arguments, Causal, Lengths
+from ..masks import Arguments, Causal, Lengths, Mask
 from ._lengths import real_tokens
 from ._module import CheckedModule
 from ._nested import PackedTokens, packed_tokens
@@ -30,6 +30,9 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
       weights. They are never NaN.
     - `is_causal=True` needs no `attn_mask`. If there is one, both restrictions apply.
     - `attn_mask` may also be (B, Lq, Lk) or (B, heads or 1, Lq, Lk).
+    - `attn_mask` and `key_padding_mask` may be a `regard.masks.Mask`, which says which keys a query
+      **may** attend to, as everywhere in Regard. Bool tensors keep PyTorch's opposite meaning.
+    - A float mask that holds only zeros and ones raises, because it is probably a bool mask.
     - Weights are returned before dropout. Lq x Lk matrices are allocated only if weights
       are returned: one matrix per sample if weights are averaged and no gradient is recorded, else
       one matrix per sample and head.
@@ -57,9 +60,9 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         self.register_forward_pre_hook(no_fast_path)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-        is_causal: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | Mask | None = None,
+        need_weights: bool = True, attn_mask: Tensor | Mask | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Returns the attention output, in the shape of `query`, and the weights or None.
 
@@ -68,10 +71,10 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             key: as `query`, with Lk tokens of width `kdim`.
             value: as `query`, with Lk tokens of width `vdim`.
             key_padding_mask: (B, Lk) or (Lk,). Bool: True = **ignore** this key. Float: added to
-                the scores.
+                the scores. Or a `Mask`.
             need_weights: if True, returns the weights (B, Lq, Lk), averaged over heads.
             attn_mask: (Lq, Lk), (B * heads, Lq, Lk), (B, Lq, Lk) or (B, heads or 1, Lq, Lk). Bool:
-                True = may **not** attend. Float: added to the scores.
+                True = may **not** attend. Float: added to the scores. Or a `Mask`.
             average_attn_weights: if False, the weights are (B, heads, Lq, Lk), one matrix per head.
             is_causal: if True, query i attends only to keys 0 to i. Masks apply as well.
         """
@@ -83,7 +86,8 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         is_batched = self._checked(query, key, value)
         if not is_batched:
             query, key, value = _unsqueezed(query, key, value, self._batch)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            if isinstance(key_padding_mask, Tensor):
+                key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, extra = self._with_extra_keys(k, v)
         options = arguments(attn_mask, key_padding_mask, is_causal, q, k.shape[2] - extra, extra)

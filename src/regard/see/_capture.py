@@ -18,6 +18,7 @@ from .._tools.listeners import listening
 from ..convert import replaced_attention
 from ..masks import Documents
 from ..masks._both import both
+from ..masks._mask import decode
 from . import _html, _tokens
 from ._layer import Head, Layer, Link, on_cpu
 from ._roles import WANTED, of_tokens
@@ -261,6 +262,7 @@ class _Recorder:
     @torch.no_grad()
     def layer(self, name: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Layer:
         """Returns the `Layer` of a call. q is (B, Hq, Lq, D) or (Hq, Lq, D), and k likewise."""
+        options = _in_batch(options) if q.ndim == 3 else options
         q, k = (x.detach()[(None,) * (4 - x.ndim)] for x in (q, k))
         if q.ndim != 4:
             raise ValueError(f"capture: expected queries with at most one batch dim, got {describe(q)}")
@@ -293,3 +295,12 @@ class _Recorder:
         queries = torch.tensor(ids, device=q.device)
         real_rows = Documents(queries, torch.zeros_like(queries))
         return options | {"mask": both(real_rows, options.get("mask"))}
+
+
+def _in_batch(options: dict[str, Any]) -> dict[str, Any]:
+    """Converts the mask and the bias of an unbatched call to those of a batch of one sample."""
+    mask, bias = both(None, options.get("mask")), options.get("bias")
+    if mask is not None and mask.lower().tensors:
+        program = mask.lower()
+        options = options | {"mask": decode(program.code, program.bind(()))}
+    return options | {"bias": bias[None]} if isinstance(bias, Tensor) and bias.ndim == 3 else options

@@ -54,14 +54,14 @@ def test_causal_at_offset_zero_is_is_causal() -> None:
     assert_close(attend(q, k, v, mask=M.Causal(), offset=0)[0], sdpa(q, k, v, is_causal=True), rtol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(LQ, LK), (2 * H, 1, LK), (B, 1, LQ, LK), (B, 2 * H, LQ, 1)])
+@pytest.mark.parametrize("shape", [(LQ, LK), (1, 2 * H, 1, LK), (B, 1, LQ, LK), (B, 2 * H, LQ, 1)])
 def test_bool_masks(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
     keep = torch.rand(shape) > 0.4
     assert_close(attend(q, k, v, mask=keep)[0], sdpa(q, k, v, keep), rtol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(LQ, LK), (2 * H, 1, LK), (B, 1, LQ, LK)])
+@pytest.mark.parametrize("shape", [(LQ, LK), (1, 2 * H, 1, LK), (B, 1, LQ, LK)])
 def test_bias_and_scale(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
     bias = torch.randn(shape, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_structured_bias_matches_its_dense_form(bias: str) -> None:
         if bias == "alibi"
         else scores.RelativeBias(table)
     )
-    dense = structured.dense(LQ, LK, 4)
+    dense = structured.dense(LQ, LK, 4)[None]
     assert_close(attend(q, k, v, bias=structured, offset=4)[0], attend(q, k, v, bias=dense)[0], rtol=1e-12)
 
 

@@ -49,7 +49,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True},
     "softcap": {"softcap": 1.2},
     "sink": {"sink": torch.linspace(-1, 1, HQ), "return_lse": True},
-    "bias": {"bias": torch.linspace(-2, 2, HQ * LQ * LK).view(HQ, LQ, LK).sin()},
+    "bias": {"bias": torch.linspace(-2, 2, HQ * LQ * LK).view(1, HQ, LQ, LK).sin()},
     "excluding bias": {"bias": torch.zeros(LQ, LK).index_fill(1, torch.tensor([1]), -INF)},
     "alibi": {"bias": scores.Alibi.standard(HQ)},
     "relative": {"bias": scores.RelativeBias(torch.linspace(-1, 1, 8 * HQ).view(8, HQ))},
@@ -158,7 +158,7 @@ def test_gradients_of_sdpa(mask: str) -> None:
     gradients = []
     for impl in ("torch", "reference"):
         torch.manual_seed(1)
-        inputs = [*qkv(), torch.randn(HQ, LQ, LK)]
+        inputs = [*qkv(), torch.randn(1, HQ, LQ, LK)]
         for x in inputs:
             x.requires_grad_()
         q, k, v, bias = inputs

@@ -200,7 +200,11 @@ NUMERIC: dict[str, dict[str, Any]] = {
     "capped": {"mask": M.Window(2, 1), "softcap": 1.5, "bias": Alibi.standard(HQ, dtype=torch.float64)},
     "dropped": {"dropout": 0.4, "seed": 3, "offset": torch.tensor([-2, 4]), "mask": M.Causal()},
     "relative": {"bias": RelativeBias(torch.linspace(-1, 1, 8 * HQ).double().view(8, HQ), max_distance=6)},
-    "bias": {"bias": torch.linspace(-1, 1, HQ * LK).double().view(HQ, 1, LK), "scale": 0.9, "softcap": 2.0},
+    "bias": {
+        "bias": torch.linspace(-1, 1, HQ * LK).double().view(1, HQ, 1, LK),
+        "scale": 0.9,
+        "softcap": 2.0,
+    },
 }
 
 
