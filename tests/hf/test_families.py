@@ -95,7 +95,7 @@ def test_keywords_of_the_attention_module_itself_raise(kind: type[nn.Module], na
 def test_keywords_in_a_compiled_module() -> None:
     q = torch.randn(1, 2, 4, 8)
     compiled = torch.compile(Passing(), backend="eager", fullgraph=True)
-    assert_close(compiled(q, q, q, novel=1, pixel_values=q), Passing()(q, q, q))
+    assert_close(compiled(q, q, q, novel=1, output_attentions=False), Passing()(q, q, q))
 
 
 # Masks and windows
