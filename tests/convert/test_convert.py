@@ -694,12 +694,29 @@ def test_files_with_unknown_tensors(tmp_path: Path) -> None:
         ({"dropout": 2}, "dropout: expected a probability from 0 to 1, got 2"),
         ({"bias": "no"}, "bias: expected true or false, got str 'no'"),
         ({"position": {"dims": 8, "base": 10**400, "layout": "half", "scaling": None}}, "too large"),
-        ({"position": {"dims": 8, "base": 1e4, "layout": "half", "scaling": {"kind": "NTK", "factor": 1e999}}},
-         "factor: expected a finite number above 0, got inf"),
+        (
+            {
+                "position": {
+                    "dims": 8,
+                    "base": 1e4,
+                    "layout": "half",
+                    "scaling": {"kind": "NTK", "factor": 1e999},
+                }
+            },
+            "factor: expected a finite number above 0, got inf",
+        ),
         ({"scale": {}}, "scale: expected a number, got dict {}"),
-        ({"position": {"dims": 4, "base": 1e4, "layout": "half",
-                       "scaling": {"kind": "Frequencies", "values": [1, 2], "attention_factor": None}}},
-         "attention_factor: expected a number, got NoneType None"),
+        (
+            {
+                "position": {
+                    "dims": 4,
+                    "base": 1e4,
+                    "layout": "half",
+                    "scaling": {"kind": "Frequencies", "values": [1, 2], "attention_factor": None},
+                }
+            },
+            "attention_factor: expected a number, got NoneType None",
+        ),
         ([], "list"),
     ],
 )
@@ -709,7 +726,11 @@ def test_files_with_wrong_metadata(change: Any, message: str, tmp_path: Path) ->
     convert.save(MODULES["grouped"](), path)
     with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()["regard"])
-    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(metadata | change if isinstance(change, dict) else change)})
+    torch_files.save_file(
+        torch_files.load_file(path),
+        path,
+        {"regard": json.dumps(metadata | change if isinstance(change, dict) else change)},
+    )
     with pytest.raises(ValueError, match=rf"path: expected a file of regard.convert.save, got .*({message})"):
         convert.load(path)
 

@@ -655,11 +655,11 @@ def test_a_malformed_config_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected an object"):
         from_config(file)
     file.write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="expected JSON in .*, got"):
+    with pytest.raises(ValueError, match=r"expected JSON in .*, got"):
         from_config(file)
     for text in ("[" * 100_000, '{"hidden_size": 1' + 5000 * "0" + "}"):
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match="expected JSON in .*, got"):
+        with pytest.raises(ValueError, match=r"expected JSON in .*, got"):
             from_config(file)
 
 

@@ -85,7 +85,9 @@ def test_keywords_that_the_attention_module_only_passes_on_are_ignored() -> None
     assert_close(Passing()(q, q, q, novel=1, pixel_values=q), Passing()(q, q, q))
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Choosing, "chosen_keys"), (Inherited, "chosen_keys"), (Reading, "novel")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Choosing, "chosen_keys"), (Inherited, "chosen_keys"), (Reading, "novel")]
+)
 def test_keywords_of_the_attention_module_itself_raise(kind: type[nn.Module], name: str) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=f"passes {name}, which regard does not know"):
@@ -131,7 +133,9 @@ def test_generation_of_a_model_whose_window_is_zero() -> None:
     model.set_attn_implementation("regard")
     cache = regard.hf.Cache(model.config)
     assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), expected)
-    assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False, past_key_values=cache), expected)
+    assert torch.equal(
+        model.generate(**batch, max_new_tokens=8, do_sample=False, past_key_values=cache), expected
+    )
 
 
 # Models that are not switched

@@ -97,8 +97,8 @@ def _in_float64(model: nn.Module) -> nn.Module:
     """Returns a copy in float64. Grouped products of experts have no float64, so it uses a loop."""
     exact = copy.deepcopy(model).double()
     for m in exact.modules():
-        if hasattr(m, "set_experts_implementation"):
-            m.set_experts_implementation("eager")
+        if callable(set_experts := getattr(m, "set_experts_implementation", None)):
+            set_experts("eager")
     return exact
 
 

@@ -62,11 +62,12 @@ def _refuse_unsupported_models() -> None:
 
     @functools.wraps(original)
     def check(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        kind: Any = type(self)
         if requested_attention in (NAME, f"paged|{NAME}"):
-            if appends_to_mask(type(self)):
-                expected = f"'eager' for {type(self).__name__}, which appends to its mask"
+            if appends_to_mask(kind):
+                expected = f"'eager' for {kind.__name__}, which appends to its mask"
                 raise TypeError(f"attn_implementation: expected {expected}, got {requested_attention!r}")
-            if declines_backends(type(self)):
+            if declines_backends(kind):
                 # A model under construction has the new name already, and gets its default instead.
                 current = self.config._attn_implementation
                 requested_attention = None if current == requested_attention else current

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,24 +15,26 @@ from torch import nn
 APPENDING = re.compile(r"\b(cat|pad)\(\[?attention_mask\b")
 
 
-@torch.compiler.assume_constant_result
-def only_passes_on(kind: type[nn.Module], name: str) -> bool:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def only_passes_on(kind: Any, name: str) -> bool:
     """Returns whether an attention module passes a keyword `name` on without naming it in its code.
 
     Such a keyword comes from the call of the whole model (`labels`, `pixel_values`) and does not
     change attention. Returns False if the code cannot be read.
     """
-    return _takes_any_keyword(kind) and not re.search(rf"\b{name} ?=|[\"']{name}[\"']", _code(kind))
+    return _only_passes_on(kind, name)
 
 
 @functools.cache
-def _takes_any_keyword(kind: type[nn.Module]) -> bool:
+def _only_passes_on(kind: Any, name: str) -> bool:
     parameters = inspect.signature(kind.forward).parameters.values()
-    return bool(_code(kind)) and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not _code(kind) or not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return False
+    return not re.search(rf"\b{re.escape(name)} ?=|[\"']{re.escape(name)}[\"']", _code(kind))
 
 
 @functools.cache
-def _code(kind: type[nn.Module]) -> str:
+def _code(kind: Any) -> str:
     """Returns the source code of a class and its base classes, or "" if it cannot be read."""
     try:
         return "".join(inspect.getsource(base) for base in kind.__mro__[: kind.__mro__.index(nn.Module)])
@@ -40,7 +43,7 @@ def _code(kind: type[nn.Module]) -> str:
 
 
 @functools.cache
-def appends_to_mask(kind: type[nn.Module]) -> bool:
+def appends_to_mask(kind: Any) -> bool:
     """Returns whether an attention module beside the model class `kind` appends to its mask.
 
     Models that support SDPA have code for bool masks, so the result for them is False.
