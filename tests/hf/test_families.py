@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 import regard
 from regard.hf import _attention
+from regard.hf._sources import APPENDING
 from support import assert_close
 from support.hf import build, inputs, tokens
 from support.hf_families import AGREE, deepseek_v4, gemma4_audio, qwen2_moe
@@ -94,6 +98,13 @@ def test_keywords_of_the_attention_module_itself_raise(kind: type[nn.Module], na
         kind()(q, q, q, novel=1)
 
 
+@pytest.mark.parametrize("options", [{"output_attentions": True}, {"dropout": 0.1}, {"position_bias": 1}])
+def test_options_that_continuous_batching_does_not_support_raise(options: dict[str, Any]) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=f"passes {next(iter(options))}, which"):
+        Passing()(q, q, q, cache=object(), **options)
+
+
 def test_keywords_in_a_compiled_module() -> None:
     q = torch.randn(1, 2, 4, 8)
     compiled = torch.compile(Passing(), backend="eager", fullgraph=True)
@@ -155,6 +166,16 @@ def test_models_that_append_to_their_mask_are_refused() -> None:
         regard.convert.replace_attention(model)
     assert implementations(model) == before
     assert all(torch.equal(a, b) for a, b in zip(results(model, batch), expected, strict=True))
+
+
+def test_only_known_models_append_to_their_mask() -> None:
+    """Other models of the installed Transformers that append to their mask would be noticed here."""
+    found = set()
+    for file in (Path(hf.__file__).parent / "models").glob("*/modeling_*.py"):
+        for code in re.split(r"^(?=class )", file.read_text("utf-8"), flags=re.M):
+            if "attention_interface(" in code and APPENDING.search(code):
+                found.add(file.parent.name)
+    assert found == {"deepseek_v4", "granite_speech5"}  # the latter pads a bool mask (B, L), before attention
 
 
 def test_models_without_attention_backends_are_not_switched() -> None:

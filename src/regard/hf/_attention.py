@@ -47,7 +47,9 @@ def attention_forward(
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
         refused = {"dropout": dropout or None, "output_attentions": output_attentions or None}
-        _check_others(module, others | refused | {"position_bias": position_bias}, HARMLESS | CONTINUOUS)
+        refused |= {"position_bias": position_bias}
+        _refuse([name for name, x in refused.items() if x is not None])
+        _check_others(module, others, HARMLESS | CONTINUOUS)
         cu_seqlens = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
         return _heads_last(attend_paged(layer, (query, key, value), cache, others | cu_seqlens, scores)), None
@@ -149,7 +151,10 @@ def _check_others(module: nn.Module, others: dict[str, Any], known: frozenset[st
     if known.issuperset(others):
         return
     present = sorted(name for name, x in others.items() if x is not None and name not in known)
-    unknown = [name for name in present if not only_passes_on(type(module), name)]
+    _refuse([name for name in present if not only_passes_on(type(module), name)])
+
+
+def _refuse(unknown: list[str]) -> None:
     if unknown:
         raise NotImplementedError(
             f"the attention of this model passes {', '.join(unknown)}, which regard does not know; "
