@@ -46,8 +46,8 @@ def attention_forward(
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
-        refused = {"dropout": dropout or None, "output_attentions": output_attentions or None}
-        refused |= {"position_bias": position_bias}
+        refused: dict[str, Any] = {"dropout": dropout or None, "position_bias": position_bias}
+        refused["output_attentions"] = output_attentions or None
         _refuse([name for name, x in refused.items() if x is not None])
         _check_others(module, others, HARMLESS | CONTINUOUS)
         cu_seqlens = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
