@@ -1,10 +1,11 @@
 """`make bench-against REF=<commit>`: compares the speed of this tree and another commit.
 
-The other commit is built once, into build/against/<sha>. Two processes, one for each side, prepare
-the same inputs and take turns of 50 ms, in the order ABBA; one waits while the other runs. Each
-pass starts new processes, because the placement of memory changes times by 1 or 2 %. A row (one
-timed case) that seems slower than the limit gets more passes. The exit code is 1 if a row stays
-slower, or if a result of this tree is wrong.
+The other commit is built once, into build/against/<sha>. Two processes, one with this tree (A) and
+one with the other commit (B), prepare the same inputs and take turns of 50 ms, in the order ABBA;
+one waits while the other runs. Each pass starts new processes, because the placement of memory
+changes times by 1 or 2 %. A row of the table is one timed case. If this tree is slower than the
+limit allows, the row gets more passes. The exit code is 1 if this tree stays slower in any row, or
+if a result of this tree is wrong.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ Pair = tuple[float, float]  # seconds of this tree and of the other commit, in a
 
 @dataclass(frozen=True)
 class Row:
-    """The times of one case on both sides. A row with a fault has no times."""
+    """Pairs of times of one case, (this tree, other commit), or faults instead of times."""
 
     name: str
     pairs: Sequence[Pair] = ()
     faults: tuple[str, str] = ("", "")  # errors of this tree and of the other commit
 
     def __add__(self, new: Row) -> Row:
-        """Returns the row with the pairs of one more pass."""
+        """Returns this row with the pairs of times of one more pass appended."""
         this, other = (a or b for a, b in zip(self.faults, new.faults, strict=True))
         return Row(self.name, [*self.pairs, *new.pairs], (this, other))
 
@@ -75,7 +76,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The quartiles of the ratios of all pairs, which show the noise."""
+        """The quartiles of this tree's time divided by the other's, over all pairs of times."""
         first, median, third = statistics.quantiles([this / other for this, other in self.pairs])
         return first, median, third
 
@@ -84,15 +85,15 @@ class Row:
         return not any(self.faults) and min(self.ratio, self.quartiles[1]) > limit
 
     def verdict(self, limit: float) -> str:
-        """Returns "" unless this tree is slower than the limit.
+        """Returns "" unless this tree is slower than the limit allows.
 
-        If it is, returns "unclear" if it was faster in a quarter of the turns, else "slower".
+        Otherwise returns "unclear" if it was faster in a quarter of the turns, else "slower".
         """
         return "" if not self.slower(limit) else "slower" if self.quartiles[0] > 1 else "unclear"
 
 
 def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
-    """Times both sides in the order ABBA, so that slow changes of clock rate and load affect both."""
+    """Times both calls in the order ABBA, so that changes of clock rate and load affect both."""
     pairs: list[Pair] = []
     begin = perf_counter()
     while len(pairs) < LEAST or perf_counter() - begin < seconds:
@@ -154,7 +155,7 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
 
 
 def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None, checked: bool) -> Row:
-    """Prepares a row on both sides, and times it if both results are correct."""
+    """Prepares a row in both processes, and times it if both results are correct."""
     this, other = both
     command = "prepare", name, shrink, checked
     faults = this.ask(*command), other.ask(*command)
@@ -170,7 +171,10 @@ def progress_bar() -> Progress:
 def add_pass(
     rows: dict[str, Row], names: Sequence[str], site: Path, options: Options, seconds: float
 ) -> list[str]:
-    """Adds the times of two new processes to the rows, and returns the instruction sets of their kernels."""
+    """Times the rows `names` in two new processes and adds the times to `rows`.
+
+    Returns the instruction sets of the kernels of both processes.
+    """
     with workers(site, options.threads) as both, progress_bar() as progress:
         for name in progress.track(names, description="timing"):
             row = timed(name, both, seconds, options.shrink, checked=name not in rows)
@@ -299,7 +303,7 @@ def limit(row: Row, options: Options) -> float:
 
 
 def header(sha: str, isas: Sequence[str], options: Options, load: Load) -> str:
-    """Returns the machine, the two commits, and the command."""
+    """Returns lines of text that name the machine, the two commits and the command."""
     this = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     lines = [
         f"{cpu_name()}, threads: {options.threads}",
@@ -332,7 +336,7 @@ def duration(seconds: float) -> str:
 
 
 def verdict(rows: Iterable[Row], options: Options) -> tuple[str, int]:
-    """Returns the summary and the exit code."""
+    """Returns sentences that name the wrong and the slower rows, and the exit code."""
     verdicts = {row.name: "wrong" if row.faults[0] else row.verdict(limit(row, options)) for row in rows}
     kinds = {
         "wrong": "Wrong",

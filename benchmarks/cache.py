@@ -1,4 +1,4 @@
-"""Times decode steps of caches, and the overhead of the cache over its attention call.
+"""Times decode steps of caches, and the time that a cache adds to its attention call.
 
 `python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds
 per step:
@@ -31,7 +31,7 @@ COLUMNS = ("first", "attend", "stored", "overhead")
 
 
 def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
-    """Returns the microseconds per step, by column."""
+    """Returns a dict from each column of the table to its microseconds per decode step."""
     generation = Generation(make())
     cache, q, scale = generation.cache, generation.q, generation.scale
     views = [cache._content.storage.stored(HELD + i + 1) for i in range(STEPS)]
@@ -50,7 +50,7 @@ def measure(make: Callable[..., Any], seconds: float) -> dict[str, float]:
 
 
 def reading(seconds: float) -> dict[str, tuple[float, int]]:
-    """Returns for each long cache the seconds of a step and its bytes."""
+    """Returns the seconds of a decode step with each long cache, and the bytes of the cache."""
     long = {name: Generation(make(), LONG_HEADS, LONG_HELD, 1) for name, make in LONG_CACHES.items()}
     times = best_times({name: generation.run for name, generation in long.items()}, seconds)
     return {name: (times[name], generation.cache.nbytes) for name, generation in long.items()}

@@ -89,7 +89,7 @@ def window(case: Case) -> M.Mask:
 
 
 def document_ids(L: int) -> Tensor:
-    """Returns the ids (L,) of three documents, which fill 1/4, 1/3 and the rest."""
+    """Returns the ids of L tokens: document 0 for a quarter, 1 for a third, 2 for the rest."""
     position = torch.arange(L)
     return (position >= L // 4).long() + (position >= L // 4 + L // 3).long()
 
@@ -99,7 +99,7 @@ def documents(case: Case) -> M.Mask:
 
 
 def lengths(case: Case) -> M.Mask:
-    """Returns lengths that grow from a quarter of the keys in the first sample to all in the last."""
+    """Returns a mask of lengths: a quarter of the keys in the first sample, all in the last."""
     return M.Lengths(torch.linspace(max(1, case.Lk // 4), case.Lk, case.B).long())
 
 
@@ -133,7 +133,7 @@ def square(name: str, title: str, L: int, D: int = 64, **fields: Any) -> Case:
 
 
 def needs(ratio: float) -> dict[str, float]:
-    """Returns a target speedup over SDPA."""
+    """Returns the field `asked` of a case: the speedup over SDPA that Regard should reach."""
     return {"sdpa": ratio}
 
 

@@ -26,12 +26,15 @@ class WrongResult(Exception):
 
 
 def verify(case: Case, inputs: Inputs, result: Any, who: str) -> None:
-    """Checks the result of a timed call: the output, or the gradients if the case has backward."""
+    """Checks the result of a timed call: the output, or the gradients if backward is timed."""
     (check if case.work == "forward" else check_gradients)(case, inputs, result, who)
 
 
 def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
-    """Returns the largest error of some rows against float64. Raises WrongResult if it is too large."""
+    """Compares sampled rows of `out` with a float64 result and returns the largest error.
+
+    Raises WrongResult if the error is too large or if any row is not finite.
+    """
     errors = [row_error(out[..., rows, :], expected) for rows, expected in exact_rows(case)]
     error = float(torch.tensor(errors).max())  # propagates NaN, unlike Python's max
     if not error < TOLERANCE[case.dtype]:
@@ -42,7 +45,10 @@ def check(case: Case, inputs: Inputs, out: Tensor, who: str) -> float:
 
 
 def check_gradients(case: Case, inputs: Inputs, grads: tuple[Tensor, ...], who: str) -> None:
-    """Compares gradients with those of the float64 kernels, which the tests compare with the reference."""
+    """Compares gradients with those of Regard's float64 kernels. Raises WrongResult if they differ.
+
+    The tests of Regard compare these kernels with the reference.
+    """
     for name, grad, exact in zip(("dq", "dk", "dv", "dbias"), grads, exact_gradients(case), strict=False):
         error = float((grad.double() - exact).norm() / exact.norm())
         if not error < TOLERANCE[case.dtype]:
@@ -63,7 +69,7 @@ def exact_gradients(case: Case) -> tuple[Tensor, ...]:
 
 
 def outgoing(case: Case) -> Tensor:
-    """Returns the gradient (B, Hq, Lq, Dv) of the output."""
+    """Returns random numbers (B, Hq, Lq, Dv) that serve as the gradient of the output."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(case.B, case.Hq, case.Lq, case.Dv, generator=generator).to(case.dtype)
 
@@ -81,13 +87,13 @@ def sample_rows(case: Case) -> list[slice]:
 
 @functools.lru_cache(maxsize=1)
 def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
-    """Computes the sampled rows in float64. The results are cached for all sides of a case."""
+    """Computes the sampled rows in float64. Cached, because every implementation needs them."""
     inputs = case.inputs()
     return [(rows, exact(case, inputs, rows)) for rows in sample_rows(case)]
 
 
 def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
-    """Returns the float64 result of some rows, whose positions are set by `offset`."""
+    """Returns the float64 result for the queries `rows`, at their positions in the whole call."""
     q, k, v, options = inputs
     bias = options.get("bias")
     if isinstance(bias, Tensor):
@@ -99,13 +105,19 @@ def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """Returns the largest error of a row divided by the mean norm of a row; NaN if `out` has a NaN."""
+    """Returns the largest norm of a row of `out - exact`, divided by the mean norm of exact rows.
+
+    Returns NaN if `out` has a NaN.
+    """
     error = (out.double() - exact).norm(dim=-1)
     return float(error.max() / exact.norm(dim=-1).mean())
 
 
 def useful_flops(case: Case, inputs: Inputs) -> int:
-    """Returns the FLOPs that the mask requires: two products forward, five backward."""
+    """Returns the FLOPs for the query-key pairs that the mask allows.
+
+    There are two matrix products in forward and five in backward.
+    """
     q, k, v, options = inputs
     forward = regard.plan(q, k, v, mask=case.make_mask(), **options).flops
     backward = forward * (3 * case.D + 2 * case.Dv) // (case.D + case.Dv)

@@ -9,7 +9,10 @@ from measure import Load, cpu_name
 
 
 def parser(about: str | None, seconds: float | None = None, each: str = "row") -> argparse.ArgumentParser:
-    """Returns a parser with `--threads` and, if `seconds` has a value, `--seconds` per `each`."""
+    """Returns a parser with the option `--threads` and, unless `seconds` is None, `--seconds`.
+
+    `seconds` is the default of `--seconds`, and `each` names what is timed that long, for its help.
+    """
     new = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     new.add_argument("--threads", type=int, default=2)
     if seconds is not None:
@@ -26,7 +29,7 @@ class Session:
         self.load = Load()
 
     def closing(self, what: str) -> str:
-        """Returns the last line: `what`, threads, CPU, and the load of other processes."""
+        """Returns the last line of the output: `what`, threads, CPU, load of other processes."""
         share = self.load.others()
         busy = "" if share is None else f"; other processes used {share:.0%} of the CPUs"
         return f"\n{what}, {self.threads} threads, {cpu_name()}{busy}"

@@ -1,6 +1,6 @@
 """Compares the times that `regard.cost.predict` predicts with measured times.
 
-`python benchmarks/cost.py` measures the machine's FLOP/s, read bandwidth and smallest call,
+`python benchmarks/cost.py` measures the machine's FLOP/s, read bandwidth and time of a tiny call,
 predicts and runs all cases of `cases.py`, and fails if a prediction is off by more than 25 %.
 """
 

@@ -26,7 +26,10 @@ THEMES = {
 
 
 def ratios(page: str) -> dict[str, float]:
-    """Returns label -> time of the fastest PyTorch path / time of Regard, ascending, from RESULTS.md."""
+    """Reads the text of RESULTS.md and returns a dict from labels to speedups, ascending.
+
+    A speedup is the time of the fastest PyTorch path divided by Regard's time.
+    """
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line[:1] == "|"]
     shapes = {(case.title, case.shape): SHOWN[case.name] for case in CASES if case.name in SHOWN}
     values: dict[str, float] = {}
@@ -38,7 +41,7 @@ def ratios(page: str) -> dict[str, float]:
 
 
 def draw(values: dict[str, float], path: Path) -> None:
-    """Draws one bar for each ratio, and a line at 1."""
+    """Draws one bar for each speedup, and a line at 1."""
     from matplotlib.figure import Figure
 
     ink, bar, faint = THEMES[path.name]

@@ -5,11 +5,11 @@
 - a decode step after 4,096 tokens, with the caches of Transformers and with `regard.hf.Cache`;
 - continuous batching: tokens per second of 8 requests with 1,024 tokens each, while all of them
   decode.
-"Speedup" is the time of sdpa with its default cache divided by Regard's. "Ceiling" is the speedup
-of the same model if attention does nothing, which is an upper bound for any attention. The decode
-table has two ceilings: with a cache that copies, and with a cache that stores nothing. Before
-timing, the logits and generated tokens of both implementations are compared. `--random N` uses
-random weights and N layers of the same sizes.
+"Speedup" is the time of sdpa with its default cache divided by Regard's time. "Ceiling" is the
+speedup of the same model if attention does nothing, which is an upper bound for any attention. The
+decode table has two ceilings: with a cache that copies all tokens, and with a cache that stores
+nothing. Before timing, the logits and generated tokens of both implementations are compared.
+`--random N` uses random weights and N layers of the same sizes.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def prompt_row(model: Any, name: str, inputs: dict[str, Any], target: float, sec
 
 
 def peaks(calls: dict[str, Callable[[], Tensor]]) -> list[str]:
-    """Returns the peak memory of each call in MiB, or an empty string if the system does not report it."""
+    """Returns the peak memory of each call in MiB, or "" if the system does not report it."""
     extras = [peak(call) for call in calls.values()]
     return ["" if extra is None else f"{extra / 2**20:.0f}" for extra in extras]
 
@@ -218,7 +218,7 @@ def step(model: Any, side: str, cache: Any, n: int) -> Callable[[], Tensor]:
 
 
 def without_memory(layers: int) -> Any:
-    """Returns a cache that counts tokens and stores none, so queries attend only to the last token."""
+    """Returns a cache that counts tokens but stores none. So queries attend only to new tokens."""
     from transformers import cache_utils
 
     class Layer(cache_utils.DynamicLayer):
@@ -256,7 +256,10 @@ def requests(model: Any, options: argparse.Namespace) -> Iterator[str]:
 
 
 def batch(model: Any, side: str, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """Returns the generated tokens, and the tokens per second after every request got its first token."""
+    """Runs continuous batching. Returns the generated tokens, and tokens per second.
+
+    The rate is measured from the moment when every request has its first token.
+    """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

@@ -58,7 +58,10 @@ def slower_cases(options: argparse.Namespace, console: Console) -> Iterator[tupl
 
 
 def random_cases(chance: random.Random, count: int) -> Iterator[Case]:
-    """Yields `count` cases that SDPA's fused kernel supports and whose work is at most MOST_WORK."""
+    """Yields `count` cases that SDPA's fused kernel supports.
+
+    Each case has at most MOST_WORK multiplications.
+    """
     while count:
         case = random_case(chance)
         work = case.B * case.Hq * case.Lq * case.Lk * 2 * case.D
@@ -84,7 +87,7 @@ def random_case(chance: random.Random) -> Case:
 
 
 def length(chance: random.Random) -> int:
-    """Returns a log-uniform length from 1 to 8192, with probability 1/2 a power of two."""
+    """Draws a log-uniform length from 1 to 8192. Half of all lengths are powers of two."""
     exponent = chance.uniform(0, 13)
     return 2 ** round(exponent) if chance.random() < 0.5 else int(2**exponent)
 

@@ -3,8 +3,9 @@
 `python benchmarks/latent.py` prints one row for each number of cached tokens: the time of one
 decode step with `LatentAttention`, absorbed and expanded, and with `DeepseekV3Attention`, which
 expands the keys and values of all tokens at every step. There are 16 heads of DeepSeek-V3's sizes:
-rank 512, rope 64, nope 128, v 128. A second table has the time of a chunk of new tokens, absorbed
-and expanded, and the module's automatic choice.
+latents of rank 512, 128 unrotated and 64 rotated channels of a key, 128 channels of a value. A
+second table has the time of a chunk of new tokens, absorbed and expanded, and the module's
+automatic choice.
 """
 
 from __future__ import annotations
@@ -114,12 +115,12 @@ def filled(ours: LatentAttention, n: int) -> LatentCache:
 
 
 def cache_bytes(cache: LatentCache) -> float:
-    """Returns the bytes per token."""
+    """Returns the cache's allocated bytes per token of capacity."""
     return cache.nbytes / (2 * len(cache) + 512)
 
 
 def step(ours: LatentAttention, x: Tensor, cache: LatentCache, absorb: bool) -> Tensor:
-    """Runs the module on new tokens and removes them from the cache, so that all steps are alike."""
+    """Runs the module on new tokens x and removes them from the cache, so that steps are alike."""
     out: Tensor = ours(x, cache=cache, absorb=absorb)
     cache.crop(-x.shape[1])
     return out

@@ -1,4 +1,4 @@
-"""Times linear attention: against exact causal attention, its backward pass, and decode steps.
+"""Times linear attention: forward (beside exact causal attention), backward, and decode steps.
 
 `python benchmarks/linear.py` prints three tables, for 8 heads of 64 channels in float32:
 - by length: exact `regard.attention`, and `linear_attention` with feature map and normaliser, also
@@ -59,9 +59,9 @@ def lengths(options: argparse.Namespace) -> Iterator[str]:
 
 
 def times_of(qkv: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float, float, float]:
-    """Returns the times of exact, linear, and linear with the torch backend.
+    """Returns the times of exact attention, and of linear attention with two backends.
 
-    Exact attention may take minutes, so it is timed separately.
+    The backends are native and torch. Exact attention may take minutes, so it is timed separately.
     """
     check(*qkv)
     exact: dict[str, Call] = {"exact": lambda: regard.attention(*qkv, mask=regard.masks.Causal())}
@@ -74,7 +74,7 @@ def times_of(qkv: tuple[Tensor, Tensor, Tensor], seconds: float) -> tuple[float,
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Compares the first tokens with the recurrence in float64."""
+    """Compares the first outputs of linear attention with the recurrence in float64."""
     prefix = [x[:, :, :200] for x in (q, k, v)]
     out = regard.linear_attention(q, k, v, **CLASSIC)[:, :, :200]
     exact = regard.linear_attention(*prefix, **CLASSIC, impl="reference")
@@ -101,7 +101,7 @@ def forms(options: argparse.Namespace) -> Iterator[str]:
 
 
 def passes(L: int, gates: dict[str, Tensor]) -> dict[str, Call]:
-    """Returns calls of the forward and of the backward pass."""
+    """Returns two functions, which run the forward and the backward pass of linear attention."""
     xs = [x.clone().requires_grad_() for x in inputs(L)]
     leaves = {name: x.clone().requires_grad_() for name, x in gates.items()}
 

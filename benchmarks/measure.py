@@ -70,7 +70,10 @@ class Load:
         self.begin = self._read()
 
     def others(self) -> float | None:
-        """Returns the share of other processes since construction, or None if it is unknown."""
+        """Returns the share of the CPUs that other processes used since this object was created.
+
+        Returns None if the system does not report it.
+        """
         if self.begin is None or (end := self._read()) is None:
             return None
         total, idle, ours = (b - a for a, b in zip(self.begin, end, strict=True))
@@ -78,7 +81,7 @@ class Load:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Returns CPU seconds: total, idle, and of this process with its finished children."""
+        """Returns CPU seconds: total, idle, and used by this process and its finished children."""
         try:
             line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         except OSError:

@@ -25,7 +25,10 @@ ALLOCATOR = {
 
 
 def measure(labels: Iterable[str], threads: int, L: int | None = None) -> Iterator[tuple[str, int]]:
-    """Yields ("CASE:SIDE", bytes) from a child process; nothing if the system does not report memory."""
+    """Measures each label, "CASE:SIDE", in a child process. Yields pairs (label, peak bytes).
+
+    Yields nothing if the system does not report memory.
+    """
     command = [sys.executable, __file__, "--threads", str(threads), *(["--shrink", str(L)] if L else [])]
     environment = os.environ | ALLOCATOR
     with subprocess.Popen([*command, *labels], stdout=subprocess.PIPE, text=True, env=environment) as child:

@@ -86,7 +86,7 @@ def row(case: Case, L: int, seconds: float) -> str:
 
 
 def sides(case: Case, theirs: nn.MultiheadAttention, x: Tensor) -> dict[str, Call]:
-    """Returns a call for each side. All share the same parameters."""
+    """Returns a function for each timed implementation. All of them share the same parameters."""
     ours = regard.nn.MultiheadAttention(case.d, case.heads, case.dropout, batch_first=True)
     ours.in_proj_weight, ours.in_proj_bias = theirs.in_proj_weight, theirs.in_proj_bias
     ours.out_proj = theirs.out_proj
@@ -115,7 +115,10 @@ def gradients(call: Call, parameters: list[Tensor]) -> None:
 
 
 def check(case: Case, theirs: nn.MultiheadAttention, x: Tensor, calls: dict[str, Call]) -> None:
-    """Compares each side with PyTorch's module in float64, except with dropout: patterns differ."""
+    """Compares each implementation with PyTorch's module in float64.
+
+    Does nothing if there is dropout, because dropout patterns differ.
+    """
     if case.dropout:
         return
     exact = nn.MultiheadAttention(case.d, case.heads, batch_first=True, dtype=torch.float64)

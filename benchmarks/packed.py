@@ -34,7 +34,7 @@ Sizes = tuple[list[int], list[int]]  # lengths of the sequences: queries, keys
 
 
 def batches(most: int) -> dict[str, Sizes]:
-    """Returns batches with lengths up to `most`, by name."""
+    """Returns a dict from names to batches of sequence lengths. No length exceeds `most`."""
     generator = torch.Generator().manual_seed(0)
 
     def between(low: int, high: int, count: int) -> list[int]:
@@ -89,7 +89,7 @@ def packed(padded: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
 
 
 def calls(sizes: Sizes, impl: str) -> dict[str, Call]:
-    """Returns a function of q, k and v for each side. Only "packed" takes packed tensors."""
+    """Returns a function of q, k and v for each column. Only "packed" takes packed tensors."""
     (sizes_q, sizes_k), (cu_q, cu_k) = sizes, map(packing.cu_seqlens, sizes)
     mask, offset = M.Causal() & M.Lengths(sizes_k), torch.tensor(sizes_k) - torch.tensor(sizes_q)
     attend = partial(packing.varlen_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, impl=impl)
@@ -119,7 +119,7 @@ def backward(call: Call, inputs: Sequence[Tensor]) -> None:
 
 
 def check(outs: dict[str, Tensor], sizes_q: list[int]) -> None:
-    """Checks that the real tokens of all sides agree."""
+    """Checks that all functions return the same outputs for real tokens."""
     expected = outs.pop("packed").transpose(0, 1)
     for side, out in outs.items():
         if not torch.allclose(packing.pack(out, sizes_q), expected, atol=1e-4):

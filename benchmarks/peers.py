@@ -125,7 +125,7 @@ def sdpa_path(case: Case, inputs: Inputs) -> str:
 
 
 def eager_side(case: Case, inputs: Inputs) -> Call:
-    """Returns the softmax formula in PyTorch operations, for options that SDPA lacks."""
+    """Returns a call of the softmax formula in PyTorch operations, for options that SDPA lacks."""
     q, k, v, options = inputs
     mask, modify = additive(case, {}, case.make_mask()), score_mod(options)
 
@@ -138,7 +138,7 @@ def eager_side(case: Case, inputs: Inputs) -> Call:
 
 
 def flex_side(case: Case, inputs: Inputs) -> Call:
-    """Returns compiled FlexAttention with a prebuilt BlockMask."""
+    """Returns a call of compiled FlexAttention with a prebuilt BlockMask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ BLUE, ORANGE, GREY, INK = "#0072b2", "#e69f00", "#999999", "#33312c"
 
 @dataclass(frozen=True)
 class Row:
-    """The results of a case for Regard and one PyTorch path. A row with a fault has no numbers."""
+    """The times of Regard and of one PyTorch path (peer) in a case, or a fault instead of times."""
 
     name: str
     title: str
@@ -72,8 +72,8 @@ def show_machine(console: Console, machine: Machine) -> None:
 def limits(machine: Machine) -> str:
     fma, read = ([f"{x / 1e9:.0f}" for x in pair] for pair in (machine.fma, machine.read))
     return (
-        f"Limits of one core and of {machine.threads}: multiply-add {' and '.join(fma)} GFLOP/s, "
-        f"reading {' and '.join(read)} GB/s."
+        f"Measured limits with 1 and {machine.threads} threads: "
+        f"{' and '.join(fma)} GFLOP/s of multiply-adds, {' and '.join(read)} GB/s of reading."
     )
 
 
@@ -166,30 +166,37 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]], right: Iterable[i
 
 def where(machine: Machine, command: str, others: float | None) -> str:
     facts = "; ".join(f"{name}: {text}" for name, text in machine.facts.items())
-    busy = "" if others is None else f" Other processes took {others:.0%} of the CPUs meanwhile."
+    busy = "" if others is None else f" During the run, other processes used {others:.0%} of the CPUs."
     return f"`{command}`; {facts}. {limits(machine)}{busy}"
 
 
 EXPLAINED = """\
-Each case runs in one process with its peer. The calls alternate, and the shortest time of each
-counts. Every result is checked against the float64 reference first; a wrong result gets no time.
-Masks are built before timing. SDPA gets masks as float tensors, which it processes faster than
-bool tensors.
+Each row compares Regard with one PyTorch implementation, the *peer*. The calls of both alternate in
+one process, and the shortest time of each counts. Every result is first checked against the float64
+reference; a wrong result gets no time. Masks are built before timing. SDPA gets masks as float
+tensors, which it processes faster than bool tensors.
 
-- *ratio*: the peer's time divided by Regard's. *asked*: the target ratio of this version.
-- *of peak*: useful work (visible pairs only) as a share of the multiply-add limit above (half of
-  the limit for float64).
-- *MiB*: peak memory beyond q, k and v, in a separate process: mask, result and all temporaries.
+- *H/Hkv*: numbers of query heads and key heads. *1/4096* as L: one query and 4096 keys.
+- *ratio*: the peer's time divided by Regard's time. Above 1, Regard is faster. *asked*: the target
+  for this ratio.
+- *of peak*: Regard's FLOP/s, counting only query-key pairs that the mask allows, as a share of the
+  multiply-add limit above (of half of this limit for float64).
+- *MiB*, *peer's MiB*: peak memory of Regard and of the peer beyond q, k and v: mask, result and all
+  temporaries. It is measured in a separate process.
 - *math path*: SDPA has no fused CPU kernel for the call."""
+
+GROWTH = """\
+*Finding spans* is the time in which one thread finds the ranges of keys that a mask allows, and its
+share of the time of the attention call."""
 
 
 def results_page(rows: Sequence[Row], found: Sequence[Fact], header: str) -> str:
     parts = ["# Results", header, "![ratios](results.png)", EXPLAINED, markdown_rows(rows)]
-    return "\n\n".join([*parts, "## Growth", markdown_facts(found)]) + "\n"
+    return "\n\n".join([*parts, "## Growth", GROWTH, markdown_facts(found)]) + "\n"
 
 
 def insert(page: Path, text: str) -> None:
-    """Replaces the text between the lines BEGIN and END of a page."""
+    """Replaces the text between the marker lines BEGIN and END of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -111,9 +111,9 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[Row]:
 
 
 def ready(case: Case, inputs: Inputs, sides: list[str]) -> tuple[Calls, dict[str, str]]:
-    """Runs the call of each side once.
+    """Runs the call of each side (Regard and its peers) once.
 
-    Returns the calls with correct results, and the error messages of the other sides.
+    Returns the calls with correct results, and the error messages of the other calls.
     """
     calls = {side: prepare(side, case, inputs) for side in sides}
     faults = {side: fault_of(case, inputs, side, call) for side, call in calls.items()}
@@ -136,14 +136,14 @@ def remark(case: Case, inputs: Inputs, peer: str) -> str:
     if peer == "sdpa" and sdpa_path(case, inputs) == "math":
         told.append("SDPA has no fused CPU kernel here: math path")
     if "dropout" in inputs.options:
-        told.append("SDPA draws its own pattern, so its result is not compared")
+        told.append("SDPA draws its own dropout pattern, so its result is not checked")
     if "sink" in inputs.options:
-        told.append("SDPA is given the sink as one more key, with a bias")
+        told.append("SDPA gets the sink as one more key, with the sink's logit as its bias")
     return "; ".join(told)
 
 
 def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """Measures the peak memory of both sides of each row, and returns the rows with it."""
+    """Returns the rows with the measured peak memory of Regard and of the PyTorch path."""
     good = [r for r in rows if not r.fault]
     labels = list(dict.fromkeys(f"{r.name}:{side}" for r in good for side in ("regard", r.peer)))
     task = progress.add_task("memory", total=len(labels))
@@ -155,7 +155,7 @@ def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress
 
 
 def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
-    """Yields the measurements of scaling.py: linearity, the cost of masks, and 100,000 tokens."""
+    """Yields the results of scaling.py: time by length, time to find mask spans, one long call."""
     if options.shrink:
         yield scaling.linearity(options.seconds, short=options.shrink, times=2)
         return

@@ -26,7 +26,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Fact:
-    """A claim, its measurement and its limit. `holds` is None if it could not be measured."""
+    """A claim, its measurement and its limit. `holds` is None if nothing could be measured."""
 
     claim: str
     measured: str
@@ -35,7 +35,10 @@ class Fact:
 
 
 def linearity(seconds: float, short: int = 4096, times: int = 16, most: float = 1.15) -> Fact:
-    """Compares the time of a long sequence with `times` the time of one that is `times` shorter."""
+    """Divides the time of `short * times` tokens by `times` times the time of `short` tokens.
+
+    The call has a window, so its time should grow linearly and the quotient should be about 1.
+    """
     window = next(c for c in CASES if c.name == "window-4096")
     cases = {name: replace(window, Lq=L, Lk=L) for name, L in (("short", short), ("long", short * times))}
     inputs = {name: case.inputs() for name, case in cases.items()}
@@ -44,9 +47,10 @@ def linearity(seconds: float, short: int = 4096, times: int = 16, most: float = 
     calls = {n: partial(_with_mask, cases[n], inputs[n]) for n in cases}
     best = best_times(calls, seconds)
     growth = best["long"] / (times * best["short"])
-    measured = f"{1e3 * best['long']:.0f} ms = {growth:.2f} x {times} x {1e3 * best['short']:.1f} ms"
-    claim = f"window of 256 at {short * times:,} tokens against {times} times {short:,}, mask included"
-    return Fact(claim, measured, f"at most {most} x", growth <= most)
+    measured = f"{1e3 * best['long']:.0f} ms / ({times} x {1e3 * best['short']:.1f} ms) = {growth:.2f}"
+    times_short = f"{times} times the time of {short:,} tokens"
+    claim = f"window of 256, mask included: time of {short * times:,} tokens / {times_short}"
+    return Fact(claim, measured, f"at most {most}", growth <= most)
 
 
 def _with_mask(case: Case, inputs: Inputs) -> object:
@@ -73,7 +77,7 @@ def masks_of(L: int) -> dict[str, Mask]:
 
 
 def mask_overheads(seconds: float, L: int = 4096, most: float = 0.01) -> Iterator[Fact]:
-    """Compares the time to find the spans of all panels, on one thread, with the time of the call."""
+    """Measures the time in which one thread finds a mask's key spans, and its share of the call."""
     q, k, v = (torch.randn(1, 8, L, 64) for _ in range(3))
     unmasked = make(q, k, v)  # baseline: `cost` without spans to find
     for name, mask in masks_of(L).items():

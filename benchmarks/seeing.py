@@ -1,8 +1,8 @@
 """Times `see.read` and pictures of all heads: MiniLM with pretrained weights, 128 tokens.
 
-`python benchmarks/seeing.py` prints wall-clock seconds, and in parentheses CPU seconds, which other
-processes affect less: loading the model, the first picture (with the import of matplotlib), and the
-fastest repeat of each step.
+`python benchmarks/seeing.py` prints the time to load the model, the time of the first picture (with
+the import of matplotlib), and the time of the fastest repeat of each step. Times are in wall-clock
+seconds and, in parentheses, in CPU seconds, which depend less on other processes.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def of_long_cache(make: Callable[[], Any], shrink: int | None) -> Timed:
 def of_new_cache(shrink: int | None) -> Timed:
     """Returns decode steps with lengths and strides that the process has not seen before.
 
-    So no check or Spec is cached, as in the first generation of a process.
+    So every call is checked anew, as when a process generates text for the first time.
     """
     capacities = itertools.cycle(range(HELD + STEPS, 4096, 2))
 
@@ -106,7 +106,7 @@ class Side:
         return report().get("native isa", "none")
 
     def prepare(self, row: str, shrink: int | None, checked: bool) -> str:
-        """Builds the inputs of a row and calls it once. Returns an error message, or ""."""
+        """Builds the inputs of a row and runs its call once. Returns an error message, or ""."""
         self.__dict__.pop("timed", None)  # frees the tensors of the previous row
         try:
             self.timed = ROWS[row](shrink)

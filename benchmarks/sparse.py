@@ -4,8 +4,8 @@
 - attention without projections: Longformer with 256 neighbours on each side and 8 global tokens,
   BigBird with blocks of 64 (3 in the window, 3 random, 2 global), and exact attention over all
   keys;
-- whole layers on the same weights, Regard's and Hugging Face's (whose BigBird also fills an n x n
-  matrix of weights);
+- whole layers of Regard and of Hugging Face with the same weights (Hugging Face's BigBird also
+  fills an n x n matrix of weights);
 - the peak memory of Longformer attention by length, and the exponent of its growth.
 """
 
@@ -154,7 +154,10 @@ def bigbird_layers(x: Tensor) -> dict[str, Run]:
 
 
 def their_table(theirs: Any, L: int) -> Tensor:
-    """Returns Hugging Face's block table in training. In evaluation, random blocks are all 0."""
+    """Returns the block table that Hugging Face's BigBird uses in training.
+
+    In evaluation, its random blocks are all block 0.
+    """
     np.random.seed(theirs.seed)  # noqa: NPY002
     plan = theirs._get_rand_attn_plan(L, BLOCK, RANDOM)
     drawn = torch.tensor(
@@ -193,7 +196,10 @@ def peak(L: int) -> int | None:
 
 
 def slope(peaks: dict[int, int]) -> float:
-    """Returns the slope of a line through the logarithms; NaN for fewer than two lengths."""
+    """Returns the exponent with which peak memory grows with the length, by a log-log fit.
+
+    Returns NaN for fewer than two lengths.
+    """
     if len(peaks) < 2:
         return math.nan
     x, y = (np.log(np.array(list(part), dtype=float)) for part in (peaks.keys(), peaks.values()))

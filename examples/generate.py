@@ -1,6 +1,7 @@
 """Generates text with each cache and compares tokens per second, memory and the text.
 
-The model is the decoder of train_decoder.py. Exact caches must generate the text of full attention.
+The model is the decoder of train_decoder.py. Each exact cache must generate the same text as
+attention without a cache.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def trained(steps: int, length: int) -> Decoder:
 
 
 def last_scores(model: Decoder, text: Tensor, start: int, attends: list[Callable[..., Any]]) -> Tensor:
-    """Returns logits of the next byte (B, 256); the bytes `text` (B, L) begin at position `start`."""
+    """Returns the logits (B, 256) of the byte after `text` (B, L).
+
+    `start` is the position of the first byte of `text`.
+    """
     x = model.byte(text) + model.place.weight[start : start + text.shape[1]]
     for block, attend in zip(model.blocks, attends, strict=True):
         x = block(x, attend)
@@ -112,7 +116,10 @@ def with_caches(model: Decoder, prompt: Tensor, count: int, make: Callable[..., 
 
 @torch.no_grad()
 def compare(model: Decoder, prompt: Tensor, count: int) -> tuple[Table, bool]:
-    """Returns a table of all caches, and whether the exact caches generate the text of full attention."""
+    """Returns a table of all caches, and whether every exact cache generates the right text.
+
+    The right text is the one that attention without a cache generates.
+    """
     full = {mask: without_cache(model, prompt, count, mask) for mask in (FULL, STREAMING)}
     table = Table("cache", "tokens/s", "KiB", "text of full attention")
     total, right = prompt.shape[0] * count, True

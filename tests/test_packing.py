@@ -198,6 +198,9 @@ def test_dropout_follows_the_seed(mask: M.Mask) -> None:
     first = run(None)
     torch.manual_seed(1)
     assert torch.equal(first, run(None))
+    for wrong in (torch.tensor(3, device="meta"), 1.5, True):
+        with pytest.raises((TypeError, ValueError), match=r"^seed: expected"):
+            run(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)

@@ -66,7 +66,10 @@ def nodes(paths: list[Path], kind: type | tuple[type, ...]) -> Iterator[ast.AST]
 
 
 def lists_options(function: ast.AST) -> bool:
-    """Returns whether a function, other than an overload, has all of `OPTIONS` as parameters."""
+    """Returns whether a function has all score options of `attention` as parameters.
+
+    Overloads are not counted.
+    """
     assert isinstance(function, Function)
     if any("overload" in ast.unparse(decorator) for decorator in function.decorator_list):
         return False

@@ -1,9 +1,9 @@
 """Claim: CLIP aligns images and texts by cross-attention. `python docs/claims/clip_towers.py`
 
-CLIP has two encoders without attention between them. The contrastive loss aligns them: each image
-must be nearer to its own text than to the other texts of the batch, and vice versa. A small CLIP of
-Hugging Face Transformers with random weights shows the first, training it on a batch of pairs the
-second.
+CLIP has two encoders without attention between them. The contrastive loss aligns their outputs:
+each image must be nearer to its own text than to the other texts of the batch, and each text nearer
+to its own image. The experiment uses a small CLIP of Hugging Face Transformers with random weights.
+It looks for attention between the two encoders, and then trains the model on a batch of pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def small_clip() -> Any:
 
 
 def lengths_attended(model: Any, tokens: Tensor, pixels: Tensor) -> set[tuple[int, int]]:
-    """Returns the (queries, keys) lengths of all attention calls in the model."""
+    """Returns the distinct pairs (Lq, Lk) of all attention calls in the model."""
     found = model(input_ids=tokens, pixel_values=pixels, output_attentions=True)
     both = (*found.text_model_output.attentions, *found.vision_model_output.attentions)
     return {(weights.shape[2], weights.shape[3]) for weights in both}
@@ -72,9 +72,9 @@ def measure(steps: int = 60) -> Finding:
         claim="CLIP aligns images and texts by cross-attention",
         verdict=verdict(bool(crossing) or changed > 0),
         measured=f"{len(crossing)} attention calls between text and image; "
-        f"another text changes an image's vector by {changed:g}",
-        correct=f"two encoders and a contrastive loss: {steps} training steps raise the share of matched "
-        f"images among {PAIRS} pairs from {before:.1%} to {after:.0%}",
+        f"if the text changes, an image's embedding changes by {changed:g}",
+        correct=f"two encoders, aligned by a contrastive loss: {steps} training steps on {PAIRS} pairs raise "
+        f"the share of images whose nearest text is their own from {before:.1%} to {after:.0%}",
         numbers={
             "queries and keys of all attentions": sorted(pairs),
             "tokens of a text, patches of an image + 1": [WORDS, 17],

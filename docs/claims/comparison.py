@@ -6,9 +6,9 @@ The notes say     parameters  memory    inference  quality
     MQA           low         low       fast       medium
     MLA           low         very low  fast       high
 
-The experiment takes about two minutes. It measures, at equal width, the parameters of a layer, its
-cache bytes per token, the decoding throughput of a small model, and the loss of a smaller model on
-held-out source code. It uses the models and measurements of `regard compare`.
+The experiment takes about two minutes. It measures, at equal width, the parameters of an attention
+layer, the layer's cache bytes per token, the decoding speed of a small model, and the loss of a
+smaller model on held-out source code. It uses the models and measurements of `regard compare`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sizes(layers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def large() -> dict[str, Any]:
-    """Builds layers of DeepSeek-V2's sizes on the meta device."""
+    """Returns a layer per kind of attention, with DeepSeek-V2's sizes, on the meta device."""
     options: dict[str, Any] = {"bias": False, "device": "meta"}
     groups = {"MHA": 128, "GQA-4": 4, "MQA": 1}
     latent = LatentAttention(5120, 128, rank=512, nope_dim=128, rope_dim=64, q_rank=1536, **options)
@@ -43,7 +43,7 @@ def large() -> dict[str, Any]:
 
 
 def relative(column: Mapping[str, float]) -> str:
-    """Formats a column of the table relative to MHA."""
+    """Formats the values of all kinds of attention, each divided by MHA's value."""
     return " / ".join(f"{column[kind] / column['MHA']:.3g}" for kind in KINDS)
 
 
@@ -69,7 +69,7 @@ def measure(tokens: int = 2048, rounds: int = 5, steps: int = 200, seeds: int = 
             f"{name} {relative(columns[name])}" for name in ("parameters", "memory", "inference")
         )
         + f"; loss {loss_text}, standard deviation over seeds up to {margins['quality']:.2f}",
-        correct="orders not confirmed: "
+        correct="rankings not confirmed: "
         + "; ".join(f"{name} {', '.join(pairs)}" for name, pairs in against.items() if pairs)
         + f". At DeepSeek-V2's sizes: parameters {relative(at_large['parameters'])}, "
         f"memory {relative(at_large['memory'])}",

@@ -40,7 +40,7 @@ def row(name: str, found: Finding) -> str:
 
 
 def rows(page: str) -> dict[str, str]:
-    """Returns the table rows of the page by experiment name."""
+    """Returns the table rows of the page as a dict from experiment name to row."""
     return {match[1]: match[0] for match in re.finditer(r"^\| .*\]\((\w+)\.py\) \|$", page, re.M)}
 
 

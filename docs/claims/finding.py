@@ -1,4 +1,4 @@
-"""The finding of an experiment about a claim, and its printed form."""
+"""The result of an experiment that tests a claim: verdict and numbers, printed as a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verdict(holds: bool, otherwise: str = "wrong") -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats numbers with few digits, also inside lists and dicts."""
+    """Formats a value with few digits. Lists and dicts are formatted element by element."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

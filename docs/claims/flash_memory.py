@@ -1,7 +1,7 @@
 """Claim: flash attention needs memory linear in the length. `python docs/claims/flash_memory.py`
 
-Measures the peak memory of the process beyond q, k and v, as the system reports it (Linux), for
-Regard's tiled kernel and for the formula, which materialises the n x n weights.
+Measures the peak memory of the process beyond q, k and v, as Linux reports it. Compares Regard's
+tiled kernel with the textbook formula, which stores the n x n weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEADS, D = 4, 64
 
 
 def peaks(lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the extra bytes of Regard and of the formula at each length."""
+    """Returns the peak bytes of Regard and of the formula, beyond q, k and v, at each length."""
     found: tuple[list[int], list[int]] = [], []
     for n in [64, *lengths]:  # the first length is a warm-up, which loads code
         qkv = torch.randn(3, HEADS, n, D)
@@ -36,10 +36,10 @@ def measure(longest: int = 8192) -> Finding:
     return Finding(
         claim="flash attention takes memory linear in the length",
         verdict=verdict(growth[0] < 2.5),
-        measured=f"twice the length takes {growth[0]:.1f} times the memory, "
-        f"with n x n weights {growth[1]:.1f} times",
-        correct=f"linear; at n = {longest:,}, {HEADS} heads take {ours[-1] / 2**20:.0f} MiB instead of "
-        f"{plain[-1] / 2**20:,.0f} MiB",
+        measured=f"at twice the length, Regard takes {growth[0]:.1f} times the memory, "
+        f"and the formula with stored n x n weights takes {growth[1]:.1f} times the memory",
+        correct=f"linear; for {HEADS} heads at n = {longest:,}, Regard takes {ours[-1] / 2**20:.0f} MiB, "
+        f"and the formula with stored weights takes {plain[-1] / 2**20:,.0f} MiB",
         numbers={
             "tokens": lengths,
             "bytes": ours,

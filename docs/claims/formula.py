@@ -1,4 +1,4 @@
-"""The textbook formula of attention, which materialises all n x n weights."""
+"""The textbook formula of attention, which stores all n x n weights."""
 
 from __future__ import annotations
 

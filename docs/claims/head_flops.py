@@ -1,4 +1,4 @@
-"""Claim: multi-head attention costs the FLOPs of single-head attention.
+"""Claim: multi-head attention costs as many FLOPs as single-head attention.
 `python docs/claims/head_flops.py`
 
 Heads divide the width: h products over d / h channels cost as much as one product over d channels.
@@ -17,14 +17,17 @@ HEADS = 1, 2, 4, 8, 16
 
 
 def layer(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Returns the output (n, d) and the weights (heads, n, n)."""
+    """Applies a multi-head attention layer to x (n, d).
+
+    Returns the output (n, d) and the attention weights (heads, n, n).
+    """
     q, k, v = (x @ qkv).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)  # (heads, n, d / heads) each
     found = weights(q, k)
     return (found @ v).movedim(0, 1).flatten(1) @ out, found
 
 
 def count(n: int, d: int, heads: int) -> tuple[int, int]:
-    """Returns the FLOPs of the products and the number of exponentials of the softmax."""
+    """Returns the numbers of FLOPs in matrix products and of exponentials in the softmax."""
     x, qkv, out = (torch.empty(*shape, device="meta") for shape in ((n, d), (d, 3 * d), (d, d)))
     with FlopCounterMode(display=False) as counter:
         _, found = layer(x, qkv, out, heads)
@@ -36,9 +39,10 @@ def measure(n: int = 1024, d: int = 512) -> Finding:
     return Finding(
         claim="multi-head costs the same FLOPs as single-head",
         verdict=verdict(len(set(flops)) == 1),
-        measured=f"{flops[0] / 1e9:.3f} GFLOP with each of {', '.join(map(str, HEADS))} heads",
-        correct="8 n d^2 + 4 n^2 d for any number of heads h; but the softmax takes h n^2 exponentials: "
-        f"{exponentials[-1] // exponentials[0]} times as many with {HEADS[-1]} heads",
+        measured=f"{flops[0] / 1e9:.3f} GFLOP for each number of heads ({', '.join(map(str, HEADS))})",
+        correct="8 n d^2 + 4 n^2 d FLOPs for any number of heads h; but the softmax takes h n^2 "
+        f"exponentials: {exponentials[-1] // exponentials[0]} times as many with {HEADS[-1]} heads "
+        "as with one head",
         numbers={
             "FLOPs by heads": dict(zip(map(str, HEADS), flops, strict=True)),
             "exponentials by heads": dict(zip(map(str, HEADS), exponentials, strict=True)),

@@ -2,7 +2,7 @@
 
 In a row with at least one allowed key, -1e9 works as well as -inf. In a fully masked row all scores
 are equal, and the softmax of equal scores is uniform: the output is the mean of the masked values.
-With -inf, the output is 0 / 0.
+With -inf, the output is 0 / 0 = NaN.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def filled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, value: float) -> Tenso
 
 
 def largest(out: Tensor) -> float:
-    """Returns the largest absolute entry of the first row."""
+    """Returns the largest absolute entry of the first row, which is fully masked."""
     return float(out[0].abs().max())
 
 
 def refuses_half() -> bool:
-    """Returns whether float16 refuses -1e9, which is out of its range."""
+    """Returns whether PyTorch raises if a float16 tensor is filled with -1e9 (out of range)."""
     try:
         torch.zeros(1, dtype=torch.float16).masked_fill(torch.tensor([True]), -1e9)
     except RuntimeError:
@@ -46,7 +46,7 @@ def measure(n: int = 8, d: int = 16) -> Finding:
         verdict=verdict(largest(notes) == 0),
         measured=f"a fully masked row returns the mean of the masked values, within {mean:.0e}",
         correct=f"a fully masked row is {largest(ours):g} in Regard "
-        f"(-inf alone gives {float(infinite[0, 0])})",
+        f"(filling with -inf gives {float(infinite[0, 0])})",
         numbers={
             "largest entry of the row, -1e9": largest(notes),
             "its distance from the mean of V": mean,

@@ -2,8 +2,8 @@
 `python docs/claims/parallel_heads.py`
 
 The rows of one head are independent of each other, so one head can be split into as many tasks as
-it has rows. More heads divide the same products differently. The experiment measures how the number
-of heads affects the speed.
+it has rows. With more heads, the same number of multiplications is divided among the heads. The
+experiment measures how the number of heads affects the speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def split(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def halves_apart(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Returns the largest difference between one call for all queries and one for each half."""
+    """Returns how much two calls, each for half of the queries, differ from one call for all."""
     parts = [regard.attention(half, k, v) for half in q.chunk(2, 1)]
     return float((torch.cat(parts, 1) - regard.attention(q, k, v)).abs().max())
 
@@ -58,10 +58,13 @@ def measure(n: int = 2048, width: int = 512, seconds: float = 3.0) -> Finding:
     return Finding(
         claim="multi-head is fully parallel, single-head is not",
         verdict=verdict(apart > 0),
-        measured=f"computing the queries of one head in two halves changes nothing (difference {apart:g}); "
-        f"{cores} threads make 1 head {gain['1']:.1f} times as fast, 8 heads {gain['8']:.1f} times",
+        measured="two calls, each for half of the queries, give the result of one call "
+        f"(difference {apart:g}); "
+        f"{cores} threads are {gain['1']:.1f} times as fast as one thread for 1 head, "
+        f"and {gain['8']:.1f} times as fast for 8 heads",
         correct=f"both are parallel: Regard splits one head of {n:,} rows into {tasks['1']} tasks; "
-        f"8 heads take {times[cores]['8'] / times[cores]['1']:.2f} times as long as one",
+        f"8 heads take {times[cores]['8'] / times[cores]['1']:.2f} times as long "
+        "as one head of the same total width",
         numbers={
             "one head in two halves, apart": apart,
             "tasks by heads": tasks,

@@ -1,8 +1,8 @@
 """Claim: multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
 
 The projections of queries, keys and values have 3 d^2 parameters. The output projection adds d^2,
-and each of the four projections may have a bias of d. The experiment counts the parameters of
-PyTorch's module and of Regard's.
+and each of the four projections may have a bias of d parameters. The experiment counts the
+parameters of PyTorch's module and of Regard's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure() -> Finding:
         claim="multi-head attention has 3 d^2 parameters",
         verdict=verdict(three, "incomplete"),
         measured=f"{first:,} at d = 512, which is {first / 512**2:g} d^2",
-        correct="4 d^2, with biases 4 d^2 + 4 d",
+        correct="4 d^2, or 4 d^2 + 4 d with biases",
         numbers={
             **{f"{name}, by d": counts for name, counts in plain.items()},
             **{f"{name} with biases": counts for name, counts in biased.items()},

@@ -1,7 +1,8 @@
 """Claim: attention takes O(n^2 d) time. `python docs/claims/quadratic_time.py`
 
-The operations of the two products are counted while PyTorch executes the formula. The times are
-Regard's. An exponent of 2 means that twice the length takes four times as long.
+The operations of the two matrix products are counted while PyTorch executes the textbook formula.
+The times are those of `regard.attention`. An exponent of 2 means that twice the length takes four
+times as long.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def operations(n: int, d: int) -> int:
 
 
 def exponent(values: Sequence[float]) -> float:
-    """Returns e of values ~ x^e, where x doubles from each value to the next."""
+    """Returns the exponent e if the values grow as x^e and x doubles from one value to the next."""
     return math.log2(values[-1] / values[0]) / (len(values) - 1)
 
 
 def times(shapes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
-    """Returns the shortest time of each shape (n, d) in seconds."""
+    """Returns the shortest time of `regard.attention` in seconds, for each shape (n, d)."""
     calls = {f"{n} x {d}": partial(regard.attention, *torch.randn(3, 1, n, d)) for n, d in shapes}
     return list(best_times(calls, seconds).values())
 
@@ -44,8 +45,8 @@ def measure(longest: int = 8192, seconds: float = 4.0) -> Finding:
     return Finding(
         claim="attention takes O(n^2 d) time",
         verdict=verdict(counted == (2, 1)),
-        measured=f"operations grow as n^{counted[0]:.2f} d^{counted[1]:.2f}, "
-        f"time as n^{exponent(by_n):.2f} d^{exponent(by_d):.2f}",
+        measured=f"the number of operations grows as n^{counted[0]:.2f} d^{counted[1]:.2f}, "
+        f"the time as n^{exponent(by_n):.2f} d^{exponent(by_d):.2f}",
         correct="4 n^2 d operations, and n^2 exponentials that do not depend on d",
         numbers={
             f"operations, n = {longest}, d = 64": operations(longest, 64),

@@ -1,7 +1,8 @@
 """Claim: the rows of the weights sum to 1. `python docs/claims/row_sums.py`
 
 The claim holds, with three exceptions in practice: a fully masked row sums to 0, a sink takes a
-share of the weight without a value, and dropout preserves the sum only on average.
+share of the weight, so that the keys' weights sum to less than 1, and dropout preserves the sum
+only on average.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def measure(n: int = 256, d: int = 64) -> Finding:
         claim="each row of the weights sums to 1",
         verdict=verdict(away < 1e-5),
         measured=f"the sums differ from 1 by at most {away:.0e}",
-        correct=f"1; {nothing:g} for a fully masked row, below 1 with a sink, 1 on average with dropout",
+        correct=f"1, except for a fully masked row ({nothing:g}), with a sink (below 1) "
+        "and with dropout (1 only on average)",
         numbers={
             "farthest from 1": away,
             "a row that sees nothing": nothing,

@@ -1,8 +1,9 @@
-"""Claim: a view (L, B, H, D) with axes 0 and 1 transposed is the input of attention.
+"""Claim: for attention over (L, B, H, D), it suffices to transpose axes 0 and 1.
 `python docs/claims/sequence_first.py`
 
-The last two axes of (B, L, H, D) are heads and channels, so `q @ k^T` compares the heads of one
-token with each other. No token influences any other token, but the shapes fit and nothing raises.
+The result has the shape (B, L, H, D). Its last two axes are heads and channels, so `q @ k^T`
+compares the heads of one token with each other. No token influences any other token, but the shapes
+fit and nothing raises.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
     return Finding(
         claim="attention over (L, B, H, D) needs only a transposition of axes 0 and 1",
         verdict=verdict(errors[0] < 1e-6),
-        measured=f"other tokens change a token's result by {heard[0]:g}; relative error {errors[0]:.2f}",
-        correct=f"permute to (B, H, L, D): other tokens change the result by {heard[1]:.2f}; "
-        f"relative error {errors[1]:.0e}",
+        measured=f"if all other tokens change, a token's result changes by {heard[0]:g}; "
+        f"the relative error of the result is {errors[0]:.2f}",
+        correct="permute to (B, H, L, D): if all other tokens change, "
+        f"a token's result changes by {heard[1]:.2f}; the relative error is {errors[1]:.0e}",
         numbers={
             "weights of the printed one": list(weights(printed, printed).shape),
             "weights that are meant": list(weights(meant, meant).shape),

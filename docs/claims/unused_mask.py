@@ -1,8 +1,9 @@
-"""Claim: the notes' module with `attn_mask` and dropout works in evaluation.
+"""Claim: the notes' attention module applies `attn_mask`, and applies dropout only in training.
 `python docs/claims/unused_mask.py`
 
-The module never uses `attn_mask`, and it applies dropout in evaluation. Neither fault raises. Two
-checks find them: the last token must not change earlier outputs, and two equal calls must agree.
+The module never uses `attn_mask`, and it applies dropout in evaluation too. Neither fault raises an
+error. Two checks find the faults: with a causal mask, the last token must not change earlier
+outputs; and in evaluation, two equal calls must give equal results.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from regard.nn import Attention
 
 
 class Printed(nn.Module):
-    """The notes' module with its two faults, on the projections of a correct module."""
+    """The notes' module with its two faults. It shares the projections of a correct layer."""
 
     def __init__(self, right: Attention, dropout: float) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Printed(nn.Module):
 
 
 def leak(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
-    """Returns how much a change of the last token changes earlier outputs."""
+    """Returns the largest change of earlier outputs if the last token changes."""
     other = x.clone()
     other[:, -1] += 1
     torch.manual_seed(1)
@@ -42,7 +43,7 @@ def leak(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
 
 
 def unrest(layer: nn.Module, x: Tensor, **mask: M.Mask) -> float:
-    """Returns how much two equal calls differ."""
+    """Returns the largest difference between the results of two equal calls."""
     return float((layer(x, **mask) - layer(x, **mask)).abs().max())
 
 
@@ -57,9 +58,9 @@ def measure(n: int = 11, d: int = 32, dropout: float = 0.1) -> Finding:
     return Finding(
         claim="the notes' module applies `attn_mask`, and dropout only in training",
         verdict=verdict(theirs == (0, 0)),
-        measured=f"later tokens change earlier outputs by {theirs[0]:.2g}; "
-        f"two equal calls in evaluation differ by {theirs[1]:.2g}",
-        correct=f"{ours[0]:g} and {ours[1]:g} with `regard.nn.Attention`",
+        measured=f"a change of the last token changes earlier outputs by {theirs[0]:.2g}; "
+        f"the results of two equal calls in evaluation differ by {theirs[1]:.2g}",
+        correct=f"with `regard.nn.Attention`, these two differences are {ours[0]:g} and {ours[1]:g}",
         numbers={
             "future on past, printed": theirs[0],
             "future on past, regard.nn": ours[0],

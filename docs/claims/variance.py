@@ -1,8 +1,9 @@
 """Claim: q . k has variance d_k, and 1 after division by sqrt(d_k).
 `python docs/claims/variance.py`
 
-If the entries are independent with mean 0 and variance 1, each of the d_k products has variance 1,
-and the variances of independent terms add up. The notes measured 63.87 and 0.998 for d_k = 64.
+If the entries of q and k are independent with mean 0 and variance 1, each of the d_k products in q
+. k has variance 1, and the variances of independent terms add up. For d_k = 64, the notes report
+the measured variances 63.87 before the division and 0.998 after it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def measure(samples: int = 100_000, d_k: int = 64) -> Finding:
     return Finding(
         claim="Var[q.k] = d_k, and 1 after scaling",
         verdict=verdict(far < 4 * spread),
-        measured=f"{plain:.2f} and {scaled:.3f} (notes: 63.87 and 0.998)",
-        correct=f"{d_k} and 1; with {samples:,} samples, "
-        f"the first has a standard error of {d_k * spread:.2f}",
+        measured=f"variance {plain:.2f}, after scaling {scaled:.3f} (in the notes: 63.87 and 0.998)",
+        correct=f"variance {d_k}, after scaling 1; with {samples:,} samples, "
+        f"the measured variance has a standard error of {d_k * spread:.2f}",
         numbers={"Var[q.k]": plain, "after scaling": scaled, "expected scatter": d_k * spread},
     )
 

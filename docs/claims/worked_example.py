@@ -1,9 +1,10 @@
 """Claim: the worked example's printed products follow from its printed matrices.
 `python docs/claims/worked_example.py`
 
-The example of multi-head attention has two tokens of width 4 and two heads of width 2. The products
-are computed with fractions, so without rounding. The correct products are carried through to the
-output. The matrices of keys and values are not printed, so the queries replace keys and values.
+The notes compute multi-head attention by hand for two tokens of width 4 and two heads of width 2.
+Here, the products of tokens and query matrices are computed exactly, with fractions. The output of
+the layer is then computed from the correct products. The notes do not print the matrices of keys
+and values, so the queries are also used as keys and values.
 """
 
 from __future__ import annotations

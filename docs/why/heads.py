@@ -1,8 +1,8 @@
 """Why many heads? `python docs/why/heads.py`
 
 Each token must name the four tokens before it, in order. One head computes one weighted mean of the
-values: it can attend to all four positions, but it mixes their contents. Four heads keep them
-apart. All layers here have the same number of parameters.
+values: it can attend to all four positions, but it mixes their values. Four heads return the values
+of the four positions separately. All layers here have the same number of parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ KINDS, L, WIDTH, BACK = 8, 10, 64, 4
 
 
 class Layer(nn.Module):
-    """Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS) of previous tokens, nearest first."""
+    """Predicts the four tokens (BACK = 4) before each token, nearest first.
+
+    Maps tokens (B, L) to logits (B, L - BACK, BACK, KINDS), where KINDS is the number of different
+    tokens. There is no prediction for the first four tokens.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -41,9 +45,9 @@ class Layer(nn.Module):
 
 
 def before(tokens: Tensor) -> Tensor:
-    """Returns the targets (B, L - BACK, BACK): the previous BACK tokens, nearest first.
+    """Returns the targets (B, L - BACK, BACK): the four tokens (BACK = 4) before each token.
 
-    The first BACK tokens have no target.
+    The nearest comes first. The first four tokens have no target.
     """
     return tokens[:, :-1].unfold(1, BACK, 1).flip(-1)
 
@@ -62,7 +66,7 @@ def train(heads: int, steps: int = 600) -> Layer:
 
 @torch.no_grad()
 def named(layer: Layer) -> float:
-    """Returns the share of tokens for which all four answers are right."""
+    """Returns the share of tokens for which the layer names all four previous tokens correctly."""
     tokens = torch.randint(KINDS, (256, L), generator=torch.Generator().manual_seed(1))
     return float((layer(tokens).argmax(-1) == before(tokens)).all(-1).float().mean())
 

@@ -3,10 +3,11 @@
 Queries and keys: each of twelve tokens in a circle must attend to the next one. With one matrix W
 for both, the score s(x, y) = W x . W y is symmetric, and 2 s(x, y) <= s(x, x) + s(y, y). Summed
 around the circle, the scores of the wanted pairs do not exceed the scores of the tokens with
-themselves. So the wanted pairs cannot all win, whatever W is.
+themselves. So for every W, some token attends at least as much to itself as to the next token.
 
-Keys and values: twelve countries with their capitals, queried by country. The output should be the
-capital. With one matrix for both, the output is the queried country.
+Keys and values: queries and keys are twelve countries, and values are their capitals. The output
+should be the capital of the queried country. With one matrix for keys and values, the output is the
+country itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ NEXT = torch.arange(N).roll(-1)  # index of the next token
 
 
 def train(tied: bool, steps: int = 400) -> Tensor:
-    """Trains a head to attend to the next token and returns its weights (N, N)."""
+    """Trains a head to attend to the next token and returns its attention weights (N, N).
+
+    If `tied`, one matrix computes queries and keys.
+    """
     torch.manual_seed(0)
     W_q, W_k = (torch.randn(N, N, requires_grad=True) for _ in range(2))
     W_k = W_q if tied else W_k
@@ -40,7 +44,10 @@ def followed(weights: Tensor) -> float:
 
 
 def capitals_found(tied: bool) -> float:
-    """Returns the share of countries whose output is nearest to their own capital."""
+    """Returns the share of countries for which the output is nearest to their own capital.
+
+    If `tied`, the countries are also used as values, instead of the capitals.
+    """
     countries, capitals = torch.randn(2, N, 64, generator=torch.Generator().manual_seed(0))
     out = regard.attention(countries, countries, countries if tied else capitals, scale=1.0)
     return float((torch.cdist(out, capitals).argmin(-1) == torch.arange(N)).float().mean())

@@ -1,8 +1,9 @@
 """Why divide by sqrt(d_k)? `python docs/why/scale.py`
 
-Each of 512 random queries attends to 64 random keys. The scores have a standard deviation of
-sqrt(d_k). With many channels, one score is far above the others and its weight is nearly 1. The
-softmax is flat there, so almost no gradient flows back.
+Each of 512 random queries attends to 64 random keys. Without the division, the scores have a
+standard deviation of sqrt(d_k). With many channels, one score is far above the others, and its
+weight is nearly 1. The weights then hardly change if the scores change, so almost no gradient flows
+back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Row(NamedTuple):
 
 
 def slopes(weights: Tensor) -> Tensor:
-    """Returns the norm of the Jacobian diag(w) - w w^T of each row of weights."""
+    """Returns the norm of the softmax's Jacobian, diag(w) - w w^T, for each row w of weights."""
     return (weights.diag_embed() - weights[..., :, None] * weights[..., None, :]).norm(dim=(-2, -1))
 
 

@@ -1,9 +1,10 @@
-"""Self-attention against recurrence and convolution. `python docs/why/sequences.py`
+"""Why self-attention instead of recurrence or convolution? `python docs/why/sequences.py`
 
 How much does the last output depend on a token at a given distance? The measure is the norm of the
-derivative with respect to each input, for untrained layers of equal width. A recurrence passes
-information through every step in between. A convolution reaches as far as its layers and no
-further. Attention is one step away from every token.
+derivative of the last output with respect to the token, for untrained layers of equal width. In a
+recurrence, information passes through every step between the token and the last output. A stack of
+convolutions reaches only as far as its kernel sizes add up to. Attention reads every token in one
+step.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ MAKERS: dict[str, Make] = {"recurrence": recurrence, "convolution": convolution,
 
 
 def influence(make: Make, n: int) -> Tensor:
-    """Returns the influence (n,) of the token at each distance on the last output.
+    """Returns how much the tokens at distances 0 to n - 1 influence the last output, (n,).
 
-    The influence is the norm of the derivative, averaged over 8 samples.
+    The influence of a token is the norm of the derivative of the last output with respect to the
+    token, averaged over 8 samples.
     """
     torch.manual_seed(0)
     run, x = make(), torch.randn(8, n, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -57,7 +59,10 @@ def influence(make: Make, n: int) -> Tensor:
 
 
 def multiplications(n: int, d: int) -> dict[str, int]:
-    """Counts the multiplications of one layer. Attention includes its four projections."""
+    """Counts the multiplications of one layer of each kind, for n tokens of width d.
+
+    The number for attention includes its four projections.
+    """
     return {
         "recurrence": 2 * n * d * d,
         "convolution": KERNEL * n * d * d,
@@ -66,9 +71,10 @@ def multiplications(n: int, d: int) -> dict[str, int]:
 
 
 def measure(n: int = 128) -> dict[str, dict[str, float]]:
-    """Returns the influence of the farthest token relative to the last one, and the reach.
+    """Returns, for each kind of layer, the influence of the first token and the reach.
 
-    The reach is the largest distance with any influence.
+    The influence is relative to that of the last token. The reach is the largest distance of a
+    token with any influence.
     """
     curves = {name: influence(make, n) for name, make in MAKERS.items()}
     return {

@@ -92,11 +92,7 @@ class Attention {
     const Call call = make_call(operands, 0, 0, 0, offset);
     Cost cost;
     TaskPlan plan;
-    run([&] {
-      Stopper stopper(kInterrupt);
-      cost = measure(SpanFinder(code_, spec_, call), spec_, rows_at_once(spec_), Stopper::poll, &stopper);
-      return stopper.outcome();
-    });
+    run([&] { return count_pairs(spec_, call, code_, kInterrupt, cost); });
     run([&] { return plan_tasks(spec_, call, code_, kInterrupt, plan); });
     return {{"pairs", cost.pairs},     {"touched", cost.touched},
             {"full", cost.full},       {"partial", cost.partial},

@@ -173,8 +173,12 @@ Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt 
   return Forward(spec, call, code, interrupt).run();
 }
 
-int rows_at_once(const Spec& spec) {
-  return decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
+Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost) {
+  // A decode step processes all its query rows together.
+  const int panel = decodes(spec) ? static_cast<int>(std::max<int64_t>(spec.Lq, 1)) : panel_rows(spec.dtype);
+  Stopper stopper(interrupt);
+  cost = measure(SpanFinder(code, spec, call), spec, panel, Stopper::poll, &stopper);
+  return stopper.outcome();
 }
 
 Outcome plan_tasks(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt,

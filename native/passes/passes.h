@@ -7,6 +7,7 @@
 
 namespace regard {
 
+struct Cost;  // mask/spans.h
 using Ints = std::vector<int64_t>;
 
 Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt);
@@ -26,8 +27,8 @@ Outcome linear_forward(const LinearSpec& spec, const LinearCall& call, Interrupt
 Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const LinearGradients& grads,
                         Interrupt interrupt);
 
-// Returns how many query rows forward processes together: a panel, or all rows of a decode step.
-int rows_at_once(const Spec& spec);
+// Counts the pairs that the mask allows, in the panels that forward processes.
+Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost);
 
 // How forward divides a call.
 struct TaskPlan {

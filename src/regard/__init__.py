@@ -1,14 +1,40 @@
-"""Regard: attention for PyTorch. `regard.attention` computes every exact variant with one call."""
+"""Regard: attention for PyTorch. `regard.attention` computes every exact variant with one call.
 
-from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
-from ._api.attention import attention, weights
-from ._api.evidence import Evidence, evidence, rollout
-from ._api.linear_attention import linear_attention
-from ._api.merge import merge
-from ._api.meter import Comparison, compare_to_exact
-from ._api.plan import Plan, plan
-from ._call.linear import LinearState
-from .facts import BlockMass, BlockMax, ColumnMass, DistanceHistogram, Entropy, MassOn, RowMax, Rows, TopK
+Start with `help(regard.attention)`. Its masks are in `regard.masks`, biases in `regard.scores`,
+caches for decoding in `regard.cache`, and modules in `regard.nn`.
+
+Names are imported when they are first used, so that `import regard` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    __version__: str
+    from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
+    from ._api.attention import attention, weights
+    from ._api.evidence import Evidence, evidence, rollout
+    from ._api.linear_attention import linear_attention
+    from ._api.merge import merge
+    from ._api.meter import Comparison, compare_to_exact
+    from ._api.plan import Plan, plan
+    from ._call.linear import LinearState
+    from .facts import BlockMass, BlockMax, ColumnMass, DistanceHistogram, Entropy, MassOn, RowMax, Rows, TopK
+
+_MODULES = {
+    "_api.attention": ("attention", "weights"),
+    "_api.evidence": ("Evidence", "evidence", "rollout"),
+    "_api.linear_attention": ("linear_attention",),
+    "_api.merge": ("merge",),
+    "_api.meter": ("Comparison", "compare_to_exact"),
+    "_api.plan": ("Plan", "plan"),
+    "_call.linear": ("LinearState",),
+    "facts": (
+        "BlockMass", "BlockMax", "ColumnMass", "DistanceHistogram", "Entropy", "MassOn", "RowMax", "Rows",
+        "TopK",
+    ),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BlockMass", "BlockMax", "ColumnMass", "Comparison", "DistanceHistogram", "Entropy", "Evidence",
@@ -16,3 +42,18 @@ __all__ = [
     "convert", "cost", "evidence", "facts", "features", "linear_attention", "masks", "merge", "nn",
     "packing", "plan", "positions", "rollout", "scores", "see", "weights",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("regard")
+    if name not in __all__:
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    module = import_module(f".{_MODULE_OF.get(name, name)}", __name__)
+    value = getattr(module, name) if name in _MODULE_OF else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals() | dict.fromkeys(__all__))

@@ -68,7 +68,7 @@ class Crossover:
     def gains(self, mechanism: str, work: Work, quantity: Quantity) -> dict[int, float]:
         """Maps each measured length to exact attention's time or memory divided by the mechanism's.
 
-        A value above 1 is a gain.
+        The ratio is above 1 where the mechanism takes less time or memory than exact attention.
         """
         curve, exact = (self.curve(name, work, quantity) for name in (mechanism, EXACT))
         return {L: amount / curve[L] for L, amount in exact.items()}
@@ -76,7 +76,7 @@ class Crossover:
     def first(self, mechanism: str, work: Work, quantity: Quantity) -> int | None:
         """Returns the crossover: the shortest length with a gain of at least 1.1, or None.
 
-        The gain must also be at least 1.1 at every longer length that was measured.
+        The gain (see `gains`) must also be at least 1.1 at every longer length that was measured.
         """
         crossover = None
         for L, gain in sorted(self.gains(mechanism, work, quantity).items(), reverse=True):
@@ -133,8 +133,8 @@ def measure(
         causal: whether attention is causal. If True, approximations without a causal form are left
             out.
         heads, dim: H and D.
-        seconds: time budget for forward and for training at each length. Every call runs at least
-            twice.
+        seconds: how long to time the forward passes at each length, and then the training steps.
+            Every call runs at least twice.
         progress: called with a description of each step before it starts.
     """
     jobs = [(count("lengths", L, 1), work) for L in sorted(set(lengths)) for work in get_args(Work)]

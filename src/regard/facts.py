@@ -1,7 +1,8 @@
 """Facts: statistics of the attention weights that `regard.evidence` computes, and their results.
 
-A fact is an immutable object that can be compared, hashed and printed. It defines its check, its
-parts (tensors (B, Hq, ...) that a backend fills), and the conversion of the parts to the result.
+A fact is an immutable object that can be compared, hashed and printed. It checks the sizes of a
+call, allocates its parts (tensors (B, Hq, ...) that a backend fills) and converts the parts to the
+result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Parts = Sequence[Tensor]
 
 @value
 class Fact(Value):
-    """The base class of facts."""
+    """The base class of facts, the statistics of attention weights that `evidence` computes."""
 
     def check(self, spec: Spec) -> None:
         """Raises ValueError if the fact cannot be computed for the sizes in `spec`."""
@@ -164,7 +165,7 @@ class ColumnMass(Fact):
 
 
 class EntropyResult(NamedTuple):
-    """The result of `Entropy`."""
+    """The result of `Entropy`: in nats, and as a fraction of the largest possible entropy."""
 
     nats: Tensor  # (..., Hq, Lq)
     normalized: Tensor  # nats / log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2
@@ -175,7 +176,7 @@ class Entropy(Fact):
     """The entropy of each query's weights, -sum p log p. A sink counts as one more key."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates two parts: entropies in nats, and numbers of allowed keys (sink included)."""
+        """Allocates two parts: each query's entropy, and its number of keys, including a sink."""
         Lq = problem.spec.Lq
         return [_zeros(problem.spec, Lq), _zeros(problem.spec, Lq, dtype=torch.int64)]
 
@@ -186,7 +187,7 @@ class Entropy(Fact):
 
 
 class DistanceResult(NamedTuple):
-    """The result of `DistanceHistogram`."""
+    """The result of `DistanceHistogram`: `mass` is the sum of the weights at each distance."""
 
     mass: Tensor  # (..., Hq, n)
     distances: Tensor  # (n,) int64, ascending; n = Lq + Lk - 1, more if the samples' offsets differ
@@ -194,7 +195,10 @@ class DistanceResult(NamedTuple):
 
 @value
 class DistanceHistogram(Fact):
-    """The sum of the weights at each distance (query position - key position), (..., Hq, n)."""
+    """The sum of the weights at each of n distances, (..., Hq, n).
+
+    The distance of a pair is the query position minus the key position.
+    """
 
     def empty(self, problem: Problem) -> list[Tensor]:
         """Allocates two parts: the mass (B, Hq, n), filled with zeros, and the distances (n,).
@@ -255,7 +259,7 @@ class MassOn(Fact):
 
 
 class Pyramid(NamedTuple):
-    """The weight matrix reduced to blocks. Each level halves the resolution of the level before."""
+    """The weight matrix reduced to one value per block. The block size doubles at each level."""
 
     levels: list[Tensor]  # (..., Hq, nq, nk), finest first, the last 1 x 1
     block: int  # queries and keys per block in the first level

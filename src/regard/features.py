@@ -21,8 +21,8 @@ def orthogonal_gaussian(
 ) -> Tensor:  # fmt: skip
     """Returns a random projection (features, dim) whose rows are orthogonal in groups of `dim`.
 
-    Each row is distributed as N(0, I). With orthogonal rows, phi(q).phi(k) has a lower variance
-    than with independent rows.
+    Each row is distributed as N(0, I). Random features made with orthogonal rows estimate the
+    kernel with a lower variance than with independent rows.
     """
     blocks = -(-count("features", features, 1) // count("dim", dim, 1))
     noise = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)

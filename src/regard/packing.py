@@ -60,7 +60,7 @@ def positions(cu_seqlens: Integers) -> Tensor:
 
 
 def _checked_cu_seqlens(cu_seqlens: Integers) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens as a tensor, and the index of each token's sequence, (total,)."""
+    """Checks cu_seqlens. Returns it as a tensor, and each token's sequence index, (total,)."""
     tensor = tensor_of("cu_seqlens", cu_seqlens)
     return tensor, from_cu_seqlens(tensor).q_ids
 
@@ -148,7 +148,7 @@ def _token_dim(x: Tensor, dim: int, least: int) -> int:
 
 
 def _padded_size(counts: Tensor | None, keep: Tensor | None, length: int | None) -> tuple[int, int]:
-    """Returns N and L of the padded batch."""
+    """Returns (N, L), the number of sequences and the length of the padded batch."""
     if keep is not None:
         if length is not None:
             raise TypeError(f"length: expected None with keep, got {length}")
@@ -212,8 +212,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes attention within each sequence of a packed row.
 
-    Equals `attention` on each sequence separately, concatenated. Options not listed here are as in
-    `attention`.
+    The result is that of `attention` on each sequence separately, concatenated. Options not listed
+    here are as in `attention`.
 
     Args:
         q: queries (total_q, Hq, D).
@@ -223,8 +223,8 @@ def varlen_attention(
         cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
         causal: whether to apply `masks.Causal()`. Without `offset` it is aligned to the bottom
             right of each sequence.
-        window: `left`, or `(left, right)` in which None is unlimited: applies `masks.Window`.
-            Default: no window.
+        window: `left` or `(left, right)`, the arguments of a `masks.Window` to apply. None in the
+            tuple means no limit. Default: no window.
         mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
             Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
         offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq

@@ -19,7 +19,7 @@ from ._tools.arguments import Offset, brief, count, describe, first_position, sa
 class Alibi:
     """The bias of ALiBi (attention with linear biases): `-slopes[h] * |pos - j|`.
 
-    h is the head, pos the position of the query, and j the key.
+    h is the head, pos the position of the query, and j the position of the key.
 
     Args:
         slopes: a float tensor (Hq,). `Alibi.standard(Hq)` has the slopes of the paper.
@@ -70,10 +70,11 @@ class Alibi:
 class RelativeBias:
     """The bucketed relative position bias of T5: `table[bucket(pos - j), h]`.
 
-    h is the head, pos the position of the query, and j the key.
+    h is the head, pos the position of the query, and j the position of the key.
 
     Args:
-        table: a float tensor (num_buckets, Hq), like `relative_attention_bias.weight` of HF.
+        table: a float tensor (num_buckets, Hq), like `relative_attention_bias.weight` in Hugging
+            Face's T5.
         bidirectional: if True, half of the buckets are for keys after the query. Otherwise all keys
             after the query share bucket 0.
         max_distance: all distances >= max_distance share the last bucket. If bidirectional, each
@@ -151,9 +152,12 @@ class RelativeBias:
         return self.bidirectional, self.max_distance
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _buckets(buckets: int, max_distance: int) -> tuple[int, ...]:
     return _computed_buckets(buckets, max_distance)
+
+
+# The effect of torch.compiler.assume_constant_result, which would import the compiler.
+_buckets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

@@ -357,6 +357,30 @@ def test_empty(shape: tuple[int, ...]) -> None:
     assert not q.grad.any()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_core), "torch", "reference"])
+def test_results_of_no_tokens_depend_on_every_input(form: str, impl: str) -> None:
+    case = make(form, 0, dtype=torch.float64).requiring_grad()
+    for name, x in case.inputs.items():
+        for other, y in case.inputs.items():
+            y.requires_grad_(other == name)
+        out, state = case.run(impl)
+        for result in (out, *state):
+            assert result is None or result.grad_fn is not None
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert grad.shape == x.shape
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_queries_without_keys_keep_their_graph(impl: str) -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4, requires_grad=True)
+    out = linear_attention(q, k, k, causal=False, impl=impl)
+    assert not out.any()
+    out.sum().backward()
+    assert k.grad is not None
+
+
 # Feature maps
 
 

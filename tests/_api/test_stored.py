@@ -20,7 +20,7 @@ from regard._call.stored import Stored
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, rel_l2
 from support.forward import DTYPES, Call, Sampler, faults
-from support.stored import KINDS, store
+from support.stored import KINDS, quantised, store
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -158,8 +158,9 @@ STORED_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("page", [0, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison: None) -> None:
-    for Lq, D, Dv in ((1, 40, 40), (3, 128, 64), (17, 33, 130)):
-        q, k, v = tensors(2, 8, 2, Lq, 97, D, Dv, dtype=dtype)
+    # 4, 12, 68, 1 and 3 query rows per key head: a row that is left over has its own kernel
+    for Hkv, Lq, D, Dv in ((2, 1, 40, 40), (2, 3, 128, 64), (2, 17, 33, 130), (8, 1, 70, 40), (8, 3, 40, 70)):
+        q, k, v = tensors(2, 8, Hkv, Lq, 97, D, Dv, dtype=dtype)
         stored = store(k, v, kind, page)
         dense = stored.dense(torch.float32 if kind != "float" else dtype)
         for options in STORED_OPTIONS:
@@ -168,7 +169,7 @@ def test_stored_keys(isa: str, kind: str, page: int, dtype: torch.dtype, poison:
                 exact = Call(q.float(), *(x.float() for x in dense), options, isa)
                 want, want_lse = exact.expected()
                 limit = 2e-6 + 1.01 * rel_l2(want.to(dtype), want)
-                assert rel_l2(out, want) <= limit, (Lq, D, options)
+                assert rel_l2(out, want) <= limit, (Hkv, Lq, D, options)
                 torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
@@ -249,6 +250,18 @@ def test_writing(isa: str, kind: str, page: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
+PAGES = 4
+
+
+def empty_pages(kind: str, *table: int) -> Stored:
+    """Returns storage of PAGES pages of zeros. The memory also has a page before and a page after them."""
+    codes, scale = quantised(torch.zeros(PAGES + 2, 2, 16, 16), kind)
+    k, v = codes.clone()[1:-1], codes.clone()[1:-1]
+    k_scale, v_scale = (None, None) if scale is None else (scale.clone()[1:-1], scale.clone()[1:-1])
+    pages = torch.tensor([table], dtype=torch.int32)
+    return Stored(k, v, k_scale, v_scale, pages, 16, kind, 16 * len(table), 16, 16)
+
+
 def test_threads_do_not_change_written_bits() -> None:
     _, k, v = tensors(1, 8, 8, 1, 2000, 64, 64)
     stores = []
@@ -262,13 +275,33 @@ def test_threads_do_not_change_written_bits() -> None:
         assert torch.equal(stores[0].v_scale, other.v_scale)
 
 
-def test_writing_to_an_invalid_page_raises() -> None:
-    _, k, v = tensors(1, 2, 2, 1, 40, 16, 16)
-    stored = store(k, v, "float", 16)
-    assert stored.table is not None
-    stored.table[0, 1] = 99
-    with pytest.raises(IndexError, match="page"):
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_to_the_first_and_last_pages(kind: str) -> None:
+    _, k, v = tensors(1, 2, 2, 1, 32, 16, 16)
+    stored = empty_pages(kind, 0, PAGES - 1)
+    _stored.write(stored, [0], [32], k, v)
+    want = store(torch.zeros_like(k), torch.zeros_like(v), kind, 0)
+    want.write([0], [32], k, v)
+    for x, y in zip(stored.dense(k.dtype), want.dense(k.dtype), strict=True):
+        assert torch.equal(x, y[:, :, :32])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", [-(2**31), -2, -1, PAGES, PAGES + 1, 99, 2**31 - 1])
+def test_writing_to_an_invalid_page_raises(kind: str, page: int) -> None:
+    """A write to one page too many would change memory that belongs to another tensor."""
+    _, k, v = tensors(1, 2, 2, 1, 32, 16, 16)
+    stored = empty_pages(kind, 1, page)
+    with pytest.raises(IndexError, match="table: expected pages that exist"):
         _stored.write(stored, [10], [20], k, v)
+    for x in (stored.k, stored.v, stored.k_scale, stored.v_scale):
+        if x is not None:
+            around = x._base
+            assert around is not None
+            assert not around[0].any()
+            assert not around[-1].any()
+    with pytest.raises(ValueError, match=r"stored\.table: expected page numbers from 0 to 3"):
+        attend_stored(torch.randn(1, 2, 1, 16), stored, impl="native")
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "torch"])
@@ -301,13 +334,13 @@ def test_groups_of_32_are_more_accurate_than_rows() -> None:
 
 
 def test_overhead_of_a_repeated_call() -> None:
-    """A step on stored keys takes some microseconds, even if each step has a new length."""
+    """A step on stored keys takes some microseconds of CPU time, even if each has a new length."""
     q, k, v = tensors(1, 1, 1, 1, 8, 8, 8)
     stores = [store(k, v, "float", 0)._replace(length=n) for n in range(1, 9)]
     fastest = float("inf")
     for _ in range(300):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for stored in stores:
             attend_stored(q, stored)
-        fastest = min(fastest, (time.perf_counter() - begin) / len(stores))
+        fastest = min(fastest, (time.thread_time() - begin) / len(stores))
     assert fastest < 40e-6, f"{fastest * 1e6:.1f} us"

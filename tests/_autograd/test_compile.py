@@ -20,6 +20,7 @@ from regard import masks as M
 from regard._autograd import ops as _ops
 from regard._call.make import make
 from regard._call.spec import Options
+from regard._tools.listeners import listening
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, assert_close
 from support.differentiable import Case, cases
@@ -385,4 +386,22 @@ def test_evidence_breaks_the_graph() -> None:
     x = torch.randn(1, 2, 9, 8)
     counter = CompileCounterWithBackend("eager")
     assert torch.equal(torch.compile(model, backend=counter)(x), model(x))
+    assert counter.frame_count >= 2
+
+
+def test_listeners_run_uncompiled() -> None:
+    """A compiled call notifies listeners at a graph break, and their code is not traced either."""
+    traced: list[bool] = []
+
+    def listen(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+        traced.append(torch.compiler.is_compiling() or type(q) is not Tensor)
+
+    def model(x: Tensor) -> Tensor:
+        return regard.attention(2 * x, x, x) + 1
+
+    x, counter = torch.randn(1, 2, 9, 8), CompileCounterWithBackend("eager")
+    with listening(listen):
+        actual = torch.compile(model, backend=counter)(x)
+    assert_close(actual, model(x))
+    assert traced == [False]
     assert counter.frame_count >= 2

@@ -300,6 +300,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": 0.5, "seed": torch.zeros(2).long()}, TypeError, "seed: expected an int"),
     ({"dropout": 0.5, "seed": 2**64}, ValueError, "seed: expected an integer of 64 bits"),
     ({"seed": "x"}, TypeError, "seed: expected an int"),
+    (
+        {"dropout": 0.5, "seed": torch.zeros((), dtype=torch.int64, device="meta")},
+        ValueError,
+        "seed: expected a tensor with a value, got one on the device meta",
+    ),
     ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int 1"),
     ({"impl": "fast"}, ValueError, "impl: expected one of auto, native, torch, reference, got 'fast'"),
     ({"impl": ["torch"]}, TypeError, "impl: expected one of"),

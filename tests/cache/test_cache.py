@@ -39,6 +39,7 @@ from support.cache import (
 )
 
 LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
 every_cache = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -603,7 +604,7 @@ def test_reorder_may_change_the_batch_size(kind: str) -> None:
 
 
 @every_cache
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("make_copy", COPIES)
 def test_copies_are_independent(kind: str, make_copy: Callable[[Cache], Cache]) -> None:
     q, k, v = tokens(kind, 2, 12)
     cache = new(kind)
@@ -727,6 +728,49 @@ def test_a_deleted_fork_frees_its_pages() -> None:
     del fork
     gc.collect()
     assert cache.free_pages == 10 - 2
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_a_deleted_copy_frees_its_pages(make_copy: Callable[[Any], Any]) -> None:
+    """The fork of the copy is the only user of the copied pool that is left."""
+    cache = new("paged", 1, capacity=160)
+    append(cache, *tokens("paged", 1, 40)[1:])
+    copied = make_copy(cache)
+    fork = copied.fork()
+    fork.reset()
+    assert (cache.free_pages, fork.free_pages) == (10 - 3, 10 - 3)
+    del copied
+    gc.collect()
+    assert (cache.free_pages, fork.free_pages) == (10 - 3, 10)
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_a_copied_pool_has_no_users_that_were_not_copied(make_copy: Callable[[Any], Any]) -> None:
+    cache = new("paged", 1, capacity=160)
+    append(cache, *tokens("paged", 1, 40)[1:])
+    fork = cache.fork()
+    append(fork, *tokens("paged", 1, 40)[1:])
+    alone = make_copy(cache)
+    assert alone.free_pages == 10 - 3
+    alone.reset()
+    assert alone.free_pages == 10
+    first, second = make_copy((cache, fork))
+    assert first.free_pages == second.free_pages == cache.free_pages == 10 - 6
+    second.reset()
+    assert first.free_pages == 10 - 3
+    assert_same(content(cache), content(first))
+
+
+def test_a_shallow_copy_is_a_fork() -> None:
+    cache = new("paged", 1, capacity=160)
+    append(cache, *tokens("paged", 1, 20)[1:])
+    before, copied = content(cache), copy.copy(cache)
+    append(copied, *tokens("paged", 1, 20)[1:])
+    copied.free(0)
+    del copied
+    gc.collect()
+    assert cache.free_pages == 10 - 2
+    assert_same(before, content(cache))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_info_is_a_command() -> None:
 
 def test_missing_typer_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from regard.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 1
     assert "pip install 'regard[cli]'" in run.stderr
 
@@ -48,7 +48,7 @@ def test_missing_typer_says_what_to_install() -> None:
 def test_info_works_without_typer() -> None:
     program = "import sys; sys.modules['typer'] = None; from regard.cli import main; main()"
     command = [sys.executable, "-c", program, "info"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "self-test reference" in run.stdout
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from regard.convert._report import compare
 from regard.nn import Attention, Block, FeedForward, LatentAttention, Stack
 from regard.positions import AlibiBias, LinearScaling, Rotary, YaRN
 from support import rel_l2
+from support.processes import killed_while_writing
 
 POSITIONS: dict[str, Any] = {
     "none": lambda: None,
@@ -657,6 +659,22 @@ def test_saved_modules_load_unchanged(kind: str, tmp_path: Path) -> None:
     x = torch.randn(2, 7, module.d_model, dtype=module.out.weight.dtype)
     assert torch.equal(loaded(x), module(x))
     assert repr(loaded) == repr(module)
+
+
+def test_a_kill_while_a_module_is_saved(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path, module = tmp_path / "attention.safetensors", MODULES["grouped"]()
+    convert.save(module, path)
+    before = path.read_bytes()
+    killed_while_writing(f"""
+        from regard import convert
+        module = convert.load({str(path)!r})
+        LIMIT
+        convert.save(module, {str(path)!r})
+    """)
+    assert path.read_bytes() == before
+    convert.save(module, path)
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_files_with_unknown_tensors(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ ENVIRONMENT = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "100", "MPLB
 
 def run(*command: str) -> str:
     result = subprocess.run(
-        [sys.executable, *command], capture_output=True, timeout=200, env=ENVIRONMENT, encoding="utf-8"
+        [sys.executable, *command], capture_output=True, env=ENVIRONMENT, encoding="utf-8"
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

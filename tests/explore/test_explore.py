@@ -22,6 +22,7 @@ from regard.explore._trace import finest_block
 from regard.masks import Causal, Lengths, Window
 from support import assert_close, model_files
 from support.explore import data_of, harmful_tokens, small, unpacked
+from support.processes import killed_while_writing
 
 
 def test_packing_round_trips() -> None:
@@ -262,6 +263,20 @@ def test_the_file_holds_everything(tmp_path: Path) -> None:
     assert "https://" not in page
 
 
+def test_a_kill_while_the_page_is_saved(tmp_path: Path) -> None:
+    path = small().save(tmp_path / "page.html")
+    before = path.read_bytes()
+    killed_while_writing(f"""
+        from support.explore import small
+        explorer = small()
+        LIMIT
+        explorer.save({str(path)!r})
+    """)
+    assert path.read_bytes() == before
+    assert small().save(path) == path
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
 def test_fewer_heads_have_finer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.explore.explorer.CELLS", 23 * 23)
     explorer = small()
@@ -327,6 +342,11 @@ def test_keys_are_embedded_only_with_options_of_the_browser(
         (lambda x: explore.tensors(x, "k"), "k: expected a tensor"),
         (lambda x: explore.Explorer(()), "traces: expected at least one"),
         (lambda x: explore.tensors([x, x[:, :3]], [x, x]), "tokens: expected as many as in Layer"),
+        (lambda x: explore.tensors(x[:, :0], x), "layers: expected at least one head, query and key, got La"),
+        (lambda x: explore.tensors(x, x[:, :0]), "layers: expected at least one head, query and key, got La"),
+        (lambda x: explore.tensors(x[:0], x[:0]), "layers: expected at least one head, query and key, got L"),
+        (lambda x: explore.tensors(x / 0, x), "layers: expected weights without NaN, got NaN in Layer"),
+        (lambda x: explore.tensors(x, x * torch.nan), "layers: expected weights without NaN, got NaN in Lay"),
     ],
 )
 def test_wrong_arguments_raise(call: Any, match: str) -> None:

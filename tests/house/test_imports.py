@@ -63,7 +63,6 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-S", "-c", run],
         cwd=root,
         env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
         capture_output=True,
         text=True,
     )

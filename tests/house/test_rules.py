@@ -120,3 +120,20 @@ def test_no_machine_specific_text(path: Path) -> None:
     matches = [match.group() for match in MACHINE_SPECIFIC.finditer(text)]
     assert not matches
     assert str(ROOT) not in text
+
+
+TIMERS = re.compile(r"perf_counter\(|\btimeout=\d|ITIMER_REAL|threading\.Timer")
+TESTS = [
+    p
+    for p in PYTHON
+    if "tests" in p.relative_to(ROOT).parts and p.name not in ("test_browser.py", "test_rules.py")
+]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=names(TESTS))
+def test_tests_do_not_depend_on_the_clock(path: Path) -> None:
+    """On a busy machine clock times are arbitrary: limits count CPU time.
+
+    A test that hangs is ended by the limit in pyproject.toml.
+    """
+    assert not TIMERS.findall(path.read_text(encoding="utf-8"))

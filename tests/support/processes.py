@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 from torch import Tensor
 
@@ -15,11 +18,11 @@ from support.guard import mapped, tensor_at
 HERE = ROOT / "tests"  # `support` is importable from here
 
 
-def python(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs another Python interpreter with -X faulthandler, which prints a traceback on a crash."""
     return subprocess.run(
         [sys.executable, "-u", "-X", "faulthandler", *arguments],
-        capture_output=True, text=True, timeout=timeout, cwd=HERE, env=os.environ | environment,
+        capture_output=True, text=True, cwd=HERE, env=os.environ | environment,
     )  # fmt: skip
 
 
@@ -27,11 +30,49 @@ def python(*arguments: str, timeout: float = 60, **environment: str) -> subproce
 ANSWER_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
-def script(code: str, timeout: float = 60, **environment: str) -> str:
+def script(code: str, **environment: str) -> str:
     """Runs a script and returns its output. Fails if the exit code is not 0."""
-    child = python("-c", ANSWER_SIGINT + textwrap.dedent(code), timeout=timeout, **environment)
+    child = python("-c", ANSWER_SIGINT + textwrap.dedent(code), **environment)
     assert child.returncode == 0, f"code {child.returncode}\n{child.stdout[-2000:]}\n{child.stderr[-4000:]}"
     return child.stdout
+
+
+# Python ignores SIGXFSZ by default. With the system's default, the kernel kills the process.
+KILL_AT_LIMIT = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+
+def killed_while_writing(code: str) -> None:
+    """Runs a script that writes a file, and checks that it is killed within the file's first pages.
+
+    A line `LIMIT` in the script marks where the limit begins. Default: at the start.
+    """
+    before, _, after = textwrap.dedent(code).rpartition("LIMIT\n")
+    child = python("-c", before + KILL_AT_LIMIT + after)
+    assert child.returncode == -signal.SIGXFSZ, f"code {child.returncode}\n{child.stderr[-4000:]}"
+
+
+def interrupt_after(seconds: float) -> list[float]:
+    """Sends SIGINT to this process from another thread, after `seconds` of CPU time.
+
+    Returns a list, which then has the CPU time of the signal. Clock time would not do: on a busy
+    machine it passes before the call to interrupt begins.
+    """
+    sent: list[float] = []
+    end = time.process_time() + seconds
+
+    def send() -> None:
+        while time.process_time() < end:
+            time.sleep(0.005)
+        sent.append(time.process_time())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send).start()
+    return sent
 
 
 def far(x: Tensor, dim: int, step: int = 2**31 + 5) -> Tensor:
@@ -64,7 +105,7 @@ FORK = """
     def child_agrees():
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            signal.alarm(1200)  # only ends a child that hangs
             os._exit(0 if result() == want and result() == want else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """

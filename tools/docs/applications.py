@@ -40,11 +40,14 @@ def rows(run: dict[str, Any]) -> str:
 def section(name: str, run: dict[str, Any]) -> str:
     """Returns the generated text of an application in the gallery."""
     whole, trained, count = min(zip(run["whole"], run["seconds"], run["threads"], strict=True))
+    seeds = len(run["whole"])
+    share = "each" if run["alone"] == seeds else run["alone"]
     return (
         f"{rows(run)}\n\n"
-        f"{len(run['whole'])} seeds, {run['alone']} of which reach the goals individually.\n"
-        f"The fastest run took {whole:.0f} s, {trained:.0f} s of it for training, with {threads(count)}.\n"
-        f"A training step takes {1000 * run['step']:.0f} ms with {threads(run['step threads'])}, "
+        f"With {share} of the {seeds} seeds, the model reaches the goals.\n"
+        f"The fastest run took {whole:.0f} s with {threads(count)}, including {trained:.0f} s of training.\n"
+        f"A training step takes {1000 * run['step']:.0f} ms with Regard's attention and "
+        f"{threads(run['step threads'])},\n"
         f"and {run['ratio']:.2f} times as long with PyTorch's attention.\n\n"
         f"![{name}](images/app-{name}.png)"
     )
@@ -78,7 +81,7 @@ def put(page: Path, pattern: str, content: str) -> None:
 
 
 def full_run(path: Path) -> dict[str, Any]:
-    """Reads the results of a full run. Exits if it missed its goals or was slower than PyTorch."""
+    """Reads the results of a full run. Exits if it missed a goal or was slower than PyTorch."""
     run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not run["reached"] or len(run["whole"]) < SEEDS:
         raise SystemExit(f"{path.stem}: expected a full run over {SEEDS} seeds that reached its goals")

@@ -53,7 +53,11 @@ def squares(matrices: dict[str, Tensor], of: str = "") -> Figure:
 
 
 def linformer() -> Figure:
-    """Draws weights of one head: exact, over projected keys, and what these imply per token."""
+    """Draws the weights of one Linformer head as three matrices.
+
+    They are the exact weights, the weights of the projected keys, and the weights of the original
+    keys that these imply.
+    """
     torch.manual_seed(3)
     L, D, rank = 32, 16, 8
     q, k, v = torch.randn(3, 1, 1, L, D)
@@ -84,7 +88,7 @@ def performer() -> Figure:
 
 
 def draw_features(axes: Any) -> None:
-    """Draws five features of one channel, each a bell around its w."""
+    """Draws five of Performer's features phi(x) of a number x, each a bell curve around its w."""
     x = torch.linspace(-3, 3, 200)[:, None]
     w = torch.tensor([[-2.0], [-1.0], [-0.3], [0.5], [1.4]])
     for curve in features.positive_features(x, w).T:
@@ -105,7 +109,7 @@ def draw_kernel(axes: Any) -> None:
 
 
 def draw_error(axes: Any) -> None:
-    """Draws the error by the number of features: mean and standard deviation over seeds."""
+    """Draws Performer's error for several numbers of features: mean and deviation over seeds."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 256, 32)
     counts = [16, 32, 64, 128, 256, 512, 1024]

@@ -1,4 +1,4 @@
-"""Draws the picture of facts for `pictures.py`."""
+"""Draws the picture of docs/evidence.md for `pictures.py`: the facts of one head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def main(images: Path) -> None:
 
 
 def scores() -> Tensor:
-    """Returns scores of a head that attends to the previous token, to token 0 and, in one row, far back."""
+    """Returns scores of a head that attends to the previous token and to token 0.
+
+    One query also attends to a token far back.
+    """
     s = torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(4))
     s.diagonal(-1).add_(6)
     s[:, 0] += 5

@@ -45,7 +45,7 @@ def choose(page: Any, layer: int, head: int, word: str) -> None:
 
 
 def linking_heads(trace: Trace, query: str, key: str) -> list[tuple[int, int]]:
-    """Returns the heads by descending weight that the word `query` gives to the word `key`."""
+    """Returns all heads, sorted by descending weight from the word `query` to the word `key`."""
     i, j = trace.keys.index(query), trace.keys.index(key)
     heads = [(layer, head) for layer, call in enumerate(trace.layers) for head in range(call.heads)]
     return sorted(heads, key=lambda which: -trace.rows(*which, [i])[0, j])

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands of the gallery share."""
 
 from __future__ import annotations
 

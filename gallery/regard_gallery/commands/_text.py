@@ -1,4 +1,4 @@
-"""Code that `regard generate` and `regard chat` share."""
+"""Loading a model and printing its text, for `regard generate` and `regard chat`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_session(model: Path | None, attention: str, cache: str) -> Session:
 
 
 def stream(pieces: Iterable[str], session: Session, cache: str) -> None:
-    """Writes the pieces to stdout as they arrive, then speed and cache size to stderr."""
+    """Writes the pieces of a text to stdout as they arrive, then speed and cache size to stderr."""
     for piece in pieces:
         show(piece)
     show("\n")

@@ -1,4 +1,4 @@
-"""`regard chat`."""
+"""The command `regard chat`: a conversation with a language model in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard compare`."""
+"""The command `regard compare`: trains and times models with six kinds of attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compare(
 def _check(json: Path | None, plot: Path | None) -> None:
     """Raises unless the folders of the output files exist and, for --plot, matplotlib is installed.
 
-    Runs before the models are trained, so that minutes of training are not lost.
+    This check runs before the models are trained, so that minutes of training are not lost.
     """
     for name, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`regard embed`."""
+"""The command `regard embed`: writes sentence embeddings of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard generate`."""
+"""The command `regard generate`: continues a text with a language model."""
 
 from __future__ import annotations
 

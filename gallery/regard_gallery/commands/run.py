@@ -1,4 +1,4 @@
-"""`regard run`."""
+"""The command `regard run`: trains an application of the gallery or uses a trained one."""
 
 from __future__ import annotations
 

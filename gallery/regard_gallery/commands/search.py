@@ -1,4 +1,4 @@
-"""`regard search`."""
+"""The command `regard search`: finds passages of text files by meaning."""
 
 from __future__ import annotations
 

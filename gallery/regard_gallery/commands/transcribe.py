@@ -1,4 +1,4 @@
-"""`regard transcribe`."""
+"""The command `regard transcribe`: transcribes speech with Whisper."""
 
 from __future__ import annotations
 

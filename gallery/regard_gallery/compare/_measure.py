@@ -26,7 +26,7 @@ CLEAR = 0.05  # decoding speeds count as equal if they differ by less than CLEAR
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to train, and how much to time."""
+    """Settings of the measurement: the length of training and the amount of timing."""
 
     steps: int = 400  # training steps
     seeds: int = 3
@@ -51,7 +51,7 @@ QUICK = Sizes(128, layers=2), Effort(80, length=128, batch=8, tokens=2048, round
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one kind of attention."""
+    """The measured sizes, speeds and losses of the model with one kind of attention."""
 
     kind: str
     attention_parameters: int  # number of parameters in one attention layer
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of all kinds of attention, and the settings."""
+    """The measured results of all kinds of attention, and the settings of the measurement."""
 
     sizes: Sizes
     effort: Effort
@@ -94,9 +94,9 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns the measured values that belong to a column of the lecture notes' table NOTES.
+        """Returns the measurements to compare with a column of NOTES, a table from lecture notes.
 
-        The keys are the kinds of attention in the notes. Quality is the negative loss.
+        The keys are the kinds of attention in that table. Quality is measured as the negative loss.
         """
         columns: dict[str, Callable[[Row], float]] = {
             "parameters": lambda row: row.attention_parameters,
@@ -107,8 +107,9 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Returns, by column of NOTES, the orderings "a < b" that measurements do not confirm.
+        """Maps each column of the notes' table to the orderings that measurements do not confirm.
 
+        The table NOTES is from lecture notes. An ordering is a text such as "MLA < MHA".
         Measured speeds and losses confirm an ordering only if they differ by more than a margin.
         """
         compared = [self[kind] for kind in NOTES["quality"]]
@@ -160,7 +161,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
     """Plots each kind's mean loss with its standard deviation, and a dot per seed.
 
-    Bars are not used, because they would have to start at zero, which would hide the differences.
+    Bars would have to start at zero, which would hide the differences between the losses.
     """
     for row, colour in zip(rows, COLOURS, strict=False):
         axes.errorbar(row.loss, row.kind, xerr=row.spread, fmt="D", color=colour, capsize=4)

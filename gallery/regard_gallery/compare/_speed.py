@@ -15,7 +15,7 @@ LIMIT = 1e-4  # largest relative difference between decoding and one forward pas
 
 
 class Side:
-    """A model with one kind of attention, its caches after a prompt (1, L), and its best times.
+    """A model with one kind of attention, its caches after a prompt (1, L), and its shortest times.
 
     The caches have room for `steps` more tokens.
     """
@@ -38,7 +38,7 @@ class Side:
     def write(self, tokens: Tensor) -> Tensor:
         """Feeds tokens (1, L) to the model one by one and returns the logits (1, L, 256).
 
-        Works on copies of the caches, so that every call starts after the prompt.
+        Works on copies of the caches, so that every call continues from the end of the prompt.
         """
         caches = [cache.fork() for cache in self.caches]
         begin = perf_counter()

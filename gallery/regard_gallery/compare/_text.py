@@ -16,8 +16,8 @@ HELD_OUT = 10  # the last 1 / HELD_OUT of the sequences are held out
 def source_code(length: int) -> tuple[Tensor, Tensor]:
     """Returns training sequences and held-out sequences of bytes, each (n, length) int64.
 
-    The bytes are those of all files, in the order of file names. The held-out sequences are the
-    last ones.
+    The text is the bytes of all files, concatenated in the order of file names and cut into
+    sequences. The last sequences are held out.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)

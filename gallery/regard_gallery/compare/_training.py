@@ -21,7 +21,8 @@ def trained(
 ) -> float:  # fmt: skip
     """Trains a model and returns its held-out loss in nats per byte.
 
-    The seed determines the initial weights and the batches. All kinds get the same batches.
+    The seed determines the initial weights and the batches. With the same seed, all kinds of
+    attention train on the same batches.
     """
     torch.manual_seed(seed)
     model = ByteModel(kind, sizes)
@@ -46,7 +47,7 @@ def _loss(model: ByteModel, sequences: Tensor) -> Tensor:
 
 
 def _share(step: int, steps: int) -> float:
-    """Returns the learning rate of a step as a share of its peak.
+    """Returns the learning rate of a step as a fraction of the highest learning rate.
 
     The rate rises linearly in the warmup, then decays linearly to zero.
     """

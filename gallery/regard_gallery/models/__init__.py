@@ -1,1 +1,1 @@
-"""Models with pretrained weights, from packages and local files: text, sentences and speech."""
+"""Pretrained models from packages and local files, for text, sentence embeddings and speech."""

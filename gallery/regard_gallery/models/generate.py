@@ -93,7 +93,7 @@ class Report:
 class Session:
     """A model and a cache that is kept between prompts.
 
-    The prefix that a new prompt shares with the cached tokens is not computed again.
+    If a new prompt begins with cached tokens, these tokens are not computed again.
     """
 
     def __init__(self, language: LanguageModel, new_cache: Callable[[], Any]) -> None:
@@ -196,7 +196,7 @@ def pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 @dataclass
 class Conversation:
-    """A conversation of a user and a model. Prompts are made with the model's chat template."""
+    """A conversation of a user with a model. The model's chat template turns it into a prompt."""
 
     session: Session
     messages: list[dict[str, str]] = field(default_factory=list)

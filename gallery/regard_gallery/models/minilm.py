@@ -17,7 +17,10 @@ POOLING = "pooling_mode_mean_tokens"
 
 
 class Embedder(NamedTuple):
-    """A BERT that embeds texts. An embedding is the mean of the last states, scaled to length 1."""
+    """A BERT that embeds texts.
+
+    An embedding is the mean of the last hidden states of a text's tokens, scaled to length 1.
+    """
 
     model: Any
     tokenizer: Any

@@ -47,7 +47,10 @@ def passages(embedder: Embedder, source: str, text: str, size: int = 128) -> lis
 
 
 def _short_lines(embedder: Embedder, source: str, text: str, size: int) -> Iterator[tuple[Passage, int]]:
-    """Yields each line as a Passage, and its number of tokens. Splits lines above `size` tokens."""
+    """Yields each line as a Passage, with its number of tokens.
+
+    A line of more than `size` tokens is split into several passages.
+    """
     lines = text.splitlines()
     if not lines:
         return

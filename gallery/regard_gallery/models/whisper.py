@@ -65,7 +65,10 @@ class _Known(dict[str, Any]):
 
 
 def _config(variables: _ct2.Variables) -> Any:
-    """Returns the Transformers configuration, derived from the shapes of the variables."""
+    """Returns the Transformers configuration of the Whisper model with these variables.
+
+    The numbers of layers and heads and all sizes are derived from the variables.
+    """
     from transformers import WhisperConfig
 
     for name, value in EXPECTED.items():

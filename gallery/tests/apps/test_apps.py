@@ -33,6 +33,7 @@ from regard_gallery.apps._frame.plain import plain
 from regard_gallery.apps._frame.training import rate, step_times, train
 from support import HAVE_CORE, assert_close
 from support.apps import needs
+from support.processes import killed_while_writing
 
 REQUESTS = {
     "text": "I love this dress, it fits like a glove.",
@@ -412,9 +413,25 @@ def test_an_unwritable_folder_raises_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         apps.run(Untrained, apps.Options(out=tmp_path / "file"))
-    (tmp_path / "folder.new").mkdir()
+    (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(OSError, match=r"folder\.safetensors: could not be written"):
         files.write(tmp_path / "folder.safetensors", {}, {})
+
+
+def test_a_kill_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "toy.safetensors", {"x": torch.zeros(10_000)}
+    files.write(path, tensors, {"step": 1})
+    before = path.read_bytes()
+    killed_while_writing(f"""
+        import torch
+        from pathlib import Path
+        from regard_gallery.apps._frame import checkpoint
+        LIMIT
+        checkpoint.write(Path({str(path)!r}), {{"x": torch.ones(10_000)}}, {{"step": 2}})
+    """)
+    assert path.read_bytes() == before
+    files.write(path, tensors, {"step": 1})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_the_best_weights_are_kept() -> None:
@@ -467,7 +484,7 @@ def test_the_gallery_page_is_written_from_runs(
     assert "old" not in text
     assert "| plain | 0.4 (0.4 to 0.4) | 2 (2 to 2) |\n| Regard | 0.5 (0.5 to 0.5) | 1 (1 to 1) |" in text
     assert (tmp_path / "images" / "app-toy.png").exists()
-    assert "3 seeds, 3 of which reach the goals individually." in text
+    assert "With each of the 3 seeds, the model reaches the goals." in text
     lines = text.splitlines()
     assert lines[1] == "| [toy](#toy-a-game) | accuracy | plain | 0.4 | 0.5 | 1.50x |"
     assert lines[2] == "| [other](x) | 2 |"
@@ -482,7 +499,7 @@ def test_the_gallery_page_has_every_application() -> None:
     for name in apps.NAMES:
         assert len(re.findall(rf"^\| \[{name}\]\(#{name}-", page, re.M)) == 1
         (section,) = re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page, re.S)
-        (seeds,) = re.findall(r"^(\d+) seeds", section, re.M)
+        (seeds,) = re.findall(r"(\d+) seeds", section)
         (ratio,) = re.findall(r"and (\d\.\d\d) times as long with PyTorch's attention", section)
         assert int(seeds) >= 3
         assert float(ratio) >= 1

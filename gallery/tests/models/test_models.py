@@ -988,7 +988,7 @@ def test_smollm2_equals_the_model_that_transformers_reads() -> None:
 @pytest.mark.full
 def test_loading_is_timed() -> None:
     program = [sys.executable, "benchmarks/loading.py", "--repeats", "1", "--threads", "1"]
-    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "SmolLM2, Regard: " in run.stdout
 

@@ -54,7 +54,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
 
-    Scores pass through scale, softcap, bias, mask, softmax with sink and dropout, in this order.
+    The steps are applied in this order: scale, softcap (`cap` in the formula), bias, mask, softmax
+    (with the sink as one more key), dropout, product with v.
 
     Args:
         q: queries (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D) in float64, float32, bfloat16 or
@@ -79,7 +80,8 @@ def attention(
         seed: the seed of the dropout pattern. Default: drawn from PyTorch's generator, so that
             `torch.manual_seed` works.
         return_lse: whether to return the LSE, too.
-        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name is
+            never replaced by another.
 
     Returns:
         out (..., Hq, Lq, Dv) with q's dtype and memory order. With `return_lse` also the LSE

@@ -13,13 +13,13 @@ from .._backends.torch.evidence import COLLECTORS
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
-from .._tools.watching import PLAIN, is_watched
+from .._tools.watching import PLAIN, is_watched, uncompiled
 from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
 
 class Evidence(tuple[Any, ...]):
-    """The results of `evidence`: a tuple with one result for each fact in `want`."""
+    """The results of `evidence`: a tuple with one result for each requested fact."""
 
     want: tuple[Fact, ...]
 
@@ -50,11 +50,13 @@ def evidence(
     Args:
         q: queries (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D).
         k: keys (..., Hkv, Lk, D).
-        v: values (..., Hkv, Lk, Dv), or None. Only their shape is checked.
+        v: values (..., Hkv, Lk, Dv), or None. They are checked as in `attention`, but not
+            used.
         want: facts of `regard.facts`: `Rows`, `TopK`, `ColumnMass`, `Entropy`, `RowMax`,
             `DistanceHistogram`, `MassOn`, `BlockMass`, `BlockMax`.
         mask, offset, bias, scale, softcap, sink: as in `attention`.
-        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name is
+            never replaced by another.
 
     Returns:
         A tuple with the result of each fact, in the order of `want`. Results have q's leading dims
@@ -71,7 +73,7 @@ def evidence(
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _compute(
     q: Tensor, k: Tensor, v: Tensor | None, want: tuple[Fact, ...], options: Options, impl: str
 ) -> Evidence:
@@ -88,10 +90,10 @@ def _compute(
 def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") -> Tensor:
     """Computes one row of attention rollout, (..., L): each input token's share in output `row`.
 
-    Attention rollout multiplies the matrices (A + I) / 2 of all layers, after scaling their rows to
-    sum to 1. A is the mean of the weights over heads. I, the identity, stands for the residual
-    connection. One row needs a vector-matrix product for each layer, which is computed tile by tile
-    at O(L) memory.
+    Attention rollout is the product of one matrix for each layer: A + I, with rows scaled to sum to
+    1. A is the mean of the layer's attention weights over heads. I, the identity, stands for the
+    residual connection. For one row of the product, a vector-matrix product for each layer
+    suffices, which is computed tile by tile at O(L) memory.
 
     Args:
         layers: the layers in order, each (q, k) or (q, k, options): queries (..., Hq, L, D) and
@@ -163,13 +165,13 @@ def _check_want(want: tuple[Fact, ...]) -> None:
 
 
 def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
-    """Returns a placeholder for the values with Dv = 0, because evidence needs no values."""
+    """Returns values with Dv = 0 as a placeholder, because evidence needs no values."""
     like = k if v is None else v
     return like[..., :0] if isinstance(like, Tensor) and like.ndim and not like.is_nested else like
 
 
 def _check_plain(problem: Problem) -> None:
-    """Raises NotImplementedError for watched calls, tensor subclasses and meta tensors."""
+    """Raises NotImplementedError for traced or transformed calls, subclasses and meta tensors."""
     plain = all(x is None or type(x) in PLAIN for x in (learned(problem.bias), problem.sink))
     if is_watched(problem.q, problem.k, problem.v, by_profiler=False) or not plain or problem.q.is_meta:
         raise NotImplementedError(

@@ -87,7 +87,8 @@ def linear_attention(
         state: the state that an earlier call returned. q, k and v are the tokens that follow the
             tokens of that call.
         return_state: whether to return the state after the last token, too.
-        impl: "auto", "native", "torch" or "reference". A backend chosen by name never falls back.
+        impl: "auto", "native", "torch" or "reference". A backend chosen by name is
+            never replaced by another.
 
     Returns:
         out (..., Hq, L, Dv) with q's dtype and memory order. With `return_state` also a

@@ -25,7 +25,8 @@ LINEAR, PROBABILITY = 1e-3, 1e-4
 class Comparison:
     """The result of `compare_to_exact`. It prints as a table.
 
-    `kl` and `top1` are None if they are not defined or if the weights were not compared.
+    `kl` and `top1` compare the attention weights. They are None if they are not defined for the
+    approximation, or if `compare_to_exact` was called with weights=False.
     """
 
     error: float  # |out - exact| / |exact| in the L2 norm, over all rows compared
@@ -51,10 +52,11 @@ def compare_to_exact(
     """Compares an approximation of attention with exact attention on the same q, k and v.
 
     The weights of the approximation are recovered from its results: with unit vectors as values,
-    the result equals the weights. KL and top-1 agreement are defined for every approximation that
-    is linear in v, KL only if its weights are probabilities. KL(approximate || exact) stays finite
-    for a sparse pattern: if the pattern keeps keys with a total exact weight of p and is otherwise
-    exact, the KL is -log p.
+    the result equals the weights. Top-1 agreement is the fraction of query rows in which both give
+    the largest weight to the same key. It is defined if the approximation is linear in v. KL is
+    defined if, in addition, the weights of the approximation are probabilities. KL(approximate ||
+    exact) stays finite for a sparse pattern: if the pattern keeps keys with a total exact weight of
+    p and is otherwise exact, the KL is -log p.
 
     Args:
         approximation: a function (q, k, v, **options) -> out, or a module with a method `attend` of
@@ -120,7 +122,7 @@ class _Exact:
         return torch.arange(first, end, device=self.q.device)
 
     def log_weights(self, keys: slice) -> Tensor:
-        """Returns the logarithms of the weights of n keys, (B, H, Lq, n), -inf for masked keys."""
+        """Returns the log weights (B, H, Lq, n) of n keys, which are -inf for masked keys."""
         q, k = (x.to(self.lse.dtype) for x in (self.q, self.k[:, :, keys]))
         s = self.scale * q @ k.mT - self.lse.unsqueeze(-1)
         positions = self._range(keys.start, keys.stop)
@@ -136,7 +138,7 @@ class _Exact:
 
 
 class _WeightSums:
-    """Accumulates KL, sum and largest weight of every query row, one range of keys at a time."""
+    """Accumulates KL, weight sum and largest weight of every row, one range of keys at a time."""
 
     def __init__(self, exact: _Exact) -> None:
         self.exact = exact
@@ -148,7 +150,7 @@ class _WeightSums:
         self.best_key = torch.zeros_like(self.best, dtype=torch.int64)
 
     def add(self, first: int, weights: Tensor) -> None:
-        """Adds the approximate weights (B, H, Lq, Dv) of Dv keys, beginning with key `first`."""
+        """Updates the sums with approximate weights (B, H, Lq, Dv) of Dv keys from `first` on."""
         n = min(weights.shape[3], self.exact.k.shape[2] - first)
         keys, w = slice(first, first + n), weights[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)
@@ -163,7 +165,7 @@ class _WeightSums:
             self.best_key[side][larger] = index[larger] + first
 
     def kl(self) -> float | None:
-        """Returns the mean KL over rows, or None if the weights of a row are not probabilities."""
+        """Returns the mean KL over rows, or None if weights of some row are not probabilities."""
         real = self.exact.real
         tolerance = PROBABILITY + self.exact.rounding
         valid = (self.lowest > -tolerance) & ((self.total - 1).abs() < tolerance)

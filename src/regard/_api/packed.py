@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._call.check import as_seed
 from .._call.spec import QKV
 from .._tools.arguments import broadcasts, describe, holds_integers, is_integer, readable
 from ..masks import Documents, Mask, MaskKind, from_cu_seqlens
@@ -35,10 +36,10 @@ def attend_packed(
 ) -> Result:
     """Computes attention over packed q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
-    One call over the whole row suffices if the mask depends on distances only and if, with one
-    offset for the row, distances in the row equal the distances in every sequence. This is the case
-    in self-attention. Otherwise there is one call for each sequence. A padded batch would also be
-    one call, but would spend time and memory on padding.
+    One call of `attention` over the whole row suffices if the mask depends on distances only and
+    if, with one offset for the row, distances in the row equal the distances in every sequence.
+    Self-attention meets the second condition. Otherwise there is one call for each sequence. A
+    padded batch would also be one call, but would spend time and memory on padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
@@ -137,7 +138,7 @@ def _plan(
     cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], mask: Mask | None,
     offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
 ) -> PackedPlan:  # fmt: skip
-    """Plans a packed call. Cached, because all layers of a model share a plan.
+    """Returns how to run a packed call. Cached, because all layers of a model share a plan.
 
     `by_distance` says whether the call has a bias that depends on distances.
     """
@@ -173,9 +174,10 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
 def _unread_row(
     qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
 ) -> Mask:
-    """Returns the mask of one call over the row, without reading the values of cu_seqlens.
+    """Returns the mask for one call over the row, built without reading the values of cu_seqlens.
 
-    For calls in which these values cannot be read, as under torch.compile.
+    For calls in which the values cannot be read, as under torch.compile. Raises NotImplementedError
+    if one call over the row may not be enough.
     """
     mask, kinds = options["mask"], _kinds(options["mask"])
     self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
@@ -199,9 +201,10 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _kinds(mask: Any) -> frozenset[MaskKind]:
-    """Returns the MaskKinds of a mask.
+    """Returns what a mask depends on: distances, positions or both. Empty without a mask.
 
-    Raises TypeError if the mask cannot apply to every sequence.
+    Raises TypeError if the mask depends on the indices of one call, because it then cannot apply to
+    every sequence.
     """
     if mask is None:
         return frozenset()
@@ -252,6 +255,7 @@ def _blocks(bias: Any, target: tuple[int, int, int], sizes_q: list[int], sizes_k
 
 def _seeds(seed: int | Tensor | None, count: int) -> list[Any]:
     """Returns one seed for each sequence, so that their dropout patterns differ."""
-    if seed is None or isinstance(seed, bool):  # `make` rejects a bool
-        return [seed] * count
-    return [(operator.index(seed) + s) % 2**64 for s in range(count)]
+    if seed is None:
+        return [None] * count
+    first = as_seed(seed, 0.0)
+    return [(first + s) % 2**64 for s in range(count)]

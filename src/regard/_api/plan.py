@@ -1,4 +1,4 @@
-"""The public function `plan`: predicts backend, FLOPs, traffic and memory of a call."""
+"""The public function `plan`: predicts backend, FLOPs, memory traffic and peak memory of a call."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Predicts backend and work of `attention` with these arguments, without running it.
 
-    Meta tensors are planned for the torch backend, and all their pairs count as visible.
+    For meta tensors, predicts the torch backend and counts all (query, key) pairs as if the mask
+    allowed them.
 
     Example:
         >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
@@ -107,9 +108,9 @@ def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
 
 
 def _visible_pairs(problem: Problem) -> int:
-    """Counts the visible pairs in the dense mask.
+    """Counts the (query, key) pairs that the mask allows, by building the dense mask.
 
-    If the call has more than COUNTED pairs or meta tensors, all pairs count as visible.
+    If the call has meta tensors or more than 2**26 pairs, returns the number of all pairs.
     """
     spec = problem.spec
     if problem.mask is None or problem.q.is_meta or spec.pairs > COUNTED:

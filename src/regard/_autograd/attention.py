@@ -3,9 +3,9 @@
 The torch and reference backends consist of differentiable operations. The native kernels get their
 derivatives here. J is the derivative of y = (out, LSE) with respect to the inputs, t a tangent of
 the inputs, and dy the gradient of the loss with respect to y. Three maps suffice: the backward pass
-J^T dy, forward mode J t, and the gradient of <J t, dy>, which differentiates the first two maps
-(`_backends/torch/higher.py`). Every second derivative exists except forward mode of forward mode. A
-missing derivative raises an error.
+J^T dy, forward mode J t, and the gradient of <J t, dy>, from which the derivatives of the first two
+follow (`_backends/torch/higher.py`). Every second derivative exists except forward mode of forward
+mode. A missing derivative raises an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RegardAttention(Function):
     """Maps a canonical Problem to (out, LSE or None): the fast path of training.
 
     Arguments: the six differentiable inputs (q, k, v, bias, by_head, sink) and the Problem.
-    `Transformed` is the equivalent for watched calls.
+    `Transformed` computes the same for watched calls and in forward mode.
     """
 
     @staticmethod
@@ -129,9 +129,9 @@ class Transformed(Function):
 
 
 class AttentionBackward(Function):
-    """Computes J^T dy: the gradients of the six inputs of a FlatCall.
+    """Computes the gradients of a FlatCall's six inputs from the gradients of out and LSE.
 
-    Takes the arguments of the operator `attention_backward`.
+    Arguments: those of the operator `attention_backward`.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class AttentionBackward(Function):
 
 
 class ForwardMode(Function):
-    """Computes J t: the tangents of out and LSE.
+    """Computes the tangents of out and LSE from the tangents of the six inputs (a JVP).
 
     Arguments: a FlatCall and the tangents of its six inputs.
     """
@@ -235,7 +235,7 @@ class DoubleBackward(Function):
 def _backward(
     call: FlatCall, saved: Sequence[Any], dout: Maybe, dlse: Maybe, wanted: tuple[bool, ...]
 ) -> tuple[Maybe, ...]:
-    """Runs `AttentionBackward`, and records a graph only if one is needed."""
+    """Runs `AttentionBackward`. Records a graph only if its results may be differentiated."""
     if dout is None and dlse is None:
         return NONE[:INPUTS]
     dout = saved[0].new_zeros(()).expand(saved[0].shape) if dout is None else dout
@@ -252,7 +252,7 @@ def _double_backward(
 ) -> tuple[Maybe, ...]:
     """Runs `DoubleBackward`.
 
-    All gradients are None if all tangents are None, or dout and dlse are None.
+    All gradients are None if all tangents are None, or if both dout and dlse are None.
     """
     if (dout is None and dlse is None) or all(t is None for t in tangents):
         return NONE[: INPUTS + 2]
@@ -283,7 +283,7 @@ def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, .
 
 
 def _check_mapped(*tensors: Maybe) -> None:
-    """Raises NotImplementedError for tensors that the legacy vmap has batched."""
+    """Raises NotImplementedError if one of the tensors is batched by PyTorch's legacy vmap."""
     if is_dynamo_compiling():
         return
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):

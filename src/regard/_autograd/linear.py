@@ -1,4 +1,4 @@
-"""Runs linear attention, and defines the gradients of the native backend."""
+"""Runs linear attention, and defines the gradients that its native backend needs for autograd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
 
 
 def run(call: LinearCall, name: str) -> LinearResult:
-    """Runs a call with backend `name`.
+    """Runs a call of linear attention with backend `name`.
 
     Only the native backend needs an autograd Function: the others consist of differentiable
     operations.
@@ -28,13 +28,23 @@ def run(call: LinearCall, name: str) -> LinearResult:
     if name == "native" and any_needs_grad(*call[:INPUTS]):
         return LinearResult(*_attend(*call[:INPUTS], call))
     result: LinearResult = TABLE["linear"][name].run(call)
-    return result
+    return result if call.k.shape[2] else _connected(result, call)
+
+
+def _connected(result: LinearResult, call: LinearCall) -> LinearResult:
+    """Connects the results of a call without keys to the autograd graph of all inputs.
+
+    Without a token, no operation joins them.
+    """
+    inputs: tuple[Maybe, ...] = call[:INPUTS]  # type: ignore[assignment]
+    zero = sum((x[..., :0].sum() for x in inputs if x is not None), call.q.new_zeros(()))
+    return LinearResult(result.out + zero, result.S + zero, None if result.z is None else result.z + zero)
 
 
 class RegardLinearAttention(Function):
     """The autograd Function of the native backend: maps a LinearCall to (out, S, z or None).
 
-    Arguments: the seven tensors that start a LinearCall, then the LinearCall itself.
+    Arguments: the first seven fields of a LinearCall, then the LinearCall itself.
     """
 
     @staticmethod
@@ -61,7 +71,7 @@ class RegardLinearAttention(Function):
 def _through_torch(
     p: LinearCall, wanted: tuple[bool, ...], dout: Tensor, dS: Maybe, dz: Maybe
 ) -> tuple[Maybe, ...]:
-    """Computes the gradients with the torch backend, so that they can be differentiated again."""
+    """Computes gradients with the torch backend, so that they can be differentiated again."""
     pairs = zip(_linear_torch.linear(p), (dout, dS, dz), strict=True)
     used = [(y, dy) for y, dy in pairs if y is not None and dy is not None]
     inputs: list[Tensor] = [getattr(p, name) for name, w in zip(p._fields, wanted, strict=False) if w]

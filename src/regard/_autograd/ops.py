@@ -1,4 +1,4 @@
-"""The operators in `torch.ops.regard`: the native kernels for compilers, exporters and modes.
+"""The operators in `torch.ops.regard`, through which compilers and modes see the native kernels.
 
 Each operator has a schema, a CPU kernel and a shape function; forward and backward also have a FLOP
 formula. `vmap.py` registers their batching rules, `attention.py` their derivatives. The arguments
@@ -80,14 +80,14 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """Maps a FlatCall to out, LSE, stats and residual. The last two are None unless `saving`."""
+    """Maps a FlatCall to out, LSE, stats and residual. Without `saving` the last two are None."""
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)
 
 
 def backward(*args: Any) -> Results:
-    """Maps a FlatCall and BackwardArguments to the six gradients, None for those not wanted."""
+    """Maps a FlatCall and BackwardArguments to six gradients. Unwanted gradients are None."""
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)
@@ -288,7 +288,10 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 
 
 def _pairs(call: FlatCall) -> int:
-    """Counts the visible pairs, or all pairs if sizes or mask tensors have no known values."""
+    """Counts the (query, key) pairs that the mask allows.
+
+    Counts all pairs if a size or a tensor of the mask has no known value yet.
+    """
     (B, Hq, Lq, _), Lk = call.q.shape, call.k.shape[2]
     known = all(type(x) in PLAIN for x in (*call.tensors, call.offsets) if x is not None)
     if not known or not all(type(n) is int for n in (B, Hq, Lq, Lk, call.offset)):

@@ -21,7 +21,7 @@ Dims = Sequence[Any]  # the mapped dim of each argument, None for an argument th
 
 
 def map_forward(apply: Apply, count: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the results of `apply` for `count` mapped samples, and the mapped dim of each."""
+    """Returns the results of `apply` for `count` mapped samples, and each result's mapped dim."""
     call, call_dims = FlatCall(*args), FlatCall(*dims)
     if call.dropout or call_dims.by_head is not None or call_dims.sink is not None:
         return map_one_by_one(apply, count, dims, args)
@@ -77,7 +77,7 @@ def _flatten_call(call: FlatCall, dims: Any, count: int) -> FlatCall:
     B = _in_front(call.q, dims.q, count).shape[1]
 
     def in_batch(x: Any, dim: Any) -> Any:
-        """Expands x to the flattened batch.
+        """Expands the batch dim of x to the flattened batch.
 
         A tensor (1, ...) that is not mapped is returned as it is.
         """
@@ -102,7 +102,7 @@ def _flatten(x: Any, dim: Any, count: int) -> Any:
 
 
 def _in_front(x: Any, dim: Any, count: int) -> Tensor:
-    """Returns x as (count, ...): moves the mapped dim to the front, or adds one by expanding."""
+    """Returns x as (count, ...): moves the mapped dim to the front, or expands an unmapped x."""
     return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)  # type: ignore[no-any-return]
 
 

@@ -2,8 +2,9 @@
 
 `impl="auto"` takes the first backend that can run the call: native, then torch, then reference. The
 native backend runs every call of attention and evidence on a CPU. Without a compiled core `auto`
-starts with torch, and on other devices it tries torch only. A backend chosen by name never falls
-back. The environment variable REGARD_IMPL, read at import, replaces `auto` by a backend.
+starts with torch, and on other devices it tries torch only. A backend chosen by name is never
+replaced by another. The environment variable REGARD_IMPL, read at import, names the backend that
+`auto` then uses.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ BACKENDS = tuple(TABLE["attention"])
 
 
 def choose(problem: Problem, impl: str = "auto") -> str:
-    """Returns the name of the backend that runs attention. Caches the choice in the Spec."""
+    """Returns the name of the backend that runs the problem. Caches the choice in the Spec."""
     memo = problem.spec.choices[problem.needs_grad]
     name = memo.get(impl) if type(impl) is str else None
     if name is None:
@@ -77,7 +78,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 
 def select(mechanism: str, call: Problem | LinearCall, impl: str) -> str:
-    """Returns the name of the backend that runs the call.
+    """Returns the name of the backend that runs a call of attention, linear attention or evidence.
 
     Raises NotImplementedError if no backend that `impl` allows can run the call.
     """

@@ -45,7 +45,7 @@ def check(qkv: QKV, program: Program | None, options: Options) -> tuple[int, ...
 def as_numbers(options: Options) -> Options:
     """Converts the numeric options to Python floats.
 
-    Raises TypeError for a value of another type.
+    Raises TypeError for a value that is not a number.
     """
     scale = None if options.scale is None else number("scale", options.scale)
     softcap = None if options.softcap is None else number("softcap", options.softcap)
@@ -99,6 +99,8 @@ def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) ->
     if not valid:
         fail(TypeError, "seed", "an int, an integer tensor with one element, or None", describe(seed))
     if isinstance(seed, Tensor):
+        if seed.device.type == "meta":
+            fail(ValueError, "seed", "a tensor with a value", "one on the device meta")
         return seed.reshape(()).to(torch.int64) if watched else int(seed)
     seed = as_int(seed)
     if not -(2**63) <= seed < 2**64:

@@ -37,7 +37,7 @@ def keep_mask_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) 
 
 
 def _query_words(seed: int, head: Tensor, query: Tensor) -> Tensor:
-    """Returns the 64-bit word of each query."""
+    """Returns the 64-bit hash of each query, from which the random bits of its keys follow."""
     start = _mix(torch.tensor(_signed(seed + GOLDEN), device=head.device))
     return _mix(_mix(start + head) + query)
 

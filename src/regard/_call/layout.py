@@ -66,7 +66,7 @@ def _is_canonical(qkv: QKV, bias: Tensor | None, sink: Tensor | None) -> bool:
 def _strides(
     qkv: QKV, bias: Tensor | None, batch: tuple[int, ...]
 ) -> tuple[dict[str, Strides], tuple[str, ...]]:
-    """Returns the strides of q, k, v and bias as (B, H, L, D), and the names of those to be copied.
+    """Returns the strides of q, k, v and bias as 4-D tensors, and the names of tensors to copy.
 
     A tensor must be copied if its batch dims cannot be flattened in place.
     """
@@ -85,7 +85,7 @@ def _strides(
 
 
 def _contiguous(sizes: tuple[int, ...]) -> Strides:
-    """Returns the strides of a contiguous (B, H, L, D); `sizes` are H, L and D."""
+    """Returns the strides of a contiguous tensor (B, H, L, D). `sizes` are H, L and D."""
     H, L, D = sizes
     return H * L * D, L * D, D, 1
 
@@ -130,7 +130,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """Returns x, or a contiguous copy expanded to all samples if `name` is in `spec.copied`."""
+    """Returns x. If `name` is in `spec.copied`, returns a contiguous copy with all batch dims."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 
@@ -138,7 +138,7 @@ def copied(spec: Spec, name: str, x: Any) -> Any:
 
 
 def canonical(problem: Problem) -> Problem:
-    """Returns the problem in canonical form, by differentiable views.
+    """Converts a problem to canonical form by differentiable views.
 
     The field `mask` becomes None, because the Spec contains the mask program.
     """
@@ -189,7 +189,7 @@ def pairs_4d(spec: Spec, x: Tensor) -> Tensor:
 
 
 def dense_mask(problem: Problem) -> Tensor | None:
-    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend, or None."""
+    """Returns the mask as bool (1 or B, 1 or Hq, Lq, Lk), True = may attend. None without mask."""
     spec = problem.spec
     if problem.mask is None:
         return None
@@ -198,7 +198,7 @@ def dense_mask(problem: Problem) -> Tensor | None:
 
 
 def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk), or None.
+    """Returns the bias in `dtype`, (1 or B, 1 or Hq, 1 or Lq, 1 or Lk). None without a bias.
 
     ALiBi and a relative bias are computed in `dtype`, too.
     """

@@ -69,7 +69,7 @@ class LinearCall(NamedTuple):
 
 
 class LinearResult(NamedTuple):
-    """The result of linear attention as a backend returns it."""
+    """The result of a LinearCall, in canonical form, as a backend returns it."""
 
     out: Tensor  # (B, Hq, Lq, Dv) in q's dtype
     S: Tensor  # (B, Hkv, D, Dv) in the compute dtype
@@ -77,7 +77,7 @@ class LinearResult(NamedTuple):
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: LinearOptions) -> LinearCall:
-    """Checks a call and returns its canonical form."""
+    """Checks a call of linear attention and returns its canonical form."""
     problem = make(q, k, v, NO_OPTIONS if scale is None else Options(scale=scale))
     spec = problem.spec
     _check_flags(spec, options)

@@ -29,7 +29,7 @@ specs: dict[Key, Spec] = {}
 def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Problem:
     """Checks a call and returns its Problem.
 
-    q (..., Hq, Lq, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv).
+    The shapes are q (..., Hq, Lq, D), k (..., Hkv, Lk, D) and v (..., Hkv, Lk, Dv).
     """
     mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse = options
     if (
@@ -66,7 +66,7 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
 def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
     """Returns the cached Spec of a call with a mask or an offset, or None if there is none.
 
-    Returns None also if mask or offset holds a tensor. Then `_make_general` looks up the Spec.
+    Also returns None if mask or offset contains a tensor. Then `_make_general` looks up the Spec.
     """
     if type(offset) is not int and offset is not None:
         return None

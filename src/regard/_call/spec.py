@@ -44,7 +44,7 @@ class Options(NamedTuple):
 class Spec:
     """A checked call without its data.
 
-    Strides are those of the form (B, H, L, D), in elements, 0 in broadcast dims.
+    Strides are those of the tensors viewed as (B, H, L, D), in elements, 0 in broadcast dims.
     """
 
     dtype: torch.dtype
@@ -121,7 +121,7 @@ class Problem(NamedTuple):
 
     @property
     def batch_offset(self) -> int | Tensor:
-        """The offset as masks and biases take it: an int, or a tensor of shape `batch`."""
+        """The argument `offset` for masks and biases: an int, or a tensor of shape `batch`."""
         if self.offset is None:
             assert self.spec.offset is not None
             return self.spec.offset
@@ -134,5 +134,5 @@ def learned(bias: Bias | None) -> Tensor | None:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums, the LSE and states: float64 for float64, else float32."""
+    """Returns the dtype of sums over inputs of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -23,7 +23,7 @@ class Stored(NamedTuple):
     Without a table, k is (B, Hkv, capacity, D) and key j of sample b is row j of k[b]. With a
     table, k is (pages, Hkv, page, D) and key j is row j % page of page table[b][j // page].
 
-    `kind` is the format. Quantised formats have groups of 32 channels, the last group zero-padded:
+    `kind` is the format. Quantised formats have groups of 32 channels, padded with codes of 0:
         "float": D numbers, without groups.
         "int8": x = code * scale. Codes are int8 from -127 to 127, scales are float16 (..., groups).
         "int4": x = code * scale + low. Codes are 0 to 15. A group takes 16 bytes: the low 4 bits of
@@ -82,10 +82,10 @@ class Stored(NamedTuple):
     def _slots(
         self, starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Returns two index pairs for the new tokens, each of two int64 tensors.
+        """Returns two pairs of int64 tensors: the new tokens' indices in storage and in the input.
 
-        (sample or page, row) is their place in storage, (sample, i) their place among the new
-        tokens (B, L).
+        In storage, a token has the index (sample or page, row), in the input (B, L) the index
+        (sample, i).
         """
         indices = [
             (b, i, start + i)

@@ -1,1 +1,1 @@
-"""Helpers that all other folders import: argument checks, measuring, listeners, PyTorch's modes."""
+"""Helpers for all other folders: argument checks, listeners, time and memory measurements."""

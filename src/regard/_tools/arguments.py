@@ -60,7 +60,7 @@ def is_integer(value: object) -> bool:
 def as_int(value: Any) -> int:
     """Converts an integer to a Python int.
 
-    A SymInt is returned as it is: converted to an int, it would become a constant of the graph.
+    A SymInt is returned as it is: as an int, it would become a constant of the compiled graph.
     """
     return value if isinstance(value, INTEGER) else operator.index(value)  # type: ignore[return-value]
 
@@ -70,7 +70,7 @@ def holds_integers(tensor: Tensor) -> bool:
 
 
 def count(name: str, value: Any, least: int = 0) -> int:
-    """Converts an integer from `least` to 2^62 - 1 to a Python int.
+    """Checks that a value is an integer in [least, 2^62) and returns it as a Python int.
 
     Raises TypeError for bools, floats and tensors, ValueError for an integer out of range.
     """
@@ -148,7 +148,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 def readable(tensor: Tensor) -> bool:
     """Returns whether a tensor's values can be read.
 
-    They cannot in a fake or meta tensor, or while PyTorch compiles or transforms.
+    Fake and meta tensors have no values. While PyTorch compiles or transforms, nothing can be read.
     """
     return (
         type(tensor) in (Tensor, Parameter)
@@ -178,7 +178,7 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def first_position(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor | int:
-    """Returns the position of query 0: an int, or (*batch, 1) if each sample has an offset."""
+    """Returns the position of query 0: an int, or (*batch, 1) if offsets differ by sample."""
     if offset is None:
         return Lk - Lq
     if isinstance(offset, Tensor):

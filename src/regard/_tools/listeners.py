@@ -1,37 +1,41 @@
-"""Listeners that are notified of every call of `attention`, such as `see.capture`."""
+"""Listeners, such as `see.capture`, that are notified of every call of `attention`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from .watching import uncompiled
 
 Listener = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
 listeners: list[Listener] = []
+_thread = threading.local()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def notify(q: Tensor, k: Tensor, **options: Any) -> None:
     """Passes q, k and the options of a call to every listener.
 
-    A listener's own calls of `attention` notify no listener.
+    Calls of `attention` that a listener makes itself notify no listener.
     """
-    notified = listeners[:]
-    listeners.clear()
+    if getattr(_thread, "is_notifying", False):
+        return
+    _thread.is_notifying = True
     try:
-        for listener in notified:
+        for listener in listeners[:]:
             listener(q, k, options)
     finally:
-        listeners[:] = notified
+        _thread.is_notifying = False
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Registers a listener for a `with` block."""
+    """Notifies `listener` of every call of `attention` within a `with` block."""
     listeners.append(listener)
     try:
         yield

@@ -18,7 +18,7 @@ SMALL, LARGE = 2**16, 2**25
 
 
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
-    """Measures the shortest time of each call in seconds.
+    """Returns the shortest time of each call, in seconds.
 
     Repeats the calls for `seconds`, and at least `least` times. The calls take turns, so that a
     slow phase of the machine affects all of them.
@@ -38,8 +38,8 @@ def peak_memory(run: Callable[[], Any]) -> int | None:
     """Measures the peak memory of a call in bytes, beyond the memory in use before it (Linux).
 
     The call runs in a new thread, because the core keeps scratch memory for each calling thread.
-    The first call of a kind also loads code and starts threads: measure twice. On systems that do
-    not report the peak memory of a process, returns None without running the call.
+    The first call of a kind also loads code and starts threads, so use the second measurement. On
+    systems that do not report the peak memory of a process, returns None without running the call.
     """
     if not os.access(REFS, os.W_OK):
         return None
@@ -60,7 +60,7 @@ def _extra(run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _freed_at_once() -> Iterator[None]:
-    """Makes malloc return freed blocks to the system at once.
+    """Makes malloc return freed blocks to the system at once, within a `with` block.
 
     Otherwise a call could reuse blocks that were freed before, and its peak would appear too low.
     """
@@ -76,6 +76,6 @@ def _freed_at_once() -> Iterator[None]:
 
 
 def _status(name: str) -> int:
-    """Reads a field of /proc/self/status in bytes."""
+    """Reads a memory size, such as VmRSS, from /proc/self/status. Returns bytes."""
     line = next(s for s in STATUS.read_text(encoding="ascii").splitlines() if s.startswith(name + ":"))
     return 1024 * int(line.split()[1])

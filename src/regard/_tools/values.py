@@ -25,7 +25,7 @@ def value(cls: type[V]) -> type[V]:
 
 
 class Value:
-    """A base class with equality, hash, repr and pickling by fields. Tensors compare by value."""
+    """A base class of objects that are compared and hashed by the values of their fields."""
 
     _names: ClassVar[tuple[str, ...]] = ()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._call.spec import DTYPES
+from .._call.spec import DTYPES, MAX_OFFSET
 from .._tools.arguments import as_int, describe, holds_integers, is_integer, tensor_of
 from ._counts import Count, formatted
 
@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Chunk(NamedTuple):
-    """The size of an append of L tokens per sample: `new` real tokens, followed by padding."""
+    """The L tokens that a call passes for each sample: first `new` real tokens, then padding."""
 
     L: int
     new: Count  # L if all tokens are real, else a tuple with the number for each sample
@@ -38,9 +38,9 @@ def integers(name: str, values: Integers, B: int | None) -> list[int]:
 
 
 def sample_indices(index: Integers, B: int, count: int | None = None) -> list[int]:
-    """Returns the samples that `reorder(index)` selects.
+    """Checks the argument of `reorder(index)` and returns the selected samples.
 
-    If `count` is given, checks that there are `count` samples.
+    If `count` is given, checks that `index` has `count` entries.
     """
     samples = integers("index", index, count)
     if not samples or not 0 <= min(samples) <= max(samples) < B:
@@ -130,9 +130,19 @@ def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk
 # States
 
 
-def check_names(state: State, expected: set[str]) -> None:
-    if set(state) != expected:
-        raise ValueError(f"state: expected the tensors {sorted(expected)}, got {sorted(state)}")
+def checked_state(state: State, expected: set[str], device: torch.device) -> State:
+    """Returns the tensors of a state on the cache's device, without gradients.
+
+    Checks their names, and that their numbers can be copied.
+    """
+    if not isinstance(state, Mapping) or set(state) != expected:
+        names = sorted(map(str, state)) if isinstance(state, Mapping) else describe(state)
+        raise ValueError(f"state: expected the tensors {sorted(expected)}, got {names}")
+    for name, x in state.items():
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided or x.is_meta:
+            kind = "a nested, sparse or meta tensor" if isinstance(x, Tensor) else describe(x)
+            raise ValueError(f"state: expected {name} to be a dense tensor, got {kind}")
+    return {name: x.detach().to(device) for name, x in state.items()}
 
 
 def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -141,5 +151,5 @@ def check_saved(name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def check_saved_lengths(lengths: list[int]) -> None:
-    if min(lengths) < 0:
-        raise ValueError(f"lengths: expected integers >= 0, got {formatted(lengths)}")
+    if not 0 <= min(lengths) <= max(lengths) <= MAX_OFFSET:
+        raise ValueError(f"lengths: expected integers from 0 to 2^48, got {formatted(lengths)}")

@@ -57,7 +57,7 @@ class LinearCache:
 
     @property
     def state(self) -> LinearState:
-        """The state, as the argument `state` of `linear_attention`.
+        """The state, in the form that `linear_attention` takes as its argument `state`.
 
         Later calls of `attend` create a new state and leave this object unchanged.
         """
@@ -153,11 +153,11 @@ class LinearCache:
     def load_state_dict(self, state: State) -> None:
         """Loads a `state_dict` of a cache with the same B, sizes and dtype."""
         names = ("S", "z") if self.normalize else ("S",)
-        checks.check_names(state, {*names, "lengths"})
+        state = checks.checked_state(state, {*names, "lengths"}, self.device)
         held = checks.integers("lengths", state["lengths"], self.B)
         checks.check_saved_lengths(held)
         for name, x in zip(names, self._state, strict=False):
             assert x is not None
             checks.check_saved(name, state[name], tuple(x.shape), x.dtype)
-        self._state = LinearState(*(state[name].to(self.device, copy=True) for name in names))
+        self._state = LinearState(*(state[name].clone() for name in names))
         self._lengths = shared(held)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -129,7 +128,8 @@ class PagedCache:
             sequence = self._first(self._sequences[like], tokens)
         elif tokens is not None:
             raise ValueError(f"tokens: expected None without like, got {tokens}")
-        name, self._next_id = self._next_id, self._next_id + 1
+        name = count("ids", self._next_id)
+        self._next_id += 1
         self._pool.share(sequence.pages)
         self._sequences[name] = sequence
         return name
@@ -268,12 +268,24 @@ class PagedCache:
             self._sequences[name] = sequence
 
     def fork(self) -> PagedCache:
-        """Returns an independent copy of the cache that shares the pool. Does not copy tokens."""
-        twin = copy.copy(self)
+        """Returns an independent copy of the cache that shares the pool. Does not copy tokens.
+
+        `copy.copy` does the same. `copy.deepcopy` and `pickle` copy the pool, too.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         for sequence in self._sequences.values():
             self._pool.share(sequence.pages)
         twin._begin(dict(self._sequences))
         return twin
+
+    __copy__ = fork
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copied or unpickled cache and counts it as a user of its pages."""
+        self.__dict__.update(state)
+        self._pool.claim(self._sequences.values())
+        self._begin(self._sequences)
 
     def reset(self) -> None:
         """Removes all sequences."""
@@ -311,16 +323,18 @@ class PagedCache:
 
     def load_state_dict(self, state: State) -> None:
         """Loads a `state_dict` of a cache with the same page size, sizes and dtype."""
-        checks.check_names(state, {*self._pool.storage.tensors, "ids", "lengths", "table"})
-        names = checks.integers("ids", state["ids"], None)
+        expected = {*self._pool.storage.tensors, "ids", "lengths", "table"}
+        state = checks.checked_state(state, expected, self.device)
+        names = [count("ids", name) for name in checks.integers("ids", state["ids"], None)]
         if len(set(names)) != len(names):
             raise ValueError(f"state: expected ids without repeats, got {names}")
         lengths = checks.integers("lengths", state["lengths"], len(names))
         saved = _saved(state["table"], lengths, self.page)
-        used = len(state["k"])
-        self._pool.storage.layout.check_state(state, used, self.page)
-        if {number for sequence in saved for number in sequence.pages} != set(range(used)):
+        numbers = {number for sequence in saved for number in sequence.pages}
+        used = len(numbers)
+        if numbers and not 0 == min(numbers) <= max(numbers) == used - 1:
             raise ValueError(f"state: expected a table of exactly the pages 0 to {used - 1}, got others")
+        self._pool.storage.layout.check_state(state, used, self.page)
         uses = Counter(number for sequence in self._sequences.values() for number in sequence.pages)
         available = self.free_pages + sum(self._pool.users[number] == n for number, n in uses.items())
         if used > available:
@@ -338,21 +352,21 @@ class PagedCache:
         self.reset()
         fresh = self._pool.next_free(len(state["k"]))
         for name, x in self._pool.storage.tensors.items():
-            x[fresh] = state[name].to(self.device)
-        self._pool.take(fresh)
+            x[fresh] = state[name]
         for sequence, (pages, length) in saved.items():
             self._sequences[sequence] = PagedSequence(tuple(fresh[number] for number in pages), length)
-            self._pool.share(self._sequences[sequence].pages)
-        self._pool.release(fresh)  # removes the user that `take` added to each page
+        self._pool.claim(self._sequences.values())
         self._next_id = max([self._next_id, *(sequence + 1 for sequence in saved)])
 
 
 def _saved(table: Tensor, lengths: Sequence[int], page: int) -> list[PagedSequence]:
-    """Returns the N sequences of a saved page table (N, max_pages) with their lengths (N,)."""
-    if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.ndim != 2:
-        raise ValueError(f"state: expected an int32 table (N, max_pages), got {describe(table)}")
-    if len(table) != len(lengths) or min(lengths, default=0) < 0:
-        raise ValueError(f"state: expected {len(table)} lengths >= 0, got {formatted(lengths)}")
+    """Returns the N sequences that a saved table of page indices (N, max_pages) describes."""
+    if table.dtype is not torch.int32 or table.ndim != 2 or len(table) != len(lengths):
+        N = len(lengths)
+        raise ValueError(f"state: expected an int32 table (N, max_pages), N = {N}, got {describe(table)}")
+    most = table.shape[1] * page
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= most:
+        raise ValueError(f"lengths: expected 0 to {most}, the tokens in the table, got {formatted(lengths)}")
     rows = zip(table.tolist(), lengths, strict=True)
     return [PagedSequence(tuple(row[: -(-n // page)]), n) for row, n in rows]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._api.stored import write_stored
 from .._call.stored import New
-from ._rows import RowLayout
+from ._rows import RowLayout, RowStorage
 
 
 class PagedSequence(NamedTuple):
@@ -33,9 +33,16 @@ class Pages:
     """A pool of pages with `page` slots each: tensors (pages, Hkv, page, ...)."""
 
     def __init__(self, layout: RowLayout, pages: int, page: int) -> None:
-        self.storage, self.page = layout.empty(pages, page), page
-        self.users = [0] * pages  # reference counts
-        self.free = list(range(pages))[::-1]
+        self.__setstate__((layout.empty(pages, page), page))
+
+    def __getstate__(self) -> tuple[RowStorage, int]:
+        """Leaves out the reference counts, because a copy of the pool has other users."""
+        return self.storage, self.page
+
+    def __setstate__(self, state: tuple[RowStorage, int]) -> None:
+        self.storage, self.page = state
+        self.users = [0] * self.storage.B  # reference counts
+        self.free = list(range(self.storage.B))[::-1]
 
     # Appending
 
@@ -57,7 +64,7 @@ class Pages:
         return PageDraft(before, after, taken, copies)
 
     def _reused(self, sequence: PagedSequence) -> tuple[int, ...]:
-        """Returns the pages that a sequence still uses after an append.
+        """Returns the pages of a sequence that it keeps when tokens are appended.
 
         The last page is left out if it must be copied: it is shared and not full.
         """
@@ -98,6 +105,12 @@ class Pages:
         """Removes `pages`, a result of `next_free`, from the free list. Adds one user to each."""
         del self.free[len(self.free) - len(pages) :]
         self.share(pages)
+
+    def claim(self, sequences: Iterable[PagedSequence]) -> None:
+        """Adds one user to each page of the sequences. The pages may be free."""
+        for sequence in sequences:
+            self.share(sequence.pages)
+        self.free = [number for number in self.free if not self.users[number]]
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds one user to each page."""

@@ -68,6 +68,6 @@ def _check_floating(**tensors: Any) -> None:
 
 
 def _relative(x: Tensor, exact: Tensor) -> float:
-    """Returns the relative L2 error; 0 for equal or empty tensors."""
+    """Returns the relative L2 error of x. It is 0 if the tensors are equal or empty."""
     difference = (x - exact).norm()
     return float(difference / exact.norm()) if difference != 0 else 0.0

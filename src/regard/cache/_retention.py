@@ -23,7 +23,7 @@ LEAST_ROWS = 64
 
 
 class Content(NamedTuple):
-    """The content of a `RowCache`."""
+    """The storage of a `RowCache`, and the numbers of tokens that it holds and has dropped."""
 
     storage: RowStorage
     held: Count  # number of slots of each sample in use
@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 class KeepAll:
-    """Keeps every token. Without a capacity, the storage grows by doubling."""
+    """A policy that keeps every token. Without a capacity, the storage grows by doubling."""
 
     visible: Mask | None = None  # the mask for the query of the last token; None: no mask
     counts: tuple[str, ...] = ("lengths",)  # names of the integer tensors (B,) in a state_dict
@@ -77,7 +77,7 @@ class KeepAll:
         return Content(content.storage, shared(lengths), 0)
 
     def restored(self, lengths: list[int]) -> tuple[Count, Count]:
-        """Checks the counts of a saved state.
+        """Checks the lengths of a saved state.
 
         Returns for each sample the number of tokens in storage and the number of dropped tokens.
         """
@@ -86,10 +86,11 @@ class KeepAll:
 
 
 class KeepWindow:
-    """Keeps the last `window` tokens and the first `sinks` tokens.
+    """A policy that keeps the last `window` tokens and the first `sinks` tokens.
 
-    The slots hold the sinks, then the last tokens in order, then spare slots. When the spare slots
-    are used up, the sinks and the last window + rollback tokens move to new storage.
+    The storage holds the sinks, then the last tokens in order, then spare slots. When the spare
+    slots are used up, the sinks and the last window + rollback tokens move to new storage. The
+    additional `rollback` tokens let `crop` remove that many tokens.
     """
 
     counts = ("lengths", "held")
@@ -190,7 +191,7 @@ class KeepWindow:
     def restored(self, lengths: list[int], held: list[int]) -> tuple[Count, Count]:
         check_saved_lengths(lengths)
         for length, rows in zip(lengths, held, strict=True):
-            if not 0 <= rows <= length or not self._holds(length, length, rows):
+            if not min(length, self.sinks + self.window - 1) <= rows <= length:
                 raise ValueError(
                     f"state: expected the last {self.window - 1} tokens and {self.sinks} sinks to be held, "
                     f"got {rows} of {length} tokens"
@@ -204,9 +205,10 @@ Retention = KeepAll | KeepWindow
 
 
 def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Returns tuples (slice of samples, held, remaining) of samples that are copied at once.
+    """Groups the samples that can be copied at once: returns tuples (samples, held, remaining).
 
-    There is one tuple for all samples if their counts are equal, else one for each sample.
+    If all samples hold and keep equally many tokens, there is one tuple. Otherwise there is one for
+    each sample.
     """
     if isinstance(held, int) and isinstance(remaining, int):
         return [(slice(None), held, remaining)]

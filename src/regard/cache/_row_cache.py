@@ -114,7 +114,11 @@ class RowCache:
     # Fast path: a decode step with the signature of a step that passed all checks
 
     def _is_checked_step(self, q: Tensor, new: New) -> bool:
-        """Returns whether an earlier step had this signature, and every sample has a free slot."""
+        """Returns whether `_attend_step` can run a decode step.
+
+        The last checked step must have had the same signature, all samples must have equal length
+        and a free slot, and k and v must not need a gradient.
+        """
         (storage, held, _), (k, v) = self._content, new
         if self._checked is None or self._checked != signature(q, k, v):
             return False
@@ -166,7 +170,7 @@ class RowCache:
     # Saving
 
     def state_dict(self) -> State:
-        """Returns the stored tensors, zero-padded, and the lengths (B,) as a dict of tensors."""
+        """Returns a dict of token counts (B,) and of stored tensors, with zeros in unused slots."""
         content = self._content
         counts = {name: as_tensor(getattr(content, name), self.B, self.device) for name in self._keeps.counts}
         return content.storage.state(content.held) | counts
@@ -174,7 +178,7 @@ class RowCache:
     def load_state_dict(self, state: State) -> None:
         """Loads a `state_dict` of a cache with the same B, sizes and dtype."""
         storage, names = self._content.storage, self._keeps.counts
-        checks.check_names(state, {*storage.tensors, *names})
+        state = checks.checked_state(state, {*storage.tensors, *names}, self.device)
         held, dropped = self._keeps.restored(
             **{name: checks.integers(name, state[name], self.B) for name in names}
         )
@@ -185,7 +189,7 @@ class RowCache:
 
 
 def signature(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
-    """Returns the shapes, dtypes and devices of q, k and v in a decode step.
+    """Returns shapes and dtypes of q, k and v, and the devices of k and v, in a decode step.
 
     If one step has passed all checks, steps with an equal signature need not be checked. Returns
     None if an argument is not a plain tensor; such a step must be checked. v may be None.

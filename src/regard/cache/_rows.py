@@ -42,7 +42,7 @@ class RowLayout(NamedTuple):
         return self._coded("k", self.D) | self._coded("v", self.Dv)
 
     def _coded(self, name: str, D: int) -> Tails:
-        """Returns `tails` for quantised keys or values: the codes and their scales.
+        """Returns the entries of `tails` for quantised keys or values: codes and scales.
 
         The docstring of `Stored` describes the formats.
         """
@@ -118,11 +118,11 @@ class RowStorage:
         return sum(x.nbytes for x in self.tensors.values())
 
     def stored(self, length: int) -> Stored:
-        """Returns views of the first `length` rows of each sample."""
+        """Returns the first `length` rows of each sample as a `Stored`, without copying them."""
         return fast_new(Stored, (*self._before, length, *self._after))
 
     def paged(self, length: int, table: Tensor) -> Stored:
-        """Returns views of the first `length` tokens of each of B sequences in pages.
+        """Returns the first `length` tokens of B sequences in pages as a `Stored`, without a copy.
 
         `table` (B, max_pages) holds the page indices of each sequence.
         """

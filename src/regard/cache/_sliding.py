@@ -17,8 +17,8 @@ class SlidingCache(KVCache):
     count all tokens of the sequence, including dropped tokens. `Alibi` and `RelativeBias` use these
     positions, too.
 
-    `crop(n)` is possible if the cache still holds the keys of the next query: if n is at most
-    `rollback` below the greatest length so far, or n <= sinks, or nothing has been dropped.
+    `crop(n)` is possible if the cache still holds the keys that the next query attends to: if n is
+    at most `rollback` below the greatest length so far, or n <= sinks, or nothing has been dropped.
 
     Args:
         B, Hkv, D, Dv, dtype, device: as in `KVCache`.

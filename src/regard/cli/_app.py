@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+from typing import Annotated
 
 import typer
 
@@ -15,13 +16,25 @@ GROUP = "regard.commands"  # the entry point group in which other distributions 
 GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare")
 
 
-def regard() -> None:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"regard {version('regard')}")
+        raise typer.Exit
+
+
+def regard(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Tools for exact attention: explore models, estimate costs, measure crossovers."""
 
 
 def make_app() -> typer.Typer:
     """Returns the `regard` command with the subcommands of the library and of installed distributions."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
     app.callback()(regard)
     for command in (explore, cost, crossover, info):
         app.command()(command)

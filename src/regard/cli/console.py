@@ -1,4 +1,4 @@
-"""Helpers for all commands: one-line errors, offline mode, printable text, tables."""
+"""Helpers for all commands: one-line errors, offline mode, printable text, tables, saving."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
+
+from .._tools.replacing import replacing as replacing  # for commands of other packages
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,7 +23,7 @@ def explore(
     save: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: loopback.")] = None,
-    i_know: Annotated[bool, typer.Option("--i-know", help="Confirms --host.")] = False,
+    i_know: Annotated[bool, typer.Option("--i-know", help="Allow network access, for --host.")] = False,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Show what each head of a model attends to, in a browser."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from .._tools.arguments import describe, number
+from .._tools.replacing import replacing
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
 from ..positions import NTK, Frequencies, LinearScaling, Llama3, Rotary, Scaling, YaRN
@@ -38,6 +39,8 @@ POSITIVE = ("softcap", "norm", "factor", "attention_factor")
 def save(module: Module, path: str | os.PathLike[str], report: Report | None = None) -> None:
     """Writes the module's state_dict and constructor arguments to a safetensors file.
 
+    An interruption leaves the previous file unchanged.
+
     Args:
         module: an `Attention` or a `LatentAttention`.
         path: the file. `load(path)` builds the module again.
@@ -49,7 +52,8 @@ def save(module: Module, path: str | os.PathLike[str], report: Report | None = N
     if report is not None:
         metadata["origin"] = json.dumps(asdict(report.origin))
     tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(tensors, path, metadata)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
 
 
 def origin(path: str | os.PathLike[str]) -> Origin:

@@ -139,7 +139,7 @@ def _aligned(parts: Parts, kv_heads: int, statistics: Statistics) -> tuple[Parts
 
 
 def _similarity(x: Tensor, rotary: Channels) -> Tensor:
-    """Returns the cosine similarities (n, n) of n heads x (n, D, d). d = d_model + 1.
+    """Returns the cosine similarities (n, n) of n heads with the matrices x (n, D, d_model + 1).
 
     For each pair of heads, one head is rotated such that the similarity is largest. The diagonal is
     0.

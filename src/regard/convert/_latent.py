@@ -35,7 +35,7 @@ POINTS = 8  # number of ranks on the report's curve of error against rank
 class Components(NamedTuple):
     """For each rotary pair, the Hkv complex principal components of the key heads.
 
-    d = d_model + 1.
+    d = d_model + 1, because the bias is an extra column.
     """
 
     energy: Tensor  # (pairs, Hkv): energy of each component, with heads weighted by their queries
@@ -77,9 +77,11 @@ def to_latent(
     Args:
         module: a `regard.nn.Attention` with or without rotary embeddings, or a `MultiheadAttention`
             (Regard's or PyTorch's) for self-attention.
-        rank: number of channels of the latent's content. Default: full rank, which is exact.
-        rope_dims: number of channels of the shared rotary key, even. Default: kv_heads times the
-            number of rotary channels of a head, which is exact.
+        rank: number of channels of the latent, not counting the rotary key. Default: full rank, at
+            which the conversion of unrotated keys and of values is exact.
+        rope_dims: even number of channels of the rotary key, which all heads share. Default:
+            kv_heads times the number of rotary channels of a head, at which the conversion of
+            rotated keys is exact.
         calibration: typical input of the module (B, L, d_model).
         held_out: other typical input (B, L, d_model), for the report. Default: the last quarter of
             the calibration samples.
@@ -129,7 +131,7 @@ def _checked_rope(module: Attention, rope_dims: int | None) -> int:
 
 
 def _full_rank(module: Attention, rope_dims: int) -> int:
-    """Returns a rank at which unrotated keys and values are exact, whatever the weights are."""
+    """Returns a rank at which the conversion of unrotated keys and of values is always exact."""
     rows = module.kv_heads * (module.head_dim + module.value_dim) - rope_dims
     return min(rows, module.d_model + (module.qkv.bias is not None))
 
@@ -157,7 +159,8 @@ def _rotary_split(
 ) -> RotarySplit:
     """Returns a `RotarySplit` whose shared rotary key consists of `rope_dims / 2` components.
 
-    For all other components, the rotation is replaced by its mean.
+    These are the components whose scores would change most without the rotation. For all other
+    components, the rotation is replaced by its mean.
     """
     components, gain = _components_of_pairs(parts, rotary, root), _mean_rotation(module, rotary, L)
     pair, component = _largest(components.energy * (1 - gain.abs().square())[:, None], rope_dims // 2)
@@ -235,8 +238,8 @@ def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """Transforms x (Hkv, n, d) so that errors are weighted by `metric` (Hkv, n, n).
 
     Multiplies x by the square root of `metric`: the squared norm of an error e of x becomes
-    proportional to e^T metric e, except for a small ridge. Then divides by the norm on the
-    calibration tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).
+    proportional to e^T metric e, except for a small ridge. Then divides the product by its norm on
+    the calibration tokens. Returns the result (Hkv, n, d) and the inverse transform (Hkv, n, n).
     """
     n = x.shape[1]
     if not n:

@@ -38,7 +38,7 @@ class ModelReport:
     def verdict(self) -> str:
         """A sentence that says whether the model can be used without training.
 
-        It depends on `output` and on `exact` and `tolerance` of the layers' reports.
+        The sentence depends on `output` and on `exact` and `tolerance` of the layers' reports.
         """
         reports = self.layers.values()
         exact, tolerance = max(r.exact for r in reports), min(r.tolerance for r in reports)

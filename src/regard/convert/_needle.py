@@ -38,15 +38,18 @@ def needles(
 ) -> tuple[Needle, ...]:
     """Runs the needle test in two haystacks, of L and 4 L tokens from x (B, L, d_model).
 
-    A head's needle is the token with the largest score for the last query, among all tokens with
-    the root mean square norm of the haystack's tokens. The longer haystack reveals errors of rotary
-    embeddings. Head i of `after` replaces head order[i] of `before`.
+    A head's needle is the vector with the largest score for the last query, among all vectors whose
+    norm is the root mean square norm of the haystack's tokens. The longer haystack reveals errors
+    of rotary embeddings. Head i of `after` replaces head order[i] of `before`.
     """
     return tuple(_test(before, after, order, _haystack(x, n)) for n in (x.shape[1], LONGER * x.shape[1]))
 
 
 def _haystack(x: Tensor, n: int) -> Tensor:
-    """Returns the first n tokens (n, d_model) of all samples of x, repeated if x has fewer."""
+    """Concatenates the samples of x and returns the first n tokens (n, d_model).
+
+    Repeats x if it has fewer than n tokens.
+    """
     rows = x.flatten(0, 1)
     return rows.repeat(-(-n // len(rows)), 1)[:n]
 
@@ -83,7 +86,7 @@ def _preferred(module: Attention, hay: Tensor, position: int) -> Tensor:
 
 @torch.no_grad()
 def _top_key(module: Attention | LatentAttention, x: Tensor, head: int) -> int:
-    """Returns the index of the key with the largest weight of the last query of x (L, d_model)."""
+    """Returns the index of the key to which the last query of x (L, d_model) attends most."""
     (q, k, v), options = module.arguments(x)
     w: Tensor = weights(q[:, -1:], k, v, **options)
     return int(w[head, 0].argmax())

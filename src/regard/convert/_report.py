@@ -68,7 +68,7 @@ class Point:
     """A point of the curve `Report.curve`: the cache size and error of a conversion to one size.
 
     Attributes:
-        size: the number of key heads or the rank.
+        size: the number of key heads (`to_grouped`) or the rank (`to_latent`).
         nbytes: bytes of the cache.
         error: relative error of the output on held-out tokens.
     """
@@ -80,15 +80,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """How much energy (variance) of the heads' unrotated keys and values each component explains.
+    """How the energy of the unrotated keys and of the values is divided among principal components.
 
-    Keys are weighted by the queries, values by the output projection.
+    Energy is the mean square on the calibration tokens, with keys weighted by the queries and
+    values by the output projection. All heads together have one list of principal components.
 
     Attributes:
         rank: number of principal components that the latent keeps.
-        heads: one tuple per key head, with the fraction of its energy in each principal component.
-        shares: the fraction of the energy of all heads in each principal component. Components are
-            sorted by decreasing fraction.
+        heads: one tuple per key head: the fraction of this head's energy in each component.
+        shares: one number per component: its fraction of the energy summed over all heads.
+            Components are sorted by decreasing fraction.
     """
 
     rank: int
@@ -96,7 +97,7 @@ class Spectrum:
     shares: tuple[float, ...]
 
     def kept(self, rank: int | None = None) -> float:
-        """Returns the fraction of the energy of all heads in the first `rank` components.
+        """Returns the fraction of the total energy, over all heads, in the first `rank` components.
 
         `rank` defaults to the attribute `rank`.
         """
@@ -104,19 +105,19 @@ class Spectrum:
 
     @property
     def kept_by_head(self) -> tuple[float, ...]:
-        """For each key head, the fraction of its energy in the first `rank` components."""
+        """For each key head, the fraction of this head's energy in the first `rank` components."""
         return tuple(sum(shares[: self.rank]) for shares in self.heads)
 
     def needed(self, share: float) -> int:
-        """Returns the smallest rank that keeps the fraction `share` of the energy of all heads."""
+        """Returns the smallest rank for which `kept(rank)` is at least `share`."""
         return next((n for n in range(len(self.shares)) if self.kept(n) >= share), len(self.shares))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The estimated cost of one decode step of one sample.
+    """The estimated cost of one decode step of one sample, with L tokens in the cache.
 
-    The cache holds L tokens, the length of the samples with which the cache sizes are measured.
+    L is the length of the samples with which the report measures cache sizes.
 
     Attributes:
         flops: floating-point operations.
@@ -139,7 +140,7 @@ class Report:
         calibration, held_out: errors on calibration and on held-out tokens, or None without tokens.
         steps: one pair per step of the conversion: the name of the step, and the relative error of
             the output on held-out tokens after this step.
-        tokens: number of tokens, over all samples, in the caches whose sizes are reported.
+        tokens: total number of tokens of all samples in the caches whose sizes are reported.
         bytes_before, bytes_after: `nbytes` of the source's and of the converted module's cache.
         curve: cache size and error of the same conversion to various sizes. Empty if `held_out`
             is None.
@@ -149,8 +150,8 @@ class Report:
         decode: cost of a decode step of the source and of the converted module, with caches that
             are not quantised.
         origin: hashes of the source module and of the tokens, and the names of the source tensors
-            of each new tensor.
-        spectrum: after `to_latent`, the energy that each component of the latent explains.
+            from which each new tensor was computed.
+        spectrum: after `to_latent`, the fraction of energy in each component of the latent.
         absorbed_from: after `to_latent`, the number of cached tokens from which the absorbed form
             of a decode step needs fewer operations than the expanded form.
     """
@@ -290,7 +291,7 @@ class HeadOutputs(NamedTuple):
     out: Tensor  # (L, d_model)
 
     def scores(self, allowed: Tensor) -> Tensor:
-        """Returns scores (H, L, L), shifted so that the allowed keys of each row have mean 0.
+        """Returns scores (H, L, L). In each row, the scores of the allowed keys have mean 0.
 
         Scores of other keys are 0.
         """

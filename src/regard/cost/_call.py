@@ -45,7 +45,10 @@ class Flops:
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call of `regard.attention`. Byte counts include each tensor once."""
+    """The cost of one call of `regard.attention`.
+
+    Byte counts include each tensor once, even if the kernels read it several times.
+    """
 
     pairs: Flops  # not FLOPs, but the numbers of query-key pairs by the same conventions
     forward: Flops
@@ -113,7 +116,8 @@ class CallSpec:
     def _pairs(self, problem: Problem) -> tuple[Flops, int, int]:
         """Returns the numbers of query-key pairs, the scratch bytes and the number of tasks.
 
-        Without the compiled core, all pairs count as executed.
+        The pairs are counted by each convention of `Flops`. Without the compiled core, all pairs
+        count as executed.
         """
         spec = problem.spec
         heads, n = spec.B * spec.Hq, min(spec.Lq, spec.Lk)

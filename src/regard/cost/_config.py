@@ -101,7 +101,7 @@ class Fields:
                 raise unexpected(f"{name} = {value!r}, the only supported value, got {actual!r}")
 
     def check_all_read(self) -> None:
-        """Raises ValueError if a field was not read and is not in `HARMLESS`."""
+        """Raises ValueError if a field was not read, unless it is known not to affect costs."""
         present = {name for name, value in self.config.items() if value is not None}
         if unknown := sorted(present - self.read - set(HARMLESS.split())):
             raise unexpected(
@@ -180,7 +180,7 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
-    """Returns the window of each of n layers, or None for full attention.
+    """Returns the window of each of n layers. None means that a layer has full attention.
 
     Reads `layer_types`, or the fields of older configs that have no `layer_types`.
     """

@@ -28,7 +28,10 @@ class CostRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TotalCost:
-    """The cost of layers or of a model, in integers. Byte counts include each tensor once."""
+    """The cost of layers or of a model.
+
+    Byte counts include each tensor once, even if the kernels read it several times.
+    """
 
     parameters: int
     products: dict[str, int]  # name -> forward FLOPs of all matrix products of this name outside attention
@@ -49,7 +52,7 @@ class TotalCost:
     def forward_flops(self) -> Flops:
         """Forward FLOPs of attention and of all other matrix products.
 
-        The four conventions differ in the FLOPs of attention only.
+        The four conventions of `Flops` differ in the FLOPs of attention only.
         """
         return self.forward.plus(self.product_flops)
 
@@ -64,7 +67,10 @@ class TotalCost:
 
     @property
     def training_flops(self) -> int:
-        """Three times the dense forward FLOPs. This usual convention ignores recomputation."""
+        """Three times the forward FLOPs for all query-key pairs (`dense`): the usual convention.
+
+        It ignores that the backward pass recomputes the scores.
+        """
         return 3 * self.forward_flops.dense
 
     def rows(self) -> list[CostRow]:
@@ -105,7 +111,10 @@ COUNTED = {
 
 
 def _flop_rows(what: str, forward: Flops, backward: Flops) -> list[CostRow]:
-    """Returns table rows, one per pass and convention. `halved` is included for attention only."""
+    """Returns a table row for each pass and each convention of counting FLOPs.
+
+    The convention `halved` is used for attention only.
+    """
     names = [name for name in COUNTED if what == "attention" or name != "halved"]
     passes = {"fwd": forward, "bwd": backward}
     return [

@@ -61,7 +61,7 @@ class Product(NamedTuple):
 
     @property
     def written(self) -> int:
-        """Number of elements written."""
+        """Number of elements written: the results of all products."""
         return self.times * self.m * self.n
 
 
@@ -78,15 +78,19 @@ class PartSpec:
     d_model: int
 
     def products(self, work: Work) -> list[Product]:
-        """Returns the matrix products outside the attention calls."""
+        """Returns the matrix products for `work`, except those inside attention calls."""
         raise NotImplementedError
 
     def calls(self, work: Work) -> list[CallSpec]:
-        """Returns the attention calls."""
+        """Returns the specs of the attention calls that the part makes for `work`."""
         return []
 
     def inputs(self, work: Work) -> int:
-        """Returns the number of elements saved for backward outside the attention calls."""
+        """Returns how many elements the part saves for backward.
+
+        Elements that its attention calls save are not included. By default, the part saves only its
+        input x.
+        """
         return work.rows * self.d_model
 
     @property
@@ -115,7 +119,7 @@ class LayerSpec(PartSpec):
         raise NotImplementedError
 
     def check(self, work: Work) -> None:
-        """Raises ValueError if the layer does not support this work."""
+        """Raises ValueError if the layer does not support the past tokens or the mask of `work`."""
         for name in self.refused:
             if (value := getattr(work, name)) not in (None, 0):
                 raise ValueError(f"{name}: expected none for {type(self).__name__}, got {describe(value)}")
@@ -132,7 +136,7 @@ class LayerSpec(PartSpec):
 
     @property
     def state(self) -> int:
-        """Number of elements per sample of a recurrent state, which does not grow with tokens."""
+        """Number of elements per sample of the recurrent state, or 0 if the layer has none."""
         return 0
 
     @property
@@ -164,7 +168,7 @@ class GroupedSpec(LayerSpec):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Three channel counts: all query heads, all key and value heads, all heads' outputs."""
+        """Numbers of channels of all query heads, of all keys and values, of all head outputs."""
         Hkv, D, Dv = self.sizes
         return self.heads * D, Hkv * (D + Dv), self.heads * Dv
 
@@ -251,7 +255,7 @@ class LatentSpec(LayerSpec):
 
     @property
     def q_width(self) -> int:
-        """The number of channels of all query heads."""
+        """The number of channels of all query heads together."""
         return self.heads * (self.nope_dim + self.rope_dim)
 
     @property
@@ -286,7 +290,8 @@ class LatentSpec(LayerSpec):
         """Counts the elements saved for backward: x, the query latents and the heads' output.
 
         The expanded form also saves the latents and the unrotated keys. The absorbed form also
-        saves the queries before their product with W_uk.
+        saves the queries before their product with W_uk. Elements that the attention call saves are
+        not included.
         """
         expanded = self.q_width if self.absorbed else self.rank + self.heads * self.nope_dim
         return work.rows * (self.d_model + (self.q_rank or 0) + expanded + self.heads * self.value_dim)

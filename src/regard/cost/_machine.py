@@ -25,7 +25,7 @@ SHORT_PROBE = 500_000  # rounds of a probe, under a millisecond, so that some pr
 
 @dataclass(frozen=True)
 class Machine:
-    """The limits of a machine, with all `threads` threads running."""
+    """The speed limits of a machine, measured with all `threads` threads running."""
 
     threads: int
     fma: float  # float32 FLOP/s of fused multiply-adds

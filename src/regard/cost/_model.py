@@ -36,7 +36,7 @@ class FeedForwardSpec(PartSpec):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses."""
+        """Number of parameters that one token uses, which excludes experts it is not routed to."""
         return self.parameters - (self.experts - self.active) * self._size(self.hidden)
 
     def _size(self, hidden: int) -> int:
@@ -115,7 +115,7 @@ class ModelSpec:
 
     @property
     def reach(self) -> int | None:
-        """The receptive field of a token through all layers, in tokens. None: it is unlimited."""
+        """The receptive field of a token through all layers, in tokens. None: there is no limit."""
         limits = [layer.most_kept for layer in self.layers]
         return None if None in limits else sum(limit for limit in limits if limit is not None)
 

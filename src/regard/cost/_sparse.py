@@ -40,7 +40,7 @@ class ProjectedSpec(LayerSpec):
         return self._projections(3) + self.out * (self.inner + 1) * self.d_model
 
     def _projections(self, n: int) -> int:
-        """Returns the number of parameters of n projections from d_model to all heads' channels."""
+        """Returns the number of parameters of n projections from d_model to heads * D channels."""
         return n * self.inner * (self.d_model + self.bias)
 
     def products(self, work: Work) -> list[Product]:
@@ -120,7 +120,7 @@ class BigBirdSpec(ProjectedSpec):
 
 @dataclass(frozen=True)
 class LinformerSpec(ProjectedSpec):
-    """Linformer attention: projects up to `max_length` keys and values to `rank` of each."""
+    """Linformer attention: `rank` keys and values are computed from up to `max_length` tokens."""
 
     max_length: int = 512
     rank: int = 256
@@ -145,9 +145,10 @@ class LinformerSpec(ProjectedSpec):
         return [self._call(work, None, Lk=self.rank)]
 
     def inputs(self, work: Work) -> int:
-        """Counts the elements saved for backward: x, and k and v before the projection to the rank.
+        """Counts the elements saved for backward: x, and k and v before Linformer's projection.
 
-        The attention call counts q and the projected keys and values.
+        q and the projected keys and values are not included, because the cost of the attention call
+        already includes them.
         """
         return work.rows * (self.d_model + 2 * self.inner)
 
@@ -214,7 +215,7 @@ class LinearSpec(GroupedSpec):
     def inputs(self, work: Work) -> int:
         """Counts the elements saved for backward: x, q, k, v, output, delta-rule errors, states.
 
-        The state is saved before each segment of SEGMENT tokens.
+        Of the states, only the state before each segment of 512 tokens is saved.
         """
         (Hkv, _, Dv), F = self.sizes, self.state_rows
         per_token = self.d_model + (self.heads + Hkv) * (F + Dv) + self.delta * Hkv * Dv

@@ -34,8 +34,9 @@ ALONE = 500_000  # with fewer multiplications, decode uses one thread
 def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Predicts the seconds of one call of `regard.attention` on a machine.
 
-    The time is the sum of the times of the matrix products and of the memory traffic. In decode,
-    these times overlap partly, because keys and values are prefetched.
+    The time is the sum of the times of the matrix products and of the memory traffic. In the decode
+    kernel, which runs for few query rows, these times overlap partly, because it prefetches keys
+    and values.
 
     Args:
         call: dtype, mask and shapes of the call.
@@ -59,7 +60,7 @@ def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float
 
 
 def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
-    """Returns the computation time of a decode call, expressed in FLOPs at the peak rate.
+    """Returns how many FLOPs at the peak rate take as long as the computation of a decode call.
 
     The computation consists of matrix products, softmax and conversion of 16-bit values.
     """
@@ -77,9 +78,9 @@ def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
 
 
 def _utilization(cost: CallCost, machine: Machine) -> float:
-    """Returns the fraction of all threads' time in which they compute.
+    """Returns the fraction of the threads that compute, averaged over the time of the call.
 
-    One thread computes a task alone, so some threads may be idle in the last round of tasks. Small
+    Each task runs on one thread, so some threads may be idle in the last round of tasks. Small
     calls use one thread.
     """
     if cost.forward.executed < 2 * ALONE:

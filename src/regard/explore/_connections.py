@@ -6,9 +6,10 @@ import asyncio
 import socket
 from typing import Any
 
+from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 256
 HEADER_SECONDS = 10.0
 BOTH = ("127.0.0.1", "::1")
 
@@ -49,38 +50,47 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._start_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, Connection) and not one._is_busy]
-            min(idle, key=lambda one: one._idle_since)._abort()
+            idle = [one for one in self.connections if isinstance(one, Connection) and one._is_idle]
+            min(idle, key=lambda one: one._idle_since)._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_busy:
+        try:
+            super().data_received(data)
+        except LocalProtocolError:  # invalid data after an answer: there is no request to answer with 400
+            self._close()
+        if self._is_answering:
             self._cancel_deadline()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._is_busy:
+        if not self._is_answering:
             self._start_deadline()
 
     @property
-    def _is_busy(self) -> bool:
+    def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is being answered and no answer is being sent to a slow reader."""
+        return not self._is_answering and self.transport.get_write_buffer_size() == 0
 
     def _start_deadline(self) -> None:
         """Starts a timer that closes the connection unless a request's headers arrive in time."""
         self._idle_since = self.loop.time()
-        self._deadline = self.loop.call_later(HEADER_SECONDS, self._abort)
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self._close)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _abort(self) -> None:
+    def _close(self) -> None:
+        """Closes the connection once the rest of an answer is sent."""
         self._cancel_deadline()
         self.connections.discard(self)
-        self.transport.abort()
+        self.transport.close()

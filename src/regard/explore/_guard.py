@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +24,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
+SAFE = ("GET", "HEAD")  # methods that change nothing
 NEAR = ("same-origin", "none")  # accepted Sec-Fetch-Site values; "none": not sent by a page
 
 
@@ -74,7 +74,7 @@ class Guard:
             return _forbidden("the Host header names another machine")
         if headers.get("sec-fetch-site", "none") not in NEAR:
             return _forbidden("the request comes from another site")
-        if scope["method"] in ("GET", "HEAD"):
+        if scope["method"] in SAFE:
             return None
         if headers.getlist("origin") != [f"http://{hosts[0]}"]:
             return _forbidden("the Origin header is not this page")
@@ -85,6 +85,8 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
+        if self._port == 80 and ":" not in host.rpartition("]")[2]:
+            host += ":80"  # browsers leave out the default port
         name, _, port = host.rpartition(":")
         if port != str(self._port):
             return False
@@ -97,14 +99,17 @@ class Guard:
     def _entry(self, scope: Scope) -> Response | None:
         """Returns None for a request with the session cookie.
 
-        For a request with the token, returns a redirect that sets the cookie. For any other
-        request, returns a 403.
+        For a GET with the token, returns a redirect that sets the cookie. A HEAD with the token
+        gets a 200 and leaves the token valid. For any other request, returns a 403.
         """
         if _matches(_cookies(scope, self._cookie), self._session):
             return None
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        if self._token is None or scope["path"] != "/" or not _matches(tokens, self._token):
+        is_link = scope["path"] == "/" and scope["method"] in SAFE
+        if self._token is None or not is_link or not _matches(tokens, self._token):
             return _forbidden("open the link that the server printed at its start; it works once")
+        if scope["method"] == "HEAD":
+            return Response()
         self._token = None
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
@@ -116,11 +121,13 @@ def _matches(values: Iterable[str], secret: str) -> bool:
 
 
 def _cookies(scope: Scope, name: str) -> list[str]:
-    try:
-        jar = SimpleCookie("; ".join(Headers(scope=scope).getlist("cookie")))
-    except CookieError:
-        return []
-    return [jar[name].value] if name in jar else []
+    """Returns the values of all cookies with this name.
+
+    `http.cookies.SimpleCookie` drops all cookies if one is malformed, and can take quadratic time.
+    """
+    cookies = ";".join(Headers(scope=scope).getlist("cookie")).split(";")
+    pairs = (cookie.strip().partition("=") for cookie in cookies)
+    return [value for key, _, value in pairs if key == name]
 
 
 def _bracketed(host: str) -> str:

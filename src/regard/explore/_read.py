@@ -19,7 +19,7 @@ Model = str | Path | tuple[Any, Any] | None
 def reader(model: Model = None) -> Callable[[str], Trace]:
     """Returns a function that runs a model on a text and returns the trace.
 
-    `model` is the argument of `explore.text`.
+    `model` has the same meaning as in `explore.text`.
     """
     network, tokenizer, name = _load(model)
     if network.config.is_encoder_decoder:
@@ -41,7 +41,7 @@ def reader(model: Model = None) -> Callable[[str], Trace]:
 
 
 def _load(model: Model) -> tuple[Any, Any, str]:
-    """Returns the model, its tokenizer and its name."""
+    """Returns the model, its tokenizer, and the name of the model."""
     expected = "model: expected a pair of a model of Transformers and its tokenizer"
     if isinstance(model, tuple) and len(model) == 2:
         network, tokenizer = model

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -26,10 +27,24 @@ MAX_BODY = 1 << 20
 MAX_CHARACTERS = 1 << 15
 MAX_TRACES = 8  # the largest number of stored traces of typed texts
 MAX_TILE = 256  # the largest number of weights on a side of a tile
-BODY_SECONDS = 10.0
+MAX_ANSWERS = 16  # the largest number of cached answers
+BODY_SECONDS = 3.0
 
 T = TypeVar("T")
 Read = Callable[[str], Trace]
+
+
+class IndexConvertor(IntegerConvertor):
+    """Converts a number of a path. Python refuses to convert more than 4,300 digits."""
+
+    def convert(self, value: str) -> int:
+        try:
+            return super().convert(value)
+        except ValueError:
+            raise HTTPException(400, "expected a number of fewer digits") from None
+
+
+register_url_convertor("index", IndexConvertor())
 
 
 class Site:
@@ -41,18 +56,20 @@ class Site:
         self._next = self._initial
         self._read = read
         self._reading = False
-        # Each executor has one thread. Rows have their own, so that a click does not wait for the model.
-        self._worker, self._rows = (ThreadPoolExecutor(1, f"regard-{name}") for name in ("explore", "rows"))
+        self._answers: dict[str, str] = {}  # path -> JSON
+        # Each executor has one thread. A click does not wait for tiles, and neither waits for the model.
+        names = ("explore", "rows", "model")
+        self._worker, self._rows, self._model = (ThreadPoolExecutor(1, f"regard-{name}") for name in names)
 
     def app(self) -> Starlette:
-        head = "/api/{trace:int}/{layer:int}/{head:int}"
+        head = "/api/{trace:index}/{layer:index}/{head:index}"
         routes = [
             Route("/api", self.summary),
             Route("/api/text", self.text, methods=["POST"]),
-            Route("/api/{trace:int}", self.overview),
+            Route("/api/{trace:index}", self.overview),
             Route(head, self.head),
-            Route(head + "/rows/{row:int}", self.row),
-            Route(head + "/tiles/{row:int}/{key:int}", self.tile),
+            Route(head + "/rows/{row:index}", self.row),
+            Route(head + "/tiles/{row:index}/{key:index}", self.tile),
             Route("/{name:path}", static),
         ]
         return Starlette(routes=routes)
@@ -62,17 +79,17 @@ class Site:
 
     async def overview(self, request: Request) -> Response:
         trace = self._trace(request)
-        return _json(await self._run(lambda: overview(trace, heads_of(trace))))
+        return await self._cached(request, lambda: overview(trace, heads_of(trace)))
 
     async def head(self, request: Request) -> Response:
         trace, layer, head = self._head(request)
-        return _json(await self._run(lambda: head_facts(trace, layer, head)))
+        return await self._cached(request, lambda: head_facts(trace, layer, head))
 
     async def row(self, request: Request) -> Response:
         """Responds with the exact weights of one query for all keys."""
         trace, layer, head = self._head(request)
         row = _index(request, "row", len(trace.queries))
-        return _json(await self._run(lambda: {"row": pack(trace.rows(layer, head, [row])[0])}, self._rows))
+        return _json(await _run(self._rows, lambda: {"row": pack(trace.rows(layer, head, [row])[0])}))
 
     async def tile(self, request: Request) -> Response:
         """Responds with the exact weights of a tile of consecutive queries and keys."""
@@ -80,7 +97,7 @@ class Site:
         row, key = _index(request, "row", len(trace.queries)), _index(request, "key", len(trace.keys))
         queries = range(row, min(row + MAX_TILE, len(trace.queries)))
         keys = range(key, min(key + MAX_TILE, len(trace.keys)))
-        return _json(await self._run(lambda: {"tile": pack(trace.tile(layer, head, queries, keys))}))
+        return await self._cached(request, lambda: {"tile": pack(trace.tile(layer, head, queries, keys))})
 
     async def text(self, request: Request) -> Response:
         """Runs the model on a text and responds with the number of the new trace."""
@@ -91,9 +108,10 @@ class Site:
             raise HTTPException(503, "the model is running on another text")
         self._reading = True
         try:
-            trace = await self._run(partial(self._read, text))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
+            trace = await _run(self._model, partial(self._read, text))
+        except Exception as error:  # whatever the model raises is shown on the page
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            raise HTTPException(400, reason.encode(errors="replace").decode()) from None
         finally:
             self._reading = False
         return _json({"trace": self._keep(trace)})
@@ -122,11 +140,25 @@ class Site:
         return trace, layer, _index(request, "head", trace.layers[layer].heads)
 
     def close(self) -> None:
-        for executor in (self._worker, self._rows):
+        for executor in (self._worker, self._rows, self._model):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, compute: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
-        return await asyncio.get_running_loop().run_in_executor(executor or self._worker, compute)
+    async def _cached(self, request: Request, compute: Callable[[], Any]) -> Response:
+        """Responds with JSON that depends on the path only. The last MAX_ANSWERS are cached."""
+        path: str = request.scope["path"]
+
+        def answer() -> str:
+            if path not in self._answers:
+                self._answers[path] = _dumps(compute())
+                if len(self._answers) > MAX_ANSWERS:
+                    del self._answers[next(iter(self._answers))]
+            return self._answers[path]
+
+        return Response(await _run(self._worker, answer), media_type="application/json")
+
+
+async def _run(executor: ThreadPoolExecutor, compute: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(executor, compute)
 
 
 async def static(request: Request) -> Response:
@@ -137,12 +169,13 @@ async def static(request: Request) -> Response:
     return Response(text, media_type=_page.media_type(name))
 
 
-def _json(value: Any) -> Response:
-    """Returns a response with ASCII JSON.
+def _dumps(value: Any) -> str:
+    """Returns ASCII JSON, because JSON in UTF-8 would fail for tokens with lone surrogates."""
+    return json.dumps(value, allow_nan=False)
 
-    JSON in UTF-8 would fail for tokens with lone surrogates.
-    """
-    return Response(json.dumps(value, allow_nan=False), media_type="application/json")
+
+def _json(value: Any) -> Response:
+    return Response(_dumps(value), media_type="application/json")
 
 
 def _index(request: Request, name: str, count: int) -> int:
@@ -190,6 +223,8 @@ def _text_of(body: bytes) -> str:
         raise HTTPException(400, 'expected {"text": "..."} with a text that is not empty')
     if len(text) > MAX_CHARACTERS:
         raise HTTPException(400, f"expected at most {MAX_CHARACTERS} characters, got {len(text)}")
+    if text != text.encode(errors="replace").decode():
+        raise HTTPException(400, "expected a text without lone surrogates")
     return text
 
 

@@ -80,6 +80,10 @@ class Trace:
                 )
             if not 0 <= self.sample < layer.shape[0]:
                 raise ValueError(f"sample: expected an index below {layer.shape[0]}, got {self.sample}")
+            if 0 in layer.shape:
+                raise ValueError(f"layers: expected at least one head, query and key, got {layer!r}")
+            if layer.fact(facts.RowMax()).weights[self.sample].isnan().any():
+                raise ValueError(f"layers: expected weights without NaN, got NaN in {layer!r}")
 
     @property
     def block(self) -> int:

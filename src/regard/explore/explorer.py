@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import webbrowser
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._tools.arguments import count
+from .._tools.replacing import replacing
 from . import _page
 from ._pack import Head, head_facts, heads_of, overview, pack, queries_and_keys
 from ._trace import Trace
@@ -21,7 +23,8 @@ EMBED = ("facts", "qk")
 class Explorer:
     """A page that shows one or more traces.
 
-    `read` runs a model on a text and returns the trace. The server uses it for typed texts.
+    `read` runs a model on a text and returns the trace. The server calls it for texts that a user
+    types into the page.
     """
 
     traces: tuple[Trace, ...]
@@ -42,7 +45,7 @@ class Explorer:
         """Writes the page as one file that needs no network and no server, and returns the path.
 
         Args:
-            path: the file to write. An existing file is replaced.
+            path: the file to write. An existing file is replaced once the page is complete.
             heads: pairs (layer, head) to include. Default: all heads. With fewer heads, heat maps
                 have finer blocks.
             rows: indices of queries whose weights for all keys are included. The 8 largest weights
@@ -51,7 +54,8 @@ class Explorer:
                 compute the weights of any query.
         """
         page = _page.single(self._data(heads, rows, embed))
-        Path(path).write_text(page, encoding="utf-8", newline="\n")
+        with replacing(path) as temporary:
+            temporary.write_text(page, encoding="utf-8", newline="\n")
         return Path(path)
 
     def serve(self, *, host: str | None = None, port: int = 0, open_browser: bool = True) -> None:
@@ -66,8 +70,8 @@ class Explorer:
         print(f"{server.link}\nThe link works once, in one browser. Ctrl-C stops the server.", flush=True)
 
         def started() -> None:
-            if open_browser:
-                webbrowser.open(server.link)
+            if open_browser:  # in a thread, because a text browser such as lynx blocks until it is closed
+                threading.Thread(target=webbrowser.open, args=(server.link,), daemon=True).start()
 
         server.run(started)
 
@@ -109,7 +113,10 @@ def _check_rows(trace: Trace, rows: Iterable[int]) -> list[int]:
 
 
 def _head_data(trace: Trace, which: Head, rows: list[int], embed: str, budget: int) -> dict[str, Any]:
-    """Returns a head's facts, the weights of the queries `rows`, and q and k if embed="qk"."""
+    """Returns a head's facts, the weights of the queries `rows`, and q and k if embed="qk".
+
+    The facts include at most `budget` blocks.
+    """
     layer, head = which
     data = head_facts(trace, layer, head, _coarser(trace, layer, budget))
     if rows:

@@ -118,9 +118,9 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
 
 
 def _check_registered() -> None:
-    """Raises RuntimeError if the mask function is not registered with Transformers.
+    """Raises RuntimeError if Regard's mask function is not registered with Transformers.
 
-    Without the mask function, every attention_mask would be None, and padding would not be masked.
+    Without it, every attention_mask would be None, and padding would not be masked.
     """
     if NAME not in AttentionMaskInterface._global_mapping:
         raise RuntimeError(

@@ -27,7 +27,7 @@ CAUSAL = Causal()
 
 
 class Frame(NamedTuple):
-    """The sizes and offsets of a mask: query i is token q_offset + i, key j token kv_offset + j."""
+    """The sizes and offsets of a mask. Query i is token q_offset + i, key j is kv_offset + j."""
 
     B: int
     Lq: int
@@ -54,10 +54,10 @@ def mask_tensor(
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
     device: torch.device | str = "cpu", **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Returns a mask (B, 1, Lq, Lk) as a stand-in. Registered with `AttentionMaskInterface`.
+    """Builds a mask (B, 1, Lq, Lk). Transformers calls this for `attn_implementation="regard"`.
 
-    Returns None if nothing is masked and the arguments allow skipping the mask. While compiling,
-    returns a dense bool tensor instead of a stand-in.
+    Returns a stand-in, a tensor without memory (see `_standin.py`), or a dense bool tensor while
+    compiling. Returns None if nothing is masked and the arguments allow skipping the mask.
     """
     if torch.compiler.is_compiling():
         dense: Tensor | None = _dense(

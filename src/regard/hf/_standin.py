@@ -20,7 +20,7 @@ from ..masks import Mask
 
 
 class StandIn(Tensor):
-    """A tensor without memory. Operations on it use the result of `dense` instead."""
+    """A tensor without memory. Operations on it use the tensor that its method `dense` returns."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 

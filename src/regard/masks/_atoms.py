@@ -19,11 +19,11 @@ from ._random import chosen_blocks, signed
 
 @declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
-    """A mask that allows keys from `left` before to `right` after the query's position.
+    """A mask that allows keys from `left` positions before to `right` positions after the query.
 
     Args:
-        left: largest distance to an earlier key; None is unlimited.
-        right: largest distance to a later key; None is unlimited. Default 0: no later key.
+        left: largest distance to an earlier key. None: no limit.
+        right: largest distance to a later key. None: no limit. Default 0: no later key.
 
     Example:
         >>> masks.Window(2).to_dense(4, 4).int()
@@ -82,7 +82,7 @@ def _reach(name: str, reach: int | None) -> int | None:
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:
-    """Returns the smaller of two reaches of a Window. None is unlimited."""
+    """Returns the smaller of two limits, each `left` or `right` of a Window. None: no limit."""
     return b if a is None else a if b is None else min(a, b)
 
 
@@ -123,7 +123,7 @@ class Documents(Mask):
         q_ids: ids of the queries (..., Lq). If `k_ids` is None, these are the ids (..., Lk) of all
             positions, for queries and keys alike. A query whose position is outside [0, Lk) then
             may attend to no key.
-        k_ids: ids of the keys (..., Lk). If given, ids belong to indices, not to positions.
+        k_ids: ids of the keys (..., Lk). If given, ids are looked up by index, not by position.
     """
 
     q_ids: Tensor
@@ -236,7 +236,7 @@ def _positions(tokens: Sequence[int] | Tensor) -> Tensor:
 
 
 def _ascending(tokens: Tensor) -> Tensor:
-    """Sorts positions (..., n), replaces duplicates by padding, and trims columns of padding."""
+    """Sorts positions (..., n), replaces duplicates by padding, and drops columns of padding."""
     tokens = tokens.sort(-1).values
     repeats = torch.nn.functional.pad(tokens[..., 1:] == tokens[..., :-1], (1, 0))[..., : tokens.shape[-1]]
     tokens = tokens.masked_fill(repeats, -1).sort(-1).values

@@ -20,7 +20,7 @@ from ._mask import And, Mask, Not, Or
 
 
 class Arguments(NamedTuple):
-    """Converted arguments: use as `regard.attention(q, k, v, **arguments._asdict())`."""
+    """Arguments of `attention`, to be passed as `attention(q, k, v, **arguments._asdict())`."""
 
     mask: Mask | None = None
     bias: Tensor | None = None
@@ -188,7 +188,7 @@ def to_cu_seqlens(mask: Documents) -> tuple[Tensor, Tensor]:
 
 
 def padding(keep: Tensor) -> Mask:
-    """Returns the mask for padded keys: keep is bool (L,) or (B, L), True = real token.
+    """Returns a mask that excludes padding. `keep` is bool (L,) or (B, L), True = real token.
 
     If the real tokens of each sample are contiguous, the result is a combination of `Lengths`.
     Otherwise, or if values cannot be read (`torch.compile`), the result is `Dense`.

@@ -84,9 +84,9 @@ def _start(Lq: int, Lk: int, offset: Offset, sample: int) -> int:
 
 
 def _cells(allowed: Tensor, max_cells: int) -> tuple[Tensor, int]:
-    """Downsamples to at most max_cells cells per side.
+    """Divides the matrix `allowed` into at most max_cells x max_cells square cells.
 
-    Returns the share of allowed pairs in each cell, and the side of a cell in pairs.
+    Returns the share of allowed pairs in each cell, and the number of pairs along a cell's side.
     """
     step = -(-max(allowed.shape) // max_cells)
     shares = torch.nn.functional.avg_pool2d(allowed[None, None].double(), step, step, ceil_mode=True)
@@ -117,7 +117,7 @@ def _ticks(cells: int, step: int) -> str:
 def _shade(share: float) -> str:
     """Returns the characters that draw a cell.
 
-    A cell is drawn empty only if its share is 0, and full only if its share is 1.
+    A cell is drawn empty only if its share of allowed pairs is 0, and full only if it is 1.
     """
     if share in (0.0, 1.0):
         return SHADES[-1] if share else SHADES[0]
@@ -176,7 +176,7 @@ def _paint(axes: Any, image: Picture, cells: Tensor, colours: Colours) -> None:
 
 
 def _paint_details(axes: Any, image: Picture, colours: Colours) -> None:
-    """Draws thin lines between the pairs, and a dot where key and query position are equal."""
+    """Draws grid lines between pairs, and a dot where query and key have the same position."""
     Lq, Lk = image.allowed.shape
     diagonal = [p for p in range(image.start, image.start + Lq) if 0 <= p < Lk]
     axes.set_xticks([j - 0.5 for j in range(1, Lk)], minor=True)

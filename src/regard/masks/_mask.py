@@ -35,7 +35,7 @@ class MaskKind(Enum):
 
 
 class CallSizes(NamedTuple):
-    """The sizes of the call that a mask is applied to; None is unknown."""
+    """The sizes of the call that a mask is applied to. None means that a size is unknown."""
 
     batch: tuple[int, ...] | None
     heads: int | None
@@ -248,7 +248,7 @@ class Mask(Value):
             child._check(sizes)
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the (Lq, Lk) that the mask's tensors imply; 0 is unknown."""
+        """Returns Lq and Lk as implied by the mask's tensors. 0 means that a size is unknown."""
         known = [child._sizes() for child in self._children()]
         return max((Lq for Lq, _ in known), default=0), max((Lk for _, Lk in known), default=0)
 
@@ -264,7 +264,7 @@ class Mask(Value):
     def _mod(self, call: FlexCall) -> Mod:
         """Returns a mask_mod for FlexAttention.
 
-        The mask's tensors have one batch dim, of size 1 or B.
+        Expects that the mask's tensors have one batch dim, of size 1 or B.
         """
         return lambda b, h, q, k: self._allows(Pair(call, b, h, q, k))
 
@@ -276,7 +276,7 @@ class Mask(Value):
         return node(self._op, *self._arguments(pool))
 
     def _arguments(self, pool: Pool) -> list[int]:
-        """Returns the fields as integers, for the mask program.
+        """Returns the mask's fields as integers, for the mask program.
 
         A tensor is added to `pool` and represented by its index in the pool.
         """
@@ -291,7 +291,7 @@ class Mask(Value):
     def _cut(self, tile: Rectangle) -> Mask:
         """Returns the mask restricted to a tile.
 
-        The mask's tensors have one batch dim, of size 1 or B.
+        Expects that the mask's tensors have one batch dim, of size 1 or B.
         """
         return self._map(lambda x: x._cut(tile) if isinstance(x, Mask) else cut(x, tile.samples))
 
@@ -321,7 +321,7 @@ class _Combination(Mask):
         return self.masks
 
     def _combined(self, allowed: Sequence[Tensor], pairs: Pairs) -> Tensor:
-        """Combines `allowed`, one bool tensor for each of the masks, into one."""
+        """Combines the bool tensors `allowed`, one for each of the masks, into one tensor."""
         raise NotImplementedError
 
     def _dense(self, grid: Grid) -> Tensor:

@@ -45,7 +45,7 @@ class Program:
     cores: tuple[int, ...]
 
     def bind(self, batch: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Returns the tensors with their batch dims flattened to a dim of size 1 or B."""
+        """Returns the program's tensors, with all batch dims flattened into one of size 1 or B."""
         return tuple(_flatten(t, core, batch) for t, core in zip(self.tensors, self.cores, strict=True))
 
 
@@ -86,7 +86,7 @@ class Pool:
 
 
 def node(op: Op, *arguments: int, children: Iterable[list[int]] = ()) -> list[int]:
-    """Returns the code of one node."""
+    """Returns the code of one node, including its children."""
     body = [*arguments, *(word for child in children for word in child)]
     return [int(op), len(body) + 2, *body]
 

@@ -15,7 +15,7 @@ def create_causal_mask(Lq: int, Lk: int | None = None) -> Tensor:
 
 
 def create_window_mask(Lq: int, left: int, right: int = 0, Lk: int | None = None) -> Tensor:
-    """Returns a mask (Lq, Lk) that allows `left` keys before and `right` keys after each query."""
+    """Returns a mask (Lq, Lk): keys from `left` before to `right` after each query are allowed."""
     return Window(left, right).to_dense(Lq, Lq if Lk is None else Lk)
 
 

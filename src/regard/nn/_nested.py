@@ -16,7 +16,7 @@ class PackedTokens(NamedTuple):
     layout: torch.layout
 
     def nested(self, tokens: Tensor) -> Tensor:
-        """Returns `tokens` (total, ...) as a nested tensor with the original layout and lengths."""
+        """Splits `tokens` (total, ...) at `cu_seqlens` into a nested tensor of the same layout."""
         if self.layout is torch.jagged:
             return torch.nested.nested_tensor_from_jagged(tokens, self.cu_seqlens)
         sizes = self.cu_seqlens.diff().tolist()

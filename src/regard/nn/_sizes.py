@@ -22,7 +22,7 @@ def sizes(
     d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None,
 ) -> HeadSizes:  # fmt: skip
-    """Returns the checked head sizes. Defaults: Hkv = H, D = d_model / H, Dv = D."""
+    """Checks the sizes of a module's heads. Defaults: Hkv = H, D = d_model / H, Dv = D."""
     d_model, heads = count("d_model", d_model, 1), count("heads", heads, 1)
     kv_heads = count("kv_heads", heads if kv_heads is None else kv_heads, 1)
     if heads % kv_heads:
@@ -47,7 +47,7 @@ class GroupedHeads(CheckedModule):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The numbers of channels of all query heads, all key heads and all value heads."""
+        """Numbers of channels of all query heads, of all key heads, and of all value heads."""
         keys = self.kv_heads * self.head_dim
         return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
 

@@ -35,9 +35,9 @@ def attend_with_weights(
     The weights are (B, Lq, Lk) if `average`, else (B, H, Lq, Lk). Fully masked rows are zero.
 
     Without gradients and dropout, the output is the product of weights and values, so that scores
-    are computed once. If that product is not finite, the kernel computes the output instead,
-    because the cause may be a NaN in a masked value: 0 * NaN is NaN, and the kernel skips masked
-    keys.
+    are computed once. If that product is not finite, `regard.attention` computes the output
+    instead. The cause may be a NaN in a masked value: 0 * NaN is NaN, and `regard.attention` skips
+    masked keys.
     """
     q, k, v = qkv
     options = _dense_options(q, k, arguments)
@@ -72,10 +72,10 @@ def _if_any(x: Tensor) -> Tensor | None:
 
 
 def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
-    """Returns whether scores may be overwritten by weights.
+    """Returns whether the weights may be computed in the memory of the scores.
 
-    This requires that no gradient is recorded, the call is not watched, and q is float32 or
-    float64.
+    This requires that no gradient is recorded, that PyTorch does not compile, trace or transform
+    the call, and that q is float32 or float64.
     """
     leaves = qkv if options.bias is None else (*qkv, options.bias)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)

@@ -1,4 +1,4 @@
-"""`Attention`: `regard.attention` with projections. Constructors of common forms of the module."""
+"""`Attention`: `regard.attention` with projections, and functions that build its common forms."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ class Attention(AttentionLayer, GroupedHeads):
         return KVCache(B, *sizes, capacity=capacity, dtype=weight.dtype, device=weight.device)
 
     def _projected(self, x: Tensor, context: Context) -> QKV:
-        """Returns q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv)."""
+        """Projects x to q (..., Hq, L, D), and the context (default: x) to k and v.
+
+        k is (..., Hkv, Lk, D), v is (..., Hkv, Lk, Dv).
+        """
         if context is None and self.kv_model is None:
             q, k, v = self.qkv(x).split(self._widths, -1)
             return split_heads(q, self.heads), *self._normed_keys(k, v)
@@ -174,9 +177,9 @@ class Attention(AttentionLayer, GroupedHeads):
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _qkv_rows(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the part of the weight and of the bias of `qkv` that computes one kind of output.
+        """Returns the rows of the weight and of the bias of `qkv` that compute some of its outputs.
 
-        Index 0 is the part for queries, index 1 the part for keys and values.
+        Index 0 selects the rows for queries, index 1 the rows for keys and values.
         """
         queries, keys, values = self._widths
         sizes, bias = (queries, keys + values), self.qkv.bias
@@ -198,8 +201,8 @@ class Attention(AttentionLayer, GroupedHeads):
     def _may_overwrite(self, q: Tensor, k: Tensor) -> bool:
         """Returns whether q and k may be rotated in place.
 
-        They may not if a gradient is recorded, if a projection has a hook, or if the call is
-        watched.
+        They may not if a gradient is recorded, if a projection has a hook, or if PyTorch compiles,
+        traces or transforms the call.
         """
         projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
         hooked = any(p._forward_hooks for p in projections)

@@ -56,8 +56,8 @@ class BigBirdAttention(Projected):
 
     Each block of tokens attends to the blocks around it, to random blocks and to global blocks.
     Time is O(L * block * (window + random + number of global blocks)). Global tokens are blocks of
-    the sequence (`global_blocks`, BigBird-ITC), separate tokens (the argument `global_x` of
-    `forward`, BigBird-ETC, usually with `global_blocks=()`), or both.
+    the sequence (`global_blocks`, BigBird-ITC), or separate tokens (the argument `global_x` of
+    `forward`, BigBird-ETC), or both. BigBird-ETC is usually used with `global_blocks=()`.
 
     Args:
         d_model: width of the input and of the output.

@@ -43,7 +43,8 @@ class GatedFeedForward(nn.Module):
     """A gated feed-forward layer, down(dropout(activation(gate(x)) * up(x))).
 
     Maps (..., d_model) to (..., d_model). With SiLU as activation, the layer is SwiGLU. With GELU,
-    it is GEGLU. The layer `gate_up` holds the rows of `gate`, followed by the rows of `up`.
+    it is GEGLU. One linear layer, `gate_up`, computes `gate` and `up`: its weight holds the rows of
+    `gate`, followed by the rows of `up`.
 
     Args:
         d_model: width of the input and of the output.

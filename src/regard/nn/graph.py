@@ -102,7 +102,7 @@ def _sums(values: Tensor, starts: Tensor) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Weighted sum of the sources' values over the edges into each target.
+    """For each target node, sums the values of its source nodes, weighted by the edges' weights.
 
     Weights (H * E,), values (H * n, C) -> (H * n, C). No tensor (H * E, C) is allocated: forward
     and the gradient of the values use a fused sum, and the gradient of the weights is computed in

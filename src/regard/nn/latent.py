@@ -27,7 +27,7 @@ RMS = partial(nn.RMSNorm, eps=1e-6)
 
 
 class Ways(NamedTuple):
-    """The numbers of multiplications and additions in the absorbed and in the expanded form."""
+    """The number of multiplications and additions of latent attention in each of its two forms."""
 
     absorbed: int
     expanded: int
@@ -226,7 +226,10 @@ class LatentAttention(AttentionLayer):
         return torch.cat(q, -1), torch.cat((nope, shared), -1), v
 
     def _absorbed(self, q: Queries) -> Tensor:
-        """Multiplies the unrotated channels of q by W_uk. Returns (..., H, L, rank + rope_dim)."""
+        """Multiplies the unrotated channels of q by W_uk and appends the rotated channels.
+
+        Returns (..., H, L, rank + rope_dim).
+        """
         return torch.cat((q.nope @ self._up_matrices()[0], q.rope), -1)
 
     def _values(self, attended: Tensor) -> Tensor:
@@ -279,8 +282,9 @@ def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:
 def _default_scale(module: LatentAttention) -> float:
     """Returns 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction for YaRN.
 
-    With `mscale` and `mscale_all_dim`, YaRN divides cos and sin by g = growth(mscale_all_dim). The
-    scale is multiplied by g^2, so that g^2 applies to the scores of all channels, rotated or not.
+    If `mscale_all_dim` is set, the scale is multiplied by g^2, where g = growth(mscale_all_dim).
+    With `mscale` too, YaRN multiplies cos and sin by growth(mscale) / g. In total, this multiplies
+    the scores of rotated channels by growth(mscale)^2 and those of the other channels by g^2.
     """
     scale = 1 / math.sqrt(module.nope_dim + module.rope_dim)
     scaling = None if module.position is None else module.position.scaling

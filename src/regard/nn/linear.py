@@ -114,7 +114,10 @@ class LinearAttention(GroupedHeads):
         return out
 
     def new_cache(self, B: int, capacity: int | None = None) -> LinearCache:
-        """Returns an empty `LinearCache` for B samples. `capacity` is checked but has no effect."""
+        """Returns an empty `LinearCache` for B samples.
+
+        `capacity` is checked but has no effect, because the size of the cache is constant.
+        """
         if capacity is not None:
             count("capacity", capacity, 1)
         weight = self.qkv.weight

@@ -121,7 +121,7 @@ class LinformerAttention(Projected):
         return self._output(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Computes attention with E and F, but without the projections to queries, keys and values.
+        """Projects k and v to `rank` rows each, with E and F, and attends to the projected rows.
 
         q (B, H, L, D), k (B, H, Lk, D), v (B, H, Lk, Dv) -> (B, H, L, Dv).
         """

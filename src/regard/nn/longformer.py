@@ -154,7 +154,7 @@ class LongformerAttention(Projected):
         return attention(q, k, v, mask=padding, dropout=self._call_dropout())
 
     def _absorbs(self, n: int) -> bool:
-        """Returns whether to use the absorbed form (`_absorbed`), without keys and values.
+        """Returns whether to use the absorbed form (`_absorbed`), which needs no keys and values.
 
         In evaluation, it is used if it is cheaper for n global tokens. The absorbed form takes 2 n
         d_model multiplications per token and head. The usual form takes 2 d_model D for keys and
@@ -245,9 +245,9 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises ValueError for bool marks of the wrong length, and for integer marks 0 and 1.
+    """Raises ValueError for bool marks that are not L, and for L integers that are all 0 or 1.
 
-    The integers 0 and 1 would be read as positions.
+    Such integers are probably meant as marks, but would be read as positions.
     """
     x = tensor_of("global_tokens", tokens)
     if x.dtype == torch.bool:

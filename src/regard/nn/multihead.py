@@ -221,7 +221,7 @@ def no_fast_path(module: torch.nn.Module, args: Any) -> None:
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor, dim: int) -> QKV:
-    """Adds a batch dim at `dim`. Inputs that are the same tensor remain one tensor."""
+    """Adds a batch dim at `dim`. Arguments that are the same tensor stay the same tensor."""
     q = query.unsqueeze(dim)
     k = q if key is query else key.unsqueeze(dim)
     return q, k, k if value is key else value.unsqueeze(dim)

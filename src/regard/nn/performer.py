@@ -32,7 +32,7 @@ class PerformerAttention(Projected):
         d_model: width of the input and of the output.
         heads: number of heads H.
         features: number m of random features. Default: D * log(D), rounded down, as in the proof
-            of the paper.
+            of the Performer paper.
         kernel: "softmax", or, for generalised attention, a function that maps the products w.x
             with the random vectors w to features. Example: `torch.relu`.
         causal: if True, a token attends to itself and to earlier tokens.
@@ -152,8 +152,8 @@ class PerformerAttention(Projected):
     def _key_features(self, k: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the features of keys (B, H, L, m), divided by exp(top), and top.
 
-        For the softmax kernel, top (B, H, 1, 1) is the largest exponent. For other kernels, it is
-        the scalar 0.
+        For the softmax kernel, top (B, H, 1, 1) is the largest exponent of all keys of a head. For
+        other kernels, it is the scalar 0.
         """
         if not isinstance(self.kernel, str):
             phi = self._mapped(k, self.kernel)
@@ -236,7 +236,7 @@ def _largest(exponents: Tensor) -> Tensor:
 
 
 def _chunk_lengths(lengths: Tensor | None, first: int, L: int) -> Tensor | None:
-    """Returns how many of the L tokens from token `first` on are real in each sample: (B,)."""
+    """Returns (B,): how many of the tokens first, ..., first + L - 1 are not padding."""
     return None if lengths is None else (lengths - first).clamp(0, L)
 
 

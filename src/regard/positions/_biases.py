@@ -49,7 +49,7 @@ class AlibiBias(nn.Module):
 class Relative(nn.Module):
     """A module that returns the relative position bias of T5.
 
-    In T5, all layers of the encoder share one such module, and so do all layers of the decoder.
+    In T5, all layers of the encoder share one such module, and all layers of the decoder another.
 
     Args:
         heads: Hq.

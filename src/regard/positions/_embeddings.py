@@ -9,6 +9,7 @@ from torch.types import Device
 from .._tools.arguments import count, describe, readable
 from ._frequencies import frequencies
 from ._positions import Positions, position_tensor
+from ._rotary import rotary_table
 
 
 def sinusoidal(positions: Tensor, d_model: int, *, base: float = 10000.0) -> Tensor:
@@ -17,9 +18,8 @@ def sinusoidal(positions: Tensor, d_model: int, *, base: float = 10000.0) -> Ten
     Channel 2i is `sin(position * base ** (-2i / d_model))`, channel 2i + 1 is the cosine, as in
     "Attention is all you need".
     """
-    turns, _ = frequencies(d_model, base)
-    angles = positions[..., None].float() * turns.to(positions.device)
-    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
+    cos, sin = rotary_table(positions, frequencies(d_model, base)[0])
+    return torch.stack((sin, cos), -1).flatten(-2)
 
 
 def _token_positions(x: Tensor, d_model: int, positions: Positions) -> Tensor:
@@ -34,7 +34,7 @@ class Sinusoidal(nn.Module):
 
     Args:
         d_model: number of channels, even.
-        base: as in `sinusoidal`. The longest wavelength is about 2 pi base positions.
+        base: as in `sinusoidal`. The longest wavelength is about 2 pi * base positions.
     """
 
     def __init__(self, d_model: int, *, base: float = 10000.0) -> None:

@@ -15,7 +15,7 @@ from .._tools.arguments import count, number
 
 
 class Scaling:
-    """The base class of frequency scalings. Subclasses define `turns` and, if not 1, `gain`."""
+    """The base class of frequency scalings. Subclasses define `turns` and may override `gain`."""
 
     def turns(self, dims: int, base: float) -> Tensor:
         """Returns the frequencies (dims / 2,) float32, in radians per position."""
@@ -32,7 +32,8 @@ class Scaling:
 def frequencies(dims: int, base: float = 10000.0, scaling: Scaling | None = None) -> tuple[Tensor, float]:
     """Returns the rotary frequencies (dims / 2,) float32 and the attention factor.
 
-    Frequency i is `base ** (-2i / dims)` radians per position, before scaling.
+    Frequency i is `base ** (-2i / dims)` radians per position, before scaling. The attention factor
+    multiplies cos and sin.
 
     Args:
         dims: number of rotated channels, even.
@@ -98,7 +99,7 @@ class YaRN(Stretching):
     """YaRN scaling: keeps high frequencies, divides low ones by `factor`, and blends in between.
 
     Args:
-        factor: ratio of the context lengths.
+        factor: the context length divided by `original_length`.
         original_length: context length in training.
         beta_fast: channel pairs that rotate more often than this within `original_length` positions
             keep their frequency.
@@ -145,7 +146,11 @@ class YaRN(Stretching):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _ramp(self, dims: int, base: float) -> Tensor:
-        """Returns weights (dims / 2,): 0 for high frequencies, 1 for low ones, linear between."""
+        """Returns how much each frequency is scaled, (dims / 2,).
+
+        0 means that it is kept (high frequencies), 1 that it is divided by `factor` (low ones).
+        Between them, the result is linear in the index of the channel pair.
+        """
 
         def pair_index(rotations: float) -> float:
             return dims * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -163,7 +168,7 @@ class Llama3(Stretching):
     """The scaling of Llama 3.1: keeps short wavelengths, scales long ones, and blends in between.
 
     Args:
-        factor: ratio of the context lengths.
+        factor: the divisor of low frequencies.
         low_freq_factor: above a wavelength of original_length / low_freq_factor, frequencies are
             divided by `factor`.
         high_freq_factor: below a wavelength of original_length / high_freq_factor, frequencies are

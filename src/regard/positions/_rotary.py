@@ -12,30 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-from .._tools.arguments import broadcasts, describe
+from .._tools.arguments import broadcasts, describe, readable
 from .._tools.watching import is_legacy_batchedtensor, is_watched
 from ._frequencies import Scaling, frequencies
 from ._positions import Positions, position_tensor
 
 LAYOUTS = ("half", "interleaved")
+NEAR = 32768  # positions below NEAR share one cached table; a power of two
+PAGE = 64  # a cached table of later positions starts and ends at multiples of PAGE
 Pair = tuple[Tensor, Tensor]
 
 
 def rotary_table(
     positions: Tensor, turns: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Pair:
-    """Returns cos and sin (..., L, dims / 2) of positions (..., L).
+    """Returns cos and sin (..., L, dims / 2) of the rotation angles at positions (..., L).
 
     Args:
         positions: integers (..., L).
         turns: frequencies (dims / 2,), in radians per position.
         factor: multiplies cos and sin.
-        dtype: dtype of the results. Angles are computed in float64 if dtype is float64, else in
-            float32.
+        dtype: dtype of the results. Default: float32. Angles are always computed in float64: in
+            float32 the angle at position 1,000,000 would be off by up to 0.03.
     """
-    precision = torch.float64 if dtype is torch.float64 else torch.float32
-    angles = positions[..., None].to(precision) * turns.to(positions.device, precision)
-    return (angles.cos() * factor).to(dtype or precision), (angles.sin() * factor).to(dtype or precision)
+    angles = positions[..., None] * turns.to(positions.device, torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype or torch.float32), sin.to(dtype or torch.float32)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half", inplace: bool = False) -> Tensor:
@@ -107,7 +111,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor
 
 
 def _rotate_traced(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Rotates with functional operations, for compilers, transforms and forward mode."""
+    """Rotates without writing into existing tensors, for compilers, transforms and forward mode."""
     half = cos.shape[-1]
     a, b = _pairs(x, half, layout)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -155,7 +159,7 @@ class Rotary(nn.Module):
         self.dims, self.base, self.scaling, self.layout = dims, base, scaling, layout
         # Not a buffer, because `model.half()` and `model.to("meta")` would convert it.
         self.inv_freq, self.attention_factor = frequencies(dims, base, scaling)
-        self._tables: dict[tuple[torch.device, torch.dtype], Pair] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[int, Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor, positions: Positions = 0, *, inplace: bool = False) -> Tensor:
         """Rotates x (..., H, L, D).
@@ -169,27 +173,36 @@ class Rotary(nn.Module):
         """Returns cos and sin for x, (L, dims / 2) or (B, 1, L, dims / 2), in x's dtype."""
         if x.dim() < 2:
             raise ValueError(f"x: expected (..., H, L, D), got {describe(x)}")
-        L = x.shape[-2]
-        if type(positions) is int and positions >= 0 and not is_watched(x, x, x):
-            cos, sin = self._cached_table(positions + L, x.device, x.dtype)
-            return cos[positions : positions + L], sin[positions : positions + L]
-        at = position_tensor(positions, L, x.device)
+        L, watched = x.shape[-2], is_watched(x, x, x)
+        if type(positions) is int and positions >= 0 and not watched:
+            return self._cached_rows(positions, positions + L, x.device, x.dtype)
+        at = position_tensor(positions, L, x.device).long()
         at = at.unsqueeze(-2) if at.ndim > 1 else at
+        if at.is_cpu and at.numel() and not watched and readable(at):
+            first, last = (int(position) for position in at.aminmax())
+            if first >= 0 and last < NEAR:  # reading a table is faster than computing cos and sin
+                cos, sin = self._cached_rows(0, last + 1, x.device, x.dtype)
+                return cos[at], sin[at]
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
-    def _cached_table(self, length: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Returns cos and sin of at least the first `length` positions.
+    def _cached_rows(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> Pair:
+        """Returns cos and sin of the positions from `begin` to `end` - 1.
 
-        The cached table grows by doubling.
+        They are views of a cached table. Each device and dtype has two: one of the first positions,
+        which grows by doubling up to NEAR, and one of the latest call beyond NEAR. Neither exceeds
+        NEAR rows.
         """
-        table = self._tables.get((device, dtype))
-        if table is None or len(table[0]) < length:
-            size = max(length, 2 * len(table[0]) if table is not None else 0)
+        near = end <= NEAR
+        first, cos, sin = self._tables.get((device, dtype, near), (0, None, None))
+        if cos is None or sin is None or begin < first or end > first + cos.shape[0]:
+            first = 0 if near else begin // PAGE * PAGE
+            last = 1 << (end - 1).bit_length() if near else -(-end // PAGE) * PAGE
             with torch.inference_mode(False):  # an inference tensor could not be used in training later
-                at = torch.arange(size, device=device)
-                table = rotary_table(at, self.inv_freq, self.attention_factor, dtype)
-            self._tables[device, dtype] = table
-        return table
+                at = torch.arange(first, last, device=device)
+                cos, sin = rotary_table(at, self.inv_freq, self.attention_factor, dtype)
+            if last - first <= NEAR:
+                self._tables[device, dtype, near] = first, cos, sin
+        return cos[begin - first : end - first], sin[begin - first : end - first]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tables": {}}

@@ -47,7 +47,7 @@ def rollout(
 ) -> Figure:
     """Draws one token's row of attention rollout as bars.
 
-    A bar is the contribution of one token through all layers.
+    Each bar is the contribution of a token to the given token through all layers.
     """
     row, texts = seen.rollout(token, sample), seen[0].texts(sample)
     at = _tokens.find(texts, token)

@@ -20,7 +20,7 @@ MOST_WEIGHTS = 2**26  # `Head.weights` raises if a layer has more weights, over 
 
 
 def on_cpu(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the results of facts, with their tensors moved to the CPU."""
+    """Returns the results of `evidence`, with their tensors moved to the CPU."""
     return tuple(tree.tree_map_only(Tensor, Tensor.cpu, result) for result in results)
 
 
@@ -102,7 +102,7 @@ class Layer:
         return rows
 
     def texts(self, sample: int = 0) -> tuple[str, ...]:
-        """Returns the tokens of a sample's queries, or their positions if the tokens are unknown."""
+        """Returns the tokens of a sample's queries, or positions if the tokens are unknown."""
         return self._texts(sample, self.start(sample), self.shape[2])
 
     def start(self, sample: int = 0) -> int:
@@ -119,7 +119,7 @@ class Layer:
         return tuple(map(str, range(first, first + n))) if self.tokens is None else self.tokens[sample]
 
     def roles(self, sample: int = 0) -> list[dict[str, Role]]:
-        """Returns one dict per head, from role names to scores. See docs/seeing.md for the roles."""
+        """Returns one dict per head, from role names to scores. docs/seeing.md lists the roles."""
         if sample not in self._roles:
             self._roles[sample] = of_layer(self, sample)
         return self._roles[sample]

@@ -123,7 +123,7 @@ def _cells(head: Head, limit: int) -> Cells:
 def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
     """Returns a heat map of each head at block resolution, with at most `most` rows and columns.
 
-    A value is the mass of a block, divided by the number of its queries.
+    A value is the attention mass of a block, divided by the number of queries in the block.
     """
     block = 1 << (-(-longest // most) - 1).bit_length()  # smallest power of two with at most `most` blocks
     mass = layer.fact(facts.BlockMass(block)).levels[0][sample]  # (Hq, nq, nk)

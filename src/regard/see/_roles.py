@@ -75,7 +75,10 @@ def named(role: Role | None) -> str:
 
 
 def chosen(roles: dict[str, Role]) -> Role | None:
-    """Returns the first role of `ROLES` that is certain and reaches its threshold, or None."""
+    """Returns the first role of `ROLES` whose score is certain and reaches the role's threshold.
+
+    A score is certain if enough queries contribute to it. Returns None if there is no such role.
+    """
     reached = (roles[name] for name, role in ROLES.items() if roles[name].score >= role.least)
     return next((role for role in reached if role.certain), None)
 

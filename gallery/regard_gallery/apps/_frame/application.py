@@ -1,4 +1,4 @@
-"""The base class of applications, and their training recipe: steps, learning rate and so on."""
+"""The base class of applications, and `Recipe`, the hyperparameters of their training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Application(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Loads the data and splits it."""
+        """Loads the data and splits it into training, validation and test data."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -76,9 +76,9 @@ class Application(ABC):
 
     @abstractmethod
     def measure(self, model: nn.Module, held: Any) -> Scores:
-        """Returns the model's scores on `held`, which is `tested` or `validated`.
+        """Returns the model's scores on `held`, which is `self.tested` or `self.validated`.
 
-        The keys of the result are the names of measures in `more` and `less`.
+        The keys of the result are the names of the measures. `more` and `less` list these names.
         """
 
     def validation(self, model: nn.Module) -> float:
@@ -108,7 +108,7 @@ class Application(ABC):
 
     @abstractmethod
     def answer(self, model: nn.Module, request: str) -> str:
-        """Returns the answer to a request that is not blank."""
+        """Returns the trained model's answer to a request that is not blank."""
 
     def number(self, request: str, among: Container[int]) -> int:
         """Parses the request as an integer. Raises ValueError unless it is in `among`."""
@@ -132,5 +132,5 @@ class Application(ABC):
 
 
 def shuffled(count: int, seed: int) -> Tensor:
-    """Returns a random permutation of 0, ..., count - 1."""
+    """Returns a random permutation of 0, ..., count - 1, which depends only on `seed`."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from regard.cli.console import replacing
 
 KEY = "regard"
 
@@ -35,13 +36,12 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    temporary = path.with_suffix(".new")
     copies = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
     try:
-        save_file(copies, temporary, {"format": "pt", KEY: json.dumps(about)})
+        with replacing(path) as temporary:
+            save_file(copies, temporary, {"format": "pt", KEY: json.dumps(about)})
     except SafetensorError as error:
         raise OSError(f"{path}: could not be written: {error}") from None
-    os.replace(temporary, path)
 
 
 def read(path: Path, expected: dict[str, object], wanted: Sequence[str]) -> Checkpoint:
@@ -84,7 +84,10 @@ def named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's state as tensors with names such as "3.exp_avg" (of parameter 3)."""
+    """Returns the optimizer's state as a dict of tensors.
+
+    A name such as "3.exp_avg" stands for `exp_avg` of parameter number 3.
+    """
     state = optimizer.state_dict()["state"]
     return {f"{index}.{name}": value for index, tensors in state.items() for name, value in tensors.items()}
 

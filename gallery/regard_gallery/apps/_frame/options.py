@@ -1,4 +1,4 @@
-"""Options of a run."""
+"""Options of `regard run`: seeds, attention implementation, output folder and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MANY = 2**31  # seeds are below MANY, so that a step's seed (about seed * 10^6) 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run. Checkpoints and pictures are written to the folder `out`."""
+    """Options of `regard run`. Checkpoints and pictures are written to the folder `out`."""
 
     quick: bool = False
     attention: str = "regard"

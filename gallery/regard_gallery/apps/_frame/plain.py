@@ -1,4 +1,4 @@
-"""Makes a model use PyTorch's attention, for `--attention torch` and for the speed ratio."""
+"""Makes a model use PyTorch's attention, for `--attention torch` and to compare step times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.positions import Rotary
 
 
 class PlainAttention(Attention):
-    """`Attention` that calls PyTorch's `scaled_dot_product_attention`."""
+    """An `Attention` layer that calls PyTorch's `scaled_dot_product_attention`."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if options.get("cu_seqlens") is not None:
@@ -37,9 +37,9 @@ class PlainAttention(Attention):
 
 
 class PlainGraphAttention(GraphAttention):
-    """`GraphAttention` that uses PyTorch's gather and scatter operations.
+    """A `GraphAttention` layer that uses PyTorch's gather and scatter operations.
 
-    Materialises a tensor (E, H, d_head) for E edges and H heads.
+    It allocates a tensor (E, H, d_head) for E edges and H heads, which `GraphAttention` does not.
     """
 
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
@@ -59,7 +59,10 @@ KINDS = {Attention: PlainAttention, GraphAttention: PlainGraphAttention}
 
 @lru_cache(maxsize=4)
 def _dense(mask: Mask, Lq: int, Lk: int) -> Tensor:
-    """Returns a mask as a bool tensor. Cached, because all layers of a step use the same mask."""
+    """Returns a mask as a bool tensor (Lq, Lk).
+
+    Results are cached, because all layers of a training step use the same mask.
+    """
     return mask.to_dense(Lq, Lk)
 
 

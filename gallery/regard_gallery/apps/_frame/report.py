@@ -1,4 +1,4 @@
-"""The output of a run: scores, baselines, goals, times and paths."""
+"""The output of a run: a printed table and a JSON file with scores, goals and times."""
 
 from __future__ import annotations
 

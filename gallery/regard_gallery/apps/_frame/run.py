@@ -19,11 +19,11 @@ from .options import Options
 from .training import about, step_times, train
 
 OWN = "Regard"  # the key of the model in dicts of scores; other keys are baselines
-TIMING = 10.0  # seconds spent on measuring the speed ratio
+TIMING = 10.0  # seconds spent on timing training steps with both attention implementations
 
 
 class Outcome(NamedTuple):
-    """Scores and times of one seed."""
+    """Scores and times of the run with one seed."""
 
     scores: Scores
     baselines: dict[str, Scores]
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The results of a run."""
+    """The results of a run with all its seeds: scores, goals, step times and output paths."""
 
     attention: str
     outcomes: list[Outcome]  # one per seed
@@ -54,7 +54,7 @@ class Report(NamedTuple):
 
 
 def _scores(outcomes: list[Outcome]) -> dict[str, list[Scores]]:
-    """Returns a dict from the baselines' names and OWN (the model) to scores, one per seed."""
+    """Maps each baseline's name, and "Regard" for the model, to a list of its scores by seed."""
     by_seed = [outcome.baselines | {OWN: outcome.scores} for outcome in outcomes]
     return {name: [scores[name] for scores in by_seed] for name in by_seed[0]}
 
@@ -77,7 +77,7 @@ def run(kind: type[Application], options: Options) -> Report:
 
 
 def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
-    """Returns, for each goal, whether the mean score over all seeds reaches it."""
+    """Returns, for each goal, whether the mean scores over all seeds reach it."""
     means = {name: averaged(scores) for name, scores in _scores(outcomes).items()}
     return app.goals(means.pop(OWN), means)
 
@@ -85,8 +85,8 @@ def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
 def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
     """Trains and scores a model with one seed.
 
-    With `resume`, continues an interrupted run. If that run is already finished, reads its outcome
-    from its checkpoint.
+    With `resume`, continues an interrupted run. If a finished checkpoint exists, reads the outcome
+    from it and trains nothing.
     """
     began = perf_counter()
     app = kind(quick=options.quick, seed=seed)

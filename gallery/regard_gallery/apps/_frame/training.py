@@ -27,7 +27,7 @@ Progress = Callable[[int, float, float], None]  # called with steps done, last l
 
 @dataclass
 class State:
-    """The state of a training run, from which it can be resumed."""
+    """The state of a training run. Training can be resumed from it."""
 
     model: nn.Module
     optimizer: AdamW
@@ -40,7 +40,7 @@ class State:
 def rival_scores(app: Application, rival: Build) -> Scores:
     """Trains the model that `rival()` builds and returns its test scores.
 
-    Data and recipe are those of the application.
+    The data and the training recipe are those of the application.
     """
     model = train(app, None, "regard", lambda step, loss, best: None, rival).model
     with torch.no_grad():
@@ -50,9 +50,9 @@ def rival_scores(app: Application, rival: Build) -> Scores:
 def train(app: Application, path: Path | None, attention: str, tick: Progress, build: Build = None) -> State:
     """Trains a model and returns the final state, with the weights of the best validation score.
 
-    Every validation writes a checkpoint to `path`, unless `path` is None. If the file exists,
-    training resumes from it. The caller deletes the file. `tick` is called after every step. If
-    `build` is given, it builds the model instead of `app.model`.
+    Every validation writes a checkpoint to `path`, unless `path` is None. If the file `path` exists
+    at the start, training resumes from it. The caller deletes the file. `tick` is called after
+    every step. If `build` is given, it builds the model instead of `app.model`.
     """
     state, metadata = begin(app, attention, build), about(app, attention)
     if path is not None and path.exists():
@@ -154,8 +154,9 @@ def _resume(state: State, path: Path, metadata: dict[str, object]) -> None:
 def step_times(app: Application, model: nn.Module, seconds: float) -> dict[str, float]:
     """Returns the seconds of a training step with Regard's and with PyTorch's attention.
 
-    The keys of the result are the names in ATTENTIONS. All steps use the same batch. The two
-    implementations take turns for about `seconds` in total. The shortest time of each counts.
+    The keys of the result are "regard" and "torch". All steps use the same batch. The two
+    implementations take turns for about `seconds` in total. The result has the shortest time of
+    each implementation.
     """
     batch = app.batch(model, torch.Generator().manual_seed(0))
 

@@ -13,7 +13,7 @@ from regard.nn import Block, EncoderBlock, Stack
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of transformer blocks. The method `stack` builds the blocks."""
+    """The sizes of a stack of transformer blocks. The method `stack` builds the stack."""
 
     d_model: int = 64
     heads: int = 4

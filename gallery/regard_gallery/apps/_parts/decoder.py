@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
 @torch.inference_mode()
 def write(model: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """Yields the tokens that the model generates after `prompt`, with one cache per layer."""
+    """Yields the tokens that the model generates after `prompt`. Uses one cache per layer."""
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.stack.new_caches(1, len(prompt) + sampling.max_tokens)
     new = list(prompt)

@@ -61,7 +61,7 @@ class LanguageApp(Application):
         self.tokens = self.encode(self.trained)
 
     def encode(self, texts: list[str]) -> Tensor:
-        """Returns the tokens of all texts, (n,), with END before the first and after every text."""
+        """Returns the tokens of all texts, (n,), with end tokens before the first and after each."""
         documents = [[0], *([*encoding.ids, 0] for encoding in self.tokenizer.encode_batch(texts))]
         return torch.tensor([token for tokens in documents for token in tokens])
 
@@ -128,7 +128,8 @@ class LanguageApp(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Plots the mean bits per token against the number of context tokens.
 
-        Draws one curve for the decoder and one for the n-grams, averaged over DRAWN test sequences.
+        One curve shows the decoder and one the n-grams of tokens. Both are averages over 400 test
+        sequences.
         """
         tokens = self.encode(self.tested)
         begins = torch.linspace(0, len(tokens) - self.length - 1, DRAWN).long()
@@ -154,14 +155,14 @@ def _bits(scores: Tensor, following: Tensor) -> Tensor:
 
 
 def count_bytes(texts: list[str]) -> int:
-    """Returns the number of UTF-8 bytes of all texts, plus one byte for the END of each text."""
+    """Returns the number of UTF-8 bytes of all texts, plus one end token for each text."""
     return sum(len(text.encode()) + 1 for text in texts)
 
 
 def _bytes(texts: list[str]) -> Any:
     """Returns the bytes of all texts as tokens 1 to 256.
 
-    As in `encode`, END (0) is before the first text and after every text.
+    As in `encode`, the end token (0) is before the first text and after every text.
     """
     tokens = [0]
     for text in texts:
@@ -170,10 +171,10 @@ def _bytes(texts: list[str]) -> Any:
 
 
 def by_doubling(values: Tensor) -> tuple[list[float], list[float]]:
-    """Averages `values`, numbered from 1, over the ranges 1, 2 to 3, 4 to 7, and so on.
+    """Averages values[i - 1] over ranges of i: i = 1, i = 2 to 3, i = 4 to 7, and so on.
 
-    Returns the geometric middle of each range and the mean of its values. Drops the values after
-    the last complete range.
+    Returns, for each range, the geometric mean of its first and last i, and the mean of its values.
+    Values after the last complete range are dropped.
     """
     starts = [2**i for i in range(int(math.log2(len(values) + 1)))]
     means = [float(values[a - 1 : 2 * a - 1].mean()) for a in starts]

@@ -26,7 +26,7 @@ def layer_rows(stack: Stack, x: Tensor, query: int) -> list[Tensor]:
 
 
 def _arguments(stack: Stack, x: Tensor) -> Iterator[Arguments]:
-    """Yields the arguments of each layer's call of `attention`, for inputs x (..., L, d_model)."""
+    """Yields the arguments with which each layer calls `attention`, given x (..., L, d_model)."""
     for block in stack.blocks:
         residual = block.attention
         if not isinstance(residual, PreNorm):

@@ -1,8 +1,8 @@
 """N-gram language models with interpolated modified Kneser-Ney smoothing.
 
 An n-gram is stored as one integer, its code: (the id of its first n - 1 tokens) * vocabulary + its
-last token. So all n-grams of one length are a sorted array of codes, and one call of `searchsorted`
-looks up all n-grams of a text.
+last token. All n-grams of one length form a sorted array of codes, so that one call of
+`searchsorted` looks up all n-grams of a text.
 """
 
 # nltk.lm is not used: with one discount per order it gives other scores, and a token takes milliseconds.
@@ -29,7 +29,7 @@ class _Order(NamedTuple):
 
 
 class NGrams:
-    """A model of each token's probability given the `order` - 1 tokens before it.
+    """An n-gram model: predicts each token's probability from the `order` - 1 tokens before it.
 
     The probabilities are smoothed as in Chen and Goodman (1998).
     """
@@ -60,7 +60,7 @@ def _tables(tokens: Numbers, vocabulary: int, order: int) -> list[tuple[Numbers,
     """Returns, for each n from 1 to `order`, three arrays that describe the n-grams of `tokens`.
 
     The first array has the sorted codes of the distinct n-grams. The second has, for each token,
-    the id of the n-gram that ends with this token, or UNSEEN. The third has, for each distinct
+    the id of the n-gram that ends with this token, or -1. The third has, for each distinct
     n-gram, the index of the token with which it first ends.
     """
     tables, context = [], np.zeros(len(tokens), np.int64)
@@ -114,7 +114,7 @@ def _interpolated(order: _Order, context: Numbers, tokens: Numbers, vocabulary: 
 
 
 def _lookup(codes: Numbers, context: Numbers, tokens: Numbers, vocabulary: int) -> Numbers:
-    """Returns the id of each n-gram (context id, last token), or UNSEEN if it is not in `codes`."""
+    """Returns the id of each n-gram (context id, last token), or -1 if it is not in `codes`."""
     query = context * vocabulary + tokens
     index = np.minimum(np.searchsorted(codes, query), len(codes) - 1)
     return np.where((context != UNSEEN) & (codes[index] == query), index, UNSEEN)

@@ -1,5 +1,5 @@
-"""CartPole without velocities. A single observation does not show which way the pole falls, so the
-policy needs memory.
+"""CartPole without velocities: a policy balances a pole on a cart. A single observation does not
+show which way the pole falls, so the policy needs memory.
 
 The environment is gymnasium's CartPole-v1, with episodes of at most 500 steps. Of the four
 values of a state, the policy observes two: the position of the cart and the angle of the pole. The
@@ -54,7 +54,8 @@ def play(
 ) -> Played:
     """Plays `episodes` episodes in parallel, each of at most `limit` steps.
 
-    Samples actions with `generator`. If it is None, takes the most probable actions.
+    Samples actions with `generator`, or takes the most probable actions if `generator` is None.
+    `seed` determines the start states.
     """
     import gymnasium
 
@@ -90,9 +91,9 @@ def chosen(scores: Tensor, generator: torch.Generator | None) -> Tensor:
 def advantages(played: Played) -> Tensor:
     """Returns generalised advantage estimates (GAE), (B, L).
 
-    The reward of a step is 1 - DISCOUNT, so that balancing for ever has the value 1. After the last
-    step of an episode, rewards are 0 if the pole fell. If the episode reached the step limit, the
-    critic's value of the last state replaces them.
+    The reward of a step is 1 minus the discount factor, so that balancing for ever has the value 1.
+    After the last step of an episode, rewards are 0 if the pole fell. If the episode reached the
+    step limit, the critic's value of the last state replaces the rewards after it.
     """
     B, L = played.alive.shape
     ends = torch.zeros(B, L, dtype=torch.bool)
@@ -136,7 +137,10 @@ class App(Application):
         return F.mse_loss(values, returns) - objective
 
     def measure(self, model: nn.Module, held: tuple[int, int]) -> Scores:
-        """Returns the mean length of episodes with the policy's most probable actions."""
+        """Returns the mean length of episodes in which the policy takes its most probable actions.
+
+        `held` has the number of episodes and the seed of their start states.
+        """
         episodes, seed = held
         lengths = play(model, episodes, seed + self.seed, self.limits[1]).lengths
         return {"return": lengths.double().mean().item()}
@@ -159,7 +163,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots an episode, and the mean weight of each head by the age of the observation."""
+        """Plots an episode, and each head's mean attention weight by the age of the observation."""
         played = play(model, 1, TEST_SEED + self.seed, self.limits[1])
         picture, (left, right) = figure(9, 3.6, ncols=2)
         place, angle = (played.seen[0] / UNITS).T

@@ -1,4 +1,4 @@
-"""Emoji and their names: rank the names of all held-out emoji for a held-out image.
+"""Emoji and their names: for each held-out image, the model ranks the names of all held-out emoji.
 
 Data: 1,906 emoji with names, and their skin tone variants, from the npm package
 `emoji-datasource-google`. Only the image encoder is trained. The names are encoded by MiniLM, whose
@@ -58,7 +58,7 @@ class Emoji(NamedTuple):
 
 
 def emoji() -> tuple[Path, list[Emoji]]:
-    """Reads the data. Returns the folder of the images and the list of emoji."""
+    """Returns the folder of the images, and the list of all emoji that have an image."""
     folder = first_of(PLACES, "emoji", "make data (or npm install emoji-datasource-google)")
     listed = json.loads(bounded(folder / "emoji.json").read_text(encoding="utf-8"))
     known = []
@@ -123,9 +123,9 @@ class App(Application):
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> Tensor:
-        """Returns MiniLM's embeddings of the texts, (len(texts), SENTENCE).
+        """Returns MiniLM's embeddings of the texts, (len(texts), 384).
 
-        An embedding is the mean of the states of a text's tokens, scaled to length 1.
+        An embedding is the mean of the last hidden states of a text's tokens, scaled to length 1.
         """
         sums = []
         for begin in range(0, len(texts), BATCH):
@@ -144,7 +144,7 @@ class App(Application):
         return CLIP(image, nn.Identity())
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns images (BATCH, 3, SIZE, SIZE) and name embeddings (BATCH, SENTENCE).
+        """Returns images (BATCH, 3, SIZE, SIZE) and embeddings of their names (BATCH, 384).
 
         Draws distinct emoji with random skin tones. All images of a batch are shifted by the same
         random offset.
@@ -160,7 +160,10 @@ class App(Application):
         return contrast(model(*batch))
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the mean reciprocal rank. Recall is too noisy with few validation images."""
+        """Returns the mean reciprocal rank of the right names.
+
+        Recall@5 would be too noisy with few validation images.
+        """
         scores = model(self.validated.plain, self.validated.sentences)
         return (1 / ranks(scores)).mean().item()
 
@@ -168,7 +171,7 @@ class App(Application):
         return {"recall@5": recall(model(held.plain, held.sentences))}
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores chance and a nearest-neighbour search by pixels.
+        """Returns the scores of chance and of a nearest-neighbour search by pixels.
 
         The search finds the training image that is nearest to a test image, and ranks the test
         names by their similarity to the name of that training image.
@@ -203,7 +206,10 @@ class App(Application):
         return "\n".join(lines)
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws test images and below each the names that fit best. The right name is bold."""
+        """Draws test images, each with the names that the model ranks first.
+
+        The right name is bold.
+        """
         scores = model(self.tested.plain, self.tested.sentences)
         shown = torch.arange(0, len(scores), max(1, len(scores) // 8))[:8]
         picture, axes = figure(9, 2.6, nrows=2, ncols=8)

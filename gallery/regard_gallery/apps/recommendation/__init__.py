@@ -2,8 +2,8 @@
 
 Data: 100,000 ratings of 943 users and 1,682 films, from the package `recbole`. The last film of
 every user is for the test, the film before it for validation. Each of these two films is ranked
-among all films that the user has not rated before. Papers that rank it among 100 sampled films
-report higher scores.
+among all films that the user has not rated before. Papers that rank the film among only 100 sampled
+films report higher scores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Ratings(NamedTuple):
 
 
 def ratings() -> Ratings:
-    """Reads the ratings. Films rated in the same second keep the order of the file."""
+    """Reads the films that each user rated, in order of time, and the titles of all films.
+
+    Films that a user rated in the same second keep the order of the file.
+    """
     films = rows(package_file(*FOLDER, "ml-100k.item"))
     titles = ["", *(f"{title} ({year})" for _, title, year, *_ in films)]
     number = {film[0]: i for i, film in enumerate(films, 1)}
@@ -70,7 +73,7 @@ class App(Application):
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Returns the cross-entropy of the next film.
 
-        Films that the user has rated before are excluded, as in the test.
+        Films that the user has rated before are no candidates, as in the test.
         """
         seen, following = batch[:, :-1], batch[:, 1:]
         real = seen != PADDING
@@ -89,10 +92,11 @@ class App(Application):
         return ranks(lambda known: last_scores(model, known), self.histories, back)
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores popularity and two Markov chains.
+        """Returns the scores of popularity and of two Markov chains.
 
         The first chain predicts from the latest film, the second from several of the latest films.
-        For the second, the number of films and the weight `fade` are chosen by validation score.
+        For the second chain, the number of films and the decay `fade` of their weights are chosen
+        by validation score.
         """
         candidates = [(films, fade) for films in FILMS for fade in FADES]
         best = max(candidates, key=lambda one: quality(self._markov_ranks(2, *one))["NDCG@10"])
@@ -105,8 +109,9 @@ class App(Application):
     def _markov_ranks(self, back: int, films: int = 1, fade: float = 1.0) -> Tensor:
         """Returns a Markov chain's rank (n,) of the film at index -back of each history.
 
-        A film's score is how often it directly followed each of the latest `films` films, summed
-        with weight fade**n for the film n steps before the latest one.
+        The score of a candidate film is a sum over the latest `films` films of the history: how
+        often the candidate directly followed the film, times fade**n for the film n steps before
+        the latest.
         """
         follows, popularity = markov(self.trained, len(self.titles)), self._popularity()
 
@@ -156,7 +161,7 @@ class App(Application):
         raise ValueError(f"use: expected {self.request}; {what}")
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the hit rate at k against k, of the model and of popularity."""
+        """Plots the hit rates at k of the model and of popularity against k."""
         by_model, by_popularity = self._ranks(model, 1), self._popularity_ranks()
         picture, axes = figure(7, 3.8)
         k = torch.arange(1, 101)

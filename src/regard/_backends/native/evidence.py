@@ -24,7 +24,7 @@ class Buffers(NamedTuple):
 
 @memory_errors
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
+    """Computes each fact's parts: the tensors from which `Fact.result` makes the fact's result."""
     results: dict[F.Fact, F.Parts] = {}
     for group in _group_by_call(want):
         allocated = [(facts, allocate(problem, facts)) for allocate, facts in group.items()]
@@ -51,8 +51,9 @@ def _as_int(x: int | Tensor | None) -> int:
 def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
     """Distributes facts over as few native calls as possible.
 
-    Returns a dict for each native call, which maps a function of ALLOCATE to the facts that share
-    its buffers. One call can compute only one `ColumnMass`, and block facts of only one block size.
+    Returns one dict per native call. Its keys are the allocating functions in the table ALLOCATE;
+    each value lists the facts that share the buffers of that function. One call can compute only
+    one `ColumnMass`, and block facts of only one block size.
     """
     groups: list[dict[Allocate, list[Any]]] = []
     for fact in dict.fromkeys(want):

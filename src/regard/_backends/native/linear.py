@@ -55,7 +55,7 @@ def _forward(p: LinearCall, saved: LinearSaved) -> LinearResult:
 def linear_backward(
     p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of q, k, v, log_decay, beta, S and z. None for an absent input."""
+    """Computes the gradients of q, k, v, log_decay, beta, S and z. Absent inputs have None."""
     dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
     dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
@@ -89,7 +89,10 @@ def _call(
 
 
 def _empty_state(p: LinearCall, *segments: int) -> tuple[Tensor, Tensor | None]:
-    """Allocates S (B, Hkv, *segments, D, Dv) and, with normalize=True, z (B, Hkv, *segments, D)."""
+    """Allocates S (B, Hkv, *segments, D, Dv) and, with normalize=True, z (B, Hkv, *segments, D).
+
+    `segments` is empty for one state, or the number of states to save for each key head.
+    """
     spec, outer = p.spec, (p.spec.B, p.spec.Hkv, *segments)
     S = p.k.new_empty((*outer, spec.D, spec.Dv), dtype=p.dtype)
     return S, p.k.new_empty((*outer, spec.D), dtype=p.dtype) if p.normalize else None

@@ -30,8 +30,8 @@ class StoredCall(NamedTuple):
 def prepare_stored(spec: Spec, q: Tensor, stored: Stored) -> StoredCall | None:
     """Checks and prepares a call over stored keys.
 
-    Returns None if the call has too many query rows to run as decode. Then it is faster to gather
-    the keys into a tensor first.
+    Returns None if the call has too many query rows for the decode pass. Then it is faster to
+    gather the keys into a tensor first.
     """
     _check_stored(spec, stored)
     table = stored.table
@@ -79,7 +79,7 @@ def forward_stored(
 
 
 def operands_from(sink: Tensor | None, offsets: Tensor | None) -> _core.Operands:
-    """Returns the operands of a call without mask tensors and bias."""
+    """Returns the operands of a call that has no optional tensors except sink and offsets."""
     if sink is None and offsets is None:
         return NO_OPERANDS
     return _core.Operands(sink=address(sink), offsets=address(offsets))

@@ -74,7 +74,7 @@ def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _sink(problem: Problem) -> Tensor:
-    """Returns the sink as one more column of logits, (B, Hq, Lq, 1). It is -inf without a sink."""
+    """Returns the sink as a column of logits, (B, Hq, Lq, 1). Without a sink, it is -inf."""
     spec = problem.spec
     if problem.sink is None:
         return torch.full((spec.B, spec.Hq, spec.Lq, 1), -INF, dtype=torch.float64, device=spec.device)

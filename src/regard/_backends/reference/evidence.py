@@ -23,7 +23,7 @@ class Matrix(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
+    """Computes each fact's parts: the tensors from which `Fact.result` makes the fact's result."""
     visible, p, lse = _softmax(problem)
     p = torch.where(visible, p, 0.0)
     p_sink = torch.where(lse == -INF, 0.0, torch.exp(_sink(problem)[..., 0] - lse))

@@ -99,7 +99,7 @@ def _sdpa(problem: Problem) -> Tensor:
 
 
 def needs_dense_mask(problem: Problem) -> bool:
-    """Returns whether SDPA needs an n x n tensor: for a bias and for most masks."""
+    """Returns whether SDPA needs an n x n mask tensor, as for a bias and for most masks."""
     return problem.spec.bias != "none" or _simple_mask(problem) is None
 
 
@@ -202,7 +202,7 @@ def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
 
 
 def _bias_at(problem: Problem) -> Callable[..., Tensor] | None:
-    """Returns a function (b, h, i, j) -> bias, or None.
+    """Returns a function (b, h, i, j) -> bias, or None if the call has no bias.
 
     The function computes ALiBi, and looks up any other bias in a tensor.
     """
@@ -220,7 +220,7 @@ def _bias_at(problem: Problem) -> Callable[..., Tensor] | None:
 
 
 def _block_mask(problem: Problem) -> Any:
-    """Returns the mask as a FlexAttention BlockMask, or None."""
+    """Returns the mask as a FlexAttention BlockMask, or None if the call has no mask."""
     if problem.mask is None:
         return None
     from torch.nn.attention.flex_attention import create_block_mask

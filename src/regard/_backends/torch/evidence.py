@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 def evidence(problem: Problem, want: Sequence[F.Fact]) -> list[F.Parts]:
-    """Computes the parts of each fact, the tensors that `Fact.result` converts to its result."""
+    """Computes each fact's parts: the tensors from which `Fact.result` makes the fact's result."""
     results = [fact.empty(problem) for fact in want]
     with torch.autocast(problem.spec.device.type, enabled=False):
         for data in tiles(problem, (None,) * 6, None, None):
@@ -99,7 +99,7 @@ def _mass_on(fact: F.MassOn, parts: F.Parts, w: Weights) -> None:
 
 
 def _blocks(fact: F.BlockMass, parts: F.Parts, w: Weights) -> None:
-    """Adds the weights of the tile to the blocks of a `BlockMass` or `BlockMax`.
+    """Adds the weights of a tile to a `BlockMass`, or updates the maxima of a `BlockMax`.
 
     The tile is padded in front with zeros, so that it begins at the start of a block.
     """

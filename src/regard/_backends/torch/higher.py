@@ -6,8 +6,8 @@ backward pass J(x)^T dy, contracted with a tangent t of x, is the number <J(x) t
 derivative of this number with respect to dy is forward mode, J t. Its derivative with respect to x
 is double backward, computed by `_gradients`.
 
-All operations are differentiable, so that autograd can differentiate these functions to any order,
-then at n x n memory.
+All operations are differentiable, so that autograd can differentiate these functions to any order.
+This takes n x n memory.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def double_backward(
 ) -> tuple[Tensor | None, ...]:
     """Computes eight gradients of the inner product <backward(x, dout, dlse), tangents>.
 
-    They belong to the six inputs x = (q, k, v, bias, by_head, sink), to dout and to dlse. The first
-    six are also the forward mode of the backward pass for constant dout and dlse.
+    They are the gradients with respect to the six inputs x = (q, k, v, bias, by_head, sink), to
+    dout and to dlse. The first six also equal the derivatives of backward(x, dout, dlse) in the
+    direction `tangents` of x.
     """
     xs, (out, lse) = inputs(problem), _empty_results(problem)
     sums = [None if x is None else lse.new_zeros(x.shape) for x in xs]
@@ -65,7 +66,7 @@ def _empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 class _Linearised(NamedTuple):
-    """The tangents of a tile's results, and the intermediate values behind them."""
+    """The tangents of out and LSE in a tile, and intermediate values of their computation."""
 
     out: Tensor
     lse: Tensor
@@ -107,7 +108,7 @@ def _gradients(data: TileData, lin: _Linearised) -> InputList:
     """Computes the gradients of <lin.out, dout> + <lin.lse, dlse> with respect to the inputs.
 
     In the code, `ds` is the gradient with respect to the scores s, and `dts` the gradient with
-    respect to their tangent `ts`. Other variables are named alike.
+    respect to their tangent `ts`. The prefixes d, t and dt of other names mean the same.
     """
     x, t, p, p_sink = data.x, data.t, lin.p, lin.p_sink
     dw, dtw = _dropped(data, times(data.dout, t.v.mT)), _dropped(data, times(data.dout, x.v.mT))
@@ -132,9 +133,10 @@ def _gradients(data: TileData, lin: _Linearised) -> InputList:
 
 
 def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the probabilities of the keys and of the sink, and a mask of rows with NaN or None.
+    """Returns the probabilities of the keys and of the sink, and which rows contain NaN.
 
-    In fully masked rows and rows with NaN, all probabilities are zero.
+    The third result is a bool tensor, or None if no row contains NaN. In fully masked rows and rows
+    with NaN, all probabilities are zero.
     """
     top = sink.expand(*s.shape[:-1], 1)
     if s.shape[-1]:

@@ -123,7 +123,7 @@ def _split(p: LinearCall, C: int) -> _Chunks:
 def _inverse(chunks: _Chunks) -> Tensor | None:
     """Computes (I + beta (G K K^T, below the diagonal))^-1 of each chunk, (B, Hkv, n, C, C).
 
-    Returns None without beta.
+    G is defined at the top of the file. Returns None without beta.
     """
     if chunks.beta is None:
         return None

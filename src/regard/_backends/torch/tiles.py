@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
     @property
     def slices(self) -> tuple[Slices, ...]:
-        """The slices of the tile in each field of Inputs."""
+        """For each field of `Inputs`, the slices that select the tile's part of the tensor."""
         keys, heads = (self.samples, self.kv, self.keys), (self.heads,)
         return self.queries, keys, keys, (*self.queries, self.keys), heads, heads
 
@@ -65,7 +65,7 @@ class Tile(NamedTuple):
 
 
 class TileData(NamedTuple):
-    """The tensors of one tile."""
+    """One tile of a call: its inputs, their tangents, and tensors with an entry for each pair."""
 
     spec: Spec
     tile: Tile
@@ -82,7 +82,7 @@ class TileData(NamedTuple):
 def tiles(
     problem: Problem, tangents: InputList, dout: Tensor | None, dlse: Tensor | None
 ) -> Iterator[TileData]:
-    """Yields the tiles of a call. A tangent, dout or dlse of None is zero."""
+    """Yields the tiles of a call. If a tangent, dout or dlse is None, it counts as zeros."""
     call = _prepare(problem, tangents, dout, dlse)
     for tile in _tile_ranges(problem.spec):
         yield _tile_data(call, tile)
@@ -98,14 +98,17 @@ def inputs(problem: Problem) -> InputList:
 
 
 def spread(by_head: Tensor, distance: Tensor) -> Tensor:
-    """Returns the bias (1 or b, h, R, K) that by_head gives at `distance` (1 or b, 1, R, K)."""
+    """Returns the bias (1 or b, h, R, K) of pairs at `distance` (1 or b, 1, R, K).
+
+    by_head holds ALiBi slopes (h,) or a relative bias (h, 2 * far + 1).
+    """
     if by_head.ndim == 1:
         return -by_head[:, None, None] * distance.abs()
     return by_head[:, _column(by_head, distance)[:, 0]].movedim(0, 1)
 
 
 def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
-    """Sums pairs (b, h, R, K) into the shape of by_head: the transpose of `spread`."""
+    """Returns the gradient of by_head, given the gradient `pairs` (b, h, R, K) of the bias."""
     if by_head.ndim == 1:
         return -(pairs * distance.abs()).sum((0, 2, 3))
     columns = _column(by_head, distance).expand_as(pairs)
@@ -150,11 +153,12 @@ def _prepare(problem: Problem, tangents: InputList, dout: Tensor | None, dlse: T
 def _finite(
     spec: Spec, shape: tuple[int, ...], tensors: list[tuple[Tensor | None, int]]
 ) -> tuple[list[Tensor], Tensor]:
-    """Replaces non-finite rows by zeros, and None by a tensor of zeros (*shape, width).
+    """Replaces non-finite rows of each tensor by zeros, and None by zeros (*shape, width).
 
-    Also returns a column (*shape, 1) that is NaN for rows that are non-finite in any tensor, else
-    0. With zeros in these rows no product carries the NaN of a masked pair into a result. Adding
-    the column to the scores restores NaN for visible pairs.
+    `tensors` holds pairs (tensor or None, width). Also returns a column (*shape, 1) that is NaN for
+    rows that are non-finite in any tensor, else 0. With zeros in these rows no product carries the
+    NaN of a masked pair into a result. Adding the column to the scores restores NaN for visible
+    pairs.
     """
     zero = torch.zeros((), dtype=spec.lse_dtype, device=spec.device)
     rows = [zero.expand(*shape, width) if x is None else x.to(zero.dtype) for x, width in tensors]
@@ -171,10 +175,11 @@ def _sink(spec: Spec, sink: Tensor | None, default: float) -> Tensor:
 
 
 def _tile_ranges(spec: Spec) -> Iterator[Tile]:
-    """Yields tiles of up to PAIRS pairs.
+    """Yields tiles that have at most 2**19 (query, key) pairs, or a single query row.
 
-    A tile takes as many query rows as fit, then query heads of one key head, then key heads, then
-    samples.
+    A tile has all keys, and as many query rows of one head as fit. If all rows of a head fit, the
+    tile has several query heads of one key head. If all these query heads fit, the tile has several
+    key heads. If all key heads fit, it has several samples.
     """
     group = spec.Hq // max(spec.Hkv, 1)
     pairs, cuts = max(spec.Lk, 1), []
@@ -219,7 +224,7 @@ def _cut_inputs(whole: Inputs, tile: Tile, bias: Tensor | None) -> Inputs:
 
 
 def _pair_bias(whole: Inputs, tile: Tile, distance: Tensor | None) -> Tensor | None:
-    """Returns the bias of a tile, (1 or b, 1 or h, 1 or R, 1 or K), or None."""
+    """Returns the bias of a tile, (1 or b, 1 or h, 1 or R, 1 or K), or None if there is none."""
     if whole.bias is not None:
         return cut(whole.bias, *tile.slices[3]).to(whole.q.dtype)
     if whole.by_head is not None and distance is not None:
@@ -258,7 +263,7 @@ def _key_range(visible: Tensor) -> slice:
 
 
 def _first_position(problem: Problem, tile: Tile) -> int | Tensor:
-    """Returns the position of the tile's first query: an int, or (b,)."""
+    """Returns the position of the tile's first query: an int, or (b,) if samples differ."""
     if problem.offset is not None:
         return cut(problem.offset, tile.samples).add(tile.rows.start)
     return int(problem.spec.offset or 0) + int(tile.rows.start)

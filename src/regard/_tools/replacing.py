@@ -1,0 +1,44 @@
+"""Saving of files: a save is complete or has no effect."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+PREFIX = ".regard-saving-"
+TOKEN = os.urandom(4).hex()  # differs from that of an earlier process with the same id
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path for the new content of a file, which replaces the file at the end.
+
+    If the block raises, the file is unchanged. The new content is written in a hidden folder beside
+    the file, because safetensors adds temporary files of its own. If the process is killed, this
+    folder stays until the next save into the directory.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        yield target  # a device is written in place, a directory raises
+        return
+    for leftover in target.parent.glob(f"{PREFIX}*-*-*"):
+        if _is_left_over(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-{TOKEN}-", dir=target.parent) as folder:
+        temporary = Path(folder, target.name)
+        yield temporary
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+
+
+def _is_left_over(name: str) -> bool:
+    """Returns whether a folder's process has ended. Without /proc, other processes count as running."""
+    process, token = name.removeprefix(PREFIX).split("-")[:2]
+    if process == str(os.getpid()):
+        return token != TOKEN
+    return os.path.exists("/proc/self") and not os.path.exists(f"/proc/{process}")
