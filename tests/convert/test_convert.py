@@ -688,7 +688,7 @@ def test_files_with_unknown_tensors(tmp_path: Path) -> None:
     assert json.loads(metadata["regard"])["kv_heads"] == 2
     state["other"] = state.pop("out.bias")
     torch_files.save_file(state, path, metadata)
-    with pytest.raises(RuntimeError, match=r"nothing was loaded; expected also out.bias; got also other"):
+    with pytest.raises(ValueError, match=r"nothing was loaded; expected also out.bias; got also other"):
         convert.load(path)
     torch_files.save_file(state, path)
     with pytest.raises(ValueError, match=r"expected a file of regard.convert.save"):
@@ -703,17 +703,72 @@ def test_files_with_unknown_tensors(tmp_path: Path) -> None:
         ({"other": 1}, "unexpected keyword argument 'other'"),
         ({"heads": 7}, "expected a multiple of heads = 7|expected a divisor of heads = 7"),
         ({"d_model": 2**40}, r"nothing was loaded; .*expected shape"),
+        ({"d_model": "48"}, "d_model: expected a number, got str '48'"),
+        ({"heads": 6.0}, "heads: expected an int, got float 6.0"),
+        ({"softcap": -1}, "softcap: expected a finite number above 0, got -1"),
+        ({"softcap": float("nan")}, "softcap: expected a finite number above 0, got nan"),
+        ({"scale": float("inf")}, "scale: expected a finite number, got inf"),
+        ({"scale": "1"}, "scale: expected a number, got str '1'"),
+        ({"dropout": 2}, "dropout: expected a probability from 0 to 1, got 2"),
+        ({"bias": "no"}, "bias: expected true or false, got str 'no'"),
+        ({"position": {"dims": 8, "base": 10**400, "layout": "half", "scaling": None}}, "too large"),
+        (
+            {
+                "position": {
+                    "dims": 8,
+                    "base": 1e4,
+                    "layout": "half",
+                    "scaling": {"kind": "NTK", "factor": 1e999},
+                }
+            },
+            "factor: expected a finite number above 0, got inf",
+        ),
+        ({"scale": {}}, "scale: expected a number, got dict {}"),
+        (
+            {
+                "position": {
+                    "dims": 4,
+                    "base": 1e4,
+                    "layout": "half",
+                    "scaling": {"kind": "Frequencies", "values": [1, 2], "attention_factor": None},
+                }
+            },
+            "attention_factor: expected a number, got NoneType None",
+        ),
+        ([], "list"),
     ],
 )
-def test_files_with_wrong_metadata(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_files_with_wrong_metadata(change: Any, message: str, tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     path = tmp_path / "attention.safetensors"
     convert.save(MODULES["grouped"](), path)
     with pytest.importorskip("safetensors").safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()["regard"])
-    torch_files.save_file(torch_files.load_file(path), path, {"regard": json.dumps(metadata | change)})
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    torch_files.save_file(
+        torch_files.load_file(path),
+        path,
+        {"regard": json.dumps(metadata | change if isinstance(change, dict) else change)},
+    )
+    with pytest.raises(ValueError, match=rf"path: expected a file of regard.convert.save, got .*({message})"):
         convert.load(path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = tmp_path / "attention.safetensors"
+    convert.save(MODULES["grouped"](), path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"path: expected a file of regard.convert.save, got"):
+        convert.load(path)
+
+
+def test_loaded_modules_are_in_evaluation_mode(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    module, x = Attention(16, 2, dropout=0.5), torch.randn(2, 7, 16)
+    convert.save(module, tmp_path / "attention.safetensors")
+    loaded = convert.load(tmp_path / "attention.safetensors")
+    assert not any(m.training for m in loaded.modules())
+    assert torch.equal(loaded(x), module.eval()(x))
 
 
 # Messages

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -622,14 +624,43 @@ def test_unsupported_configs_raise(change: dict[str, Any], message: str) -> None
         from_config(BASE | change)
 
 
+WRONG_SIZES = [-1, -(10**30), 10**9, 10**30, 10**5000, 1.5, 4.0, math.nan, math.inf, "8", "", True, [], {}]
+MAY_BE_0 = {"first_k_dense_replace", "max_window_layers", "n_group", "n_shared_experts", "qk_rope_head_dim",
+            "topk_group"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", configs())
+def test_sizes_in_a_config_are_checked(name: str) -> None:
+    """Wrong numbers of layers, sizes and heads raise within 0.1 s of CPU time."""
+    config = configs()[name][1] | {"model_type": name.partition(",")[0]}
+    sizes = [field for field, value in config.items() if type(value) is int]
+    assert len(sizes) >= 5
+    for field in [*sizes, "num_nextn_predict_layers", "n_ctx"]:
+        for wrong in [*WRONG_SIZES, *([0] if field in sizes and field not in MAY_BE_0 else [])]:
+            start = time.process_time()
+            with pytest.raises(ValueError, match=r"^\w+: expected .*, got "):
+                from_config(config | {field: wrong})
+            assert time.process_time() - start < 0.1
+
+
+@pytest.mark.parametrize("types", [2, "full_attention", {"full_attention": 2}])
+def test_layer_types_are_a_list(types: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected layer_types to be a list, got"):
+        from_config(BASE | GROUPED | {"sliding_window": 8, "layer_types": types})
+
+
 def test_a_malformed_config_file_raises(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="expected an object"):
         from_config(file)
     file.write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="expected JSON"):
+    with pytest.raises(ValueError, match=r"expected JSON in .*, got"):
         from_config(file)
+    for text in ("[" * 100_000, '{"hidden_size": 1' + 5000 * "0" + "}"):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"expected JSON in .*, got"):
+            from_config(file)
 
 
 def test_a_null_field_is_ignored() -> None:

@@ -126,6 +126,17 @@ def test_window_and_chunk_at_every_offset(W: int) -> None:
             assert torch.equal(mask.clone(), expected)
 
 
+@pytest.mark.parametrize("W", [0, -1, -5])
+def test_a_window_that_allows_only_later_keys(W: int) -> None:
+    """Qwen2-MoE without a window creates the mask of a window of 0, but does not use it."""
+    for function in (window(1, 9, W), hf.sliding_window_overlay(W)):
+        sizes = {"batch_size": 2, "q_length": 5, "kv_length": 9, "q_offset": 3}
+        expected = hf.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+        mask = mask_tensor(**sizes, mask_function=function)
+        assert mask is not None
+        assert torch.equal(mask.clone(), expected)
+
+
 def atoms(mask: Mask) -> list[Mask]:
     return [atom for child in mask._children() for atom in atoms(child)] or [mask]
 

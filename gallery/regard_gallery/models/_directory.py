@@ -17,9 +17,22 @@ CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.jso
 CHOOSING = re.compile(
     r"auto_map|custom_pipelines|custom_generate|transformers_weights|\w*_implementation(_internal)?"
 )
-# Configuration keys that give a number of layers. These numbers are checked, because Transformers builds
-# all layers before it reads weights.
-LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(en|de)coder_layers")
+# Configuration keys that give numbers of layers, sizes and lengths. They are checked, because
+# Transformers builds the whole model before it reads weights.
+LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?(en|de)coder_layers|layers|depth")
+SIZES = re.compile(
+    r"(\w+_)?((hidden|intermediate|vocab|embedding)_size|(head|ffn|hidden|embed|mlp)_dim|attention_heads)"
+    r"|(\w+_)?(num|n)_(\w+_)?(heads?|experts|buckets|mel_bins)|d_(model|ff|kv)|dim|n_(embd|inner)"
+)
+LENGTHS = re.compile(r"(\w+_)?(positions|position_embeddings)|sliding_window")
+LEARNED = re.compile(r"(.*\.)?(\w*position_embeddings?|embed_positions|wpe)\.weight")
+# Keys for which 0 is an error, because every model that has them has such layers, sizes or lengths.
+POSITIVE = re.compile(
+    r"(num_|n_)((hidden|encoder|decoder)_)?layers?|(en|de)coder_layers|(num|n)_(attention_|key_value_)?heads?"
+    r"|(en|de)coder_attention_heads|(hidden|intermediate|vocab)_size|head_dim|d_(model|ff|kv)|dim|n_embd"
+    r"|(\w+_)?(positions|position_embeddings)"
+)
+LONGEST, UNUSED = 2**31 - 1, 2**20
 INDEX = "model.safetensors.index.json"
 
 
@@ -40,7 +53,7 @@ def checked(path: Path) -> Path:
     if not weights:
         there = ", ".join(sorted(file.name for file in path.iterdir()))
         raise ValueError(f"model: expected weights in safetensors files, got {path} with {there}")
-    _check_layers(configurations["config.json"], sum(map(_count_tensors, weights)))
+    _check_sizes(configurations["config.json"], dict(x for file in weights for x in _shapes(file).items()))
     if (path / INDEX).exists():
         _check_index(read_json(path / INDEX), {file.name for file in weights})
     return path
@@ -56,12 +69,30 @@ def _check_names(config: dict[str, Any], file: str) -> None:
             raise ValueError(f"{file}: expected no {name}, which chooses code or files, got {value!r}")
 
 
-def _check_layers(config: dict[str, Any], tensors: int) -> None:
-    """Raises ValueError if the configuration has more layers than the weights have tensors."""
+def _check_sizes(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless each size in the configuration can be one of the weights.
+
+    `shapes` has the shapes of the weights. There are at most as many layers as tensors, and no size
+    is larger than all sizes of the weights. The configuration of a model that consists of several
+    models may have sizes that no model uses.
+    """
+    several = any(isinstance(value, dict) and "model_type" in value for value in config.values())
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    largest = max(largest, UNUSED) if several else largest
+    learned = any(map(LEARNED.fullmatch, shapes))  # one row of weights for each position
     for name, value in _items(config):
-        if LAYERS.fullmatch(name) and type(value) is int and value > tensors:
-            limit = f"at most as many layers as the weights have tensors, {tensors}"
+        length = largest if learned and name in config else LONGEST
+        limits = {LAYERS: len(shapes), SIZES: largest, LENGTHS: length}
+        most = next((limit for pattern, limit in limits.items() if pattern.fullmatch(name)), None)
+        if most is None or value is None:
+            continue
+        if LAYERS.fullmatch(name) and type(value) is int and value > most:
+            limit = f"at most as many layers as the weights have tensors, {most}"
             raise ValueError(f"config.json: expected {limit}, got {name} = {value}")
+        least = int(POSITIVE.fullmatch(name) is not None)
+        if type(value) is not int or not least <= value <= most:
+            expected = f"{name} in config.json to be an integer from {least} to {most}"
+            raise ValueError(f"model: expected {expected}, got {value!r:.80}")
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -83,11 +114,11 @@ def _check_index(index: dict[str, Any], names: set[str]) -> None:
         raise ValueError(f"{INDEX}: expected {wanted}, got {listed!r:.200}")
 
 
-def _count_tensors(file: Path) -> int:
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, "pt") as weights:
-            return len(weights.keys())
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file.name}: expected a sound safetensors file: {error}") from None

@@ -19,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name}: expected JSON: {error}") from None
+        raise ValueError(f"{path.name}: expected JSON, got {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path.name}: expected a JSON object, got {type(value).__name__}")
     return value

@@ -36,16 +36,16 @@ def _load(kind: Any, path: Path | None, attention: str, faults: tuple[str, ...] 
     """Returns a model of the class `kind` in float32 and eval mode.
 
     Raises ValueError if tensors are missing, because Transformers would initialise them at random,
-    or if a tensor's shape differs from the configuration. `faults` lists further entries of
-    Transformers' loading info, such as "unexpected_keys", that must be empty.
+    or if the configuration is not valid or does not fit the weights. `faults` lists further entries
+    of Transformers' loading info, such as "unexpected_keys", that must be empty.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
+    options |= {"attn_implementation": _implementation(attention), "dtype": torch.float32}
     try:
-        model, info = kind.from_pretrained(
-            path, attn_implementation=_implementation(attention), dtype=torch.float32,
-            output_loading_info=True, **options,
-        )  # fmt: skip
-    except RuntimeError as error:  # the shape of a tensor differs from the configuration
-        raise ValueError(f"model: {error}") from None
+        model, info = kind.from_pretrained(path, output_loading_info=True, **options)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"model: expected a configuration that fits its weights, got {error}") from None
     for fault in ("missing_keys", "mismatched_keys", *faults):
         if names := sorted(map(str, info[fault])):
             raise ValueError(f"model: {fault.replace('_', ' ')} in its weights: {', '.join(names[:5])}")

@@ -7,6 +7,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -629,6 +630,51 @@ def test_harmful_directories_are_refused(name: str, tmp_path: Path, directory: P
     spoil(tmp_path)
     with pytest.raises(ValueError, match=match):
         language.load(tmp_path)
+
+
+WRONG_SIZES = [0, -1, -(10**30), 10**12, 10**30, 1.5, 4.0, "8", "", True, [], {}]
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "max_position_embeddings"]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", SIZES)
+def test_sizes_in_a_config_are_checked(field: str, tmp_path: Path, directory: Path) -> None:
+    """Wrong numbers of layers, sizes and heads raise within 0.1 s of CPU time."""
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    language.load(tmp_path)  # imports what the first call imports
+    for wrong in WRONG_SIZES:
+        set_config(tmp_path, **{field: wrong})
+        start = time.process_time()
+        with pytest.raises(ValueError, match=r"^[\w.]+: expected .*, got "):
+            language.load(tmp_path)
+        assert time.process_time() - start < 0.1
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["n_layer", "n_layers", "num_layers", "encoder_layers", "num_decoder_layers", "d_model", "d_ff", "dim",
+     "n_embd", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "n_positions"],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [False, True])
+def test_sizes_are_checked_under_every_name(
+    field: str, nested: bool, tmp_path: Path, directory: Path
+) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for wrong in WRONG_SIZES:
+        set_config(tmp_path, **({"text_config": {field: wrong}} if nested else {field: wrong}))
+        with pytest.raises(ValueError, match=rf"^[\w.]+: expected .*{field}|got {field}"):
+            checked(tmp_path)
+
+
+def test_a_configuration_that_transformers_refuses(tmp_path: Path, directory: Path) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for wrong in ({"num_attention_heads": 7}, {"rms_norm_eps": "small"}, {"hidden_act": "none"}):
+        set_config(tmp_path, **{"num_attention_heads": 4, "rms_norm_eps": 1e-6, "hidden_act": "silu"} | wrong)
+        with pytest.raises(ValueError, match="model: expected a configuration that fits its weights, got "):
+            language.load(tmp_path)
 
 
 def test_sound_directories_are_loaded_without_network_or_pickle(directory: Path, audited: None) -> None:

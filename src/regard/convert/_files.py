@@ -6,12 +6,14 @@ The metadata of a file holds the module's constructor arguments.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
+from .._tools.arguments import describe, number
 from .._tools.replacing import replacing
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
@@ -28,6 +30,10 @@ SIZES: dict[type[Module], tuple[str, ...]] = {
 SCALINGS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (LinearScaling, NTK, YaRN, Llama3, Frequencies)
 }
+
+FLAGS = ("bias", "out_bias", "gate", "sink", "truncate")
+TEXTS, NESTED = ("kind", "mask", "layout"), ("position", "scaling")
+POSITIVE = ("softcap", "norm", "factor", "attention_factor")
 
 
 def save(module: Module, path: str | os.PathLike[str], report: Report | None = None) -> None:
@@ -60,27 +66,33 @@ def origin(path: str | os.PathLike[str]) -> Origin:
 def load(path: str | os.PathLike[str]) -> Module:
     """Returns the module that `save` wrote to a file, in evaluation mode.
 
-    Raises RuntimeError if the file has missing or extra tensors.
+    Raises ValueError if the file has missing or extra tensors or constructor arguments that are not
+    valid.
     """
     from safetensors.torch import load_file
 
     description = _metadata(path, "regard", "regard.convert.save")
     try:
-        module = _built(json.loads(description))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        fields = json.loads(description)
+        _check_values(fields)
+        module = _built(fields)
+        module.load_state_dict(load_file(path), assign=True)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
             f"path: expected a file of regard.convert.save, got {os.fspath(path)} with constructor arguments "
-            f"that are not valid: {error}"
+            f"or tensors that are not valid: {error}"
         ) from error
-    module.load_state_dict(load_file(path), assign=True)
     return module.eval()
 
 
 def _metadata(path: str | os.PathLike[str], name: str, writer: str) -> str:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        value: str | None = (file.metadata() or {}).get(name)
+    try:
+        with safe_open(path, "pt") as file:
+            value: str | None = (file.metadata() or {}).get(name)
+    except SafetensorError as error:
+        raise ValueError(f"path: expected a file of {writer}, got {os.fspath(path)}: {error}") from error
     if value is None:
         raise ValueError(f"path: expected a file of {writer}, got {os.fspath(path)} without its metadata")
     return value
@@ -131,6 +143,22 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     if SCALINGS.get(name) is not type(scaling):
         raise ValueError(f"module: expected a scaling of regard.positions, got {scaling!r}")
     return {"kind": name, **vars(scaling)}
+
+
+def _check_values(description: dict[str, Any]) -> None:
+    """Checks that flags are bools and numbers are finite. Constructors check sizes and texts."""
+    for name, value in description.items():
+        if name in FLAGS:
+            if type(value) is not bool:
+                raise ValueError(f"{name}: expected true or false, got {describe(value)}")
+        elif name in NESTED and isinstance(value, dict):
+            _check_values(value)
+        elif name not in TEXTS and value is not None:
+            for x in value if name == "values" else [value]:
+                least = 0.0 if name in POSITIVE else -math.inf
+                if not least < number(name, x) < math.inf:
+                    kind = "a finite number above 0" if name in POSITIVE else "a finite number"
+                    raise ValueError(f"{name}: expected {kind}, got {x!r}")
 
 
 def _built(description: dict[str, Any]) -> Module:

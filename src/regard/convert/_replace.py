@@ -17,6 +17,7 @@ from ..nn.multihead import no_fast_path
 
 TORCH = nn.MultiheadAttention
 REGARD = "regard"  # the `attn_implementation` that `regard.hf` registers
+BACKENDS = "_supports_attention_backend"
 
 
 def replace_attention(model: nn.Module) -> tuple[str, ...]:
@@ -24,9 +25,10 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
 
     Returns the names of the replaced modules. They stay the same objects, so parameters, optimizer
     state, hooks, weight tying and the state_dict are unaffected. Hugging Face models are set to
-    `attn_implementation="regard"`, which needs an earlier call of `regard.hf.register()`. Raises
-    TypeError, without changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging
-    Face models that do not support `attn_implementation`.
+    `attn_implementation="regard"`, which needs an earlier call of `regard.hf.register()`. Submodels
+    that declare `_supports_attention_backend = False` keep their attention. Raises TypeError,
+    without changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging Face
+    models that do not support `attn_implementation` or that append to their mask (DeepSeek-V4).
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8), 6)
@@ -64,7 +66,7 @@ def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
         for module in modules:
             _restore(module)
         for hf_model, name in before.items():
-            hf_model.set_attn_implementation(name)
+            _set(hf_model, name)
 
 
 def _restore(module: nn.Module) -> None:
@@ -73,9 +75,31 @@ def _restore(module: nn.Module) -> None:
         del module._forward_pre_hooks[key]
 
 
+def declines_backends(kind: type[nn.Module]) -> bool:
+    """Returns whether a Hugging Face model class declares `_supports_attention_backend = False`.
+
+    False is also the default of the base class, which does not count.
+    """
+    declared = [vars(c)[BACKENDS] for c in kind.__mro__ if BACKENDS in vars(c)]
+    return len(declared) > 1 and not declared[0]
+
+
 def _hf_models(model: nn.Module) -> dict[str, Any]:
-    """Returns a dict from names to the Hugging Face models among the model's modules."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
+    """Returns a dict from names to the Hugging Face models among the model's modules.
+
+    Leaves out those that decline attention implementations, unless all do.
+    """
+    models = {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
+    return {name: m for name, m in models.items() if not declines_backends(type(m))} or models
+
+
+def _set(hf_model: Any, name: str) -> Exception | None:
+    """Sets `attn_implementation`. Returns the error of the model or of one of its submodels."""
+    try:
+        hf_model.set_attn_implementation(name)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
@@ -86,18 +110,18 @@ def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     """
     hf_models = _hf_models(model)
     before = {name: m.config._attn_implementation for name, m in hf_models.items()}
-    for m in hf_models.values():
-        m.set_attn_implementation(choice(m))
+    # An error does not matter if it comes from a submodel that cannot use the model's implementation.
+    errors = {name: _set(m, choice(m)) for name, m in hf_models.items()}
     refused = [name for name, m in hf_models.items() if m.config._attn_implementation != choice(m)]
     if refused:
         for name, m in hf_models.items():
-            m.set_attn_implementation(before[name])
+            _set(m, before[name])
         name = refused[0]
         raise TypeError(
             f"model: expected models that support attn_implementation={choice(hf_models[name])!r}, but "
             f"{type(hf_models[name]).__name__} at {name or 'the top'!r} stays with {before[name]!r}; nothing "
             "was replaced"
-        )
+        ) from errors[name]
     return tuple(name for name, m in hf_models.items() if before[name] != m.config._attn_implementation)
 
 

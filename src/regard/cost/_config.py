@@ -22,20 +22,24 @@ HARMLESS = """
 _attn_implementation_autoset _commit_hash _name_or_path activation_function architectures attention_dropout
 attention_probs_dropout_prob attn_logit_softcapping attn_pdrop auto_map aux_loss_alpha bad_words_ids
 bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id dropout
-dtype embd_pdrop eos_token_id ep_size experts_implementation final_logit_softcapping finetuning_task
+dtype embd_pdrop eos_token_id experts_implementation final_logit_softcapping finetuning_task
 forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_act hidden_activation
 hidden_dropout_prob id2label init_std initializer_range keys_to_ignore_at_inference label2id layer_norm_eps
-layer_norm_epsilon layerdrop n_ctx n_group norm_topk_prob num_mtp_layers num_nextn_predict_layers
-output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type
+layer_norm_epsilon layerdrop norm_topk_prob output_attentions output_hidden_states output_router_logits
+pad_token_id prefix pretraining_tp problem_type
 query_pre_attn_scalar reorder_and_upcast_attn resid_pdrop return_dict rms_norm_eps rope_interleave
 rope_local_base_freq rope_parameters rope_scaling rope_theta routed_scaling_factor
 scale_attn_by_inverse_layer_idx scale_attn_weights scoring_func sep_token_id seq_aux summary_activation
 summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
-tokenizer_class topk_group topk_method torch_dtype torchscript transformers_version use_cache
+tokenizer_class topk_method torch_dtype torchscript transformers_version use_cache
 """
+# Numbers that change neither sizes nor masks.
+COUNTS = ("ep_size", "n_ctx", "n_group", "num_mtp_layers", "num_nextn_predict_layers", "topk_group")
 REQUIRED = object()
 WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 LAYERS, MAX_LAYERS = ("num_hidden_layers", "n_layer"), 2**14  # the limit bounds memory: a layer is an object
+MAX_SIZE = 2**28
+MAX_BITS = 1000  # Python does not print integers of more than 4,300 digits
 TYPES = ("full_attention", "sliding_attention")  # the possible entries of `layer_types`
 PERIODS = {"gemma2": 2, "gemma3_text": 6}  # 6: every 6th layer has full attention, the others a window
 
@@ -56,27 +60,35 @@ class Fields:
         value = self.config.get(name)
         if value is None and default is REQUIRED:
             raise unexpected(f"a field {name!r}, got none")
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise unexpected(f"{name!r} to have at most {MAX_BITS} bits, got {value.bit_length()}")
         return default if value is None else value
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.take(name, default))
 
-    def stated(self, name: str) -> Any:
-        """Returns the field `name`, or None if it is null. Raises if it is missing.
+    def stated(self, name: str) -> int | None:
+        """Returns the size `name`, or None if it is null. Raises if the field is missing.
 
         There is no default, because model families have different defaults for this field.
         """
         if name not in self.config:
             raise unexpected(f"a field {name!r}, a number or null, got none")
-        return self.take(name, None)
+        return self.optional(name)
+
+    def optional(self, name: str) -> int | None:
+        """Returns the size `name`, or None if the field is missing or null."""
+        return None if self.take(name, None) is None else self.size(name)
 
     def size(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
-        """Returns the field `name`. Raises if it is not an integer of at least `least`."""
+        """Returns the field `name`. Raises unless it is an integer from `least` to `MAX_SIZE`."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise unexpected(f"{name!r} to be an integer of at least {least}, got {describe(value)}")
         if name in LAYERS and value > MAX_LAYERS:
             raise unexpected(f"at most {MAX_LAYERS:,} layers, got {name} = {value:,}")
+        if value > MAX_SIZE:
+            raise unexpected(f"{name!r} to be an integer of at most {MAX_SIZE}, got {describe(value)}")
         return value
 
     def sizes(self, *names: str) -> list[int]:
@@ -113,6 +125,8 @@ def from_config(config: str | Path | Mapping[str, Any]) -> ModelSpec:
     fields = Fields(content)
     fields.expect(is_encoder_decoder=False, add_cross_attention=False)
     model = FAMILIES[kind](fields)
+    for name in COUNTS:
+        fields.size(name, 0, least=0)
     fields.check_all_read()
     return model
 
@@ -121,8 +135,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise unexpected(f"JSON in {file}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise unexpected(f"JSON in {file}, got {error}") from None
     if not isinstance(content, dict):
         raise unexpected(f"an object in {file}, got {describe(content)}")
     return content
@@ -156,7 +170,7 @@ def _llama(fields: Fields) -> ModelSpec:
     bias = fields.flag("attention_bias", False) or kind == "qwen2"
     norms = 2 * D * (kind in ("qwen3", "gemma3_text"))  # parameters of the norms of queries and keys
     fields.expect(use_bidirectional_attention=False)
-    fields.take("max_position_embeddings", 0)
+    fields.optional("max_position_embeddings")
     bias_up, hidden = fields.flag("mlp_bias", False), fields.size("intermediate_size")
     feed_forward = FeedForwardSpec(d, hidden, gated=True, bias=bias_up)
     options = {"bias": bias, "out_bias": bias and kind != "qwen2", "mask": CAUSAL, "others": norms}
@@ -171,15 +185,18 @@ def _windows(fields: Fields, kind: str, n: int) -> list[int | None]:
     Reads `layer_types`, or the fields of older configs that have no `layer_types`.
     """
     types = fields.take("layer_types", None)
-    period = fields.take("sliding_window_pattern", fields.take("_sliding_window_pattern", PERIODS.get(kind)))
+    periods = [fields.optional(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
+    period = periods[0] or periods[1] or PERIODS.get(kind)
     qwen = kind.startswith("qwen")
     used = fields.flag("use_sliding_window", not qwen)
     first = fields.size("max_window_layers", REQUIRED if qwen and used and types is None else n, 0)
     if kind == "llama":
         fields.expect(sliding_window=None)
         return [None] * n
-    window = fields.stated("sliding_window") if used else fields.take("sliding_window", None)
+    window = fields.stated("sliding_window") if used else fields.optional("sliding_window")
     if types is not None:
+        if not isinstance(types, list | tuple):
+            raise unexpected(f"layer_types to be a list, got {describe(types)}")
         if len(types) != n:
             raise unexpected(f"{n} layer_types, as num_hidden_layers, got {len(types)}")
         if other := [name for name in types if name not in TYPES]:
@@ -200,7 +217,7 @@ def _deepseek(fields: Fields) -> ModelSpec:
     # These fields are read and ignored. head_dim repeats qk_rope_head_dim, and qk_head_dim is
     # qk_nope_head_dim + qk_rope_head_dim.
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings", "qk_head_dim"):
-        fields.take(name, 0)
+        fields.optional(name)
     fields.expect(mlp_bias=False, moe_layer_freq=1)
     rank, nope, Dv = fields.sizes("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     rope, q_rank = fields.size("qk_rope_head_dim", least=0), fields.stated("q_lora_rank")

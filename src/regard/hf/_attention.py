@@ -13,13 +13,14 @@ from .._api.attention import attention, weights
 from .._api.stored import attend_stored
 from .._call.spec import Options
 from .._tools.arguments import describe
-from ..masks import Dense, Mask, Window, from_cu_seqlens
+from ..masks import Dense, Mask, from_cu_seqlens
 from ._paged import attend_paged, causal
+from ._sources import only_passes_on
 from ._standin import MaskTensor, StoredTensor
 
 NAME = "regard"
 
-# Keywords that models pass, but that do not change the result of attention.
+# Keywords that attention modules pass, but that do not change the result of attention.
 HARMLESS = frozenset({
     "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "seq_idx", "use_cache",
@@ -45,15 +46,17 @@ def attention_forward(
     """
     scores = {"scale": scaling, "softcap": softcap, "sink": None if s_aux is None else s_aux.reshape(-1)}
     if cache is not None:
-        refused = {"dropout": dropout or None, "output_attentions": output_attentions or None}
-        _check_others(others | refused | {"position_bias": position_bias}, HARMLESS | CONTINUOUS)
+        refused: dict[str, Any] = {"dropout": dropout or None, "position_bias": position_bias}
+        refused["output_attentions"] = output_attentions or None
+        _refuse([name for name, x in refused.items() if x is not None])
+        _check_others(module, others, HARMLESS | CONTINUOUS)
         cu_seqlens = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         layer: Any = module.layer_idx
         return _heads_last(attend_paged(layer, (query, key, value), cache, others | cu_seqlens, scores)), None
-    _check_others(others, HARMLESS)
+    _check_others(module, others, HARMLESS)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        masking = _without_mask(query.shape[2], causal, sliding_window)
+        masking = _without_mask(query.shape[2], causal, sliding_window or None)
     else:
         masking = _from_tensor(attention_mask, query.shape[2], key.shape[2])
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -82,17 +85,18 @@ class Masking(NamedTuple):
 
 
 def _from_tensor(mask: Any, Lq: int, Lk: int) -> Masking:
-    """Translates an attention_mask tensor (B, 1 or Hq, Lq, Lk) to arguments of `attention`.
+    """Translates an attention_mask tensor (B, 1 or Hq, Lq or 1, Lk) to arguments of `attention`.
 
     The mask already includes the sliding window, because Transformers adds it to every mask.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         raise TypeError(f"attention_mask: expected a tensor (B, 1 or Hq, Lq, Lk), got {describe(mask)}")
     if isinstance(mask, MaskTensor):
-        if mask.shape[2:] != (Lq, Lk):
-            expected = f"(B, 1, Lq, Lk) with Lq = {Lq}, Lk = {Lk}"
+        if mask.shape[2] not in (1, Lq) or mask.shape[3] != Lk:
+            expected = f"(B, 1, Lq or 1, Lk) with Lq = {Lq}, Lk = {Lk}"
             raise ValueError(f"attention_mask: expected {expected}, got {tuple(mask.shape)}")
-        return Masking(mask.mask, mask.offset)
+        # One row of a mask for all queries has no positions: it becomes dense, (B, 1, 1, Lk).
+        return Masking(mask.mask, mask.offset) if mask.shape[2] == Lq else Masking(Dense.borrow(mask.dense()))
     if mask.dtype is torch.bool:
         return Masking(Dense.borrow(mask))
     if not mask.is_floating_point():
@@ -104,12 +108,11 @@ def _without_mask(Lq: int, is_causal: bool, window: int | None) -> Masking:
     """Returns the mask and the offset of a call without an attention_mask.
 
     A causal mask gets offset 0 if there are several queries, because a static cache may have unused
-    slots after the last query. With offset 0, the mask excludes these slots.
+    slots after the last query. With offset 0, the mask excludes these slots. A bidirectional call
+    has no window: Transformers passes a mask unless all queries may attend to all keys.
     """
     _check_registered()
-    if not is_causal:
-        return Masking(None if window is None else Window(window, window))
-    if Lq == 1 and window is None:
+    if not is_causal or (Lq == 1 and window is None):
         return Masking()
     return Masking(causal(window), None if Lq == 1 else 0)
 
@@ -144,10 +147,14 @@ def _inside_sequences(masking: Masking, cu_seqlens_q: Tensor | None, cu_seqlens_
     return masking._replace(mask=from_cu_seqlens(cu_seqlens_q, cu_seqlens_k))
 
 
-def _check_others(others: dict[str, Any], known: frozenset[str]) -> None:
+def _check_others(module: nn.Module, others: dict[str, Any], known: frozenset[str]) -> None:
     if known.issuperset(others):
         return
-    unknown = sorted(name for name, x in others.items() if x is not None and name not in known)
+    present = sorted(name for name, x in others.items() if x is not None and name not in known)
+    _refuse([name for name in present if not only_passes_on(type(module), name)])
+
+
+def _refuse(unknown: list[str]) -> None:
     if unknown:
         raise NotImplementedError(
             f"the attention of this model passes {', '.join(unknown)}, which regard does not know; "

@@ -133,8 +133,10 @@ def _last_tokens(frame: Frame, sliding_window: int) -> Mask | None:
 
     q and k are the token indices of query and key.
     """
-    all_visible = frame.offset + frame.Lq - 1 < sliding_window
-    return None if all_visible else Window(sliding_window - 1, None)
+    if frame.offset + frame.Lq - 1 < sliding_window:
+        return None
+    # A window of 0 (Qwen2-MoE without a window) allows only later keys.
+    return Window(sliding_window - 1, None) if sliding_window > 0 else ~Window(None, -sliding_window)
 
 
 def _around(frame: Frame, sliding_window: int) -> Mask | None:

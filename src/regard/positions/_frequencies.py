@@ -214,6 +214,7 @@ class Frequencies(Scaling):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(float(x) for x in self.values))
+        object.__setattr__(self, "attention_factor", number("attention_factor", self.attention_factor))
         if not all(math.isfinite(x) for x in self.values):
             raise ValueError(f"values: expected finite frequencies, got {self.values}")
 
