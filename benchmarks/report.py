@@ -186,8 +186,8 @@ tensors, which it processes faster than bool tensors.
 - *math path*: SDPA has no fused CPU kernel for the call."""
 
 GROWTH = """\
-*Finding spans* is the time in which one thread finds the ranges of keys that a mask allows, and its
-share of the time of the attention call."""
+*Finding spans* is the time that one thread takes to find the ranges of keys that a mask allows, in
+seconds and as a fraction of the time of the attention call."""
 
 
 def results_page(rows: Sequence[Row], found: Sequence[Fact], header: str) -> str:

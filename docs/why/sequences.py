@@ -3,8 +3,8 @@
 How much does the last output depend on a token at a given distance? The measure is the norm of the
 derivative of the last output with respect to the token, for untrained layers of equal width. In a
 recurrence, information passes through every step between the token and the last output. A stack of
-convolutions reaches only as far as its kernel sizes add up to. Attention reads every token in one
-step.
+convolutions with kernel size w reaches w - 1 tokens further with each layer. Attention reads every
+token in one step.
 """
 
 from __future__ import annotations
