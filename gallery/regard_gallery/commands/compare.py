@@ -87,14 +87,14 @@ def _table(measured: Measured) -> Table:
 
 
 def _beside_the_notes(measured: Measured) -> Table:
-    """Returns a table that compares the lecture notes of `compare/_notes.py` with the measurements.
+    """Returns a table that compares the study notes of `compare/_notes.py` with the measurements.
 
     A cell has the notes' word, such as "high", and the measured ratio to MHA, or for quality the
     loss. The last row lists the orderings of the notes that the measurements do not confirm.
     """
     from ..compare import NOTES
 
-    table = _empty_table("The lecture notes and the measurements: ratios to MHA, or nats")
+    table = _empty_table("The study notes and the measurements: ratios to MHA, or nats")
     for name in NOTES:
         table.add_column(name)
     for kind in NOTES["quality"]:

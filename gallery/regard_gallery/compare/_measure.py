@@ -94,7 +94,7 @@ class Measured:
         )
 
     def values(self, column: str) -> dict[str, float]:
-        """Returns the measurements to compare with a column of NOTES, a table from lecture notes.
+        """Returns the measurements to compare with a column of NOTES, a table from study notes.
 
         The keys are the kinds of attention in that table. Quality is measured as the negative loss.
         """
@@ -109,7 +109,7 @@ class Measured:
     def denied(self) -> dict[str, list[str]]:
         """Maps each column of the notes' table to the orderings that measurements do not confirm.
 
-        The table NOTES is from lecture notes. An ordering is a text such as "MLA < MHA".
+        The table NOTES is from study notes. An ordering is a text such as "MLA < MHA".
         Measured speeds and losses confirm an ordering only if they differ by more than a margin.
         """
         compared = [self[kind] for kind in NOTES["quality"]]

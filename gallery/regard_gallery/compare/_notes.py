@@ -1,4 +1,4 @@
-"""A table from lecture notes, which describes MHA, GQA, MQA and MLA by words such as "high"."""
+"""A table from study notes, which describes MHA, GQA, MQA and MLA by words such as "high"."""
 
 from __future__ import annotations
 
