@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ def reference(
     """
     (Lq, Hq, D), (Lk, Hkv, _) = q.shape, k.shape
     k, v = (x.double().repeat_interleave(Hq // Hkv, 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * (D**-0.5 if softmax_scale is None else softmax_scale)
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * (
+        D**-0.5 if softmax_scale is None else softmax_scale
+    )
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     p, j = torch.arange(Lq)[:, None] + Lk - Lq, torch.arange(Lk)
@@ -69,7 +73,9 @@ def slopes_of(slopes: Tensor | None, b: int) -> Tensor | None:
     return slopes[b] if slopes is not None and slopes.ndim == 2 else slopes
 
 
-def rotation(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, advance: bool = True) -> Tensor:
+def rotation(
+    x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, advance: bool = True
+) -> Tensor:
     """Rotates x (L, H, D) at positions start, start + 1, ... by complex multiplication in float64."""
     half = cos.shape[-1]
     at = start + torch.arange(len(x)) * advance
@@ -79,3 +85,9 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool,
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     turned = turned if interleaved else turned.transpose(-1, -2)
     return torch.cat([turned.flatten(-2), rest], -1)
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Returns the parameters of a function and their defaults, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return " ".join(str(p.replace(annotation=p.empty)).replace(" ", "") for p in parameters)

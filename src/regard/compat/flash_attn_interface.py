@@ -115,16 +115,17 @@ def flash_attn_with_kvcache(
     The arguments are those of `regard.compat.flash_attn.flash_attn_with_kvcache`, with `page_table`
     for its `block_table`. `rotary_seqlens` (B,) replaces `cache_seqlens` as the position of the
     first new token. With `cu_seqlens_q` (B + 1,), q is packed, (total_q, Hq, D), and so are k and v
-    with `cu_seqlens_k_new` (B + 1,).
+    with `cu_seqlens_k_new` (B + 1,). `return_softmax_lse` returns out, the LSE, and two empty tensors
+    in place of the partial results of splits.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = _options(causal, window_size, softmax_scale, softcap, attention_chunk, return_softmax_lse)
     cache = cache_of(k_cache, v_cache, cache_seqlens, cache_leftpad, page_table)
     start = cache.length if rotary_seqlens is None else rotary_seqlens
     rotary = rotary_of(rotary_cos, rotary_sin, start, rotary_interleaved)
-    if cu_seqlens_q is None:
-        return decode(q, cache, (k, v), options, rotary, cache_batch_idx)
-    return decode_packed(q, cache, (k, v), options, rotary, cache_batch_idx, cu_seqlens_q, cu_seqlens_k_new)
+    call = (q, cache, (k, v), options, rotary, cache_batch_idx)
+    result = decode(*call) if cu_seqlens_q is None else decode_packed(*call, cu_seqlens_q, cu_seqlens_k_new)
+    return (*result, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else result
 
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:
