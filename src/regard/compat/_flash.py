@@ -163,8 +163,8 @@ def attend_packed(
         cache = FlashCache(k, v, lengths, table=table)
         return packed_result(attend_cache(q.unflatten(0, (len(sizes), -1)), cache, options))
     if table is None:
-        pairs = zip(*(x[None].split(cu_k.diff().tolist(), 1) for x in (k, v)), strict=True)
-        caches = [FlashCache(*pair, n) for pair, n in zip(pairs, lengths.tolist(), strict=True)]
+        ks, vs = (x[None].split(cu_k.diff().tolist(), 1) for x in (k, v))
+        caches = [FlashCache(*part) for part in zip(ks, vs, lengths.tolist(), strict=True)]
     else:
         caches = [FlashCache(k, v, n, table=table[s : s + 1]) for s, n in enumerate(lengths.tolist())]
     results = []

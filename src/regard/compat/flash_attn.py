@@ -84,7 +84,7 @@ def _with_probs(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple
     if not options.dropout:
         return (*attend(q, k, v, options), q.new_empty(0))
     if options.differ_by_sample:
-        samples = enumerate(zip(*(x.split(1) for x in (q, k, v)), strict=True))
+        samples = enumerate(zip(q.split(1), k.split(1), v.split(1), strict=True))
         results = [_with_probs(*sample, options.of_sample(b)) for b, sample in samples]
         return joined(results)  # type: ignore[no-any-return]
     options = options._replace(seed=torch.randint(2**63 - 1, ()))
@@ -154,10 +154,10 @@ def _packed_with_probs(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, options: FlashOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, the LSE, and S_dmask (N, Hq, longest Lq, longest Lk), padded with zeros."""
-    sizes = [cu.diff().tolist() for cu in (cu_q, cu_k, cu_k)]
-    parts = zip(*(x[None].split(n, 1) for x, n in zip((q, k, v), sizes, strict=True)), strict=True)
-    results = [_with_probs(*part, options.of_sample(s)) for s, part in enumerate(parts)]
-    (Lq, Lk), probs = map(max, sizes[:2]), [result[2] for result in results]
+    sizes_q, sizes_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+    parts = zip(*(x[None].split(n, 1) for x, n in ((q, sizes_q), (k, sizes_k), (v, sizes_k))), strict=True)
+    results = [_with_probs(a, b, c, options.of_sample(s)) for s, (a, b, c) in enumerate(parts)]
+    Lq, Lk, probs = max(sizes_q), max(sizes_k), [result[2] for result in results]
     padded = [pad(x, (0, Lk - x.shape[-1], 0, Lq - x.shape[-2])) for x in probs]
     out, lse = joined([(out[0], lse[0]) for out, lse, _ in results], (0, 1))
     return out, lse, torch.cat(padded)
@@ -244,7 +244,8 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Unpacks a row (total, ...) into a padded batch (batch, seqlen, ...). Padding is zero."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.reshape(batch, seqlen, *rows.shape[1:])
 
 
 def apply_rotary_emb(
