@@ -451,14 +451,16 @@ def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.flash_attn_varlen_func(*packed, sizes, sizes, 9, 9, causal=True, window_size=(3, -1))
 
 
-def cached(table: list[list[int]] | None, index: list[int] | None) -> Function:
+def cached(
+    table: list[list[int]] | None = None, index: list[int] | None = None, length: int | None = None
+) -> Function:
     def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = (2, 32, 2, 8) if table is None else (4, 16, 2, 8)
         caches = [torch.zeros(shape) + 0 * q.sum() for _ in range(2)]
         angles = torch.arange(32.0)[:, None] * torch.tensor([1.0, 0.5])
         rows = {} if table is None else {"block_table": torch.tensor(table)}
         rows |= {} if index is None else {"cache_batch_idx": torch.tensor(index)}
-        lengths = torch.tensor([3, 17])
+        lengths = torch.tensor([3, 17]) if length is None else length
         out = F.flash_attn_with_kvcache(
             q[:, :3], *caches, k[:, :3], v[:, :3], angles.cos(), angles.sin(), lengths, causal=True, **rows
         )
@@ -474,9 +476,10 @@ TRACED: dict[str, Function] = {
     "kvpacked": lambda q, k, v: F.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),
     "probs": lambda q, k, v: F.flash_attn_func(q, k, v, return_attn_probs=True)[:2],
     "varlen": varlen,
-    "rows": cached(None, None),
-    "pages": cached([[3, 1], [0, 2]], None),
-    "index": cached(None, [1, 0]),
+    "rows": cached(),
+    "int": cached(length=9),
+    "pages": cached(table=[[3, 1], [0, 2]]),
+    "index": cached(index=[1, 0]),
 }
 
 
@@ -508,3 +511,35 @@ def test_varlen_compiled_with_its_lengths() -> None:
         torch.testing.assert_close(
             compiled(sizes, cu(lengths[::-1]), False), other.float(), rtol=0, atol=1e-5
         )
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("length", [8, torch.tensor([3, 8])])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_full_cache_raises_before_it_is_written(paged: bool, length: int | Tensor) -> None:
+    q, caches = torch.randn(2, 1, 2, 4), torch.zeros(2, 2, 8, 2, 4)
+    table = {"block_table": torch.tensor([[0, 1], [3, 2]])} if paged else {}
+    caches = caches.unflatten(2, (2, 4)).flatten(1, 2) if paged else caches
+    with pytest.raises(ValueError, match="cache_seqlens: expected at most 7, as the cache has room for 8"):
+        F.flash_attn_with_kvcache(q, *caches, q, q, cache_seqlens=length, **table)
+    assert not caches.any()
+
+
+def test_half_of_a_pair_raises() -> None:
+    q, cos = torch.randn(1, 1, 2, 4), torch.ones(8, 2)
+    cache = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(ValueError, match="k, v: expected both or neither"):
+        F.flash_attn_with_kvcache(q, cache, cache, q, cache_seqlens=0)
+    with pytest.raises(ValueError, match="rotary_cos, rotary_sin: expected both or neither"):
+        F.flash_attn_with_kvcache(q, cache, cache, q, q, rotary_cos=cos, cache_seqlens=0)
+
+
+def test_pages_and_no_queries() -> None:
+    """Sequences without queries, and with pages: nothing to compute."""
+    pages, none = torch.randn(2, 16, 2, 4), torch.zeros(3, dtype=torch.int32)
+    sizes = (none, torch.tensor([0, 5, 9]), 0, 5)
+    table = torch.tensor([[0], [1]])
+    out = F.flash_attn_varlen_func(torch.randn(0, 2, 4), pages, pages, *sizes, block_table=table)
+    assert out.shape == (0, 2, 4)

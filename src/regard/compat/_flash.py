@@ -161,7 +161,7 @@ def attend_packed(
     lengths, sizes = cu_k.diff() if used_k is None else used_k, cu_q.diff().tolist()
     if table is not None and used_q is None and len({*sizes}) == 1:
         cache = FlashCache(k, v, lengths, table=table)
-        return packed_result(attend_cache(q.unflatten(0, (len(sizes), -1)), cache, options))
+        return packed_result(attend_cache(q.unflatten(0, (len(sizes), sizes[0])), cache, options))
     if table is None:
         ks, vs = (x[None].split(cu_k.diff().tolist(), 1) for x in (k, v))
         caches = [FlashCache(*part) for part in zip(ks, vs, lengths.tolist(), strict=True)]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._tools.arguments import readable
 from ..positions import rotate
 from ._flash import MIN_PAGE, FlashCache, FlashOptions, Result, attend_cache, joined, packed_result
 
@@ -41,6 +42,8 @@ def cache_of(
 def rotary_of(
     cos: Tensor | None, sin: Tensor | None, start: int | Tensor, interleaved: bool
 ) -> FlashRotary | None:
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos, rotary_sin: expected both or neither, got one")
     return None if cos is None or sin is None else FlashRotary(cos, sin, start, interleaved)
 
 
@@ -55,6 +58,9 @@ def decode(
     if index is None and cache.table is None and len(cache.k) != len(q):
         raise ValueError(f"k_cache: expected B = {len(q)} rows as in q, got {len(cache.k)}")
     k, v = new
+    if (k is None) != (v is None):
+        raise ValueError("k, v: expected both or neither, got one")
+    _check_room(cache, 0 if k is None else k.shape[1])
     if rotary is not None:
         local = options.causal or max(options.window) >= 0
         q = rotated(q, rotary.cos, rotary.sin, rotary.positions(q, local), rotary.interleaved)
@@ -83,6 +89,16 @@ def decode_packed(
         result = decode(rows[None], cache.of_sample(s, index is not None), (k, v), options, turn, row)
         results.append(packed_result(result))
     return joined(results, (0, 1))
+
+
+def _check_room(cache: FlashCache, new: int) -> None:
+    """Checks that the cache has room for `new` more tokens, if the lengths can be read."""
+    longest, most = cache.length, cache.capacity - new
+    if isinstance(longest, Tensor):
+        longest = int(longest.max()) if readable(longest) else 0
+    if longest > most:
+        room = f"as the cache has room for {cache.capacity} tokens and {new} are new"
+        raise ValueError(f"cache_seqlens: expected at most {most}, {room}, got {longest}")
 
 
 def _append(cache: FlashCache, k: Tensor, v: Tensor, index: Tensor | None) -> FlashCache:
