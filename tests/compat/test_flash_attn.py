@@ -10,8 +10,11 @@ from torch import Tensor
 
 from regard._call.stored import Stored
 from regard.compat import flash_attn as F
+from support import HAVE_CORE
 from support.flash import packed_reference, padded_reference, reference, rotation, signature, slopes_of
 from support.tracing import Function, check_traced
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,8 +10,11 @@ from torch import Tensor
 
 import regard
 from regard.compat import flash_attn_interface as F
+from support import HAVE_CORE
 from support.flash import packed_reference, padded_reference, reference, rotation, signature
 from support.tracing import check_traced
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

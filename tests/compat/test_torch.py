@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from regard.compat import torch as C
+from support import HAVE_CORE
 from support.flash import packed_reference, signature
 from support.tracing import Function, check_traced
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "matrices": ((5, 8), (7, 8), (7, 6)),
