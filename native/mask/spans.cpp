@@ -23,6 +23,7 @@ enum Op : int64_t {
   kDilated,
   kDense,
   kBlocks,
+  kPatterns,
   kPerHead,
   kAnd,
   kOr,
@@ -208,7 +209,7 @@ const int64_t* SpanFinder::code_of(int64_t head) const {
 // How an op is evaluated.
 struct SpanFinder::OpInfo {
   void (SpanFinder::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
-  int tensors = 0;     // how many arguments, from the first one on, are indices of tensors
+  int tensors = 0;     // how many arguments, from the first one on, are indices of tensors (b, h, ...)
   int segmented = -1;  // which of these tensors is converted to Segments; -1: none
   int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // null: the dilation is 1
 };
@@ -226,6 +227,7 @@ const SpanFinder::OpInfo SpanFinder::kOps[] = {
     {&SpanFinder::dilated, 0, -1, step_of_dilated},   // kDilated
     {&SpanFinder::dense, 1},                          // kDense
     {&SpanFinder::blocks, 1},                         // kBlocks
+    {&SpanFinder::patterns, 1},                       // kPatterns: the patterns depend on no sample or head
     {&SpanFinder::per_head, 0, -1, step_of_head},     // kPerHead
     {&SpanFinder::combine, 0, -1, step_of_children},  // kAnd
     {&SpanFinder::combine, 0, -1, step_of_children},  // kOr
@@ -453,6 +455,32 @@ void SpanFinder::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t
     uint32_t lanes = 0;
     for (int i = 0; i < rows; ++i) lanes |= row[i][kb * t.stride[3]] ? lanes_of[i] : 0;
     append(out, std::max(lo, p.index(kb * block)), std::min(hi, p.index((kb + 1) * block)), lanes);
+  }
+}
+
+void SpanFinder::patterns(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
+  const MaskTensor &table = call_.tensors[node[2]], &patterns = call_.tensors[node[3]];
+  const int64_t height = patterns.size[2], width = patterns.size[3], stride = patterns.stride[3];
+  const uint8_t* row[kMaxPanel];
+  for (int64_t kb = p.key(lo) / width; p.index(kb * width) < hi; ++kb) {
+    // Pattern 0 allows no pair of a block, pattern 1 all pairs.
+    uint32_t full = 0, partial = 0;
+    for (int t = 0; t < p.rows.count; ++t) {
+      const int64_t i = p.rows.row + t * p.rows.step;
+      const int64_t n = *element<int64_t>(table, p.rows.batch, p.rows.head, i / height, kb);
+      full |= n == 1 ? 1u << t : 0;
+      if (n < 2 || n >= patterns.size[1]) continue;
+      partial |= 1u << t;
+      row[t] = element<uint8_t>(patterns, 0, n, i % height, 0);
+    }
+    const int64_t begin = std::max(lo, p.index(kb * width)), end = std::min(hi, p.index((kb + 1) * width));
+    if (!partial) append(out, begin, end, full);
+    for (int64_t index = begin; partial && index < end; ++index) {
+      const int64_t column = (p.key(index) - kb * width) * stride;
+      uint32_t lanes = full;
+      for (int t = 0; t < p.rows.count; ++t) lanes |= (partial >> t & 1) && row[t][column] ? 1u << t : 0;
+      append(out, index, index + 1, lanes);
+    }
   }
 }
 
