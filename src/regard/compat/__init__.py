@@ -1,0 +1,1 @@
+"""Functions with the names, signatures and meanings of other attention libraries, computed by Regard."""
