@@ -139,7 +139,13 @@ PACKED: dict[str, tuple[Callable[[list[int], list[int]], X.BlockDiagonalMask], A
         local_bottom_right(3),
     ),
 }
-LENGTHS = [([3, 5, 2], [3, 5, 2]), ([3, 1, 2], [4, 5, 2]), ([2, 3], [5, 6]), ([4], [7]), ([0, 3, 1], [2, 3, 1])]
+LENGTHS = [
+    ([3, 5, 2], [3, 5, 2]),
+    ([3, 1, 2], [4, 5, 2]),
+    ([2, 3], [5, 6]),
+    ([4], [7]),
+    ([0, 3, 1], [2, 3, 1]),
+]
 
 
 def packed_keep(allowed: Allowed, q_lens: list[int], k_lens: list[int], spaces: list[int]) -> Tensor:
@@ -172,12 +178,18 @@ def test_packed_sequences(name: str, lengths: tuple[list[int], list[int]]) -> No
 PADDED: dict[str, tuple[Callable[..., X.AttentionBias], Allowed, tuple[int, ...]]] = {
     "whole": (X.BlockDiagonalPaddedKeysMask.from_seqlens, everything, ()),
     "causal": (X.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens, bottom_right, ()),
-    "local": (X.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local, local_bottom_right(3), (3,)),
+    "local": (
+        X.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local,
+        local_bottom_right(3),
+        (3,),
+    ),
     "both sides": (X.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local, both_sides(2, 1), (2, 1)),
 }
 
 
-@pytest.mark.parametrize("lengths", [([1, 1, 1], [2, 7, 4]), ([2, 2], [2, 7]), ([3, 1, 2], [7, 1, 5])], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [([1, 1, 1], [2, 7, 4]), ([2, 2], [2, 7]), ([3, 1, 2], [7, 1, 5])], ids=str
+)
 @pytest.mark.parametrize("name", PADDED)
 def test_padded_keys(name: str, lengths: tuple[list[int], list[int]]) -> None:
     make, allowed, window = PADDED[name]
@@ -188,7 +200,9 @@ def test_padded_keys(name: str, lengths: tuple[list[int], list[int]]) -> None:
 def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """One query for each sequence of a padded cache runs as a batch, without copies of the cache."""
     calls = []
-    monkeypatch.setattr(X, "attention", lambda q, k, v, **o: calls.append((q.shape, k.data_ptr())) or v[:, :, :1])
+    monkeypatch.setattr(
+        X, "attention", lambda q, k, v, **o: calls.append((q.shape, k.data_ptr())) or v[:, :, :1]
+    )
     q, k, v = torch.randn(1, 3, H, K), torch.randn(1, 21, H, K), torch.randn(1, 21, H, K)
     bias = X.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 1, 1], 7, [2, 7, 4])
     X.memory_efficient_attention(q, k, v, bias)
@@ -217,7 +231,8 @@ def test_an_expanded_leaf_gets_a_gradient_for_each_head() -> None:
     copy = leaf.detach().contiguous().requires_grad_()
     for x in (leaf, copy):
         X.memory_efficient_attention(q, x, v).square().sum().backward()
-    assert leaf.grad is not None and copy.grad is not None
+    assert leaf.grad is not None
+    assert copy.grad is not None
     assert_close(leaf.grad, copy.grad)
 
 
@@ -261,7 +276,8 @@ def test_lists_of_tensors_are_packed_and_split() -> None:
         assert_close(y, expected(part, part, part))
     keys = [torch.randn(len(x), 4, H, K) for x in parts]
     bias, q, k, v = X.BlockDiagonalMask.from_tensor_lists_qkv(parts, keys, keys)
-    assert v is not None and torch.equal(k, v)
+    assert v is not None
+    assert torch.equal(k, v)
     out = bias.split_queries(X.memory_efficient_attention(q, k, v, bias))
     for y, part, key in zip(out, parts, keys, strict=True):
         assert_close(y, expected(part, key, key))
@@ -269,10 +285,12 @@ def test_lists_of_tensors_are_packed_and_split() -> None:
 
 
 def test_names_and_kinds_are_those_of_xformers() -> None:
-    assert str(inspect.signature(X.memory_efficient_attention)).startswith(
-        "(query: 'Tensor', key: 'Tensor', value: 'Tensor', attn_bias: 'Tensor | AttentionBias | None' = None, "
-        "p: 'float' = 0.0, scale: 'float | None' = None, *, op: 'object' = None)"
-    )
+    parameters = inspect.signature(X.memory_efficient_attention).parameters.values()
+    assert [(p.name, p.default) for p in parameters if p.default is not p.empty] == [
+        ("attn_bias", None), ("p", 0.0), ("scale", None), ("op", None),
+    ]  # fmt: skip
+    assert [p.name for p in parameters][:3] == ["query", "key", "value"]
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["op"]
     assert issubclass(X.BlockDiagonalCausalLocalAttentionMask, X.BlockDiagonalCausalMask)
     assert issubclass(X.BlockDiagonalCausalWithOffsetPaddedKeysMask, X.BlockDiagonalPaddedKeysMask)
     assert issubclass(X.LowerTriangularMaskWithTensorBias, X.LowerTriangularMask)
@@ -301,7 +319,11 @@ def test_names_and_kinds_are_those_of_xformers() -> None:
             ValueError,
             r"attn_bias: expected Mq, Mk = \(3, 3\), as in its lengths, got \(7, 7\)",
         ),
-        (lambda q: X.BlockDiagonalMask.from_seqlens([3], [1, 2]), ValueError, "kv_seqlen: expected 1 lengths"),
+        (
+            lambda q: X.BlockDiagonalMask.from_seqlens([3], [1, 2]),
+            ValueError,
+            "kv_seqlen: expected 1 lengths",
+        ),
         (
             lambda q: X.BlockDiagonalCausalFromBottomRightMask.from_seqlens([3], [2]),
             ValueError,
@@ -324,7 +346,11 @@ def test_names_and_kinds_are_those_of_xformers() -> None:
             "kv_seqlen: expected lengths up to kv_padding = 4",
         ),
         (lambda q: X.BlockDiagonalMask.from_seqlens([3], [4]).split(q), ValueError, "call split_queries"),
-        (lambda q: X.BlockDiagonalMask.from_seqlens([3]).split(q), ValueError, r"tensor: expected \(1, 3, ...\)"),
+        (
+            lambda q: X.BlockDiagonalMask.from_seqlens([3]).split(q),
+            ValueError,
+            r"tensor: expected \(1, 3, ...\)",
+        ),
     ],
 )
 def test_messages(call: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
@@ -339,7 +365,10 @@ TRACED: dict[str, tuple[Callable[[], X.AttentionBias], int]] = {
     "bias": (lambda: X.LowerTriangularMaskWithTensorBias(torch.ones(1, 1, 1, 7)), 7),
     "packed": (lambda: X.BlockDiagonalMask.from_seqlens([3, 4]).make_causal(), 7),
     "cross": (lambda: X.BlockDiagonalMask.from_seqlens([3, 4], [5, 4]).make_causal_from_bottomright(), 9),
-    "padded": (lambda: X.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1] * 7, 3, [2] * 6 + [3]), 21),
+    "padded": (
+        lambda: X.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1] * 7, 3, [2] * 6 + [3]),
+        21,
+    ),
 }
 traced = pytest.mark.parametrize("name", TRACED)
 

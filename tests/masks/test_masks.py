@@ -346,7 +346,11 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
         (lambda: M.Dense(torch.ones(2).bool()), ValueError, r"Dense\(keep\): expected at least 2 dimensions"),
         (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
-        (lambda: M.BlockPatterns([[0]], patterns(2, 2)[:1]), ValueError, r"expected \(n >= 2, rows, columns\)"),
+        (
+            lambda: M.BlockPatterns([[0]], patterns(2, 2)[:1]),
+            ValueError,
+            r"expected \(n >= 2, rows, columns\)",
+        ),
         (lambda: M.BlockPatterns([[0]], ~patterns(2, 2)), ValueError, r"expected all False, all True, ..."),
         (lambda: M.BlockPatterns([[3]], patterns(2, 2)), ValueError, r"table\): expected patterns 0 to 2"),
         (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),

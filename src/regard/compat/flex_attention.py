@@ -104,7 +104,7 @@ def _check_request(
     if return_aux is not None and return_lse:
         raise ValueError("return_lse, return_aux: expected at most one of them, got both")
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError("return_aux: max_scores is not computed; see regard.evidence and facts.RowMax")
+        raise NotImplementedError("return_aux: max_scores is not computed; see facts.RowMax")
 
 
 def _scores(score_mod: object) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def _scores(score_mod: object) -> dict[str, Any]:
         return {"bias": score_mod}
     raise NotImplementedError(
         f"score_mod: a function of the scores has no gradient here, got {describe(score_mod)}; expected "
-        "compat.flex_attention.softcap(cap), scores.Alibi(slopes), scores.RelativeBias(table), a tensor that is "
-        "added to the scores, or None; masking goes to block_mask; for softcap together with a bias call "
+        "compat.flex_attention.softcap(cap), scores.Alibi(slopes), scores.RelativeBias(table), a tensor that "
+        "is added to the scores, or None; masking goes to block_mask; for softcap together with a bias call "
         "regard.attention(softcap=..., bias=...)"
     )
 

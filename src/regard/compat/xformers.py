@@ -30,6 +30,7 @@ __all__ = [
 
 Options = dict[str, Any]  # keyword arguments of `attention`
 Device = torch.device | str
+CAUSAL: Mask = Causal()
 
 
 def memory_efficient_attention(
@@ -55,9 +56,11 @@ def memory_efficient_attention(
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.ndim not in (3, 4, 5) or x.ndim != query.ndim:
-            raise ValueError(f"{name}: expected (B, M, K), (B, M, H, K) or (B, M, G, H, K), got {describe(x)}")
+            raise ValueError(
+                f"{name}: expected (B, M, K), (B, M, H, K) or (B, M, G, H, K), got {describe(x)}"
+            )
     tensor = attn_bias if isinstance(attn_bias, Tensor) else getattr(attn_bias, "_bias", None)
-    options = {"bias": _bias_of_heads(tensor, query), "dropout": p, "scale": scale}
+    options: Options = {"bias": _bias_of_heads(tensor, query), "dropout": p, "scale": scale}
     q, k, v = _heads_first(query), _heads_first(key), _heads_first(value)
     if isinstance(attn_bias, AttentionBias):
         out = attn_bias._attend(q, k, v, options)
@@ -133,7 +136,7 @@ class AttentionBias:
 class LowerTriangularMask(AttentionBias):
     """A causal mask that aligns the first query to the first key."""
 
-    _window = Causal()
+    _window = CAUSAL
 
     def __init__(self, *, device: Device = "cpu") -> None: ...
 
@@ -157,7 +160,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """A causal mask that aligns the last query to the last key."""
 
-    _window = Causal()
+    _window = CAUSAL
     _bottom_right = True
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
@@ -255,7 +258,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         yield from ((a, a + n) for a, n in zip(self.seqstart_py, self.seqlen_py, strict=False))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        raise NotImplementedError("split: padded keys are not split; index them with seqstart_py and seqlen_py")
+        raise NotImplementedError("split: padded keys cannot be split")
 
 
 # Biases of packed sequences
@@ -364,7 +367,10 @@ class BlockDiagonalMask(_PackedBias):
 
     @classmethod
     def from_tensor_lists_qkv(
-        cls, tensors_q: Sequence[Tensor], tensors_k: Sequence[Tensor], tensors_v: Sequence[Tensor] | None = None
+        cls,
+        tensors_q: Sequence[Tensor],
+        tensors_k: Sequence[Tensor],
+        tensors_v: Sequence[Tensor] | None = None,
     ) -> tuple[Self, Tensor, Tensor, Tensor | None]:
         """Packs lists of queries, keys and values. Returns the bias and the packed tensors."""
         queries, keys = ([n for x in xs for n in [x.shape[1]] * len(x)] for xs in (tensors_q, tensors_k))
@@ -383,7 +389,7 @@ class BlockDiagonalMask(_PackedBias):
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Splits (1, sum of lengths, ...) into the tensors that were packed, as queries and keys."""
         if self.q_seqinfo is not self.k_seqinfo:
-            raise ValueError("split: expected equal lengths of queries and keys; call split_queries or split_kv")
+            raise ValueError("split: queries and keys differ in length; call split_queries or split_kv")
         return self.split_queries(tensor)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
@@ -416,20 +422,22 @@ def _check_counts(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Packed sequences, causal. The first query of a sequence is aligned to its first key."""
 
-    _window = Causal()
+    _window = CAUSAL
 
 
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Packed sequences, causal. The last query of a sequence is aligned to its last key."""
 
-    _window = Causal()
+    _window = CAUSAL
     _bottom_right = True
 
     def __post_init__(self) -> None:
         for n, ((a, b), (c, d)) in enumerate(self._sequences()):
             if d - c < b - a:
-                raise ValueError(f"sequence {n}: expected at least {b - a} keys, one for each query, got {d - c}")
+                raise ValueError(
+                    f"sequence {n}: expected at least {b - a} keys, as many as queries, got {d - c}"
+                )
 
 
 @dataclass
@@ -494,7 +502,7 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     """Like `BlockDiagonalPaddedKeysMask`, causal. The last query is aligned to the last key in use."""
 
     causal_diagonal: object = None
-    _window = Causal()
+    _window = CAUSAL
     _bottom_right = True
 
 

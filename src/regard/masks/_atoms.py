@@ -416,7 +416,7 @@ class BlockPatterns(Mask):
             raise ValueError(f"BlockPatterns(patterns): expected (n >= 2, rows, columns), got {shape}")
         if readable(patterns) and (patterns[0].any() or not patterns[1].all()):
             raise ValueError("BlockPatterns(patterns): expected all False, all True, ..., got others first")
-        if readable(table) and table.numel() and not 0 <= int(table.min()) <= int(table.max()) < len(patterns):
+        if readable(table) and ((table < 0) | (table >= len(patterns))).any():
             raise ValueError(f"BlockPatterns(table): expected patterns 0 to {len(patterns) - 1}, got others")
         self._set(table=table, patterns=patterns)
 
@@ -447,9 +447,7 @@ class BlockPatterns(Mask):
         rows = torch.arange(tile.rows.start, tile.rows.stop, device=self.device)[:, None]
         keys = torch.arange(tile.Lk, device=self.device)
         table = cut(self.table, tile.samples, tile.heads)
-        return Dense.borrow(
-            self._at(table[..., rows // self.block[0], keys // self.block[1]], rows, keys)
-        )
+        return Dense.borrow(self._at(table[..., rows // self.block[0], keys // self.block[1]], rows, keys))
 
 
 def _check_matrix(
