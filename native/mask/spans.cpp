@@ -23,6 +23,7 @@ enum Op : int64_t {
   kDilated,
   kDense,
   kBlocks,
+  kPatterns,
   kPerHead,
   kAnd,
   kOr,
@@ -159,6 +160,33 @@ std::vector<int64_t> random_blocks(int64_t per_row, uint64_t seed, int64_t r, in
   return chosen;
 }
 
+// Appends the spans of the keys [lo, hi). Row t may attend to `key` if row[t][(key - lo) * stride] is 1.
+void read_rows(const uint8_t* const* row, int rows, int64_t stride, int64_t lo, int64_t hi, Spans& out) {
+  const uint32_t every_row = first_lanes(rows);
+  for (int64_t key = lo; key < hi;) {
+    if (stride == 1 && key + 8 <= hi) {
+      uint64_t any = 0, all = ~uint64_t{0};
+      for (int t = 0; t < rows; ++t) {
+        uint64_t eight;
+        memcpy(&eight, row[t] + (key - lo), 8);
+        any |= eight;
+        all &= eight;
+      }
+      if (any == 0 || all == 0x0101010101010101u) {
+        append(out, key, key + 8, any ? every_row : 0);
+        key += 8;
+        continue;
+      }
+    }
+    const int64_t stop = std::min(hi, key + 8);
+    for (; key < stop; ++key) {
+      uint32_t lanes = 0;
+      for (int t = 0; t < rows; ++t) lanes |= static_cast<uint32_t>(row[t][(key - lo) * stride] != 0) << t;
+      append(out, key, key + 1, lanes);
+    }
+  }
+}
+
 // Returns the n-th child of a node without arguments.
 const int64_t* child_of(const int64_t* node, int64_t n) {
   const int64_t* child = node + 2;
@@ -208,7 +236,7 @@ const int64_t* SpanFinder::code_of(int64_t head) const {
 // How an op is evaluated.
 struct SpanFinder::OpInfo {
   void (SpanFinder::*find)(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
-  int tensors = 0;     // how many arguments, from the first one on, are indices of tensors
+  int tensors = 0;     // how many arguments, from the first one on, are indices of tensors (b, h, ...)
   int segmented = -1;  // which of these tensors is converted to Segments; -1: none
   int64_t (*dilation)(const int64_t* node, int64_t head) = nullptr;  // null: the dilation is 1
 };
@@ -226,6 +254,7 @@ const SpanFinder::OpInfo SpanFinder::kOps[] = {
     {&SpanFinder::dilated, 0, -1, step_of_dilated},   // kDilated
     {&SpanFinder::dense, 1},                          // kDense
     {&SpanFinder::blocks, 1},                         // kBlocks
+    {&SpanFinder::patterns, 1},                       // kPatterns: the patterns depend on no sample or head
     {&SpanFinder::per_head, 0, -1, step_of_head},     // kPerHead
     {&SpanFinder::combine, 0, -1, step_of_children},  // kAnd
     {&SpanFinder::combine, 0, -1, step_of_children},  // kOr
@@ -406,30 +435,8 @@ void SpanFinder::dense(const int64_t* node, const Panel& p, int64_t lo, int64_t 
   const MaskTensor& t = call_.tensors[node[2]];
   const uint8_t* row[kMaxPanel];
   for (int i = 0; i < p.rows.count; ++i)
-    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, p.first_key);
-  const int64_t stride = t.stride[3] * p.rows.step;
-  for (int64_t key = lo; key < hi;) {  // `key` is an index in the class
-    if (stride == 1 && key + 8 <= hi) {
-      uint64_t any = 0, all = ~uint64_t{0};
-      for (int i = 0; i < p.rows.count; ++i) {
-        uint64_t eight;
-        memcpy(&eight, row[i] + key, 8);
-        any |= eight;
-        all &= eight;
-      }
-      if (any == 0 || all == 0x0101010101010101u) {
-        append(out, key, key + 8, any ? p.all : 0);
-        key += 8;
-        continue;
-      }
-    }
-    const int64_t stop = std::min(hi, key + 8);
-    for (; key < stop; ++key) {
-      uint32_t lanes = 0;
-      for (int i = 0; i < p.rows.count; ++i) lanes |= static_cast<uint32_t>(row[i][key * stride] != 0) << i;
-      append(out, key, key + 1, lanes);
-    }
-  }
+    row[i] = element<uint8_t>(t, p.rows.batch, p.rows.head, p.rows.row + i * p.rows.step, p.key(lo));
+  read_rows(row, p.rows.count, t.stride[3] * p.rows.step, lo, hi, out);
 }
 
 void SpanFinder::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
@@ -453,6 +460,29 @@ void SpanFinder::blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t
     uint32_t lanes = 0;
     for (int i = 0; i < rows; ++i) lanes |= row[i][kb * t.stride[3]] ? lanes_of[i] : 0;
     append(out, std::max(lo, p.index(kb * block)), std::min(hi, p.index((kb + 1) * block)), lanes);
+  }
+}
+
+void SpanFinder::patterns(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
+  const MaskTensor &table = call_.tensors[node[2]], &patterns = call_.tensors[node[3]];
+  const int64_t height = patterns.size[2], width = patterns.size[3];
+  const uint8_t* row[kMaxPanel];
+  for (int64_t kb = p.key(lo) / width; p.index(kb * width) < hi; ++kb) {
+    const int64_t begin = std::max(lo, p.index(kb * width)), end = std::min(hi, p.index((kb + 1) * width));
+    uint32_t full = 0, partial = 0;
+    for (int t = 0; t < p.rows.count; ++t) {
+      const int64_t i = p.rows.row + t * p.rows.step;
+      int64_t n = *element<int64_t>(table, p.rows.batch, p.rows.head, i / height, kb);
+      if (n < 0 || n >= patterns.size[1]) n = 0;  // the table of a compiled call is not checked
+      full |= n == 1 ? 1u << t : 0;
+      partial |= n > 1 ? 1u << t : 0;
+      row[t] = element<uint8_t>(patterns, 0, n, i % height, p.key(begin) - kb * width);
+    }
+    // Pattern 0 allows no pair of a block, pattern 1 all pairs.
+    if (partial)
+      read_rows(row, p.rows.count, patterns.stride[3] * p.rows.step, begin, end, out);
+    else
+      append(out, begin, end, full);
   }
 }
 

@@ -75,6 +75,7 @@ class SpanFinder {
   void dilated(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void dense(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void blocks(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void patterns(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;

@@ -306,7 +306,8 @@ def test_from_flex_finds_blocks() -> None:
     )
     assert M.from_flex(full_blocks) == M.Blocks(~torch.eye(2).bool(), 4)
     causal = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=(4, 8))
-    assert M.from_flex(causal) == M.Dense(torch.ones(8, 8).tril().bool())
+    triangles = torch.stack([torch.ones(4, 8).tril(n) for n in (-4, 8, 0, 4)]).bool()
+    assert M.from_flex(causal) == M.BlockPatterns([[2], [3]], triangles)
 
 
 def test_from_flex_keeps_the_heads() -> None:

@@ -18,6 +18,12 @@ from support.strategies import Case, mask_strategy
 ODD = (1, 3, 17, 63, 65)
 
 
+def patterns(rows: int, columns: int) -> torch.Tensor:
+    """Returns three patterns of blocks: nothing, everything, and a triangle."""
+    ones = torch.ones(rows, columns)
+    return torch.stack([ones * 0, ones, ones.tril()]).bool()
+
+
 def examples() -> list[M.Mask]:
     """Returns one mask of every kind, for B = 2, H = 3, Lq = 5, Lk = 7."""
     return [
@@ -35,6 +41,7 @@ def examples() -> list[M.Mask]:
         M.Dilated(3),
         M.Dense(torch.rand(2, 1, 5, 7) > 0.5),
         M.Blocks(torch.rand(3, 3, 4) > 0.5, 2),
+        M.BlockPatterns(torch.randint(3, (2, 1, 3, 3)), patterns(2, 3)),
         M.PerHead([M.Causal(), M.Window(1), M.Prefix(2)]),
         M.Causal() & M.Lengths(torch.tensor([3, 7])),
         M.Window(1) | M.Global([0]),
@@ -163,8 +170,9 @@ def test_program_codes() -> None:
     assert M.Dilated(4).lower().code == (8, 3, 4)
     assert M.Dense(torch.ones(2, 2).bool()).lower().code == (9, 3, 0)
     assert M.Blocks(torch.ones(2, 2).bool(), 8).lower().code == (10, 4, 0, 8)
-    assert M.PerHead([M.Prefix(1), M.Prefix(2)]).lower().code == (11, 8, 5, 3, 1, 5, 3, 2)
-    assert (M.Dilated(2) | ~M.Prefix(1)).lower().code == (13, 10, 8, 3, 2, 14, 5, 5, 3, 1)
+    assert M.BlockPatterns([[0, 2]], patterns(4, 8)).lower().code == (11, 4, 0, 1)
+    assert M.PerHead([M.Prefix(1), M.Prefix(2)]).lower().code == (12, 8, 5, 3, 1, 5, 3, 2)
+    assert (M.Dilated(2) | ~M.Prefix(1)).lower().code == (14, 10, 8, 3, 2, 15, 5, 5, 3, 1)
 
 
 def test_and_puts_cheap_masks_first() -> None:
@@ -351,6 +359,13 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Dense(torch.ones(2, 2)), TypeError, r"float tensor as `bias`"),
         (lambda: M.Dense(torch.tensor(True)), ValueError, r"Dense\(keep\): expected at least 1 dim"),
         (lambda: M.Blocks(torch.ones(2, 2).bool(), 0), ValueError, r"Blocks\(block\)"),
+        (
+            lambda: M.BlockPatterns([[0]], patterns(2, 2)[:1]),
+            ValueError,
+            r"expected \(n >= 2, rows, columns\)",
+        ),
+        (lambda: M.BlockPatterns([[0]], ~patterns(2, 2)), ValueError, r"expected all False, all True, ..."),
+        (lambda: M.BlockPatterns([[3]], patterns(2, 2)), ValueError, r"table\): expected patterns 0 to 2"),
         (lambda: M.PerHead([]), ValueError, r"PerHead\(masks\).* empty list"),
         (lambda: M.PerHead(M.Causal()), TypeError, r"PerHead\(masks\): expected a list.*, got Causal"),
         (lambda: M.PerHead([M.Causal(), 3]), TypeError, r"PerHead\(masks\[1\]\): expected a mask, got int"),
@@ -404,6 +419,10 @@ def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
             r"Blocks\(table, block=2\): expected .* 3, 4\) .*, got \(3, 3\)",
         ),
         (M.Blocks(torch.ones(1, 4).bool(), 2), r"Blocks\(table, block=2\): expected .*, got \(1, 4\)"),
+        (
+            M.BlockPatterns([[0] * 4] * 3, patterns(2, 3)),
+            r"BlockPatterns\(table\), block=\(2, 3\): expected .* 3, 3\) .*, got \(3, 4\)",
+        ),
         (M.PerHead([M.Causal()] * 2), r"PerHead\(masks\): expected Hq = 3 masks, got 2"),
         (M.Causal() & ~M.PerHead([M.Causal()] * 4), r"PerHead\(masks\): expected Hq = 3 masks, got 4"),
     ],

@@ -44,6 +44,13 @@ def broken_values(dtype: torch.dtype) -> list[Tensor]:
     return [ones, *(torch.tensor([x], dtype=dtype) for x in (NAN, -NAN, INF, -INF))]
 
 
+def block_patterns(keep: Tensor, Lq: int, Lk: int) -> M.Mask:
+    """Returns blocks of 8 x 16 pairs that are empty, full, or one of two patterns from `keep`."""
+    none = torch.zeros(1, 8, 16, dtype=torch.bool)
+    table = torch.arange(-(-Lq // 8) * -(-Lk // 16)).reshape(-(-Lq // 8), -1) % 4
+    return M.BlockPatterns(table, torch.cat([none, ~none, keep[:, 0, :8, :16]]))
+
+
 def masks_over(Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
     """Returns one mask of each kind. Each mask hides some keys from some rows."""
     keep = torch.rand(2, 2, Lq, Lk, generator=torch.Generator().manual_seed(3)) < 0.6
@@ -61,6 +68,7 @@ def masks_over(Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
         "global": {"mask": M.longformer(5, [2, 40])},
         "random": {"mask": M.bigbird(8, causal=True)},
         "blocks": {"mask": M.Blocks(keep[0, 0, : -(-Lq // 8), : -(-Lk // 8)], 8)},
+        "block patterns": {"mask": block_patterns(keep, Lq, Lk)},
         "per head": {"mask": M.PerHead([M.Causal(), M.Dilated(2)])},
         "inverted": {"mask": ~M.Window(6, 6)},
     }

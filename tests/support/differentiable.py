@@ -53,6 +53,7 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
     slopes, table = torch.rand(HQ, dtype=dtype), torch.randn(8, HQ, dtype=dtype)
     sink = torch.randn(HQ, dtype=dtype)
     ids, keep = torch.arange(LK) // 2, torch.rand(1, HQ, LQ, LK) > 0.3
+    patterns = torch.tensor([[[False] * 2] * 2, [[True] * 2] * 2, [[True, False], [True, True]]])
     per_head = M.PerHead([M.Causal(), M.Window(1), M.Window(2, 2), M.Prefix(2)])
     return {
         "plain": Case((q, k, v), constant()),
@@ -64,6 +65,7 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
         "documents": Case((q, k, v), constant(mask=M.Documents(ids) & M.Causal())),
         "dense": Case((q, k, v), constant(mask=keep)),
         "blocks": Case((q, k, v), constant(mask=M.Blocks(torch.tensor([[True, False, True]] * 2), 2))),
+        "block patterns": Case((q, k, v), constant(mask=M.BlockPatterns([[2, 0, 1]] * 2, patterns))),
         "global": Case((q, k, v), constant(mask=M.Global([0, 3]) | M.Window(1))),
         "sparse": Case((q, k, v), constant(mask=(M.RandomBlocks(1, 2) | M.Dilated(2)) & M.Not(M.Window(0)))),
         "per head": Case((q, k, v), constant(mask=per_head)),

@@ -69,14 +69,18 @@ def is_visible(code: list[int], tensors: list, pair: Pair) -> bool:
         return at(tensors[operands[0]], b, h, i, j)
     if op == 10:
         return at(tensors[operands[0]], b, h)[i // operands[1]][j // operands[1]]
-    nodes = list(children(operands))
     if op == 11:
-        return is_visible(nodes[h], tensors, pair)
+        table, (patterns,) = at(tensors[operands[0]], b, h), tensors[operands[1]]
+        rows, columns = len(patterns[0]), len(patterns[0][0])
+        return patterns[table[i // rows][j // columns]][i % rows][j % columns]
+    nodes = list(children(operands))
     if op == 12:
-        return all(is_visible(node, tensors, pair) for node in nodes)
+        return is_visible(nodes[h], tensors, pair)
     if op == 13:
+        return all(is_visible(node, tensors, pair) for node in nodes)
+    if op == 14:
         return any(is_visible(node, tensors, pair) for node in nodes)
-    assert op == 14
+    assert op == 15
     (node,) = nodes
     return not is_visible(node, tensors, pair)
 

@@ -98,6 +98,9 @@ def atoms(batch: tuple[int, ...], heads: int, Lq: int, Lk: int) -> st.SearchStra
         st.integers(1, 4).map(M.Dilated),
         _matrices(batch, heads, Lq, Lk).map(lambda keep: M.Dense(_unambiguous(keep, batch))),
         st.integers(1, 5).flatmap(lambda block: _blocks(batch, heads, Lq, Lk, block)),
+        st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
+            lambda block: _block_patterns(batch, heads, Lq, Lk, *block)
+        ),
     )
 
 
@@ -112,6 +115,17 @@ def _blocks(batch: tuple[int, ...], heads: int, Lq: int, Lk: int, block: int) ->
         lambda table: table.expand(*table.shape[:-2], rows, columns)
     )
     return exact.map(lambda table: M.Blocks(table, block))
+
+
+def _block_patterns(
+    batch: tuple[int, ...], heads: int, Lq: int, Lk: int, rows: int, columns: int
+) -> st.SearchStrategy[M.Mask]:
+    nq, nk = -(-Lq // rows), -(-Lk // columns)
+    lead = st.tuples(_broadcastable(batch), st.sampled_from((1, heads))).map(lambda both: (*both[0], both[1]))
+    tables = lead.flatmap(lambda lead: _tensors((*lead, nq, nk), st.integers(0, 3)))
+    some = _tensors((2, rows, columns), st.integers(0, 1)).map(lambda x: x != 0)
+    none = torch.zeros(1, rows, columns, dtype=torch.bool)
+    return st.builds(M.BlockPatterns, tables, some.map(lambda some: torch.cat([none, ~none, some])))
 
 
 def _matrices(batch: tuple[int, ...], heads: int, rows: int, columns: int) -> st.SearchStrategy[Tensor]:

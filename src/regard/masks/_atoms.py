@@ -359,7 +359,7 @@ class Dense(Mask):
         _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
     def _allows(self, pairs: Pairs) -> Tensor:
-        return pairs.at_block(self.keep, 1)
+        return pairs.at_block(self.keep, 1, 1)
 
     def _cut(self, tile: Rectangle) -> Mask:
         return self.borrow(cut(self.keep, tile.samples, tile.heads, tile.rows))
@@ -392,13 +392,74 @@ class Blocks(Mask):
         _check_matrix(f"Blocks(table, block={self.block})", self.table, sizes, nq, nk, broadcast=False)
 
     def _allows(self, pairs: Pairs) -> Tensor:
-        return pairs.at_block(self.table, self.block)
+        return pairs.at_block(self.table, self.block, self.block)
 
     def _cut(self, tile: Rectangle) -> Mask:
         """Returns a Dense mask of the tile, because a tile may begin in the middle of a block."""
         rows = torch.arange(tile.rows.start, tile.rows.stop, device=self.device) // self.block
         keys = torch.arange(tile.Lk, device=self.device) // self.block
         return Dense.borrow(cut(self.table, tile.samples, tile.heads)[..., rows[:, None], keys])
+
+
+@declare(Op.PATTERNS, table=3, patterns=3)
+class BlockPatterns(Mask):
+    """A block-sparse mask whose blocks have patterns, for blocks that are allowed in part.
+
+    Query i may attend to key j if
+    `patterns[table[i // rows, j // columns], i % rows, j % columns]`. Equal blocks share a pattern,
+    so memory grows with the number of different blocks. Rows and columns are query and key indices,
+    not positions, so `offset` has no effect.
+
+    Args:
+        table: integers (*batch, Hq, ceil(Lq / rows), ceil(Lk / columns)), the pattern of each
+            block. Batch and head dims broadcast.
+        patterns: bool (n, rows, columns), True = may attend. Pattern 0 allows no pair of a block,
+            pattern 1 all pairs.
+    """
+
+    table: Tensor
+    patterns: Tensor
+
+    def __init__(self, table: Tensor, patterns: Tensor) -> None:
+        table = int_tensor("BlockPatterns(table)", table, 2)
+        patterns = bool_tensor("BlockPatterns(patterns)", patterns, 3)
+        if patterns.ndim != 3 or len(patterns) < 2 or 0 in patterns.shape:
+            shape = tuple(patterns.shape)
+            raise ValueError(f"BlockPatterns(patterns): expected (n >= 2, rows, columns), got {shape}")
+        if readable(patterns) and (patterns[0].any() or not patterns[1].all()):
+            raise ValueError("BlockPatterns(patterns): expected all False, all True, ..., got others first")
+        if readable(table) and ((table < 0) | (table >= len(patterns))).any():
+            raise ValueError(f"BlockPatterns(table): expected patterns 0 to {len(patterns) - 1}, got others")
+        self._set(table=table, patterns=patterns)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The numbers of queries and of keys of a block."""
+        rows, columns = self.patterns.shape[-2:]
+        return rows, columns
+
+    def _sizes(self) -> tuple[int, int]:
+        nq, nk = self.table.shape[-2:]
+        return nq * self.block[0], nk * self.block[1]
+
+    def _check(self, sizes: CallSizes) -> None:
+        nq, nk = -(-sizes.Lq // self.block[0]), -(-sizes.Lk // self.block[1])
+        _check_matrix(f"BlockPatterns(table), block={self.block}", self.table, sizes, nq, nk, broadcast=False)
+
+    def _allows(self, pairs: Pairs) -> Tensor:
+        return self._at(pairs.at_block(self.table, *self.block), pairs.i, pairs.j)
+
+    def _at(self, pattern: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        rows, columns = self.block
+        # A bound mask has patterns (1, n, rows, columns).
+        return self.patterns.flatten(0, -3)[pattern, i % rows, j % columns]
+
+    def _cut(self, tile: Rectangle) -> Mask:
+        """Returns a Dense mask of the tile, because a tile may begin in the middle of a block."""
+        rows = torch.arange(tile.rows.start, tile.rows.stop, device=self.device)[:, None]
+        keys = torch.arange(tile.Lk, device=self.device)
+        table = cut(self.table, tile.samples, tile.heads)
+        return Dense.borrow(self._at(table[..., rows // self.block[0], keys // self.block[1]], rows, keys))
 
 
 def _check_matrix(

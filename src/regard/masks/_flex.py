@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._tools.arguments import Offset, common_shape, describe
-from ._atoms import Blocks, Dense
+from .._tools.arguments import Offset, common_shape, describe, readable
+from ._atoms import BlockPatterns, Blocks, Dense
 from ._mask import Mask, decode
 from ._pairs import FlexCall, Mod
 from ._program import Program
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+PAIRS = 2**22  # the most (query, key) pairs for which a mask_mod is evaluated at once
 
 
 def to_flex_mask_mod(
@@ -58,24 +60,64 @@ def to_flex(
 
 
 def from_flex(block_mask: BlockMask) -> Mask:
-    """Converts a FlexAttention BlockMask to `Blocks` if no block is partial, else to `Dense`."""
+    """Converts a FlexAttention BlockMask to `Blocks` if no block is partial, else `BlockPatterns`.
+
+    Its mask_mod is evaluated once for each pair of the partial blocks. Where the values of tensors
+    cannot be read, as under torch.compile, it is evaluated for all pairs instead, and the result is
+    a `Dense` mask.
+    """
     from torch.nn.attention.flex_attention import create_mask, noop_mask
 
-    Lq, Lk = block_mask.seq_lengths
-    rows, columns = block_mask.BLOCK_SIZE
+    (Lq, Lk), (rows, columns) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices, -(-Lk // columns))
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, -(-Lk // columns))
-    if block_mask.mask_mod is noop_mask and rows == columns:
-        return Blocks(_trim(partial | full), rows)
-    B, H = partial.shape[:2]
-    inside = create_mask(block_mask.mask_mod, B, H, Lq, Lk, device=partial.device)
-    in_partial, in_full = (_expand(table, rows, columns, Lq, Lk) for table in (partial, full))
-    keep = in_full | (in_partial & inside)
-    if rows == columns and torch.equal(keep, in_partial | in_full):
-        return Blocks(_trim(partial | full), rows)
-    return Dense(_trim(keep))
+    if block_mask.mask_mod is noop_mask:
+        partial, full = torch.zeros_like(partial), partial | full
+    if not readable(partial):
+        B, H = partial.shape[:2]
+        inside = create_mask(block_mask.mask_mod, B, H, Lq, Lk, device=partial.device)
+        in_partial, in_full = (_expand(table, rows, columns, Lq, Lk) for table in (partial, full))
+        return Dense(_trim(in_full | (in_partial & inside)))
+    table, patterns = _patterns(block_mask, partial, full)
+    if len(patterns) == 2 and rows == columns:
+        return Blocks(_trim(table == 1), rows)
+    return BlockPatterns(_trim(table), patterns)
+
+
+def _patterns(block_mask: BlockMask, partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the table and the patterns of `BlockPatterns`. `partial` and `full` are bool tables."""
+    rows, columns = block_mask.BLOCK_SIZE
+    blocks = partial.nonzero()
+    steps = max(1, PAIRS // (rows * columns))
+    bits = [_evaluate(block_mask, part) for part in blocks.split(steps)] if len(blocks) else []
+    none = torch.zeros(1, rows, columns, dtype=torch.bool, device=partial.device)
+    # Sorted: the first pattern is all False and the last all True.
+    distinct, index = torch.unique(torch.cat([none, ~none, *bits]), dim=0, return_inverse=True)
+    last = len(distinct) - 1
+    index = torch.where(index == last, 1, torch.where(index == 0, 0, index + 1))
+    table = full.long()
+    table[partial] = index[2:]
+    return table, torch.cat([distinct[:1], distinct[last:], distinct[1:last]])
+
+
+def _evaluate(block_mask: BlockMask, blocks: Tensor) -> Tensor:
+    """Returns whether each pair of the blocks (n, 4) is allowed, as bool (n, rows, columns).
+
+    A block is given by its sample, head, and query and key block. Pairs beyond the last query or
+    key are those of the last query or key.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    (Lq, Lk), (rows, columns) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    b, h, first_q, first_k = (blocks * blocks.new_tensor([1, 1, rows, columns])).unbind(1)
+
+    def mod(n: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        q, k = (first_q[n] + i).clamp(max=Lq - 1), (first_k[n] + j).clamp(max=Lk - 1)
+        return block_mask.mask_mod(b[n], h[n], q, k)
+
+    return create_mask(mod, len(blocks), 1, rows, columns, device=blocks.device).squeeze(1)
 
 
 def _flex_call(Lq: int, Lk: int, offset: Offset, device: torch.device) -> FlexCall:

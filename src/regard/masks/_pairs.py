@@ -60,12 +60,12 @@ class Grid(NamedTuple):
         index = torch.where(inside, self.pos, L).expand(*lead, -1)
         return column(padded.gather(-1, index)), column(inside)
 
-    def at_block(self, x: Tensor, size: int) -> Tensor:
+    def at_block(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """Returns the entry of x (*batch, H, nq, nk) for each pair's block.
 
-        A block is `size` queries x `size` keys.
+        A block is `rows` queries x `columns` keys.
         """
-        return x if size == 1 else x[..., self.i // size, self.j // size]
+        return x if rows == columns == 1 else x[..., self.i // rows, self.j // columns]
 
     def by_head(self, masks: Sequence[Tensor]) -> Tensor:
         """Returns one tensor (..., H, Lq, Lk). Its head h is taken from masks[h]."""
@@ -111,8 +111,8 @@ class Pair(NamedTuple):
         inside = (self.p >= 0) & (self.p < x.shape[1])
         return pick(x, self.b, torch.where(inside, self.p, 0)), inside
 
-    def at_block(self, x: Tensor, size: int) -> Tensor:
-        return pick(x, self.b, self.h, self.i // size, self.j // size)
+    def at_block(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        return pick(x, self.b, self.h, self.i // rows, self.j // columns)
 
     def by_head(self, masks: Sequence[Tensor]) -> Tensor:
         return reduce(torch.logical_or, ((self.h == h) & x for h, x in enumerate(masks)))

@@ -25,10 +25,11 @@ class Op(IntEnum):
     DILATED = 8
     DENSE = 9
     BLOCKS = 10
-    PERHEAD = 11
-    AND = 12
-    OR = 13
-    NOT = 14
+    PATTERNS = 11
+    PERHEAD = 12
+    AND = 13
+    OR = 14
+    NOT = 15
 
 
 @dataclass(frozen=True, eq=False)
