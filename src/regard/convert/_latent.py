@@ -220,7 +220,7 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
     """Returns `down` (all, d), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
     They are fields of `LatentFactors`. The rows of `down` are the principal components of the
-    unrotated keys and values of all heads.
+    unrotated keys and values of all heads, and `all` is the number of components.
     """
     G, nope, _ = unrotated.shape
     queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)

@@ -27,7 +27,7 @@ CAUSAL = Causal()
 
 
 class Frame(NamedTuple):
-    """The sizes and offsets of a mask. Query i is token q_offset + i, key j is kv_offset + j."""
+    """The sizes and offsets of a mask. Query i is token q_offset + i, key j token kv_offset + j."""
 
     B: int
     Lq: int

@@ -245,7 +245,7 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises ValueError for bool marks that are not L, and for L integers that are all 0 or 1.
+    """Raises ValueError if the last dim of bool marks is not L, or if L integers are all 0 or 1.
 
     Such integers are probably meant as marks, but would be read as positions.
     """
