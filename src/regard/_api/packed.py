@@ -37,9 +37,10 @@ def attend_packed(
     """Computes attention over packed q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
     One call of `attention` over the whole row suffices if the mask depends on distances only and
-    if, with one offset for the row, distances in the row equal the distances in every sequence.
-    Self-attention meets the second condition. Otherwise there is one call for each sequence. A
-    padded batch would also be one call, but would spend time and memory on padding.
+    one offset for the row gives each query its distances to the keys of its own sequence.
+    Self-attention with equal offsets meets the second condition. Otherwise there is one call for
+    each sequence. A padded batch would also be one call, but would spend time and memory on
+    padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
