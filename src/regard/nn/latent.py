@@ -184,8 +184,8 @@ class LatentAttention(AttentionLayer):
         """Counts the operations per sample of both forms for Lq queries and Lk keys.
 
         Operations that both forms share are not counted. The absorbed form multiplies each query
-        by W_uk and each output by W_uv, and uses 2 * rank + rope_dim channels for each pair of query
-        and key. The expanded form multiplies each latent by W_uk and W_uv, and uses
+        by W_uk and each output by W_uv, and uses 2 * rank + rope_dim channels for each pair of
+        query and key. The expanded form multiplies each latent by W_uk and W_uv, and uses
         nope_dim + rope_dim + value_dim channels for each pair.
         """
         up = self.rank * (self.nope_dim + self.value_dim)
