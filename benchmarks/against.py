@@ -87,7 +87,8 @@ class Row:
     def verdict(self, limit: float) -> str:
         """Returns "" unless this tree is slower than the limit allows.
 
-        Otherwise returns "unclear" if it was faster in a quarter of the turns, else "slower".
+        Otherwise returns "unclear" if this tree was at least as fast in a quarter of the pairs of
+        times, else "slower".
         """
         return "" if not self.slower(limit) else "slower" if self.quartiles[0] > 1 else "unclear"
 
@@ -139,8 +140,9 @@ class Worker:
 def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
     """Starts a worker with the installed `regard`, and one with the `regard` in the folder `site`.
 
-    An editable install adds an import finder that precedes all folders. Python's option -S disables
-    it, and PYTHONPATH then provides the other packages. The finder does not slow down calls.
+    The second worker runs with Python's option -S, which disables the import finder of an editable
+    install; that finder would precede all folders. PYTHONPATH then provides the other packages. The
+    first worker keeps the finder, which does not slow down calls.
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     environments = dict(os.environ), os.environ | {"PYTHONPATH": path}

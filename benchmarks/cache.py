@@ -1,4 +1,4 @@
-"""Times decode steps of caches, and the time that a cache adds to its attention call.
+"""Times decode steps of caches, and computes how much time a cache adds to the attention call.
 
 `python benchmarks/cache.py` appends tokens one by one and prints for each cache, in microseconds
 per step:

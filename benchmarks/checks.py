@@ -77,8 +77,8 @@ def outgoing(case: Case) -> Tensor:
 def sample_rows(case: Case) -> list[slice]:
     """Returns slices of the first, middle and last queries.
 
-    With dropout, returns one slice of all queries, because the dropout pattern depends on the row
-    index.
+    With few queries, or with dropout, whose pattern depends on the row index, returns one slice of
+    all queries.
     """
     if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
         return [slice(0, case.Lq)]

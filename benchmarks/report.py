@@ -208,7 +208,7 @@ def insert(page: Path, text: str) -> None:
 
 
 def chart(rows: Sequence[Row], path: Path, header: str) -> None:
-    """Draws a bar for each ratio on a logarithmic axis, with a line at the target ratio, if any."""
+    """Draws each row's speedup over PyTorch as a bar on a logarithmic axis. Lines mark targets."""
     from matplotlib.figure import Figure
 
     rows = [r for r in rows if not r.fault][::-1]

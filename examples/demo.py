@@ -195,7 +195,11 @@ def measured(console: Console, options: argparse.Namespace) -> Iterator[tuple[Ca
 
 
 def times(case: Case, seconds: float) -> tuple[list[str], str]:
-    """Returns Regard's time, PyTorch's time and the ratio, or "refused" if a result is wrong."""
+    """Returns table cells and a note. The cells are Regard's time, PyTorch's time and their ratio.
+
+    The ratio is PyTorch's time divided by Regard's. If a result is wrong, the first cell is
+    "refused".
+    """
     inputs = case.inputs()
     calls, faults = ready(case, inputs, ["regard", "sdpa"])
     if faults:

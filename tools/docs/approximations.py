@@ -55,8 +55,8 @@ def squares(matrices: dict[str, Tensor], of: str = "") -> Figure:
 def linformer() -> Figure:
     """Draws the weights of one Linformer head as three matrices.
 
-    They are the exact weights, the weights of the projected keys, and the weights of the original
-    keys that these imply.
+    They are the exact weights, the weights of the projected keys, and the weights that these imply
+    for the original keys.
     """
     torch.manual_seed(3)
     L, D, rank = 32, 16, 8
@@ -88,7 +88,7 @@ def performer() -> Figure:
 
 
 def draw_features(axes: Any) -> None:
-    """Draws five of Performer's features phi(x) of a number x, each a bell curve around its w."""
+    """Draws five Performer features phi(x) of a number x: bell curves around five numbers w."""
     x = torch.linspace(-3, 3, 200)[:, None]
     w = torch.tensor([[-2.0], [-1.0], [-0.3], [0.5], [1.4]])
     for curve in features.positive_features(x, w).T:

@@ -92,8 +92,8 @@ def rollout(layers: Sequence[Sequence[Any]], row: int, *, impl: str = "auto") ->
 
     Attention rollout is the product of one matrix for each layer: A + I, with rows scaled to sum to
     1. A is the mean of the layer's attention weights over heads. I, the identity, stands for the
-    residual connection. For one row of the product, a vector-matrix product for each layer
-    suffices, which is computed tile by tile at O(L) memory.
+    residual connection. One row of the product needs only one vector-matrix product for each layer,
+    computed tile by tile at O(L) memory.
 
     Args:
         layers: the layers in order, each (q, k) or (q, k, options): queries (..., Hq, L, D) and

@@ -80,8 +80,8 @@ def linear_attention(
             in q's dtype or float32.
         beta: how much of the value stored under k is replaced by v, from 0 (nothing) to 1 (all).
             The same shapes as for `log_decay`.
-        scale: multiplies q.k. Default 1 / sqrt(D), where D is the size of phi(q). It has no effect
-            if `normalize` is True.
+        scale: multiplies phi(q).phi(k). Default 1 / sqrt(D), where D is the size of phi(q). It has
+            no effect if `normalize` is True.
         lengths: (B,) integers, the number of tokens of each sample. Padding leaves the state
             unchanged. With causal=True, the output rows of padding are zeros.
         state: the state that an earlier call returned. q, k and v are the tokens that follow the

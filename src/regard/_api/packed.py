@@ -37,9 +37,10 @@ def attend_packed(
     """Computes attention over packed q (Hq, total_q, D), k (Hkv, total_k, D), v (Hkv, total_k, Dv).
 
     One call of `attention` over the whole row suffices if the mask depends on distances only and
-    if, with one offset for the row, distances in the row equal the distances in every sequence.
-    Self-attention meets the second condition. Otherwise there is one call for each sequence. A
-    padded batch would also be one call, but would spend time and memory on padding.
+    one offset for the row gives each query its distances to the keys of its own sequence.
+    Self-attention with equal offsets meets the second condition. Otherwise there is one call for
+    each sequence. A padded batch would also be one call, but would spend time and memory on
+    padding.
     """
     by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
@@ -110,7 +111,7 @@ def _attend(attention: Attention, qkv: QKV, options: Options) -> Result:
 
 
 class PackedPlan(NamedTuple):
-    """How to run a packed call: as one call over the row, or one call for each sequence."""
+    """How to run a packed call: as one call over all sequences, or one call for each sequence."""
 
     sizes_q: list[int]  # number of queries of each sequence
     sizes_k: list[int]  # number of keys of each sequence
@@ -138,7 +139,7 @@ def _plan(
     cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...], mask: Mask | None,
     offset: int | tuple[int, ...] | None, by_distance: bool, device: torch.device,
 ) -> PackedPlan:  # fmt: skip
-    """Returns how to run a packed call. Cached, because all layers of a model share a plan.
+    """Plans a packed call. The plan is cached, because all layers of a model share it.
 
     `by_distance` says whether the call has a bias that depends on distances.
     """
@@ -174,10 +175,10 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
 def _unread_row(
     qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
 ) -> Mask:
-    """Returns the mask for one call over the row, built without reading the values of cu_seqlens.
+    """Returns the mask of one call over all sequences, without reading the values of cu_seqlens.
 
-    For calls in which the values cannot be read, as under torch.compile. Raises NotImplementedError
-    if one call over the row may not be enough.
+    Used if the values cannot be read, as under torch.compile. Raises NotImplementedError if one
+    call may not be enough.
     """
     mask, kinds = options["mask"], _kinds(options["mask"])
     self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
@@ -203,8 +204,8 @@ def _ids(cu_seqlens: Tensor, total: int) -> Tensor:
 def _kinds(mask: Any) -> frozenset[MaskKind]:
     """Returns what a mask depends on: distances, positions or both. Empty without a mask.
 
-    Raises TypeError if the mask depends on the indices of one call, because it then cannot apply to
-    every sequence.
+    Raises TypeError if the mask depends on query or key indices, as `Dense` does, because it then
+    fits only one size of call, not every sequence.
     """
     if mask is None:
         return frozenset()

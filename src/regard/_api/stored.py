@@ -145,8 +145,8 @@ def _problem(q: Tensor, stored: Stored, options: Options) -> Problem | None:
 def _prepare(problem: Problem, stored: Stored, impl: str) -> _stored.StoredCall | None:
     """Prepares a call in which the native kernel reads the storage in place.
 
-    Returns None if another backend runs the call, or if it has too many query rows for the decode
-    pass.
+    Returns None if another backend runs the call, if it has too many query rows for the decode
+    pass, or if q is float64 and the storage is quantised.
     """
     spec = problem.spec
     if choose(problem, impl) != "native" or (stored.kind != "float" and spec.dtype is torch.float64):

@@ -55,8 +55,9 @@ def run(problem: Problem, name: str) -> tuple[Tensor, Tensor | None]:
 class RegardAttention(Function):
     """Maps a canonical Problem to (out, LSE or None): the fast path of training.
 
-    Arguments: the six differentiable inputs (q, k, v, bias, by_head, sink) and the Problem.
-    `Transformed` computes the same for watched calls and in forward mode.
+    Arguments: the six differentiable inputs (q, k, v, bias, by_head, sink) and the Problem. by_head
+    holds ALiBi slopes or a relative bias. `Transformed` computes the same for watched calls and in
+    forward mode.
     """
 
     @staticmethod
@@ -129,9 +130,10 @@ class Transformed(Function):
 
 
 class AttentionBackward(Function):
-    """Computes the gradients of a FlatCall's six inputs from the gradients of out and LSE.
+    """Computes the gradients of the inputs from the gradients of out and LSE.
 
-    Arguments: those of the operator `attention_backward`.
+    The inputs are the first six fields of a FlatCall, which are differentiable. Arguments: those of
+    the operator `attention_backward`.
     """
 
     @staticmethod
@@ -170,9 +172,9 @@ class AttentionBackward(Function):
 
 
 class ForwardMode(Function):
-    """Computes the tangents of out and LSE from the tangents of the six inputs (a JVP).
+    """Computes the tangents of out and LSE from the tangents of the inputs (a JVP).
 
-    Arguments: a FlatCall and the tangents of its six inputs.
+    Arguments: a FlatCall and the tangents of its first six fields, which are differentiable.
     """
 
     @staticmethod
@@ -205,10 +207,10 @@ class ForwardMode(Function):
 
 
 class DoubleBackward(Function):
-    """Computes the gradients of <J t, dy> with respect to the six inputs of a FlatCall and to dy.
+    """Computes the gradients of <J t, dy> with respect to the inputs and to dy.
 
-    J t are the tangents of (out, LSE) for tangents t of the inputs, and dy is (dout, dlse).
-    Arguments: a FlatCall, dout, dlse and t.
+    The inputs are the first six fields of a FlatCall, t are their tangents, J t are the tangents of
+    (out, LSE), and dy is (dout, dlse). Arguments: a FlatCall, dout, dlse and t.
     """
 
     @staticmethod

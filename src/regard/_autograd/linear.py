@@ -32,9 +32,9 @@ def run(call: LinearCall, name: str) -> LinearResult:
 
 
 def _connected(result: LinearResult, call: LinearCall) -> LinearResult:
-    """Connects the results of a call without keys to the autograd graph of all inputs.
+    """Makes the results of a call without keys depend on all inputs in the autograd graph.
 
-    Without a token, no operation joins them.
+    Otherwise some results would not require grad.
     """
     inputs: tuple[Maybe, ...] = call[:INPUTS]  # type: ignore[assignment]
     zero = sum((x[..., :0].sum() for x in inputs if x is not None), call.q.new_zeros(()))

@@ -87,7 +87,10 @@ def forward(*args: Any) -> Results:
 
 
 def backward(*args: Any) -> Results:
-    """Maps a FlatCall and BackwardArguments to six gradients. Unwanted gradients are None."""
+    """Maps a FlatCall and BackwardArguments to the gradients of the FlatCall's first six fields.
+
+    Gradients that are not wanted are None.
+    """
     call, (out, stats, residual, dout, dlse, wanted) = backward_arguments(args)
     problem = problem_of(call)
     out, residual = _restore_strides(out, problem.spec), _restore_strides(residual, problem.spec)
@@ -102,15 +105,15 @@ def _restore_strides(out: Any, spec: Spec) -> Any:
 
 
 def jvp(*args: Any) -> Results:
-    """Maps a FlatCall and the tangents of its six inputs to the tangents of out and LSE."""
+    """Maps a FlatCall and the tangents of its first six fields to the tangents of out and LSE."""
     return _contiguous(_higher.jvp(problem_of(FlatCall(*args[:FIELDS])), args[FIELDS:]))
 
 
 def double_backward(*args: Any) -> Results:
-    """Maps a FlatCall, dout, dlse and the tangents of its six inputs to eight gradients.
+    """Maps a FlatCall, dout, dlse and tangents t to the eight gradients of <J t, dy>.
 
-    These are the gradients of <J t, dy> with respect to the six inputs, dout and dlse. J t are the
-    tangents of out and LSE, and dy is (dout, dlse).
+    t are the tangents of the FlatCall's first six fields, J t the resulting tangents of out and
+    LSE, and dy is (dout, dlse). The gradients are with respect to the six fields, dout and dlse.
     """
     dout, dlse, *tangents = args[FIELDS:]
     return _contiguous(_higher.double_backward(problem_of(FlatCall(*args[:FIELDS])), dout, dlse, tangents))

@@ -1,8 +1,8 @@
 """Batching rules of the operators for vmap: the mapped samples are flattened into the batch.
 
 A flattened batch has one `by_head` (ALiBi slopes or a relative bias), one sink and one dropout
-pattern. So each mapped sample is a separate call if there is dropout, or if `by_head`, the sink or
-their gradients differ between mapped samples.
+pattern. So each mapped sample is a separate call if there is dropout, if `by_head` or the sink is
+mapped, or if the gradient of one of them is wanted.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _merged_stride(shape: tuple[int, ...], stride: tuple[int, ...], batch: tuple
 def ordered_like(stride: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
     """Returns dense strides for `shape` with the memory order of `stride`.
 
-    Dims of size 1 or stride 0 keep their place in the order.
+    Dims of size 1 or stride 0 have the same place in the order as in a contiguous tensor.
     """
     ordered = [d for d in range(4) if shape[d] > 1 and stride[d] > 0]
     order = list(range(4))
@@ -130,7 +130,7 @@ def descending(dims: Sequence[int], stride: tuple[int, ...]) -> list[int]:
 
 
 def copied(spec: Spec, name: str, x: Any) -> Any:
-    """Returns x. If `name` is in `spec.copied`, returns a contiguous copy with all batch dims."""
+    """Returns x, or a contiguous copy with all batch dims if `name` is in `spec.copied`."""
     return x.expand(*spec.batch, *x.shape[-3:]).contiguous() if name in spec.copied else x
 
 

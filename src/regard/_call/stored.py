@@ -57,8 +57,8 @@ class Stored(NamedTuple):
     def write(self, starts: Sequence[int], counts: Sequence[int], k: Tensor, v: Tensor | None) -> None:
         """Writes the first counts[b] tokens of sample b to the rows that begin at starts[b].
 
-        k is (B, Hkv, L, D), v is (B, Hkv, L, Dv). v = None writes keys only: then the stored values
-        are a view of the stored keys.
+        k is (B, Hkv, L, D), v is (B, Hkv, L, Dv). If the stored values
+        are a view of the stored keys, v is None and only keys are written.
         """
         for x, target, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if x is not None and scale is None:

@@ -20,8 +20,8 @@ SMALL, LARGE = 2**16, 2**25
 def best_times(calls: Mapping[str, Callable[[], Any]], seconds: float, least: int = 3) -> dict[str, float]:
     """Returns the shortest time of each call, in seconds.
 
-    Repeats the calls for `seconds`, and at least `least` times. The calls take turns, so that a
-    slow phase of the machine affects all of them.
+    Repeats all calls for `seconds` in total, and each at least `least` times. The calls take turns,
+    so that a slow phase of the machine affects all of them.
     """
     best = dict.fromkeys(calls, float("inf"))
     end, rounds = perf_counter() + seconds, 0

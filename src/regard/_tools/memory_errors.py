@@ -17,7 +17,7 @@ def raise_if_out_of_memory(error: RuntimeError) -> None:
 
 
 def memory_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: if PyTorch runs out of CPU memory, it raises MemoryError."""
+    """Makes a function raise MemoryError if PyTorch cannot allocate CPU memory (a decorator)."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -15,10 +15,10 @@ TOKEN = os.urandom(4).hex()  # differs from that of an earlier process with the 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a path for the new content of a file, which replaces the file at the end.
+    """Yields a temporary path. At the end of the `with` block, the file there replaces `path`.
 
-    If the block raises, the file is unchanged. The new content is written in a hidden folder beside
-    the file, because safetensors adds temporary files of its own. If the process is killed, this
+    If the block raises, `path` is unchanged. The temporary path is in a hidden folder beside
+    `path`, because safetensors adds temporary files of its own. If the process is killed, this
     folder stays until the next save into the directory.
     """
     target = Path(os.path.realpath(path))
@@ -37,7 +37,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _is_left_over(name: str) -> bool:
-    """Returns whether a folder's process has ended. Without /proc, other processes count as running."""
+    """Returns whether the process that created the temporary folder `name` has ended.
+
+    Without /proc, processes other than this one count as running.
+    """
     process, token = name.removeprefix(PREFIX).split("-")[:2]
     if process == str(os.getpid()):
         return token != TOKEN

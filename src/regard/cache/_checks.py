@@ -133,7 +133,7 @@ def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk
 def checked_state(state: State, expected: set[str], device: torch.device) -> State:
     """Returns the tensors of a state on the cache's device, without gradients.
 
-    Checks their names, and that their numbers can be copied.
+    Checks their names, and that they are dense tensors with data (not nested, sparse or meta).
     """
     if not isinstance(state, Mapping) or set(state) != expected:
         names = sorted(map(str, state)) if isinstance(state, Mapping) else describe(state)

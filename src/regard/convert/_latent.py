@@ -193,8 +193,8 @@ def _components_of_pairs(parts: Parts, rotary: Channels, root: Tensor) -> Compon
 def _mean_rotation(module: Attention, rotary: Channels, L: int) -> Tensor:
     """Returns the mean rotation of each rotary pair, complex (pairs,).
 
-    It is the mean of exp(-i frequency (p - j)) over all query positions p and key positions j that
-    the mask allows.
+    It is the mean of exp(-i frequency (p - j)) over all pairs of a query position p and a key
+    position j that the mask allows in a sequence of min(L, MAX_LENGTH) tokens.
     """
     L = min(L, MAX_LENGTH)
     at = torch.arange(L)
@@ -220,7 +220,7 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
     """Returns `down` (all, d), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
     They are fields of `LatentFactors`. The rows of `down` are the principal components of the
-    unrotated keys and values of all heads.
+    unrotated keys and values of all heads, and `all` is the number of components.
     """
     G, nope, _ = unrotated.shape
     queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)

@@ -86,7 +86,10 @@ def _preferred(module: Attention, hay: Tensor, position: int) -> Tensor:
 
 @torch.no_grad()
 def _top_key(module: Attention | LatentAttention, x: Tensor, head: int) -> int:
-    """Returns the index of the key to which the last query of x (L, d_model) attends most."""
+    """Returns the index of the key to which the last query of x (L, d_model) attends most.
+
+    Only the given query head is considered.
+    """
     (q, k, v), options = module.arguments(x)
     w: Tensor = weights(q[:, -1:], k, v, **options)
     return int(w[head, 0].argmax())

@@ -104,8 +104,8 @@ def allocated_bytes(
     `LinearCache`.
 
     Args:
-        capacity: number of rows that each cache allocates. Default: the number of rows of a growing
-            cache that receives all tokens in one call.
+        capacity: number of rows that each cache allocates. Default: the rows that a cache without a
+            fixed capacity allocates when all tokens are appended in one call.
         page: page size in tokens. If given, the rows of caches without a window are rounded up to
             whole pages, as in a `PagedCache` with the fewest pages that hold all tokens.
     """

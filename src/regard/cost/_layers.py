@@ -239,7 +239,7 @@ class LatentSpec(LayerSpec):
     Args:
         absorbed: if True, queries attend to the latents directly. If False, the keys and values of
             all heads are computed from the latents first.
-        normed: if True, the latents have an RMS norm.
+        normed: if True, the latents of keys and of queries (`q_rank`) have RMS norms.
     """
 
     rank: int = 512

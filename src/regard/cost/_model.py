@@ -122,7 +122,8 @@ class ModelSpec:
     def palm_flops(self, L: int) -> int:
         """Returns the training FLOPs for a sequence of L tokens by PaLM's formula.
 
-        Each token costs 6 FLOPs per parameter and 12 H D L FLOPs per layer.
+        Each token costs 6 FLOPs per parameter, and 12 H D L FLOPs in each layer with H heads of D
+        channels.
         """
         widths = sum(call.Hq * call.D for layer in self.layers for call in layer.calls(Work(L)))
         return (6 * self.parameters + 12 * widths * L) * L

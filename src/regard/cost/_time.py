@@ -34,9 +34,9 @@ ALONE = 500_000  # with fewer multiplications, decode uses one thread
 def predict(call: CallSpec, machine: Machine, passes: Pass = "forward") -> float:
     """Predicts the seconds of one call of `regard.attention` on a machine.
 
-    The time is the sum of the times of the matrix products and of the memory traffic. In the decode
-    kernel, which runs for few query rows, these times overlap partly, because it prefetches keys
-    and values.
+    The time is the sum of three times: of the smallest call, of the matrix products, and of the
+    memory traffic. In the decode kernel, which runs for few query rows, the last two overlap
+    partly, because it prefetches keys and values.
 
     Args:
         call: dtype, mask and shapes of the call.

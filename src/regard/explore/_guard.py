@@ -62,9 +62,10 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Returns a 403 for a request to another host or from another site, else None.
+        """Returns a 403 for a request to another host, from another site or with invalid headers.
 
-        Such a request is refused even if its token or cookie is right.
+        Such a request is refused even if its token or cookie is right. For any other request,
+        returns None.
         """
         if scope["type"] != "http":
             return _forbidden("only HTTP is supported")
@@ -99,8 +100,9 @@ class Guard:
     def _entry(self, scope: Scope) -> Response | None:
         """Returns None for a request with the session cookie.
 
-        For a GET with the token, returns a redirect that sets the cookie. A HEAD with the token
-        gets a 200 and leaves the token valid. For any other request, returns a 403.
+        For a GET of "/" with the token, invalidates the token and returns a redirect that sets the
+        cookie. A HEAD of "/" with the token gets a 200 and leaves the token valid. For any other
+        request, returns a 403.
         """
         if _matches(_cookies(scope, self._cookie), self._session):
             return None

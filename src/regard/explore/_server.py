@@ -35,7 +35,7 @@ Read = Callable[[str], Trace]
 
 
 class IndexConvertor(IntegerConvertor):
-    """Converts a number of a path. Python refuses to convert more than 4,300 digits."""
+    """Converts an index in a URL path. More digits than Python converts (4,300) give status 400."""
 
     def convert(self, value: str) -> int:
         try:
@@ -144,7 +144,10 @@ class Site:
             executor.shutdown(wait=False, cancel_futures=True)
 
     async def _cached(self, request: Request, compute: Callable[[], Any]) -> Response:
-        """Responds with JSON that depends on the path only. The last MAX_ANSWERS are cached."""
+        """Responds with the result of `compute` as JSON, which must depend on the URL path only.
+
+        The last MAX_ANSWERS computed results are cached.
+        """
         path: str = request.scope["path"]
 
         def answer() -> str:

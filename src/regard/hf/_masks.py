@@ -27,7 +27,7 @@ CAUSAL = Causal()
 
 
 class Frame(NamedTuple):
-    """The sizes and offsets of a mask. Query i is token q_offset + i, key j is kv_offset + j."""
+    """The sizes and offsets of a mask. Query i is token q_offset + i, key j token kv_offset + j."""
 
     B: int
     Lq: int
@@ -77,7 +77,7 @@ def mask_tensor(
 
 
 def _real_keys(frame: Frame, padding_mask: Tensor | None) -> Mask | None:
-    """Converts a padding mask, bool (B, tokens so far), to a Mask. True = real token.
+    """Converts a padding mask, bool (B, n) for the n tokens so far, to a Mask. True = real token.
 
     Keys after the end of the padding mask are masked. Returns None if all keys are real.
     """

@@ -102,7 +102,8 @@ def causal(window: int | None) -> Mask:
 def _is_readable(allocator: Any, window: int | None) -> bool:
     """Returns whether the kernels can read the pages in place.
 
-    This needs a layer without a window and a page size that is a power of two and at least 16.
+    This needs a layer without a window, an allocator that supports block tables, and a page size
+    that is a power of two and at least 16.
     """
     page = allocator.tokens_per_page
     return window is None and allocator.supports_block_table and page >= 16 and not page & (page - 1)

@@ -32,8 +32,9 @@ def from_sdpa(attn_mask: Tensor | None = None, is_causal: bool = False) -> Argum
 
     Args:
         attn_mask: broadcastable to (..., Hq, Lq, Lk). Bool, True = may attend, or float, which is
-            added to the scores. With batch dims, write (Hq, Lq, Lk) as (1, Hq, Lq, Lk).
-        is_causal: whether to add a causal mask, aligned to the top left (offset 0 in the result).
+            added to the scores. With batch dims, write (Hq, Lq, Lk) as (1, Hq, Lq, Lk). Must be
+            None with `is_causal`.
+        is_causal: whether to use a causal mask, aligned to the top left (offset 0 in the result).
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal: expected at most one of them, got both")

@@ -34,10 +34,10 @@ def attend_with_weights(
 
     The weights are (B, Lq, Lk) if `average`, else (B, H, Lq, Lk). Fully masked rows are zero.
 
-    Without gradients and dropout, the output is the product of weights and values, so that scores
-    are computed once. If that product is not finite, `regard.attention` computes the output
-    instead. The cause may be a NaN in a masked value: 0 * NaN is NaN, and `regard.attention` skips
-    masked keys.
+    In float32 and float64, without gradients and dropout, the output is the product of weights and
+    values, so that scores are computed once. If there is a mask and that product is not finite,
+    `regard.attention` computes the output instead. The cause may be a NaN in a masked value:
+    0 * NaN is NaN, and `regard.attention` skips masked keys.
     """
     q, k, v = qkv
     options = _dense_options(q, k, arguments)
@@ -72,7 +72,7 @@ def _if_any(x: Tensor) -> Tensor | None:
 
 
 def _may_work_in_place(qkv: QKV, options: DenseOptions) -> bool:
-    """Returns whether the weights may be computed in the memory of the scores.
+    """Returns whether scores and weights may be computed in buffers that are overwritten.
 
     This requires that no gradient is recorded, that PyTorch does not compile, trace or transform
     the call, and that q is float32 or float64.

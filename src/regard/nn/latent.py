@@ -184,8 +184,8 @@ class LatentAttention(AttentionLayer):
         """Counts the operations per sample of both forms for Lq queries and Lk keys.
 
         Operations that both forms share are not counted. The absorbed form multiplies each query
-        by W_uk and each output by W_uv, and uses 2 rank + rope_dim channels for each pair of query
-        and key. The expanded form multiplies each latent by W_uk and W_uv, and uses
+        by W_uk and each output by W_uv, and uses 2 * rank + rope_dim channels for each pair of
+        query and key. The expanded form multiplies each latent by W_uk and W_uv, and uses
         nope_dim + rope_dim + value_dim channels for each pair.
         """
         up = self.rank * (self.nope_dim + self.value_dim)
@@ -282,9 +282,10 @@ def _rotary(position: Rotary | None, rope_dim: int) -> Rotary | None:
 def _default_scale(module: LatentAttention) -> float:
     """Returns 1 / sqrt(nope_dim + rope_dim), with DeepSeek's correction for YaRN.
 
-    If `mscale_all_dim` is set, the scale is multiplied by g^2, where g = growth(mscale_all_dim).
-    With `mscale` too, YaRN multiplies cos and sin by growth(mscale) / g. In total, this multiplies
-    the scores of rotated channels by growth(mscale)^2 and those of the other channels by g^2.
+    If `mscale_all_dim` is set, the scale is multiplied by g^2, where g = growth(mscale_all_dim) and
+    `growth` is the method of `YaRN`. With `mscale` too, YaRN multiplies cos and sin by
+    growth(mscale) / g. In total, the scores of rotated channels are multiplied by growth(mscale)^2
+    and those of the other channels by g^2.
     """
     scale = 1 / math.sqrt(module.nope_dim + module.rope_dim)
     scaling = None if module.position is None else module.position.scaling

@@ -156,10 +156,11 @@ class LongformerAttention(Projected):
     def _absorbs(self, n: int) -> bool:
         """Returns whether to use the absorbed form (`_absorbed`), which needs no keys and values.
 
-        In evaluation, it is used if it is cheaper for n global tokens. The absorbed form takes 2 n
-        d_model multiplications per token and head. The usual form takes 2 d_model D for keys and
-        values and 2 n D for attention. Training always uses the usual form, because `_absorbed` has
-        no dropout and does not run hooks on the projections.
+        In evaluation, it is used if the projections are plain `nn.Linear` layers and it is cheaper
+        for n global tokens. Per token and head, the absorbed form takes 2 * n * d_model
+        multiplications; the usual form takes 2 * d_model * D for keys and values and 2 * n * D for
+        attention. Training always uses the usual form, because `_absorbed` has no dropout and does
+        not run hooks on the projections.
         """
         is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
         is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
@@ -245,7 +246,7 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises ValueError for bool marks that are not L, and for L integers that are all 0 or 1.
+    """Raises ValueError if the last dim of bool marks is not L, or if L integers are all 0 or 1.
 
     Such integers are probably meant as marks, but would be read as positions.
     """

@@ -109,7 +109,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         """Returns q, k, v (..., H, D).
 
-        If some of the inputs are the same tensor, one matrix product computes their projections.
+        If key and value (or all three) are the same tensor, one matrix product projects them.
         """
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:

@@ -84,8 +84,8 @@ class LinearScaling(Stretching):
 class NTK(Stretching):
     """NTK-aware scaling: increases the base so that the lowest frequency is divided by `factor`.
 
-    High frequencies hardly change. "Dynamic" NTK at length n, for a model trained with length m, is
-    `NTK(factor * n / m - (factor - 1))`.
+    High frequencies hardly change. "Dynamic" NTK of a model that was trained with length m and has
+    the config entry factor = f is `NTK(f * n / m - (f - 1))` for a sequence of length n > m.
     """
 
     def turns(self, dims: int, base: float) -> Tensor:

@@ -186,11 +186,11 @@ class Rotary(nn.Module):
         return rotary_table(at, self.inv_freq, self.attention_factor, x.dtype)
 
     def _cached_rows(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Returns cos and sin of the positions from `begin` to `end` - 1.
+        """Returns cos and sin at the positions from `begin` to `end` - 1, as views of a table.
 
-        They are views of a cached table. Each device and dtype has two: one of the first positions,
-        which grows by doubling up to NEAR, and one of the latest call beyond NEAR. Neither exceeds
-        NEAR rows.
+        Two tables are cached for each device and dtype: one of the positions from 0 on, which grows
+        by doubling up to NEAR rows, and one of the positions of the latest call beyond NEAR. A
+        table of more than NEAR rows is not cached.
         """
         near = end <= NEAR
         first, cos, sin = self._tables.get((device, dtype, near), (0, None, None))

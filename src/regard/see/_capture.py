@@ -200,7 +200,7 @@ class Capture:
             self._check_recorded()
 
     def _check_recorded(self) -> None:
-        """Raises if no call was recorded, or if none has as many keys as there are tokens."""
+        """Raises if no call was recorded, or if the argument `tokens` fits none of the calls."""
         if not self.layers:
             raise RuntimeError(
                 "capture: expected calls of regard.attention, torch.nn.MultiheadAttention or a model of "

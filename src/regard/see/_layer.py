@@ -180,7 +180,7 @@ class Head:
 
     @property
     def role(self) -> Role | None:
-        """The first role of `see.ROLES` whose score reaches its threshold, or None."""
+        """The first role of `see.ROLES` whose certain score reaches its threshold, or None."""
         return chosen(self.roles)
 
     def row(self, token: int | str) -> Tensor:

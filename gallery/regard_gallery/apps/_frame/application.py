@@ -18,7 +18,8 @@ Scores = dict[str, float]
 class Recipe:
     """Hyperparameters of training with AdamW.
 
-    The learning rate rises linearly to `rate` over `warmup` steps and then decays to 0 as a cosine.
+    The learning rate rises linearly to `rate` over `warmup` steps. Then it decays to 0 as a cosine,
+    or stays constant if `falls` is False.
     """
 
     steps: int

@@ -85,8 +85,8 @@ def _goals(app: Application, outcomes: list[Outcome]) -> dict[str, bool]:
 def _run_seed(kind: type[Application], seed: int, options: Options) -> Outcome:
     """Trains and scores a model with one seed.
 
-    With `resume`, continues an interrupted run. If a finished checkpoint exists, reads the outcome
-    from it and trains nothing.
+    With `resume`, continues an interrupted run, or reads the outcome of a finished run from its
+    checkpoint instead of training.
     """
     began = perf_counter()
     app = kind(quick=options.quick, seed=seed)

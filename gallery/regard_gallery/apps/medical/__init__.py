@@ -203,10 +203,9 @@ def levels(slices: Slices) -> Tensor:
 
 
 def thresholds(slices: Slices) -> tuple[int, int]:
-    """Returns the two brightness levels from which on pixels count as grey and as white matter.
+    """Returns brightness levels a <= b: pixels in [a, b) count as grey matter, from b on as white.
 
-    Of all pairs of levels, this pair has the largest sum of the Dice scores of grey and white
-    matter.
+    Of all pairs of levels, this pair has the largest sum of the Dice scores of both tissues.
     """
     bright, tissues = levels(slices), range(len(TISSUES))
     counts = torch.stack([bright[slices.y == tissue].bincount(minlength=LEVELS) for tissue in tissues])

@@ -233,7 +233,7 @@ def _outer(x: Tensor) -> tuple[int, int, int]:
 def operands_of(
     problem: Problem, stats: Tensor | None = None, residual: Tensor | None = None
 ) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
-    """Returns the operands of a call: addresses of bias, sink, offsets, mask tensors, stats.
+    """Returns the operands of a call: the seed and the addresses of all optional tensors.
 
     Also returns the tensors that must stay alive until the call ends.
     """

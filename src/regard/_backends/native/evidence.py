@@ -51,9 +51,9 @@ def _as_int(x: int | Tensor | None) -> int:
 def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
     """Distributes facts over as few native calls as possible.
 
-    Returns one dict per native call. Its keys are the allocating functions in the table ALLOCATE;
-    each value lists the facts that share the buffers of that function. One call can compute only
-    one `ColumnMass`, and block facts of only one block size.
+    Returns one dict per native call. It maps a function of ALLOCATE, which allocates output
+    buffers, to the facts whose results these buffers hold. One call can compute only one
+    `ColumnMass`, and block facts of only one block size.
     """
     groups: list[dict[Allocate, list[Any]]] = []
     for fact in dict.fromkeys(want):
@@ -67,7 +67,7 @@ def _group_by_call(want: Sequence[F.Fact]) -> list[dict[Allocate, list[Any]]]:
 
 
 def _conflict(a: F.Fact, b: F.Fact) -> bool:
-    """Returns whether two facts that would share buffers need separate native calls."""
+    """Returns whether two facts that use the same output buffers need separate native calls."""
     if isinstance(a, F.BlockMass) and isinstance(b, F.BlockMass):
         return a.block != b.block
     return isinstance(a, F.ColumnMass)

@@ -1,7 +1,11 @@
 """Linear attention, one token at a time, in float64. With a = exp(log_decay), each token computes
 
-S <- a S;  u = v, or with the delta rule beta (v - S^T k);  S <- S + k u^T;  o = scale q^T S
-z <- a z + k;                                               o / (scale q . z), with normalize=True
+    S <- a S
+    u = v, or u = beta (v - S^T k) with the delta rule
+    S <- S + k u^T
+    z <- a z + k
+
+The output is scale q^T S, divided by scale q . z with normalize=True.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def _linearise(data: TileData) -> _Linearised:
 def _gradients(data: TileData, lin: _Linearised) -> InputList:
     """Computes the gradients of <lin.out, dout> + <lin.lse, dlse> with respect to the inputs.
 
-    In the code, `ds` is the gradient with respect to the scores s, and `dts` the gradient with
-    respect to their tangent `ts`. The prefixes d, t and dt of other names mean the same.
+    Prefixes of names: t is a tangent, d a gradient, dt the gradient with respect to a tangent. For
+    the scores s these are `ts`, `ds` and `dts`.
     """
     x, t, p, p_sink = data.x, data.t, lin.p, lin.p_sink
     dw, dtw = _dropped(data, times(data.dout, t.v.mT)), _dropped(data, times(data.dout, x.v.mT))

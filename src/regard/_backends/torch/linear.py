@@ -1,10 +1,12 @@
 """Linear attention in chunks of tokens, for GPUs, torch.compile, torch.func and second derivatives.
 
 S is the state before the chunk. Within a chunk, b is the cumulative sum of log_decay, and
-G_ij = exp(b_i - b_j) for j <= i, else 0. Without the delta rule U = V; with it, U solves
-    (I + beta tril(G K K^T, -1)) U = beta (V - exp(b) K S).
-The output and the next state are
-    O = exp(b) Q S + (G Q K^T) U  and  S <- exp(b_end) S + (exp(b_end - b) K)^T U.
+G_ij = exp(b_i - b_j) for j <= i, else 0. `*` is elementwise; b and beta are columns. Without the
+delta rule U = V; with it, U solves
+    (I + tril(beta * G * (K K^T), -1)) U = beta * (V - exp(b) * (K S)).
+With b_end the last entry of b, the output and the next state are
+    O = scale (exp(b) * (Q S) + (G * (Q K^T)) U)  and
+    S <- exp(b_end) S + (exp(b_end - b) * K)^T U.
 """
 
 from __future__ import annotations
@@ -121,9 +123,9 @@ def _split(p: LinearCall, C: int) -> _Chunks:
 
 
 def _inverse(chunks: _Chunks) -> Tensor | None:
-    """Computes (I + beta (G K K^T, below the diagonal))^-1 of each chunk, (B, Hkv, n, C, C).
+    """Computes (I + tril(beta * G * (K K^T), -1))^-1 of each chunk, (B, Hkv, n, C, C).
 
-    G is defined at the top of the file. Returns None without beta.
+    `*` is elementwise. G is defined at the top of the file. Returns None without beta.
     """
     if chunks.beta is None:
         return None

@@ -153,12 +153,12 @@ def _prepare(problem: Problem, tangents: InputList, dout: Tensor | None, dlse: T
 def _finite(
     spec: Spec, shape: tuple[int, ...], tensors: list[tuple[Tensor | None, int]]
 ) -> tuple[list[Tensor], Tensor]:
-    """Replaces non-finite rows of each tensor by zeros, and None by zeros (*shape, width).
+    """Replaces rows that are non-finite in any of the tensors by zeros in all tensors.
 
-    `tensors` holds pairs (tensor or None, width). Also returns a column (*shape, 1) that is NaN for
-    rows that are non-finite in any tensor, else 0. With zeros in these rows no product carries the
-    NaN of a masked pair into a result. Adding the column to the scores restores NaN for visible
-    pairs.
+    `tensors` holds pairs (tensor or None, width). None becomes zeros (*shape, width). Also returns
+    a column (*shape, 1) that is NaN for the replaced rows, else 0. With zeros in these rows no
+    product carries the NaN of a masked pair into a result. Adding the column to the scores restores
+    NaN for visible pairs.
     """
     zero = torch.zeros((), dtype=spec.lse_dtype, device=spec.device)
     rows = [zero.expand(*shape, width) if x is None else x.to(zero.dtype) for x, width in tensors]
