@@ -35,9 +35,9 @@ class Fact:
 
 
 def linearity(seconds: float, short: int = 4096, times: int = 16, most: float = 1.15) -> Fact:
-    """Divides the time of `short * times` tokens by `times` times the time of `short` tokens.
+    """Measures T(short * times) / (times * T(short)), where T(n) is the time of a call with n tokens.
 
-    The call has a window, so its time should grow linearly and the quotient should be about 1.
+    The call has a window, so T should grow linearly and the quotient should be about 1.
     """
     window = next(c for c in CASES if c.name == "window-4096")
     cases = {name: replace(window, Lq=L, Lk=L) for name, L in (("short", short), ("long", short * times))}

@@ -80,7 +80,11 @@ def flash_attn_qkvpacked_func(
 
 
 def _with_probs(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, the LSE, and S_dmask: empty, or with dropout the weights, negative if dropped."""
+    """Returns out, the LSE and S_dmask.
+
+    Without dropout, S_dmask is empty. With dropout, it holds the attention weights, and dropped
+    weights have a negative sign.
+    """
     if not options.dropout:
         return (*attend(q, k, v, options), q.new_empty(0))
     if options.differ_by_sample:
