@@ -20,7 +20,7 @@ def families(texts: Iterable[str]) -> tuple[list[str], str]:
     from matplotlib import rcParams
     from matplotlib.font_manager import FontProperties, findfont
 
-    config: dict[str, Any] = {**rcParams}
+    config: Any = rcParams
     chosen: list[str] = list(config["font.family"])
     settings = [name for family in chosen for name in config.get(f"font.{family}", [family])]
     missing = _missing("".join(texts), findfont(FontProperties()))
