@@ -56,6 +56,14 @@ def test_every_family_of_the_settings_is_asked_first() -> None:
         assert names(heatmap(WATCH))[0].get_fontfamily() == ["DejaVu Sans", "STIXGeneral"]
 
 
+def test_a_font_that_was_removed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matplotlib's list of fonts is a file, which may be older than the fonts."""
+    removed = font_manager.FontEntry("removed.ttf", name="A Sans", style="normal", weight=400)
+    fonts = [removed, *font_manager.fontManager.ttflist]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    assert names(heatmap(WATCH))[0].get_fontfamily() == ["sans-serif", "STIXGeneral"]
+
+
 def test_titles_have_the_fonts_of_their_characters() -> None:
     figure = see.token(torch.eye(2), 1, tokens=["a", WATCH])
     assert WATCH in figure.get_suptitle()

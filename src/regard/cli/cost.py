@@ -99,14 +99,14 @@ def _latent(width: int, heads: int, latent: Latent, absorbed: bool) -> LayerSpec
     from ..cost import LatentSpec
     from ..masks import Causal
 
-    *sizes, q_rank = latent
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    rank, nope_dim, rope_dim, value_dim, q_rank = latent
+    if rank is None or nope_dim is None or rope_dim is None or value_dim is None:
         raise ValueError(
             "--rank, --nope-dim, --rope-dim, --value-dim: expected all four for latent attention, such as "
             "DeepSeek-V3's 512, 128, 64 and 128"
         )
-    return LatentSpec(width, heads, *known, q_rank=q_rank, absorbed=absorbed, mask=Causal())
+    sizes = rank, nope_dim, rope_dim, value_dim, q_rank
+    return LatentSpec(width, heads, *sizes, absorbed=absorbed, mask=Causal())
 
 
 def _compared(width: int, heads: int, kv_heads: int | None, latent: Latent) -> dict[str, LayerSpec]:

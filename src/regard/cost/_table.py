@@ -14,7 +14,7 @@ from ._cache import AnyFormat, What
 from ._estimate import TotalCost, estimate
 from ._layers import Work
 from ._machine import Machine, measure_machine
-from ._time import attention_seconds
+from ._time import Pass, attention_seconds
 
 
 class ComparedRow(NamedTuple):
@@ -69,10 +69,8 @@ def table(
     values = zip(*map(_values, costs), strict=True)
     rows = [ComparedRow(name, row) for name, row in zip(NAMES, values, strict=True)]
     machine = machine or _this_machine()
-    for passes in ("forward", "training") if machine else ():
-        work = Work(tokens, past, B, dtype)
-        seconds = [attention_seconds(what, work, machine, passes) for what in specs.values()]
-        rows.append(ComparedRow(f"attention {passes}, ms", tuple(1e3 * x for x in seconds)))
+    if machine is not None:
+        rows += _milliseconds(specs, Work(tokens, past, B, dtype), machine)
     after = f" after {past:,}" if past else ""
     title = f"{B} x {tokens:,} tokens{after}, {str(dtype).removeprefix('torch.')}"
     return CostTable(title, tuple(specs), tuple(rows))
@@ -89,6 +87,15 @@ def _values(cost: TotalCost) -> tuple[float, ...]:
     flops = cost.forward_flops, cost.forward, cost.backward_flops
     sizes = cost.saved_bytes, cost.cache_bytes
     return (cost.parameters / 1e6, *(x.executed / 1e9 for x in flops), *(x / 2**20 for x in sizes))
+
+
+def _milliseconds(specs: Mapping[str, What], work: Work, machine: Machine) -> list[ComparedRow]:
+    kinds: tuple[Pass, ...] = ("forward", "training")
+    rows = []
+    for passes in kinds:
+        seconds = [attention_seconds(what, work, machine, passes) for what in specs.values()]
+        rows.append(ComparedRow(f"attention {passes}, ms", tuple(1e3 * x for x in seconds)))
+    return rows
 
 
 @once

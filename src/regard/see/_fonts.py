@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -60,7 +61,8 @@ def _installed(letters: str) -> dict[str, str]:
         font.name: font.fname
         for font in fontManager.ttflist
         if font.style == "normal" and font.weight == 400 and not font.name.startswith("Last Resort")
-    }
+        and os.path.exists(font.fname)  # the list may be older than the fonts
+    }  # fmt: skip
     order = sorted(fonts, key=lambda name: ("Sans" not in name, not name.endswith(f" {region}"), name))
     return {name: fonts[name] for name in order}
 
