@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from support import HAVE_CORE
 MIB = 2**20
 MACHINE = cost.Machine(threads=1, fma=1e11, read=((2**20, 4e10), (2**24, 1e10)), call=1e-5)
 SMALL = AttentionSpec(48, 6)
+DEEPSEEK = (512, 128, 64, 128)  # rank, nope_dim, rope_dim, value_dim of DeepSeek-V2 and V3
+LATENT = ["--rank=512", "--nope-dim=128", "--rope-dim=64", "--value-dim=128"]
 WRONG: Any = "both"
 native = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -146,9 +149,9 @@ def test_12_and_13_logs_of_ik_llama_cpp() -> None:
     V2-Lite stores its latents twice, which takes 1728 and 985.5 MiB.
     """
     assert cache_bytes(deepseek(61, 7168, 128), 32_768, format="q8_0") == 1166.625 * MIB
-    lite = [LatentSpec(2048, 16)] * 27
+    lite = [LatentSpec(2048, 16, *DEEPSEEK)] * 27
     assert cache_bytes(lite, 65_536, format="q8_KV") == 985.5 * MIB
-    transposed = [LatentSpec(2048, 16, rope_dim=0)] * 27
+    transposed = [LatentSpec(2048, 16, 512, 128, 0, 128)] * 27
     assert cache_bytes(transposed, 65_536, format="float16") == 1728 * MIB
 
 
@@ -205,7 +208,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[], Any]]] = {
     "int4": (
         AttentionSpec(48, 6, 2, 40, 33), {"format": "int4"}, lambda: QuantizedCache(3, 2, 40, 33, bits=4),
     ),
-    "latent": (LatentSpec(48, 6, 24, rope_dim=7), {}, lambda: LatentCache(3, 24, 7)),
+    "latent": (LatentSpec(48, 6, 24, 128, 7, 128), {}, lambda: LatentCache(3, 24, 7)),
 }  # fmt: skip
 
 
@@ -433,8 +436,6 @@ def test_saved_bytes_of_a_module(name: str) -> None:
 @pytest.mark.parametrize("name", ["heads", "grouped", "latent queries", "latent, plain", "cross"])
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_flops_of_a_module_equal_pytorchs_count(name: str, absorbed: bool) -> None:
-    from dataclasses import replace
-
     from torch.utils.flop_counter import FlopCounterMode
 
     module, layer = modules()[name], from_module(modules()[name])
@@ -495,7 +496,8 @@ def test_a_decode_step_reads_the_cache() -> None:
 
 def test_absorbed_decoding_costs_less() -> None:
     expanded, absorbed = (
-        estimate(LatentSpec(2048, 16, mask=M.Causal(), absorbed=a), 1, past=4096) for a in (False, True)
+        estimate(LatentSpec(2048, 16, *DEEPSEEK, mask=M.Causal(), absorbed=a), 1, past=4096)
+        for a in (False, True)
     )
     ways = regard.nn.LatentAttention(2048, 16, rank=512, nope_dim=128, rope_dim=64, device="meta").operations(
         1, 4097
@@ -853,7 +855,8 @@ def test_the_command_prints_a_table() -> None:
     "kind", ["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
 )
 def test_the_command_knows_every_kind(kind: str) -> None:
-    result = run("--kind", kind, "--tokens", "64", "--json")
+    sizes = LATENT if kind in ("latent", "absorbed") else ()
+    result = run("--kind", kind, "--tokens", "64", "--json", *sizes)
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["cost"]["parameters"] > 0
 
@@ -880,6 +883,10 @@ def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--kind", "linear", "--window", "3"], "only with --kind heads"),
         (["--sinks", "3"], "only with --window"),
+        (["--kind", "latent"], "--rank, --nope-dim, --rope-dim, --value-dim: expected all four"),
+        (LATENT, "only with --kind latent or absorbed"),
+        (["--compare", "--window", "3"], "--compare: expected no config, --kind, --window"),
+        (["--compare", *LATENT[:3]], "--rank, --nope-dim, --rope-dim, --value-dim: expected all four"),
         (["--dtype", "int3"], "dtype: expected one of float64"),
         (["/nowhere/config.json"], "No such file"),
     ],
@@ -888,3 +895,71 @@ def test_the_command_reports_wrong_options(arguments: list[str], message: str) -
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.output
+
+
+# Side by side
+
+HEADS = {
+    "MHA": AttentionSpec(2048, 16, mask=M.Causal()),
+    "GQA": AttentionSpec(2048, 16, 4, mask=M.Causal()),
+    "MLA": LatentSpec(2048, 16, *DEEPSEEK, mask=M.Causal()),
+}
+
+
+def test_a_latent_has_no_silent_sizes() -> None:
+    with pytest.raises(TypeError, match="rank"):
+        LatentSpec(2048, 16)  # type: ignore[call-arg]
+
+
+@native
+def test_a_table_has_the_numbers_of_the_estimates() -> None:
+    compared = cost.table(HEADS, 512, past=100, B=2, dtype=torch.bfloat16, cache="int8", machine=MACHINE)
+    rows = {row.name: row.values for row in compared.rows}
+    work = cost.Work(512, 100, 2, torch.bfloat16)
+    for column, layer in enumerate(HEADS.values()):
+        single = estimate(layer, 512, past=100, B=2, dtype=torch.bfloat16, cache="int8")
+        assert rows["parameters, million"][column] == single.parameters / 1e6
+        assert rows["forward, GFLOP"][column] == single.forward_flops.executed / 1e9
+        assert rows["backward, GFLOP"][column] == single.backward_flops.executed / 1e9
+        assert rows["cache, MiB"][column] == single.cache_bytes / MIB
+        assert rows["saved for backward, MiB"][column] == single.saved_bytes / MIB
+        seconds = cost.attention_seconds(layer, work, MACHINE)
+        assert rows["attention forward, ms"][column] == 1e3 * seconds
+    assert compared.title == "2 x 512 tokens after 100, bfloat16"
+
+
+@native
+def test_a_table_marks_the_smallest() -> None:
+    lines = str(cost.table(HEADS | {"again": HEADS["MHA"]}, 8192, machine=MACHINE)).splitlines()
+    assert lines[1].split() == ["MHA", "GQA", "MLA", "again"]
+    cells = {line.split("  ")[0]: line.split()[-4:] for line in lines[2:-1]}
+    assert cells["cache, MiB"] == ["128", "32", "18*", "128"]
+    assert [cell.endswith("*") for cell in cells["attention forward, GFLOP"]] == [True, True, False, True]
+    assert lines[-1] == "* the smallest of a row"
+    assert "*" not in str(cost.table({"one": HEADS["MHA"]}, machine=MACHINE).rows[0].texts())
+    with pytest.raises(ValueError, match="specs: expected at least one, got none"):
+        cost.table({})
+
+
+@native
+def test_a_table_measures_this_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.cost import _table
+
+    calls: list[int] = []
+    monkeypatch.setattr(_table, "measure_machine", lambda: calls.append(0) or MACHINE)
+    _table._this_machine.cache_clear()
+    tables = [cost.table(HEADS, 64) for _ in range(2)]
+    _table._this_machine.cache_clear()
+    assert str(tables[0]) == str(tables[1]) == str(cost.table(HEADS, 64, machine=MACHINE))
+    assert len(calls) == 1
+
+
+@native
+def test_the_command_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.cost import _table
+
+    monkeypatch.setattr(_table, "_this_machine", lambda: MACHINE)
+    result = run("--compare", "--width=2048", "--heads=16", "--kv-heads=4", "--tokens=8192", *LATENT)
+    assert result.exit_code == 0, result.output
+    absorbed = replace(HEADS["MLA"], absorbed=True)
+    assert result.output == f"{cost.table(HEADS | {'MLA, absorbed': absorbed}, 8192, machine=MACHINE)}\n"

@@ -428,3 +428,18 @@ def test_the_file_of_100_000_tokens_is_small(tmp_path: Path, monkeypatch: pytest
 
 def _layer_without_facts(q: torch.Tensor, k: torch.Tensor) -> see.Layer:
     return see.Layer("layer", 0, (1, 1, q.shape[1], k.shape[1]), 0, {}, {}, q=q[None], k=k[None])
+
+
+def test_weights_of_another_library_are_explored(tmp_path: Path) -> None:
+    q, k = torch.randn(2, 2, 3, 6, 8)
+    words = ["a", "b", "c", "a", "b", "d"]
+    given = regard.weights(q, k, k, mask=Causal())
+    (trace,) = explore.weights((given, given.flip(1)), words, sample=1, title="Given").traces
+    assert_close(torch.tensor(trace.rows(1, 0, [5, 2])), given[1, 2, [5, 2]], atol=1e-6)
+    assert_close(torch.tensor(trace.tile(0, 1, range(2, 5), range(1, 4))), given[1, 1, 2:5, 1:4], atol=1e-6)
+    assert_close(torch.tensor(trace.facts(0).mass[0]), given[1], atol=1e-6)
+    assert trace.facts(0).max[0].shape == (3, 6, 6)
+    page = explore.weights(given.numpy(), words).save(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert data_of(page)["traces"][0]["keys"] == words
+    with pytest.raises(TypeError, match=r"weights: expected a recording .* outputs.attentions, got int 3"):
+        explore.weights(3)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..cost import LayerSpec, ModelSpec, TotalCost, Work
 
 
+Latent = tuple[int | None, ...]  # rank, nope_dim, rope_dim, value_dim, q_rank
 Kind = Literal["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
 
 
@@ -28,6 +29,14 @@ def cost(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads, for --kind heads.")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Window in tokens, for --kind heads.")] = None,
     sinks: Annotated[int, typer.Option(min=0, help="Sink tokens, with --window.")] = 0,
+    rank: Annotated[int | None, typer.Option(min=1, help="Channels of the latent (MLA).")] = None,
+    nope_dim: Annotated[int | None, typer.Option(min=0, help="Key channels without rotation (MLA).")] = None,
+    rope_dim: Annotated[int | None, typer.Option(min=0, help="Key channels with rotation (MLA).")] = None,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Value channels of a head (MLA).")] = None,
+    q_rank: Annotated[int | None, typer.Option(min=1, help="Channels of the query latent (MLA).")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="MHA, GQA (--kv-heads) and MLA (--rank ...) side by side.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens per sample.")] = 1024,
     past: Annotated[int, typer.Option(min=0, help="Cached tokens per sample.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
@@ -39,12 +48,19 @@ def cost(
 ) -> None:
     """Print parameters, FLOPs and bytes of an attention layer, or of a model from its config."""
     with one_line_errors():
-        from ..cost import Work, estimate, from_config
+        from ..cost import Work, estimate, from_config, table
         from ..cost._cache import dtype_of
 
-        layer = (kind, width, heads, kv_heads, window, sinks)
-        what = _layer(*layer) if config is None else from_config(config)
         work = Work(tokens, past, batch, dtype_of(dtype))
+        latent = (rank, nope_dim, rope_dim, value_dim, q_rank)
+        if compare:
+            if (config, kind, window, sinks, as_json) != (None, "heads", None, 0, False):
+                raise ValueError("--compare: expected no config, --kind, --window, --sinks or --json")
+            specs = _compared(width, heads, kv_heads, latent)
+            typer.echo(table(specs, tokens, past=past, B=batch, dtype=work.dtype, cache=cache))
+            return
+        layer = (kind, width, heads, kv_heads, window, sinks, latent)
+        what = _layer(*layer) if config is None else from_config(config)
         total = estimate(what, tokens, past=past, B=batch, dtype=work.dtype, cache=cache, page=page)
         if as_json:
             typer.echo(total.to_json())
@@ -57,7 +73,7 @@ def cost(
 
 
 def _layer(
-    kind: Kind, width: int, heads: int, kv_heads: int | None, window: int | None, sinks: int
+    kind: Kind, width: int, heads: int, kv_heads: int | None, window: int | None, sinks: int, latent: Latent
 ) -> LayerSpec:
     from .. import cost
     from ..masks import Causal
@@ -66,15 +82,45 @@ def _layer(
         raise ValueError("--kv-heads, --window, --sinks: expected only with --kind heads")
     if sinks and window is None:
         raise ValueError("--sinks: expected only with --window")
+    if kind in ("latent", "absorbed"):
+        return _latent(width, heads, latent, kind == "absorbed")
+    if any(size is not None for size in latent):
+        raise ValueError("--rank and other sizes of a latent: expected only with --kind latent or absorbed")
     if kind == "heads":
         return cost.AttentionSpec(width, heads, kv_heads, mask=Causal(), window=window, sinks=sinks)
-    if kind in ("latent", "absorbed"):
-        return cost.LatentSpec(width, heads, absorbed=kind == "absorbed", mask=Causal())
     others: dict[str, type[LayerSpec]] = {
         "longformer": cost.LongformerSpec, "bigbird": cost.BigBirdSpec,
         "linformer": cost.LinformerSpec, "performer": cost.PerformerSpec, "linear": cost.LinearSpec,
     }  # fmt: skip
     return others[kind](width, heads)
+
+
+def _latent(width: int, heads: int, latent: Latent, absorbed: bool) -> LayerSpec:
+    from ..cost import LatentSpec
+    from ..masks import Causal
+
+    rank, nope_dim, rope_dim, value_dim, q_rank = latent
+    if rank is None or nope_dim is None or rope_dim is None or value_dim is None:
+        raise ValueError(
+            "--rank, --nope-dim, --rope-dim, --value-dim: expected all four for latent attention, such as "
+            "DeepSeek-V3's 512, 128, 64 and 128"
+        )
+    sizes = rank, nope_dim, rope_dim, value_dim, q_rank
+    return LatentSpec(width, heads, *sizes, absorbed=absorbed, mask=Causal())
+
+
+def _compared(width: int, heads: int, kv_heads: int | None, latent: Latent) -> dict[str, LayerSpec]:
+    """Returns the specs of multi-head, grouped and latent attention, as far as sizes are given."""
+    from ..cost import AttentionSpec
+    from ..masks import Causal
+
+    specs: dict[str, LayerSpec] = {"MHA": AttentionSpec(width, heads, mask=Causal())}
+    if kv_heads is not None:
+        specs["GQA"] = AttentionSpec(width, heads, kv_heads, mask=Causal())
+    if any(size is not None for size in latent):
+        specs["MLA"] = _latent(width, heads, latent, absorbed=False)
+        specs["MLA, absorbed"] = _latent(width, heads, latent, absorbed=True)
+    return specs
 
 
 def _seconds(what: LayerSpec | ModelSpec, work: Work) -> str:

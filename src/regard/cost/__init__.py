@@ -13,12 +13,13 @@ from ._machine import Machine, measure_machine
 from ._model import BlockSpec, FeedForwardSpec, ModelSpec
 from ._modules import from_module, layers_in
 from ._sparse import BigBirdSpec, LinearSpec, LinformerSpec, LongformerSpec, PerformerSpec
+from ._table import CostTable, table
 from ._time import attention_seconds, predict
 
 __all__ = [
     "FORMATS", "AttentionSpec", "BigBirdSpec", "BlockSpec", "CallCost", "CallSpec", "CostRow",
-    "FeedForwardSpec", "Flops", "Format", "LatentSpec", "LayerSpec", "LinearSpec", "LinformerSpec",
-    "LongformerSpec", "Machine", "ModelSpec", "PerformerSpec", "TotalCost", "Work", "allocated_bytes",
-    "attention_seconds", "best_times", "cache_bytes", "estimate", "from_config", "from_module", "layers_in",
-    "measure_machine", "peak_memory", "predict",
+    "CostTable", "FeedForwardSpec", "Flops", "Format", "LatentSpec", "LayerSpec", "LinearSpec",
+    "LinformerSpec", "LongformerSpec", "Machine", "ModelSpec", "PerformerSpec", "TotalCost", "Work",
+    "allocated_bytes", "attention_seconds", "best_times", "cache_bytes", "estimate", "from_config",
+    "from_module", "layers_in", "measure_machine", "peak_memory", "predict", "table",
 ]  # fmt: skip

@@ -237,15 +237,17 @@ class LatentSpec(LayerSpec):
     """Multi-head latent attention, as in `nn.LatentAttention`.
 
     Args:
+        rank, nope_dim, rope_dim, value_dim: the channels of the latent, of a head's key without
+            and with rotation, and of a head's value. DeepSeek-V3 has 512, 128, 64 and 128.
         absorbed: if True, queries attend to the latents directly. If False, the keys and values of
             all heads are computed from the latents first.
         normed: if True, the latents of keys and of queries (`q_rank`) have RMS norms.
     """
 
-    rank: int = 512
-    nope_dim: int = 128
-    rope_dim: int = 64
-    value_dim: int = 128
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
     q_rank: int | None = None
     bias: bool = False
     out_bias: bool = False

@@ -3,7 +3,7 @@
 The server needs the extra `explore`.
 """
 
-from ._make import Estimate, captured, estimate, tensors, text
+from ._make import Estimate, captured, estimate, tensors, text, weights
 from .explorer import Explorer
 
-__all__ = ["Estimate", "Explorer", "captured", "estimate", "tensors", "text"]
+__all__ = ["Estimate", "Explorer", "captured", "estimate", "tensors", "text", "weights"]

@@ -12,6 +12,7 @@ from .. import see
 from .._api.plan import plan
 from .._tools.arguments import describe
 from .._tools.measuring import best_times
+from ..see._tokens import Texts
 from ._read import Model, reader
 from ._trace import Trace, wanted
 from .explorer import Explorer
@@ -102,6 +103,14 @@ def captured(
         raise ValueError("seen: expected a capture with at least one call, got an empty one")
     keys = seen.layers[0].key_texts(sample) if tokens is None else tuple(tokens)
     return Explorer((_trace(seen.layers, keys, sample, title),))
+
+
+def weights(weights: Any, tokens: Texts | None = None, *, sample: int = 0, title: str = "") -> Explorer:
+    """Returns an explorer of given weights, such as the `outputs.attentions` of Transformers.
+
+    `weights` and `tokens` are those of `see.from_weights`.
+    """
+    return captured(see.from_weights(weights, tokens), sample=sample, title=title)
 
 
 def _trace(layers: Sequence[see.Layer], keys: tuple[str, ...], sample: int, title: str) -> Trace:

@@ -61,7 +61,7 @@ def capture(
     for fact in want:
         if not isinstance(fact, facts.Fact):
             raise TypeError(f"want: expected facts such as regard.BlockMass(64), got {describe(fact)}")
-    return Capture(model, _Recorder(_tokens.samples(tokens), want, keep == "qk"), tokenizer)
+    return Capture(model, Recorder(_tokens.samples(tokens), want, keep == "qk"), tokenizer)
 
 
 def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = ()) -> Capture:
@@ -85,7 +85,7 @@ def record(
     want: Sequence[facts.Fact] = (), **options: Any,
 ) -> Layer:  # fmt: skip
     """Returns the recording of one call `attention(q, k, v, **options)`, with q and k stored."""
-    return _Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
+    return Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
 
 
 class Capture:
@@ -95,7 +95,7 @@ class Capture:
     layer 3.
     """
 
-    def __init__(self, model: nn.Module, recorder: _Recorder, tokenizer: Any) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, tokenizer: Any) -> None:
         self._model, self._recorder, self._tokenizer = model, recorder, tokenizer
         self._running: ExitStack | None = None
         self._names: list[str] = []  # names of the running modules, outermost first
@@ -250,7 +250,7 @@ class Capture:
             self._recorder.layers.append(self._recorder.layer(self._names[-1], q, k, options))
 
 
-class _Recorder:
+class Recorder:
     """Builds a `Layer` from the arguments of each attention call and keeps the layers."""
 
     def __init__(self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool) -> None:

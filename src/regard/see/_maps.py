@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import facts
-from .._tools.arguments import count
+from .._tools.arguments import count, number
 from ._capture import Capture
 from ._layer import Head, Layer
 from ._roles import named
-from ._style import ROLE_COLOURS, Drawing, Path, colormap, labels
+from ._style import ROLE_COLOURS, Drawing, Path, colormap
+from ._tokens import Texts
+from ._weights import head_of, recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 MOST_CELLS = 256  # the most rows or columns of a map at block resolution
 MOST_LABELS = 64
 THUMBNAIL = 64
+TICKS = (0, 0.05, 0.2, 0.5, 1)  # of the colour scale, as shares of `vmax`
 SIDE, TALL = 0.88, 1.1  # thumbnail size and row spacing; the column spacing is 1
 
 
@@ -45,54 +48,94 @@ class Cells(NamedTuple):
         return f"exact at block resolution: a cell is {self.block} queries x {self.block} keys"
 
 
-def heatmap(head: Head, *, limit: int = 512, dark: bool = False, path: Path = None) -> Figure:
+def heatmap(
+    weights: Any, tokens: Texts | None = None, *, layer: int | str | None = None, head: int | None = None,
+    sample: int = 0, vmax: float = 1.0, limit: int = 512, title: str | None = None, ax: Any = None,
+    dark: bool = False, path: Path = None,
+) -> Figure:  # fmt: skip
     """Draws the weights of one head: a row for each query, a column for each key.
 
-    The colour scale is the square root of the weight, so that small weights are visible. With more
-    than `limit` tokens, a cell is a block, and its value is the mean mass that the block's queries
-    place on the block's keys.
+    The colour scale is the square root of the weight, so that small weights are visible.
+
+    Args:
+        weights: a head of a recording; a recording or one of its layers; a tensor or an array
+            (L, L), (H, L, L) or (B, H, L, L); or a sequence with one of them per layer, such as the
+            `outputs.attentions` of Transformers.
+        tokens: L strings, or one list of strings per sample, if `weights` is not a recording.
+            Default: positions.
+        layer, head: which layer and head, if there are several.
+        sample: which sample of a batch.
+        vmax: the weight at the end of the colour scale.
+        limit: with more than `limit` tokens, a cell is a block, and its value is the mean mass that
+            the block's queries place on the block's keys.
+        title: replaces the title, which names layer, head and role.
+        ax: matplotlib axes to draw into. Default: a new figure.
+        dark: whether to use colours for a dark background.
+        path: a PNG, PDF or SVG file to write.
+
+    Returns:
+        The matplotlib figure.
+
+    Example:
+        >>> see.heatmap(outputs.attentions, tokens, layer=2, head=7)
     """
     count("limit", limit, 1)
-    cells = _cells(head, limit)
-    nq, nk = len(head.tokens), len(head.key_tokens)
+    shown = head_of(weights, tokens, layer, head, sample)
+    cells = _cells(shown, limit)
+    nq, nk = len(shown.tokens), len(shown.key_tokens)
     side = 5.2 if cells.block > 1 else min(7.2, max(3.0, 0.32 * max(nq, nk)))
-    drawing = Drawing(side + 2.0, side * min(2.0, max(0.15, nq / nk)) + 1.4, dark)
-    image = _paint(drawing, cells, (-0.5, -0.5), 1.0)
+    drawing = Drawing(side + 2.0, side * min(2.0, max(0.15, nq / nk)) + 1.4, dark, ax, path)
+    image = _paint(drawing, cells, (-0.5, -0.5), 1.0, vmax)
     drawing.axes.set(xlim=(-0.5, nk - 0.5), ylim=(nq - 0.5, -0.5))
     if cells.block == 1 and max(nq, nk) <= MOST_LABELS:
-        _label(drawing.axes, head)
+        _label(drawing, shown)
     drawing.name_axes("key", "query")
-    drawing.title(f"{head.title} · {named(head.role)}", f"{nq} x {nk} tokens, {cells.exactness}")
-    drawing.scale(image, (0, 0.05, 0.2, 0.5, 1), "weight" if cells.block == 1 else "mass")
-    return drawing.finished(path)
+    drawing.title(title, f"{shown.title} · {named(shown.role)}", f"{nq} x {nk} tokens, {cells.exactness}")
+    drawing.scale(image, [vmax * tick for tick in TICKS], "weight" if cells.block == 1 else "mass")
+    return drawing.finished()
 
 
-def grid(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
-    """Draws all heads of all layers as thumbnails, each with a frame in the colour of its role."""
+def grid(
+    seen: Any, tokens: Texts | None = None, *, sample: int = 0, vmax: float = 1.0, title: str | None = None,
+    ax: Any = None, dark: bool = False, path: Path = None,
+) -> Figure:  # fmt: skip
+    """Draws all heads of all layers as thumbnails, each with a frame in the colour of its role.
+
+    `seen` is a recording, or weights as in `heatmap`. The other arguments are those of `heatmap`.
+    """
+    seen = recording(seen, tokens)
     columns = max(layer.heads for layer in check_recorded("grid", seen))
-    drawing = Drawing(max(4.4, 0.86 * columns + 0.7), 0.98 * len(seen) + 0.9, dark)
+    drawing = Drawing(max(4.4, 0.86 * columns + 0.7), 0.98 * len(seen) + 0.9, dark, ax, path)
     axes, used = drawing.axes, set()
     for row, layer in enumerate(seen):
+        heads = layer._of_sample(sample)
         maps = _blocks(layer, max(layer.shape[2:]), THUMBNAIL, sample)
-        for head, cells in zip(layer._of_sample(sample), maps, strict=True):
-            used.add(_thumb(drawing, head, cells, row))
+        for head, cells in zip(heads, maps, strict=True):
+            used.add(_thumb(drawing, head, cells, row, vmax))
     axes.set(xlim=(-0.06, columns - 0.06), ylim=(len(seen) * TALL, -0.06), aspect="equal")
     axes.xaxis.tick_top()
     axes.set_xticks([x + 0.44 for x in range(columns)], [f"head {x}" for x in range(columns)])
     axes.set_yticks([y * TALL + 0.44 for y in range(len(seen))], [f"layer {y}" for y in range(len(seen))])
     _legend(drawing, used)
-    return drawing.finished(path)
+    if title is not None:
+        drawing.title(title, "")
+    return drawing.finished()
 
 
-def entropy_map(seen: Capture, *, sample: int = 0, dark: bool = False, path: Path = None) -> Figure:
+def entropy_map(
+    seen: Any, tokens: Texts | None = None, *, sample: int = 0, title: str | None = None, ax: Any = None,
+    dark: bool = False, path: Path = None,
+) -> Figure:  # fmt: skip
     """Draws the normalised entropy of every head, averaged over queries.
 
-    0 means that all weight is on one key, 1 that all allowed keys have equal weights.
+    0 means that all weight is on one key, 1 that all allowed keys have equal weights. `seen` is a
+    recording, or weights as in `heatmap`. The other arguments are those of `heatmap`.
     """
+    seen = recording(seen, tokens)
     rows = check_recorded("entropy_map", seen).entropy_map(sample)
     table = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
     widest = table.shape[1]
-    drawing = Drawing(max(4.0, 0.5 * widest + 1.9), max(2.2, 0.42 * len(rows) + 1.2), dark)
+    drawing = Drawing(max(4.0, 0.5 * widest + 1.9), max(2.2, 0.42 * len(rows) + 1.2), dark, ax, path)
     axes, ramp = drawing.axes, drawing.colours.ramp
     image = axes.imshow(table.numpy(), cmap=colormap(drawing.colours), vmin=0, vmax=1, aspect="auto")
     for y, x in table.isfinite().nonzero().tolist():
@@ -102,9 +145,9 @@ def entropy_map(seen: Capture, *, sample: int = 0, dark: bool = False, path: Pat
     axes.set(xticks=range(widest), yticks=range(len(rows)))
     drawing.name_axes("head", "layer")
     below = "0: one key, 1: equal weights; mean over queries, exact"
-    drawing.title("Entropy of every head", below)
+    drawing.title(title, "Entropy of every head", below)
     drawing.scale(image, (0, 0.5, 1), "entropy")
-    return drawing.finished(path)
+    return drawing.finished()
 
 
 def check_recorded(name: str, seen: Capture) -> Capture:
@@ -132,7 +175,7 @@ def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
     return [Cells(head / counts[:, None], block) for head in mass]
 
 
-def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: float) -> Any:
+def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: float, vmax: float) -> Any:
     """Draws cells as an image whose upper left corner is `corner`, and returns the image.
 
     `token` is the width of a token in units of the axes. The last block may extend beyond the last
@@ -140,23 +183,26 @@ def _paint(drawing: Drawing, cells: Cells, corner: tuple[float, float], token: f
     """
     from matplotlib.colors import PowerNorm
 
+    if number("vmax", vmax) <= 0:
+        raise ValueError(f"vmax: expected more than 0, got {vmax}")
     (x, y), (rows, columns), cell = corner, cells.values.shape, cells.block * token
     return drawing.axes.imshow(
-        cells.values.clamp(0, 1).numpy(), cmap=colormap(drawing.colours), norm=PowerNorm(0.5, 0, 1),
+        cells.values.clamp(0, 1).numpy(), cmap=colormap(drawing.colours), norm=PowerNorm(0.5, 0, vmax),
         extent=(x, x + columns * cell, y + rows * cell, y), interpolation="nearest", aspect="equal",
     )  # fmt: skip
 
 
-def _label(axes: Any, head: Head) -> None:
+def _label(drawing: Drawing, head: Head) -> None:
     """Labels rows with the queries' tokens and columns with the keys' tokens."""
     longest = max(len(head.tokens), len(head.key_tokens))
     style = {"fontsize": 9 if longest <= 24 else 7 if longest <= 40 else 5.5, "parse_math": False}
     turned = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(range(len(head.key_tokens)), labels(head.key_tokens), **style, **turned)
-    axes.set_yticks(range(len(head.tokens)), labels(head.tokens), **style)
+    columns, rows = (drawing.labels(tokens) for tokens in (head.key_tokens, head.tokens))
+    drawing.axes.set_xticks(range(len(columns)), columns, **style, **turned)
+    drawing.axes.set_yticks(range(len(rows)), rows, **style)
 
 
-def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
+def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int, vmax: float) -> str:
     """Draws a head's thumbnail and returns the name of the head's role.
 
     The frame has the colour of the role, and the caption below gives its name and score.
@@ -166,7 +212,7 @@ def _thumb(drawing: Drawing, head: Head, cells: Cells, row: int) -> str:
     x, y = head.index, row * TALL
     nq, nk = len(head.tokens), len(head.key_tokens)
     token = SIDE / max(nq, nk)
-    image = _paint(drawing, cells, (x, y), token)
+    image = _paint(drawing, cells, (x, y), token, vmax)
     role = head.role
     name = "mixed" if role is None else role.name
     colour = ROLE_COLOURS[name]
@@ -188,7 +234,9 @@ def _legend(drawing: Drawing, used: set[str]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in ROLE_COLOURS.items() if name in used]
-    drawing.figure.legend(
-        handles=patches, loc="outside lower center", ncols=int(drawing.figure.get_figwidth() / 1.4),
-        frameon=False, fontsize=8, labelcolor=drawing.colours.ink,
-    )  # fmt: skip
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": drawing.colours.ink}
+    if drawing.own:
+        columns = int(drawing.figure.get_figwidth() / 1.4)
+        drawing.figure.legend(handles=patches, loc="outside lower center", ncols=columns, **style)
+    else:
+        drawing.axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), **style)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._tokens import escaped, label
+from .._tools.arguments import describe
+from ._fonts import advice, families
+from ._tokens import escaped, label, shortened
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -47,33 +50,67 @@ ROLE_COLOURS = {
 
 
 class Drawing:
-    """A figure with one plot, in the light or dark palette.
+    """A figure with one plot, or the caller's axes `ax`, in the light or dark palette.
 
     If `frame` is True, the left and the bottom axis are drawn.
     """
 
-    def __init__(self, width: float, height: float, dark: bool, *, frame: bool = False) -> None:
+    def __init__(
+        self, width: float, height: float, dark: bool, ax: Any, path: Path, *, frame: bool = False
+    ) -> None:
         try:
             from matplotlib.figure import Figure
             from matplotlib.layout_engine import ConstrainedLayoutEngine
         except ImportError as error:
             raise ImportError("pictures of attention need matplotlib: pip install 'regard[plot]'") from error
         self.colours = DARK if dark else LIGHT
-        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-        self.figure = Figure(figsize=(width, height), layout=layout, facecolor=self.colours.paper)
-        self.axes: Any = self.figure.subplots()
+        self.path, self.own = path, ax is None
+        self._missing = ""  # characters that no installed font has
+        if ax is None:
+            layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+            ax = Figure(figsize=(width, height), layout=layout, facecolor=self.colours.paper).subplots()
+        if not hasattr(ax, "imshow"):
+            raise TypeError(f"ax: expected matplotlib axes, got {describe(ax)}")
+        self.axes: Any = ax
+        self.figure: Figure = ax.figure.figure  # the figure, also of axes in a SubFigure
         self.axes.set_facecolor(self.colours.paper)
         self.axes.tick_params(colors=self.colours.ink, labelsize=8, length=2 if frame else 0)
         for side, spine in self.axes.spines.items():
             spine.set_visible(frame and side in ("left", "bottom"))
             spine.set_color(self.colours.faint)
 
-    def title(self, text: str, below: str) -> None:
-        """Writes the title `text` and the line `below`, both wrapped to the width of the figure."""
-        columns = int((self.figure.get_figwidth() - 0.3) * 72 / (0.58 * TITLE))
-        lines = "\n".join(line for part in (text, below) for line in textwrap.wrap(part, columns))
-        ink = self.colours.ink
-        self.figure.suptitle(lines, x=0.02, ha="left", fontsize=TITLE, color=ink, parse_math=False)
+    def title(self, given: str | None, text: str, below: str = "") -> None:
+        """Writes the title that the caller gave, or else the title `text` and the line `below`.
+
+        Lines are wrapped to the width of the figure, or of the caller's axes.
+        """
+        width = self.figure.get_figwidth() * (1 if self.own else self.axes.get_position().width)
+        columns = max(10, int((width - 0.3) * 72 / (0.58 * TITLE)))
+        parts = (text, below) if given is None else given.splitlines()
+        wrapped = "\n".join(line for part in parts for line in textwrap.wrap(part, columns))
+        (lines,) = self._drawable([wrapped])
+        style: dict[str, Any] = {"fontsize": TITLE, "color": self.colours.ink, "parse_math": False}
+        if self.own:
+            self.figure.suptitle(lines, x=0.02, ha="left", **style)
+        else:
+            self.axes.set_title(lines, loc="left", **style)
+
+    def labels(self, tokens: Sequence[str]) -> list[str]:
+        """Returns one label per token. Characters that no installed font has are escaped."""
+        return list(map(shortened, self._drawable([label(token) for token in tokens])))
+
+    def _drawable(self, texts: list[str]) -> list[str]:
+        """Returns texts with escapes for characters that no installed font has.
+
+        An SVG file keeps all characters, because its fonts are chosen where it is shown.
+        """
+        missing = "" if self._kind == "svg" else families(texts)[1]
+        self._missing += missing
+        return ["".join(escaped(letter, lambda x: x not in missing) for letter in text) for text in texts]
+
+    @property
+    def _kind(self) -> str:
+        return "" if self.path is None else os.fspath(self.path).rpartition(".")[2].lower()
 
     def name_axes(self, x: str, y: str = "") -> None:
         self.axes.set_xlabel(x, color=self.colours.ink, fontsize=9)
@@ -87,19 +124,28 @@ class Drawing:
         bar.set_label(name, fontsize=8, color=self.colours.ink)
         bar.outline.set_visible(False)
 
-    def finished(self, path: Path) -> Figure:
-        """Returns the figure and saves it if `path` is not None.
+    def finished(self) -> Figure:
+        """Chooses fonts for all texts, saves the figure if there is a path, and returns it.
+
+        Warns of characters that no installed font has.
 
         Text in PDF and SVG files stays text instead of outlines.
         """
         from matplotlib import rc_context
+        from matplotlib.text import Text
 
-        if path is not None:
-            with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+        if self._missing:
+            warnings.warn(advice(self._missing), stacklevel=3)
+        texts: list[Any] = (self.figure if self.own else self.axes).findobj(Text)
+        chosen, _ = families(text.get_text() for text in texts)
+        for text in texts:
+            text.set_fontfamily(chosen)
+        if self.path is not None:
+            with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Glyph .* missing")  # in an SVG file
                 # Date and version are left out, so that files are reproducible byte for byte.
                 undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-                kind = os.fspath(path).rpartition(".")[2].lower()
-                self.figure.savefig(path, dpi=DPI, metadata=undated.get(kind))
+                self.figure.savefig(self.path, dpi=DPI, metadata=undated.get(self._kind))
         return self.figure
 
 
@@ -108,18 +154,3 @@ def colormap(colours: Palette) -> Colormap:
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("regard", colours.ramp)
-
-
-def labels(tokens: Sequence[str]) -> list[str]:
-    """Returns one label per token. Characters that the font lacks are escaped."""
-    from matplotlib.font_manager import FontProperties, findfont
-
-    glyphs = _glyphs(findfont(FontProperties()))
-    return ["".join(escaped(letter, glyphs.__contains__) for letter in label(token)) for token in tokens]
-
-
-@functools.cache
-def _glyphs(font: str) -> frozenset[str]:
-    from matplotlib.font_manager import get_font
-
-    return frozenset(map(chr, get_font(font).get_charmap()))

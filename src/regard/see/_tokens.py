@@ -15,6 +15,8 @@ MOST_LETTERS = 18
 # Symbol for a space or newline in byte-level BPE or SentencePiece -> symbol in labels.
 SPACES = {"Ġ": "·", "▁": "·", "Ċ": "⏎", " ": "·", "\n": "⏎"}
 
+JOINERS = "\u200c\u200d"  # in emoji and in words of several scripts
+
 Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -71,8 +73,14 @@ def delimiters(sample: Sequence[str]) -> list[int]:
 
 def label(token: str, most: int = MOST_LETTERS) -> str:
     """Returns a one-line label of a token, with visible spaces and at most `most` characters."""
-    shown = "".join(escaped(SPACES.get(letter, letter), str.isprintable) for letter in token)
-    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+    joiners = JOINERS if len(token) > 1 else ""
+    letters = (SPACES.get(letter, letter) for letter in token)
+    shown = "".join(escaped(letter, lambda x: x.isprintable() or x in joiners) for letter in letters)
+    return shortened(shown, most)
+
+
+def shortened(text: str, most: int = MOST_LETTERS) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def escaped(letter: str, fits: Callable[[str], bool]) -> str:
