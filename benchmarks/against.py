@@ -70,13 +70,13 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """This tree's best time divided by the other's. Above 1, this tree is slower."""
+        """This tree's best time divided by the other commit's. Above 1, this tree is slower."""
         this, other = self.best
         return this / other
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The quartiles of this tree's time divided by the other's, over all pairs of times."""
+        """The quartiles, over all pairs, of this tree's time divided by the other commit's."""
         first, median, third = statistics.quantiles([this / other for this, other in self.pairs])
         return first, median, third
 

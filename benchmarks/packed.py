@@ -89,7 +89,7 @@ def packed(padded: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
 
 
 def calls(sizes: Sizes, impl: str) -> dict[str, Call]:
-    """Returns a function of q, k and v for each column. Only "packed" takes packed tensors."""
+    """Returns the function to time for each column. Only "packed" takes packed q, k and v."""
     (sizes_q, sizes_k), (cu_q, cu_k) = sizes, map(packing.cu_seqlens, sizes)
     mask, offset = M.Causal() & M.Lengths(sizes_k), torch.tensor(sizes_k) - torch.tensor(sizes_q)
     attend = partial(packing.varlen_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, impl=impl)

@@ -28,7 +28,7 @@ from regard.info import report
 
 
 class Timed(NamedTuple):
-    """The timed call of one row."""
+    """The call that is timed for one row of the table."""
 
     call: Call
     check: Callable[[Any], None]  # checks the call's result; may raise WrongResult

@@ -68,7 +68,7 @@ def nodes(paths: list[Path], kind: type | tuple[type, ...]) -> Iterator[ast.AST]
 def lists_options(function: ast.AST) -> bool:
     """Returns whether a function has all score options of `attention` as parameters.
 
-    Overloads are not counted.
+    Returns False for overloads.
     """
     assert isinstance(function, Function)
     if any("overload" in ast.unparse(decorator) for decorator in function.decorator_list):

@@ -106,12 +106,12 @@ class RelativeBias:
         return bias.movedim(-1, -3)
 
     def by_distance(self, lo: int, hi: int) -> Tensor:
-        """Returns the bias (H, hi - lo + 1) at each distance pos - j from lo to hi inclusive."""
+        """Returns the bias (H, hi - lo + 1) for query minus key position = lo, ..., hi."""
         distance = torch.arange(lo, hi + 1, device=self.table.device)
         return self.table[self.bucket(distance)].t().contiguous()
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Returns the index of the table row for each distance pos - j."""
+        """Returns the index of the table row for each distance (query minus key position)."""
         side = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
         steps = torch.tensor(_buckets(side, self.max_distance), device=distance.device)
         if not self.bidirectional:
@@ -179,7 +179,7 @@ def _powers(heads: int) -> list[float]:
 
 
 def _distance(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor:
-    """Returns the distances pos - j as (Lq, Lk), or as (B, Lq, Lk) for an offset (B,)."""
+    """Returns query minus key positions as (Lq, Lk), or as (B, Lq, Lk) for an offset (B,)."""
     queries = first_position(Lq, Lk, offset, device) + torch.arange(Lq, device=device)
     return queries[..., :, None] - torch.arange(Lk, device=device)
 

@@ -61,7 +61,7 @@ def named(seen: see.Capture, role: str) -> see.Head:
 
 
 def long_head(n: int = 4096) -> see.Head:
-    """Returns a head that attends to near tokens and to one earlier passage, with n tokens."""
+    """Returns a head over n tokens that attends to near tokens and to one earlier passage."""
     torch.manual_seed(0)
     position = torch.linspace(0, 1, n)[:, None]
     wave = torch.cat([torch.cos(9 * position), torch.sin(9 * position), 0.4 * torch.randn(n, 6)], 1)

@@ -165,7 +165,7 @@ class _WeightSums:
             self.best_key[side][larger] = index[larger] + first
 
     def kl(self) -> float | None:
-        """Returns the mean KL over rows, or None if weights of some row are not probabilities."""
+        """Returns the mean KL divergence over rows, or None if a row is not a distribution."""
         real = self.exact.real
         tolerance = PROBABILITY + self.exact.rounding
         valid = (self.lowest > -tolerance) & ((self.total - 1).abs() < tolerance)

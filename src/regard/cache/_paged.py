@@ -258,8 +258,8 @@ class PagedCache:
     def _assign(self, names: list[int], after: list[PagedSequence]) -> None:
         """Replaces the sequences `names` by `after`.
 
-        Adds users to the new pages before it releases the old ones, so that a page that is both old
-        and new does not become free in between.
+        Increments the reference counts of the new pages before it decrements those of the old ones,
+        so that a page that is both old and new does not become free in between.
         """
         for sequence in after:
             self._pool.share(sequence.pages)
@@ -282,7 +282,7 @@ class PagedCache:
     __copy__ = fork
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copied or unpickled cache and counts it as a user of its pages."""
+        """Restores a copied or unpickled cache and increments the reference counts of its pages."""
         self.__dict__.update(state)
         self._pool.claim(self._sequences.values())
         self._begin(self._sequences)

@@ -102,23 +102,23 @@ class Pages:
     # Reference counts
 
     def take(self, pages: list[int]) -> None:
-        """Removes `pages`, a result of `next_free`, from the free list. Adds one user to each."""
+        """Removes `pages`, a result of `next_free`, from the free list. Increments their counts."""
         del self.free[len(self.free) - len(pages) :]
         self.share(pages)
 
     def claim(self, sequences: Iterable[PagedSequence]) -> None:
-        """Adds one user to each page of the sequences. The pages may be free."""
+        """Increments the reference count of each page of the sequences. The pages may be free."""
         for sequence in sequences:
             self.share(sequence.pages)
         self.free = [number for number in self.free if not self.users[number]]
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds one user to each page."""
+        """Increments the reference count of each page."""
         for number in pages:
             self.users[number] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Removes one user from each page. Pages without users become free."""
+        """Decrements the reference count of each page. At 0, the page becomes free."""
         for number in pages:
             self.users[number] -= 1
             if not self.users[number]:

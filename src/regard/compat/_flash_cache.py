@@ -15,7 +15,7 @@ New = tuple[Tensor | None, Tensor | None]  # new keys and values (B, L, Hkv, D)
 
 
 class FlashRotary(NamedTuple):
-    """The rotation of new tokens."""
+    """The arguments of the rotary embedding of new tokens."""
 
     cos: Tensor  # (max_length, dims / 2)
     sin: Tensor
@@ -124,7 +124,7 @@ def _append(cache: FlashCache, k: Tensor, v: Tensor, index: Tensor | None) -> Fl
 
 
 def _selected(cache: FlashCache, index: Tensor | None) -> FlashCache:
-    """Returns the rows `index` (B,) of the cache, as pages if possible, which copies nothing."""
+    """Returns the rows `index` (B,) of the cache: as pages, without a copy, if possible."""
     if index is None:
         return cache
     capacity = cache.k.shape[1]

@@ -157,7 +157,10 @@ def flash_attn_varlen_qkvpacked_func(
 def _packed_with_probs(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, options: FlashOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, the LSE, and S_dmask (N, Hq, longest Lq, longest Lk), padded with zeros."""
+    """Returns out, the LSE and S_dmask for packed sequences, computed by `_with_probs`.
+
+    S_dmask is padded with zeros to (N, Hq, longest Lq, longest Lk).
+    """
     sizes_q, sizes_k = cu_q.diff().tolist(), cu_k.diff().tolist()
     parts = zip(*(x[None].split(n, 1) for x, n in ((q, sizes_q), (k, sizes_k), (v, sizes_k))), strict=True)
     results = [_with_probs(a, b, c, options.of_sample(s)) for s, (a, b, c) in enumerate(parts)]

@@ -1,9 +1,9 @@
 """The functions of flash-attn 3's `flash_attn_interface`, with its arguments, computed by Regard.
 
-The options are described in `regard.compat.flash_attn`. Version 3 has no dropout and no ALiBi.
-`attention_chunk` > 0 restricts attention to pairs within the same `attention_chunk` positions.
-`deterministic`, `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` are ignored. `qv` and
-the scales of float8 tensors raise NotImplementedError.
+The options are described in `regard.compat.flash_attn`. Version 3 has no dropout and no ALiBi. With
+`attention_chunk` > 0, positions are split into chunks of this size, and a query attends only to
+keys in its own chunk. `deterministic`, `num_splits`, `pack_gqa`, `sm_margin` and
+`scheduler_metadata` are ignored. `qv` and the scales of float8 tensors raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merges partial results (splits, B, L, H, D) and their LSE (splits, B, L, H)."""
+    """Merges partial outputs (splits, B, L, H, D) by their LSEs (splits, B, L, H)."""
     merged, lse = merge(out_partial, lse_partial)
     merged = merged if out_dtype is None else merged.to(out_dtype)
     return merged if out is None else out.copy_(merged), lse

@@ -49,9 +49,9 @@ def scaled_dot_product_attention(
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives q, k and v one rank, and numbers of heads that `attention` takes.
+    """Gives q, k and v the same rank, and expands heads that `attention` does not broadcast.
 
-    `attention` itself broadcasts batch dims, and keys and values with one head.
+    `attention` broadcasts batch dims, and keys and values with one head.
     """
     rank = max(q.ndim, k.ndim, v.ndim)
     q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))

@@ -99,7 +99,7 @@ def _bias_of_heads(bias: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 class AttentionBias:
-    """The base class of what `attn_bias` may be, apart from a tensor.
+    """The base class of all values of `attn_bias` except tensors.
 
     `_window` restricts the distance of keys from the query; None allows all keys. If `_bottom_right`,
     the last query is aligned to the last key, else the first query to the first key.
@@ -120,7 +120,7 @@ class AttentionBias:
         return self
 
     def _keep(self, Mq: int, Mk: int) -> Tensor:
-        """Returns bool (Mq, Mk), True = may attend."""
+        """Returns a bool mask (Mq, Mk), True = may attend."""
         if self._window is None:
             return torch.ones(Mq, Mk, dtype=torch.bool)
         return self._window.to_dense(Mq, Mk, self._offset(Mq, Mk))
@@ -180,7 +180,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """A mask of keys from `window_left` before to `window_right` after the query.
+    """A mask that allows keys from `window_left` before the query to `window_right` after it.
 
     The last query is aligned to the last key.
     """
@@ -226,7 +226,10 @@ class _SeqLenInfo:
         yield from pairwise(self.seqstart_py)
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Splits x (1, M, ...) into sequences of one length each: (batch size, length, ...)."""
+        """Splits packed x (1, M, ...) into tensors (batch_sizes[n], length, ...).
+
+        Each tensor has sequences of one length. By default, it has one sequence.
+        """
         if x.shape[:2] != (1, self.seqstart_py[-1]):
             raise ValueError(f"tensor: expected (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}")
         sizes = [1] * (len(self.seqstart_py) - 1) if batch_sizes is None else list(batch_sizes)
@@ -342,7 +345,7 @@ def _ids(info: _SeqLenInfo, device: torch.device) -> Tensor:
 
 @dataclass
 class BlockDiagonalMask(_PackedBias):
-    """Packed sequences, in which each query attends to all keys of its sequence."""
+    """A mask for packed sequences: each query attends to all keys of its sequence."""
 
     q_seqinfo: _SeqLenInfo
     k_seqinfo: _SeqLenInfo
@@ -420,14 +423,14 @@ def _check_counts(q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> None:
 
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """Packed sequences, causal. The first query of a sequence is aligned to its first key."""
+    """A causal mask for packed sequences. Aligns the first query of each to its first key."""
 
     _window = CAUSAL
 
 
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    """Packed sequences, causal. The last query of a sequence is aligned to its last key."""
+    """A causal mask for packed sequences. Aligns the last query of each to its last key."""
 
     _window = CAUSAL
     _bottom_right = True
@@ -442,7 +445,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """Packed sequences, causal, with the last `_window_size` keys up to the query."""
+    """A causal mask for packed sequences: the last `_window_size` keys up to the query."""
 
     _window_size: int = 0
 
@@ -458,7 +461,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """Packed sequences, causal, with the last `_window_size` keys up to the query.
+    """A causal mask for packed sequences: the last `_window_size` keys up to the query.
 
     The last query of a sequence is aligned to its last key.
     """
@@ -472,7 +475,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 @dataclass
 class BlockDiagonalPaddedKeysMask(_PackedBias):
-    """Packed queries, and keys in which each sequence has a space of `kv_padding` tokens.
+    """A mask for packed queries, and for keys padded to `kv_padding` tokens per sequence.
 
     Each query attends to all keys of its sequence, but not to the padding.
     """
@@ -499,7 +502,10 @@ def _padded(
 
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """Like `BlockDiagonalPaddedKeysMask`, causal. The last query is aligned to the last key in use."""
+    """Like `BlockDiagonalPaddedKeysMask`, but causal.
+
+    The last query of a sequence is aligned to its last key in use.
+    """
 
     causal_diagonal: object = None
     _window = CAUSAL

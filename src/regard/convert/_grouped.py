@@ -152,7 +152,7 @@ def _similarity(x: Tensor, rotary: Channels) -> Tensor:
 
 
 def _overlap(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
-    """Returns the largest inner product of matrix `a` (D, d) with any rotation of `b` (D, d).
+    """Returns the largest inner product of `a` with any rotation of `b`, both (D, d_model + 1).
 
     Only rotations that commute with rotary embeddings are considered.
     """
@@ -162,7 +162,7 @@ def _overlap(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
 
 
 def _pair_products(a: Tensor, b: Tensor, rotary: Channels) -> Tensor:
-    """Returns the complex inner products (pairs,) of `a` and `b` (D, d), one per rotary pair."""
+    """Returns the complex inner product of `a` and `b` (D, d_model + 1) for each rotary pair."""
     return (rotary.complex(a) * rotary.complex(b).conj()).sum(-1)
 
 
@@ -199,7 +199,7 @@ def _gain(similarity: Tensor, groups: list[list[int]], one: tuple[int, int], oth
 
 
 def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
-    """Returns n rotations (D, D) that rotate the heads x (n, D, d) towards their common mean.
+    """Returns n rotations (D, D) that rotate the heads x (n, D, d_model + 1) to their mean.
 
     Generalised Procrustes analysis: alternates between rotating the heads and computing the mean.
     """
@@ -216,7 +216,8 @@ def _rotations(x: Tensor, rotary: Channels) -> list[Tensor]:
 def _rotation(goal: Tensor, head: Tensor, rotary: Channels) -> Tensor:
     """Returns the rotation G (D, D) that minimises |G head - goal| (orthogonal Procrustes problem).
 
-    Only rotations that commute with rotary embeddings are considered. `head` and `goal` are (D, d).
+    `head` and `goal` are (D, d_model + 1). Only rotations that commute with rotary embeddings are
+    considered.
     """
     G = torch.zeros(len(head), len(head), dtype=head.dtype)
     unrotated, first, second = rotary.unrotated, rotary.first, rotary.second

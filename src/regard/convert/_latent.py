@@ -35,7 +35,7 @@ POINTS = 8  # number of ranks on the report's curve of error against rank
 class Components(NamedTuple):
     """For each rotary pair, the Hkv complex principal components of the key heads.
 
-    d = d_model + 1, because the bias is an extra column.
+    In the shapes, d = d_model + 1: the last column is the bias.
     """
 
     energy: Tensor  # (pairs, Hkv): energy of each component, with heads weighted by their queries
@@ -44,7 +44,10 @@ class Components(NamedTuple):
 
 
 class RotarySplit(NamedTuple):
-    """The matrices of the shared rotary key and of each head's unrotated keys. d = d_model + 1."""
+    """The matrices of the shared rotary key and of each head's unrotated keys.
+
+    In the shapes, d = d_model + 1: the last column is the bias.
+    """
 
     key: Tensor  # (rope, d)
     queries: Tensor  # (Hq, rope, d): the query channels that are multiplied by the rotary key
@@ -54,7 +57,10 @@ class RotarySplit(NamedTuple):
 
 
 class LatentFactors(NamedTuple):
-    """The float64 matrices of a latent module before truncation to a rank. d = d_model + 1."""
+    """The float64 matrices of a latent module before truncation to a rank.
+
+    In the shapes, d = d_model + 1: the last column is the bias.
+    """
 
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
@@ -217,7 +223,7 @@ def _real(z: Tensor) -> Tensor:
 
 
 def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `down` (all, d), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
+    """Returns `down` (all, d_model + 1), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
     They are fields of `LatentFactors`. The rows of `down` are the principal components of the
     unrotated keys and values of all heads, and `all` is the number of components.
@@ -235,7 +241,7 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
 
 
 def _weighted(x: Tensor, metric: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Transforms x (Hkv, n, d) so that errors are weighted by `metric` (Hkv, n, n).
+    """Transforms matrices x (Hkv, n, d) so that errors are weighted by `metric` (Hkv, n, n).
 
     Multiplies x by the square root of `metric`: the squared norm of an error e of x becomes
     proportional to e^T metric e, except for a small ridge. Then divides the product by its norm on

@@ -18,7 +18,7 @@ from ..positions import Rotary
 class Parts(NamedTuple):
     """The float64 projection matrices of each head.
 
-    d = d_model + 1. The last of the d columns is the bias. `out` has no bias.
+    In the shapes, d = d_model + 1: the last column is the bias. `out` has no bias.
     """
 
     q: Tensor  # (Hq, D, d)
@@ -101,7 +101,7 @@ class Channels(NamedTuple):
     frequencies: Tensor  # (pairs,): radians per position
 
     def complex(self, x: Tensor) -> Tensor:
-        """Returns each rotary pair of rows as a complex row: (..., D, d) -> (..., pairs, d)."""
+        """Returns each rotary pair of rows as one complex row: (..., D, n) -> (..., pairs, n)."""
         return torch.complex(x[..., self.first, :], x[..., self.second, :])
 
 

@@ -78,7 +78,7 @@ def _restore(module: nn.Module) -> None:
 def declines_backends(kind: type[nn.Module]) -> bool:
     """Returns whether a Hugging Face model class declares `_supports_attention_backend = False`.
 
-    False is also the default of the base class, which does not count.
+    The default of the base class, which is also False, does not count.
     """
     declared = [vars(c)[BACKENDS] for c in kind.__mro__ if BACKENDS in vars(c)]
     return len(declared) > 1 and not declared[0]
@@ -94,7 +94,7 @@ def _hf_models(model: nn.Module) -> dict[str, Any]:
 
 
 def _set(hf_model: Any, name: str) -> Exception | None:
-    """Sets `attn_implementation`. Returns the error of the model or of one of its submodels."""
+    """Sets `attn_implementation`. Returns the error that the model raises, or None."""
     try:
         hf_model.set_attn_implementation(name)
     except (TypeError, ValueError) as error:

@@ -409,7 +409,7 @@ def report(
         seen, unseen: calibration and held-out tokens (B, L, d_model), or None.
         trial: tokens with which `exact` and the cache sizes are measured: the held-out tokens, or
             random tokens.
-        proof: a module and its conversion at full size, which are compared for `exact`.
+        proof: a module and its conversion at full size, whose outputs give the field `exact`.
         steps: maps each step of the conversion to the module after this step.
         sizes: the sizes (numbers of key heads, or ranks) for the curve.
         convert: a function that converts `before` to one of these sizes.

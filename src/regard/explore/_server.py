@@ -1,4 +1,4 @@
-"""The explorer's server, which computes rows and tiles of weights, and traces, on request."""
+"""The explorer's server: runs the model on texts and computes rows and tiles of weights."""
 
 from __future__ import annotations
 

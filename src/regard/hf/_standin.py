@@ -20,7 +20,7 @@ from ..masks import Mask
 
 
 class StandIn(Tensor):
-    """A tensor without memory. Operations on it use the tensor that its method `dense` returns."""
+    """A tensor without data. Operations on it use the tensor that its method `dense` returns."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 

@@ -91,7 +91,7 @@ def _reach(name: str, reach: int | None) -> int | None:
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:
-    """Returns the smaller of two limits, each `left` or `right` of a Window. None: no limit."""
+    """Returns the smaller of two limits of a Window (`left` or `right`). None means no limit."""
     return b if a is None else a if b is None else min(a, b)
 
 

@@ -357,7 +357,7 @@ class _NaryOperator(_Combination):
 
 @declare(Op.AND)
 class And(_NaryOperator):
-    """A mask that allows keys that all of its masks allow: `a & b`.
+    """A mask that allows the pairs that all of its masks allow: `a & b`.
 
     Several windows are merged into one.
     """
@@ -387,7 +387,7 @@ class And(_NaryOperator):
 
 @declare(Op.OR)
 class Or(_NaryOperator):
-    """A mask that allows keys that at least one of its masks allows: `a | b`."""
+    """A mask that allows the pairs that at least one of its masks allows: `a | b`."""
 
     def __repr__(self) -> str:
         return " | ".join(repr(m) for m in self.masks)
@@ -398,7 +398,7 @@ class Or(_NaryOperator):
 
 @declare(Op.NOT)
 class Not(_Combination):
-    """A mask that allows exactly the keys that its mask does not allow: `~a`."""
+    """A mask that allows the pairs that its mask does not allow: `~a`."""
 
     def __init__(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):

@@ -61,7 +61,7 @@ class Grid(NamedTuple):
         return column(padded.gather(-1, index)), column(inside)
 
     def at_block(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """Returns the entry of x (*batch, H, nq, nk) for each pair's block.
+        """Returns the entry of x (*batch, H, query blocks, key blocks) for each pair's block.
 
         A block is `rows` queries x `columns` keys.
         """
@@ -85,7 +85,10 @@ class FlexCall(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """One pair of a FlexAttention call. Mask tensors have one batch dim, of size 1 or B."""
+    """One pair (query i, key j) of sample b and head h in a FlexAttention call.
+
+    The tensors x that the methods take have one batch dim, of size 1 or B.
+    """
 
     call: FlexCall
     b: Tensor

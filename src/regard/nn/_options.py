@@ -77,7 +77,7 @@ class LayerOptions(NamedTuple):
             raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
 
     def sample_mask(self) -> Mask | Tensor | None:
-        """Returns the option `mask`. Three dims of a tensor are samples: it gets a dim for heads."""
+        """Returns the option `mask`. A tensor (B, Lq, Lk) becomes (B, 1, Lq, Lk)."""
         is_3d = isinstance(self.mask, Tensor) and self.mask.dim() == 3
         return self.mask.unsqueeze(1) if is_3d else self.mask  # type: ignore[union-attr]
 

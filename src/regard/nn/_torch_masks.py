@@ -44,13 +44,17 @@ def arguments(
 
 
 def _separated(*given: TorchMask) -> tuple[Mask | None, list[Tensor | None]]:
-    """Returns the conjunction of the arguments that are a Mask, and the others, None for a Mask."""
+    """Separates masks from tensors.
+
+    Returns the conjunction of all Mask arguments, and the list of arguments with each Mask replaced
+    by None.
+    """
     masks = (x if isinstance(x, Mask) else None for x in given)
     return both(*masks), [None if isinstance(x, Mask) else x for x in given]
 
 
 def _over_all_keys(mask: Mask | None, is_causal: bool, q: Tensor, Lk: int, extra: int) -> Mask | None:
-    """Checks a Mask over Lk keys, and extends it by is_causal and by the extra keys."""
+    """Checks a Mask over Lk keys, applies `is_causal`, and allows the `extra` keys after them."""
     (B, H, Lq), causal = q.shape[:3], Causal()
     assert mask is not None
     mask.check_shapes((B,), H, Lq, Lk)

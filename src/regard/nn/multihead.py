@@ -134,7 +134,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """Concatenates the heads' channels: (B, H, L, D) -> (B, L, E) or (L, B, E)."""
+        """Concatenates the heads' channels: (B, H, L, D) -> (B, L, H * D) or (L, B, H * D)."""
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -18,6 +18,8 @@ def alibi_slopes(heads: int) -> Tensor:
 class AlibiBias(nn.Module):
     """A module that returns an ALiBi bias, `-slopes[h] * |pos - j|`, with the slopes of the paper.
 
+    h is the head, pos the position of the query, and j the position of the key.
+
     Args:
         heads: Hq.
         learned: whether the slopes (Hq,) are a parameter.

@@ -21,7 +21,7 @@ from .tiles import INF, Tile, TileData, tiles
 class Weights(NamedTuple):
     """The weights of a tile: b samples, h query heads, R query rows and K keys.
 
-    Weights of keys outside `tile.keys` are zero.
+    `tile.keys` is the range of these K keys. The weights of all other keys are zero.
     """
 
     problem: Problem
