@@ -179,7 +179,7 @@ def _powers(heads: int) -> list[float]:
 
 
 def _distance(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Tensor:
-    """Returns the distances pos - j as (Lq, Lk), or as (B, Lq, Lk) for an offset (B,)."""
+    """Returns query position - key index as (Lq, Lk), or as (B, Lq, Lk) for an offset (B,)."""
     queries = first_position(Lq, Lk, offset, device) + torch.arange(Lq, device=device)
     return queries[..., :, None] - torch.arange(Lk, device=device)
 

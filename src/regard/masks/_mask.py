@@ -398,7 +398,7 @@ class Or(_NaryOperator):
 
 @declare(Op.NOT)
 class Not(_Combination):
-    """A mask that allows exactly the keys that its mask does not allow: `~a`."""
+    """A mask that allows exactly the keys that the mask `a` does not allow: `~a`."""
 
     def __init__(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):

@@ -94,7 +94,8 @@ class LongformerAttention(Projected):
 
         Args:
             x: (B, L, d_model).
-            global_tokens: bool marks (B, L) or (L,), or positions (B, n) or (n,) padded with -1.
+            global_tokens: a bool mask (B, L) or (L,), True = global, or positions (B, n) or (n,),
+                padded with -1.
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
         """
         self._check(x)
@@ -246,9 +247,9 @@ def _global_tokens(tokens: Tokens | None, x: Tensor, lengths: Tensor | None) -> 
 
 
 def _check_tokens(tokens: Tokens, L: int) -> None:
-    """Raises ValueError if the last dim of bool marks is not L, or if L integers are all 0 or 1.
+    """Raises ValueError if the last dim of a bool mask is not L, or if L integers are all 0 or 1.
 
-    Such integers are probably meant as marks, but would be read as positions.
+    Such integers are probably meant as a mask, but would be read as positions.
     """
     x = tensor_of("global_tokens", tokens)
     if x.dtype == torch.bool:
