@@ -51,7 +51,7 @@ Pair = tuple[float, float]  # seconds of this tree and of the other commit, in a
 
 @dataclass(frozen=True)
 class Row:
-    """Pairs of times of one case, (this tree, other commit), or faults instead of times."""
+    """The times of one case as pairs (this tree, other commit), or error messages."""
 
     name: str
     pairs: Sequence[Pair] = ()
@@ -224,7 +224,7 @@ def unpack(sha: str, tree: Path) -> None:
 
 
 def has_our_core(sha: str) -> bool:
-    """Returns whether this tree compiles the same core as the commit."""
+    """Returns whether the working tree and the commit have the same C++ core."""
     sources = "--", "native", "CMakeLists.txt", "pyproject.toml"
     return not git("diff", "--name-only", sha, *sources) + git(
         "ls-files", "-o", "--exclude-standard", *sources

@@ -99,7 +99,7 @@ def documents(case: Case) -> M.Mask:
 
 
 def lengths(case: Case) -> M.Mask:
-    """Returns a mask of lengths: a quarter of the keys in the first sample, all in the last."""
+    """Returns a `Lengths` mask: Lk / 4 keys in the first sample, all Lk keys in the last."""
     return M.Lengths(torch.linspace(max(1, case.Lk // 4), case.Lk, case.B).long())
 
 

@@ -87,7 +87,10 @@ def sample_rows(case: Case) -> list[slice]:
 
 @functools.lru_cache(maxsize=1)
 def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
-    """Computes the sampled rows in float64. Cached, because every implementation needs them."""
+    """Returns float64 results of the query rows that are checked, with their slices.
+
+    Cached, because every implementation is compared with them.
+    """
     inputs = case.inputs()
     return [(rows, exact(case, inputs, rows)) for rows in sample_rows(case)]
 

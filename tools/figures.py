@@ -1,4 +1,7 @@
-"""Measures the structure of the tree: `python tools/figures.py`. Exits with 1 if a limit is exceeded."""
+"""Checks limits on the structure of the code, such as its number of lines.
+
+`python tools/figures.py` prints the figures and exits with 1 if one exceeds its limit.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Fact(Value):
         """Raises ValueError if the fact cannot be computed for the sizes in `spec`."""
 
     def empty(self, problem: Problem) -> list[Tensor]:
-        """Allocates the fact's parts, filled with zeros.
+        """Allocates the fact's parts, the tensors that `result` converts, filled with zeros.
 
         Parts that sum over queries are float64.
         """
@@ -165,7 +165,7 @@ class ColumnMass(Fact):
 
 
 class EntropyResult(NamedTuple):
-    """The result of `Entropy`: in nats, and as a fraction of the largest possible entropy."""
+    """The result of `Entropy`: the entropy in nats, and as a fraction of its largest value."""
 
     nats: Tensor  # (..., Hq, Lq)
     normalized: Tensor  # nats / log(n), n = allowed keys (plus 1 with a sink); 0 for n < 2

@@ -99,7 +99,7 @@ def _kernel(problem: Problem, name: str) -> str:
 
 
 def _work(problem: Problem, name: str) -> tuple[int, int, int, int]:
-    """Returns the numbers of visible pairs, computed pairs, scratch bytes and tasks."""
+    """Returns the numbers of allowed pairs, computed pairs, scratch bytes and tasks."""
     full = problem.spec.pairs
     if name == "native":
         cost = _native.cost(problem)

@@ -27,7 +27,7 @@ class LinearState(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The keyword arguments of `linear_attention` that a Problem does not hold."""
+    """The keyword arguments of `linear_attention` that `check` takes in addition to `scale`."""
 
     causal: bool
     normalize: bool

@@ -205,10 +205,10 @@ Retention = KeepAll | KeepWindow
 
 
 def _moves(held: Count, remaining: Count, B: int) -> list[tuple[slice, int, int]]:
-    """Groups the samples that can be copied at once: returns tuples (samples, held, remaining).
+    """Returns tuples (samples, held, remaining), one for each copy operation.
 
-    If all samples hold and keep equally many tokens, there is one tuple. Otherwise there is one for
-    each sample.
+    `held` and `remaining` are a sample's numbers of tokens before and after. If all samples have
+    the same two numbers, there is one tuple for all samples, otherwise one for each sample.
     """
     if isinstance(held, int) and isinstance(remaining, int):
         return [(slice(None), held, remaining)]

@@ -94,7 +94,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Result:
 
 
 def attend_cache(q: Tensor, cache: FlashCache, options: FlashOptions) -> Result:
-    """Computes attention of q (B, Lq, Hq, D), aligned to the bottom right of each sample's keys."""
+    """Computes attention of q (B, Lq, Hq, D) to the keys of a cache.
+
+    The last query of each sample is aligned to the sample's last key.
+    """
     if options.differ_by_sample:
         parts = (attend_cache(q[b : b + 1], cache.of_sample(b), options.of_sample(b)) for b in range(len(q)))
         return joined(list(parts))

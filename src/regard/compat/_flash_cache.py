@@ -53,7 +53,7 @@ def decode(
 ) -> Result:  # fmt: skip
     """Rotates q (B, Lq, Hq, D) and the new keys, appends keys and values, and attends to the cache.
 
-    `index` (B,) is the row of the cache of each sample.
+    `index` (B,) holds the cache row of each sample. None: sample b has row b.
     """
     if index is None and cache.table is None and len(cache.k) != len(q):
         raise ValueError(f"k_cache: expected B = {len(q)} rows as in q, got {len(cache.k)}")
@@ -140,7 +140,7 @@ def _selected(cache: FlashCache, index: Tensor | None) -> FlashCache:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Rotates x (B, L, H, D) or (L, H, D) at positions (L,) or (B, L).
 
-    cos and sin are (max_length, dims / 2).
+    cos and sin (max_length, dims / 2) rotate the first `dims` channels.
     """
     positions = positions.long().unsqueeze(-2) if positions.ndim > 1 else positions.long()
     layout = "interleaved" if interleaved else "half"

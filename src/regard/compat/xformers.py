@@ -101,8 +101,8 @@ def _bias_of_heads(bias: Tensor | None, query: Tensor) -> Tensor | None:
 class AttentionBias:
     """The base class of all values of `attn_bias` except tensors.
 
-    `_window` restricts the distance of keys from the query; None allows all keys. If `_bottom_right`,
-    the last query is aligned to the last key, else the first query to the first key.
+    `_window` is a mask that depends on distances only, or None. If `_bottom_right`, the last query
+    is aligned to the last key, else the first query to the first key.
     """
 
     _window: Mask | None = None
@@ -170,7 +170,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """A causal mask of the last `_window_size` keys up to the query, aligned to the last key."""
+    """A causal mask of at most `_window_size` keys per query, aligned to the bottom right."""
 
     _window_size: int
 
@@ -286,7 +286,7 @@ class _PackedBias(AttentionBias):
         return keep
 
     def _sequences(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Returns the first and last index, exclusive, of each sequence's queries and of its keys."""
+        """Returns (begin, end) of each sequence's queries and of its keys; `end` is exclusive."""
         return list(zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=True))
 
     def _check_lengths(self, Mq: int, Mk: int) -> None:
@@ -390,7 +390,10 @@ class BlockDiagonalMask(_PackedBias):
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Splits (1, sum of lengths, ...) into the tensors that were packed, as queries and keys."""
+        """Splits (1, sum of lengths, ...) into the tensors that were packed.
+
+        Raises ValueError if queries and keys differ in length.
+        """
         if self.q_seqinfo is not self.k_seqinfo:
             raise ValueError("split: queries and keys differ in length; call split_queries or split_kv")
         return self.split_queries(tensor)
@@ -536,7 +539,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """Like `BlockDiagonalPaddedKeysMask`, with the last `_window_size` keys up to the query.
+    """Like `BlockDiagonalPaddedKeysMask`, causal, with at most `_window_size` keys per query.
 
     The last query of a sequence is aligned to its last key in use.
     """

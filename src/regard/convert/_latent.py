@@ -9,8 +9,8 @@ over the distances that the mask allows.
 
 Unrotated keys and values. The unrotated keys and the values of all heads are one linear map of the
 token. This map is truncated to its first `rank` principal components. Errors of keys are weighted
-by the queries and errors of values by the output projection. Keys and values have equal total
-weight.
+by the queries and errors of values by the output projection. The weighted keys and the weighted
+values are scaled to equal norm.
 """
 
 from __future__ import annotations

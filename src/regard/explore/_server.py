@@ -144,9 +144,9 @@ class Site:
             executor.shutdown(wait=False, cancel_futures=True)
 
     async def _cached(self, request: Request, compute: Callable[[], Any]) -> Response:
-        """Responds with the result of `compute` as JSON, which must depend on the URL path only.
+        """Responds with the result of `compute` as JSON.
 
-        The last MAX_ANSWERS computed results are cached.
+        The last MAX_ANSWERS results are cached by URL path, so they must depend on the path only.
         """
         path: str = request.scope["path"]
 

@@ -44,9 +44,10 @@ def _code(kind: Any) -> str:
 
 @functools.cache
 def appends_to_mask(kind: Any) -> bool:
-    """Returns whether an attention module beside the model class `kind` appends to its mask.
+    """Returns whether an attention module in the source file of `kind` appends to its mask.
 
-    Models that support SDPA have code for bool masks, so the result for them is False.
+    `kind` is the class of a model. Models that support SDPA have code for bool masks, so
+    the result for them is False.
     """
     if kind._supports_sdpa:
         return False

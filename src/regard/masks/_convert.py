@@ -233,9 +233,9 @@ def _checked_bool(name: str, mask: Tensor) -> Tensor:
 
 
 def _checked_float(name: str, mask: Tensor) -> Tensor:
-    """Returns a float mask. Raises ValueError if it holds only zeros and ones, with a one.
+    """Returns a float mask. Raises ValueError if all entries are 0 or 1 and at least one is 1.
 
-    A mask that requires grad is a learned bias, whose entries may be ones.
+    A mask that requires grad is not checked: it is a learned bias, whose entries may be 0 or 1.
     """
     if mask.requires_grad or not readable(mask):
         return mask

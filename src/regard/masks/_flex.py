@@ -87,7 +87,11 @@ def from_flex(block_mask: BlockMask) -> Mask:
 
 
 def _patterns(block_mask: BlockMask, partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the table and the patterns of `BlockPatterns`. `partial` and `full` are bool tables."""
+    """Returns the table and the patterns of `BlockPatterns`.
+
+    `partial` and `full` (B, H, query blocks, key blocks) are True for blocks that are allowed in
+    part and completely.
+    """
     rows, columns = block_mask.BLOCK_SIZE
     blocks = partial.nonzero()
     steps = max(1, PAIRS // (rows * columns))
@@ -103,10 +107,10 @@ def _patterns(block_mask: BlockMask, partial: Tensor, full: Tensor) -> tuple[Ten
 
 
 def _evaluate(block_mask: BlockMask, blocks: Tensor) -> Tensor:
-    """Returns whether each pair of the blocks (n, 4) is allowed, as bool (n, rows, columns).
+    """Evaluates the mask_mod in n blocks: bool (n, rows, columns), True = may attend.
 
-    A block is given by its sample, head, and query and key block. Pairs beyond the last query or
-    key are those of the last query or key.
+    A row of `blocks` (n, 4) has the indices of a block: sample, head, query block, key block.
+    Indices beyond the last query or key are clamped to it.
     """
     from torch.nn.attention.flex_attention import create_mask
 

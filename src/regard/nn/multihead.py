@@ -126,7 +126,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         return q, k, v
 
     def _split(self, x: Tensor, n: int = 1) -> tuple[Tensor, ...]:
-        """Splits (..., n * E) into n views (..., H, D)."""
+        """Splits (..., n * H * D) into n views (..., H, D)."""
         return x.unflatten(-1, (n, self.num_heads, self.head_dim)).unbind(-3)  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:

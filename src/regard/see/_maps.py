@@ -167,6 +167,7 @@ def _blocks(layer: Layer, longest: int, most: int, sample: int) -> list[Cells]:
     """Returns a heat map of each head at block resolution, with at most `most` rows and columns.
 
     A value is the attention mass of a block, divided by the number of queries in the block.
+    `longest` is the number of queries or of keys, whichever is larger.
     """
     block = 1 << (-(-longest // most) - 1).bit_length()  # smallest power of two with at most `most` blocks
     mass = layer.fact(facts.BlockMass(block)).levels[0][sample]  # (Hq, nq, nk)

@@ -25,7 +25,8 @@ def package_file(package: str, *parts: str) -> Path:
 def first_of(places: Sequence[str | Path], what: str, command: str = "make data") -> Path:
     """Returns the first of `places` that exists.
 
-    If none exists, raises a FileNotFoundError whose message contains `what` and `command`.
+    If none exists, raises a FileNotFoundError that names the data (`what`) and the command that
+    installs them (`command`).
     """
     for place in map(Path, places):
         if place.exists():

@@ -129,7 +129,7 @@ def _validate(app: Application, state: State) -> None:
 
 
 def about(app: Application, attention: str) -> dict[str, object]:
-    """Returns the metadata of checkpoints: the application, its options and the recipe."""
+    """Returns the metadata of checkpoints: the application, its options and its `Recipe`."""
     options = {"application": app.name, "quick": app.quick, "seed": app.seed, "attention": attention}
     return options | {"recipe": asdict(app.recipe)}
 

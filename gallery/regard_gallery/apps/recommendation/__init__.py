@@ -88,7 +88,7 @@ class App(Application):
         return quality(self._ranks(model, held))
 
     def _ranks(self, model: nn.Module, back: int) -> Tensor:
-        """Returns the model's rank (n,) of the film at index -back of each history."""
+        """Returns the rank (n,) that the model gives the film at index -back of each history."""
         return ranks(lambda known: last_scores(model, known), self.histories, back)
 
     def baselines(self) -> dict[str, Scores]:

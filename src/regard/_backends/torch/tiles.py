@@ -108,7 +108,10 @@ def spread(by_head: Tensor, distance: Tensor) -> Tensor:
 
 
 def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
-    """Returns the gradient of by_head, given the gradient `pairs` (b, h, R, K) of the bias."""
+    """Returns the gradient of by_head, the input of `spread`.
+
+    `pairs` (b, h, R, K) is the gradient of the output of `spread`.
+    """
     if by_head.ndim == 1:
         return -(pairs * distance.abs()).sum((0, 2, 3))
     columns = _column(by_head, distance).expand_as(pairs)
