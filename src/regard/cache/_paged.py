@@ -256,10 +256,10 @@ class PagedCache:
         self._assign(names, [self._sequences[names[row]] for row in rows])
 
     def _assign(self, names: list[int], after: list[PagedSequence]) -> None:
-        """Replaces the sequences `names` by `after`.
+        """Replaces the sequences with the ids `names` by the sequences `after`.
 
-        Adds users to the new pages before it releases the old ones, so that a page that is both old
-        and new does not become free in between.
+        Adds references to the new pages before it releases the old ones, so that a page that is
+        both old and new does not become free in between.
         """
         for sequence in after:
             self._pool.share(sequence.pages)

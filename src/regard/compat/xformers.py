@@ -164,13 +164,13 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     _bottom_right = True
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """Returns a mask that also excludes keys `window_size` or more before the query."""
+        """Returns a mask that also excludes keys at distances of `window_size` or more."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """A causal mask of the last `_window_size` keys up to the query, aligned to the last key."""
+    """A causal window of `_window_size` keys. The last query is aligned to the last key."""
 
     _window_size: int
 
@@ -308,7 +308,7 @@ class _PackedBias(AttentionBias):
         return self._attend_one_by_one(q, k, v, window, options)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, window: Mask, options: Options) -> Tensor:
-        """Computes attention as a padded batch, in which each sequence has the same queries."""
+        """Computes attention as a padded batch. All sequences have the same number of queries."""
         samples = [(d - c, self._offset(b - a, d - c)) for (a, b), (c, d) in self._sequences()]
         lengths, offsets = torch.tensor(samples, device=q.device).unbind(1)
         q, k, v = (x[0].unflatten(1, (len(samples), -1)).transpose(0, 1) for x in (q, k, v))
@@ -442,7 +442,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """Packed sequences, causal, with the last `_window_size` keys up to the query."""
+    """A causal mask of packed sequences, with a window of `_window_size` keys up to the query."""
 
     _window_size: int = 0
 
@@ -458,7 +458,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """Packed sequences, causal, with the last `_window_size` keys up to the query.
+    """A causal mask of packed sequences, with a window of `_window_size` keys up to the query.
 
     The last query of a sequence is aligned to its last key.
     """

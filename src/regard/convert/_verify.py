@@ -94,7 +94,10 @@ def _run(model: nn.Module, batch: dict[str, Any] | tuple[Any, ...]) -> _Outcome:
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """Returns a copy in float64. Grouped products of experts have no float64, so it uses a loop."""
+    """Returns a float64 copy of a model.
+
+    PyTorch's grouped matmul does not support float64, so the copy computes MoE experts in a loop.
+    """
     exact = copy.deepcopy(model).double()
     for m in exact.modules():
         if callable(set_experts := getattr(m, "set_experts_implementation", None)):
