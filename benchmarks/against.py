@@ -157,7 +157,7 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
 
 
 def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | None, checked: bool) -> Row:
-    """Prepares a row in both processes, and times it if both results are correct."""
+    """Prepares a row in both workers, and times it if both results are correct."""
     this, other = both
     command = "prepare", name, shrink, checked
     faults = this.ask(*command), other.ask(*command)

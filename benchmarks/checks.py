@@ -1,6 +1,6 @@
 """Checks results against float64, so that only correct results are timed.
 
-Uses only public names of `regard`, because `side.py` runs it with other commits.
+Uses only public names of `regard`, because `side.py` also runs these checks with other commits.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def outgoing(case: Case) -> Tensor:
 def sample_rows(case: Case) -> list[slice]:
     """Returns slices of the first, middle and last queries.
 
-    With few queries, or with dropout, whose pattern depends on the row index, returns one slice of
-    all queries.
+    Returns one slice of all queries if there are few, or if the case has dropout, because the
+    dropout pattern depends on the row index.
     """
     if case.Lq <= 3 * ROWS or "dropout" in case.inputs().options:
         return [slice(0, case.Lq)]

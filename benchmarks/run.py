@@ -155,7 +155,7 @@ def with_memory(rows: list[Row], options: argparse.Namespace, progress: Progress
 
 
 def growth(options: argparse.Namespace, progress: Progress) -> Iterator[Fact]:
-    """Yields the results of scaling.py: time by length, time to find mask spans, one long call."""
+    """Yields the results of scaling.py: growth with length, time for mask spans, a long call."""
     if options.shrink:
         yield scaling.linearity(options.seconds, short=options.shrink, times=2)
         return

@@ -66,7 +66,7 @@ def overview(name: str, run: dict[str, Any]) -> str:
 
 
 def anchor(name: str) -> str:
-    """Returns the anchor of the heading "Name: ..." in the gallery."""
+    """Returns the anchor of the heading "Name: ..." in docs/gallery.md."""
     (title,) = re.findall(rf"^## ({name.capitalize()}: .*)$", PAGE.read_text(encoding="utf-8"), re.M)
     return title.lower().replace(":", "").replace(" ", "-")
 

@@ -66,7 +66,7 @@ def pixels(mask: M.Mask, size: int = 6) -> Tensor:
 
 
 def small_pictures() -> None:
-    """Draws one picture for each mask, for the tables."""
+    """Draws one picture for each mask, for the tables of docs/masks.md."""
     for name, mask in ATOMS.items():
         imsave(IMAGES / f"{name}.png", pixels(mask).numpy(), metadata=UNSIGNED)
 
@@ -103,7 +103,7 @@ def alignment() -> None:
 
 
 def linear() -> None:
-    """Draws the weights of softmax and linear attention. With v the identity, the output is the weights."""
+    """Draws the weights of softmax and linear attention: their outputs for v = identity."""
     torch.manual_seed(4)
     n, options = 24, {"feature_map": "elu+1", "normalize": True}
     q, k, v = torch.randn(1, n, 8), torch.randn(1, n, 8), torch.eye(n)[None]

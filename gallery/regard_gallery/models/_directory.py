@@ -70,11 +70,11 @@ def _check_names(config: dict[str, Any], file: str) -> None:
 
 
 def _check_sizes(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless each size in the configuration can be one of the weights.
+    """Raises ValueError if a size in the configuration is too large for the weights.
 
-    `shapes` has the shapes of the weights. There are at most as many layers as tensors, and no size
-    is larger than all sizes of the weights. The configuration of a model that consists of several
-    models may have sizes that no model uses.
+    `shapes` has the shapes of the weights. A model has at most as many layers as tensors, and no
+    size above the largest dim of a tensor. If the configuration contains those of submodels, sizes
+    up to UNUSED are allowed, because it may have sizes that no submodel uses.
     """
     several = any(isinstance(value, dict) and "model_type" in value for value in config.values())
     largest = max((size for shape in shapes.values() for size in shape), default=0)

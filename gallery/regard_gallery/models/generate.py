@@ -157,7 +157,7 @@ class Session:
 
     @torch.inference_mode()
     def _read(self, tokens: Sequence[int]) -> Tensor:
-        """Runs the model on tokens, which extends the cache. Returns next-token logits (V,)."""
+        """Appends tokens to the cache and returns next-token logits (vocabulary,)."""
         ids = torch.tensor([list(tokens)])
         self.whole = False
         out = self.language.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)

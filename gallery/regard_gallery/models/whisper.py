@@ -58,7 +58,7 @@ def load(path: Path | None = None, *, attention: str = "regard") -> Whisper:
 
 
 class _Known(dict[str, Any]):
-    """Variables by name. Looking up a missing name raises ValueError."""
+    """The variables of a model file by name. Looking up a missing name raises ValueError."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"model.bin: expected the variable {name}, which is missing")

@@ -150,7 +150,7 @@ class _WeightSums:
         self.best_key = torch.zeros_like(self.best, dtype=torch.int64)
 
     def add(self, first: int, weights: Tensor) -> None:
-        """Updates the sums with approximate weights (B, H, Lq, Dv) of Dv keys from `first` on."""
+        """Adds the approximate weights (B, H, Lq, Dv) of keys `first` to `first + Dv - 1`."""
         n = min(weights.shape[3], self.exact.k.shape[2] - first)
         keys, w = slice(first, first + n), weights[..., :n].to(self.rebuilt.dtype)
         log_p = self.exact.log_weights(keys)

@@ -1,4 +1,4 @@
-"""The operators in `torch.ops.regard`, through which compilers and modes see the native kernels.
+"""The operators in `torch.ops.regard`, through which PyTorch sees the native kernels.
 
 Each operator has a schema, a CPU kernel and a shape function; forward and backward also have a FLOP
 formula. `vmap.py` registers their batching rules, `attention.py` their derivatives. The arguments
@@ -80,7 +80,10 @@ def backward_arguments(args: Sequence[Any]) -> tuple[FlatCall, BackwardArguments
 
 
 def forward(*args: Any) -> Results:
-    """Maps a FlatCall to out, LSE, stats and residual. Without `saving` the last two are None."""
+    """Maps a FlatCall to out, LSE, stats and residual.
+
+    Stats and residual are None unless the field `saving` of the FlatCall is True.
+    """
     call = FlatCall(*args)
     problem = problem_of(call)
     return _native.forward_saving(problem) if call.saving else (*_native.forward(problem), None, None)

@@ -108,7 +108,7 @@ class Stored(NamedTuple):
 def decode(codes: Tensor, scale: Tensor, kind: str, D: int) -> Tensor:
     """Dequantises codes to float32 (..., D).
 
-    Codes are (..., groups * 32) for int8 and (..., groups * 16) for int4.
+    With n = ceil(D / 32), codes are (..., 32 n) for int8 and (..., 16 n) for int4.
     """
     values: Tensor  # (..., groups, 32)
     if kind == "int8":

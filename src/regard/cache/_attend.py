@@ -60,8 +60,8 @@ def attend(
     """Computes attention of q (B, Hq, Lq, D) over the stored keys.
 
     Sample b has held[b] stored tokens, and the queries belong to the last Lq of them. If the chunk
-    has padding, query i belongs to token i of the chunk instead, and the output of padding is zero
-    (LSE -inf). `base` is the cache's mask. The default is a causal mask.
+    of new tokens has padding, query i belongs to token i of the chunk instead, and the output of
+    padding is zero (LSE -inf). `base` is the cache's mask. The default is a causal mask.
     """
     options, window, impl = settings
     Lq = q.shape[2]

@@ -118,9 +118,10 @@ class LinearCache:
         return out
 
     def _shape_of(self, x: object, heads: int | None, L: int) -> tuple[int, ...]:
-        """Returns the expected shape of k, or of q if `heads` is None.
+        """Returns the shape (B, heads, L, D) that x, the queries or keys of a call, must have.
 
-        The last dim is taken from x, because a feature map may change D.
+        If `heads` is None, the number of heads is taken from x. D is always taken from x, because a
+        feature map may change it.
         """
         shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 4 else (0, 1, 0, self.D)
         return self.B, shape[1] if heads is None else heads, L, shape[3]

@@ -256,7 +256,7 @@ class PagedCache:
         self._assign(names, [self._sequences[names[row]] for row in rows])
 
     def _assign(self, names: list[int], after: list[PagedSequence]) -> None:
-        """Replaces the sequences `names` by `after`.
+        """Replaces the sequences with the ids `names` by the sequences `after`.
 
         Increments the reference counts of the new pages before it decrements those of the old ones,
         so that a page that is both old and new does not become free in between.

@@ -136,7 +136,7 @@ def _tokens_first(result: Result) -> Result:
 
 
 def joined(results: list[Result], dims: tuple[int, ...] = (0, 0, 0)) -> Result:
-    """Concatenates results. `dims` are the dims of out, LSE and further results."""
+    """Concatenates results: out along dims[0], the LSE along dims[1], and so on."""
     if not isinstance(results[0], tuple):
         return torch.cat(results, dims[0])
     return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*results, strict=True), dims, strict=False))

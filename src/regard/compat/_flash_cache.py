@@ -23,7 +23,10 @@ class FlashRotary(NamedTuple):
     interleaved: bool
 
     def positions(self, x: Tensor, advance: bool = True) -> Tensor:
-        """Returns positions (B, L) for x (B, L, H, D). Without `advance`, all are the first."""
+        """Returns the positions (B, L) of new tokens x (B, L, H, D).
+
+        If `advance` is False, all tokens of a sample have the position of its first new token.
+        """
         first = torch.as_tensor(self.start, device=x.device).reshape(-1, 1).expand(len(x), x.shape[1])
         return first + torch.arange(x.shape[1], device=x.device) if advance else first
 
@@ -34,7 +37,7 @@ class FlashRotary(NamedTuple):
 def cache_of(
     k: Tensor, v: Tensor, length: int | Tensor | None, leftpad: Tensor | None, table: Tensor | None
 ) -> FlashCache:
-    """Builds a cache, full by default."""
+    """Builds a FlashCache. By default (`length=None`), all slots of the cache are in use."""
     full = k.shape[1] * (1 if table is None else table.shape[1])
     return FlashCache(k, v, full if length is None else length, leftpad, table)
 
@@ -104,7 +107,7 @@ def _check_room(cache: FlashCache, new: int) -> None:
 def _append(cache: FlashCache, k: Tensor, v: Tensor, index: Tensor | None) -> FlashCache:
     """Writes k and v (B, L, Hkv, D) behind the keys of each sample, in place.
 
-    `index` (B,) says which row of the cache belongs to each sample. Returns the longer cache.
+    `index` (B,) is the row of the cache of each sample. Returns the cache with the new length.
     """
     L = k.shape[1]
     if isinstance(cache.length, int) and cache.table is None and index is None:

@@ -68,8 +68,8 @@ def flex_attention(
             broadcastable to (B, Hq, L, S) that is added to the scores. Any other function raises
             NotImplementedError.
         block_mask: a BlockMask with any mask_mod, or a mask of `regard.masks`. The mask_mod is
-            evaluated once for each BlockMask. Under torch.compile, pass `masks.from_flex(block_mask)`
-            to keep a mask that is not dense.
+            evaluated once for each BlockMask. In a compiled function, a BlockMask becomes a dense
+            mask. To avoid this, convert it with `masks.from_flex` outside the function.
         scale: multiplies the scores. Default 1 / sqrt(E).
         enable_gqa: whether Hkv may be smaller than Hq.
         return_lse: whether to return the LSE, too.

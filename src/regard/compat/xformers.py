@@ -164,7 +164,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     _bottom_right = True
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """Returns a mask that also excludes keys `window_size` or more before the query."""
+        """Returns a mask that also excludes keys at distances of `window_size` or more."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
@@ -311,7 +311,7 @@ class _PackedBias(AttentionBias):
         return self._attend_one_by_one(q, k, v, window, options)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, window: Mask, options: Options) -> Tensor:
-        """Computes attention as a padded batch, in which each sequence has the same queries."""
+        """Computes attention as a padded batch. All sequences have the same number of queries."""
         samples = [(d - c, self._offset(b - a, d - c)) for (a, b), (c, d) in self._sequences()]
         lengths, offsets = torch.tensor(samples, device=q.device).unbind(1)
         q, k, v = (x[0].unflatten(1, (len(samples), -1)).transpose(0, 1) for x in (q, k, v))

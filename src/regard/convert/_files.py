@@ -57,7 +57,7 @@ def save(module: Module, path: str | os.PathLike[str], report: Report | None = N
 
 
 def origin(path: str | os.PathLike[str]) -> Origin:
-    """Returns the `Origin` in a file. The file must have been saved with a report."""
+    """Returns the `Origin` stored in a file. The file must have been saved with a report."""
     fields = json.loads(_metadata(path, "origin", "`save(module, path, report)`"))
     fields["tensors"] = {name: tuple(sources) for name, sources in fields["tensors"].items()}
     return Origin(**fields)
@@ -146,7 +146,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
 
 
 def _check_values(description: dict[str, Any]) -> None:
-    """Checks that flags are bools and numbers are finite. Constructors check sizes and texts."""
+    """Checks that flags are bools and numbers finite. Constructors check sizes and strings."""
     for name, value in description.items():
         if name in FLAGS:
             if type(value) is not bool:

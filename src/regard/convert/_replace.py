@@ -87,7 +87,7 @@ def declines_backends(kind: type[nn.Module]) -> bool:
 def _hf_models(model: nn.Module) -> dict[str, Any]:
     """Returns a dict from names to the Hugging Face models among the model's modules.
 
-    Leaves out those that decline attention implementations, unless all do.
+    Leaves out models that declare `_supports_attention_backend = False`, unless all of them do.
     """
     models = {name: m for name, m in model.named_modules() if hasattr(m, "set_attn_implementation")}
     return {name: m for name, m in models.items() if not declines_backends(type(m))} or models

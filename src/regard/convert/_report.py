@@ -109,7 +109,7 @@ class Spectrum:
         return tuple(sum(shares[: self.rank]) for shares in self.heads)
 
     def needed(self, share: float) -> int:
-        """Returns the smallest rank for which `kept(rank)` is at least `share`."""
+        """Returns the smallest rank that keeps at least the fraction `share` of the energy."""
         return next((n for n in range(len(self.shares)) if self.kept(n) >= share), len(self.shares))
 
 

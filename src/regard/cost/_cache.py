@@ -121,7 +121,10 @@ def allocated_bytes(
 
 
 def _rows(layer: LayerSpec, rows: int) -> int:
-    """Returns `rows`, or the number of rows of a `SlidingCache` if the layer has a window."""
+    """Returns the number of rows that a layer's cache allocates.
+
+    This is `rows`, or the capacity of a `SlidingCache` if the layer has a window.
+    """
     if not isinstance(layer, AttentionSpec) or layer.window is None:
         return rows
     return SlidingCache(1, 1, 1, window=layer.window, sinks=layer.sinks).capacity or 0

@@ -272,26 +272,33 @@ def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
 
 
 def SelfAttention(d_model: int, heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` for multi-head self-attention. `options` go to `Attention`."""
+    """Returns an `Attention` for multi-head self-attention.
+
+    `options` are further arguments of `Attention`.
+    """
     return Attention(d_model, heads, **options)
 
 
 def CrossAttention(d_model: int, heads: int, kv_model: int | None = None, **options: Any) -> Attention:
     """Returns an `Attention` for cross-attention to a context (B, Lk, kv_model).
 
-    Call it as `attend(x, context)`. `kv_model` defaults to `d_model`. `options` go to `Attention`.
+    Call it as `attend(x, context)`. `kv_model` defaults to `d_model`. `options` are further
+    arguments of `Attention`.
     """
     return Attention(d_model, heads, kv_model=d_model if kv_model is None else kv_model, **options)
 
 
 def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` with one key head for all query heads. `options` go to `Attention`."""
+    """Returns an `Attention` with one key head for all query heads.
+
+    `options` are further arguments of `Attention`.
+    """
     return Attention(d_model, heads, kv_heads=1, **options)
 
 
 def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: Any) -> Attention:
     """Returns an `Attention` in which `heads / kv_heads` query heads share each key head.
 
-    `options` go to `Attention`.
+    `options` are further arguments of `Attention`.
     """
     return Attention(d_model, heads, kv_heads=kv_heads, **options)

@@ -173,7 +173,7 @@ def EncoderBlock(
 ) -> Block:
     """Returns an encoder block: self-attention without a mask, and a GELU `FeedForward`.
 
-    `options` go to `Attention`.
+    `options` are further arguments of `Attention`.
     """
     return Block(Attention(d_model, heads, **options), FeedForward(d_model, hidden), residual=residual)
 

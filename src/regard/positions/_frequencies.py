@@ -15,7 +15,10 @@ from .._tools.arguments import count, number
 
 
 class Scaling:
-    """The base class of frequency scalings. Subclasses define `turns` and may override `gain`."""
+    """The base class of scalings of the rotary frequencies.
+
+    Subclasses define `turns` (the frequencies) and may override `gain` (the attention factor).
+    """
 
     def turns(self, dims: int, base: float) -> Tensor:
         """Returns the frequencies (dims / 2,) float32, in radians per position."""

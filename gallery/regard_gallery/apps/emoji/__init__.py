@@ -137,7 +137,7 @@ class App(Application):
     def model(self) -> nn.Module:
         """Returns a CLIP model that embeds images in MiniLM's space.
 
-        It has no trained projection of texts, because there are too few names to learn one from.
+        Text embeddings are not projected: there are too few emoji names to learn a projection.
         """
         blocks = Blocks(STATES, dropout=0.1)
         image = ViT(SIZE, PATCH, SENTENCE, blocks, channels=3, patches=convolved(3, STATES))

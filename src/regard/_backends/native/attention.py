@@ -299,7 +299,7 @@ def cost(problem: Problem) -> Cost:
 
 
 def decodes(problem: Problem) -> bool:
-    """Returns whether the core's decode pass runs the call, because it has few query rows."""
+    """Returns whether the call has so few query rows that the core's decode pass runs it."""
     return attention_of(problem.spec).decodes()
 
 

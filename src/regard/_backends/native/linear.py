@@ -55,7 +55,10 @@ def _forward(p: LinearCall, saved: LinearSaved) -> LinearResult:
 def linear_backward(
     p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of q, k, v, log_decay, beta, S and z. Absent inputs have None."""
+    """Computes the gradients of q, k, v, log_decay, beta and the initial state (S, z).
+
+    The gradient of an input that is None is None.
+    """
     dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
     dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])

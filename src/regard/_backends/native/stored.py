@@ -149,7 +149,10 @@ def _check_stored(spec: Spec, stored: Stored) -> None:
 
 
 def _codes(kind: str, width: int) -> tuple[torch.dtype, int]:
-    """Returns the dtype of codes of format `kind`, and how many elements hold `width` channels."""
+    """Returns the dtype of quantised codes, and how many of its elements hold `width` channels.
+
+    `kind` is "int8" or "int4".
+    """
     dtype, per_group = CODES[kind]
     return dtype, -(-width // GROUP) * per_group
 

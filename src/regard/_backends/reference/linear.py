@@ -40,7 +40,7 @@ def linear(p: LinearCall) -> LinearResult:
 
 
 def _start(p: LinearCall, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k, v and the initial S and z in float64, with Hq heads each."""
+    """Returns q, k, v and the initial state (S, z) in float64, with Hq heads each."""
     q, k, v = p.q.double(), _per_head(p.k, group), _per_head(p.v, group)
     B, H, _, D = q.shape
     S = _per_head(p.S, group) if p.S is not None else q.new_zeros(B, H, D, v.shape[3])

@@ -61,7 +61,8 @@ def _full(p: LinearCall, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Chunks(NamedTuple):
     """The tokens of a call in n chunks of C tokens, (B, Hkv, n, C, ...), in the compute dtype.
 
-    b and G are defined at the top of the file.
+    Within a chunk, b is the cumulative sum of log_decay, and G_ij = exp(b_i - b_j) for j <= i,
+    else 0.
     """
 
     q: Tensor  # (B, Hkv, group, n, C, D), times scale; group = Hq / Hkv

@@ -100,7 +100,8 @@ def inputs(problem: Problem) -> InputList:
 def spread(by_head: Tensor, distance: Tensor) -> Tensor:
     """Returns the bias (1 or b, h, R, K) of pairs at `distance` (1 or b, 1, R, K).
 
-    by_head holds ALiBi slopes (h,) or a relative bias (h, 2 * far + 1).
+    by_head holds ALiBi slopes (h,), or a relative bias (h, 2 * far + 1) with one column for each
+    distance from -far to far.
     """
     if by_head.ndim == 1:
         return -by_head[:, None, None] * distance.abs()
