@@ -54,7 +54,10 @@ class RotarySplit(NamedTuple):
 
 
 class LatentFactors(NamedTuple):
-    """The float64 matrices of a latent module before truncation to a rank. d = d_model + 1."""
+    """The float64 matrices of a latent module before truncation to a rank.
+
+    d = d_model + 1. The last of the d columns is the bias.
+    """
 
     q: Tensor  # (Hq, nope + rope, d)
     key: Tensor  # (rope, d)
@@ -220,7 +223,8 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
     """Returns `down` (all, d), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
     They are fields of `LatentFactors`. The rows of `down` are the principal components of the
-    unrotated keys and values of all heads, and `all` is the number of components.
+    unrotated keys and values of all heads. `all` is the number of components, `nope` the number of
+    unrotated channels of a key, and d = d_model + 1, because the bias is the last column.
     """
     G, nope, _ = unrotated.shape
     queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)
