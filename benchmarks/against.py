@@ -232,7 +232,7 @@ def has_our_core(sha: str) -> bool:
 
 
 def copy_core(tree: Path, site: Path) -> None:
-    """Copies the Python files of `tree` and this tree's core to `site`."""
+    """Copies the Python files in `tree` and the compiled core of the running Regard to `site`."""
     shutil.copytree(tree / "src" / "regard", site / "regard")
     for folder in map(Path, regard.__path__):  # an editable install has two folders: sources and core
         for core in folder.rglob("_core*.so"):

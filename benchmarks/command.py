@@ -29,7 +29,7 @@ class Session:
         self.load = Load()
 
     def closing(self, what: str) -> str:
-        """Returns the last line of the output: `what`, threads, CPU, load of other processes."""
+        """Returns the last line of the output: `what`, and the threads, CPU and load of the run."""
         share = self.load.others()
         busy = "" if share is None else f"; other processes used {share:.0%} of the CPUs"
         return f"\n{what}, {self.threads} threads, {cpu_name()}{busy}"

@@ -1,7 +1,7 @@
 """Measures the peak memory of cases with Regard or a PyTorch path, in a separate process.
 
-`python benchmarks/memory.py CASE:SIDE ...` prints a line ["CASE:SIDE", bytes] for each. The bytes
-exclude q, k and v, and include the mask, the result and all temporary memory.
+`python benchmarks/memory.py CASE:SIDE ...` prints a line ["CASE:SIDE", bytes] for each argument.
+The bytes exclude q, k and v, and include the mask, the result and all temporary memory.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def additive(case: Case, options: Options, mask: M.Mask | None) -> Tensor | None
 
 
 def with_column(total: Tensor | None, sink: Tensor, case: Case) -> Tensor:
-    """Appends the sink's logits as a column: (1, Hq, Lq, Lk + 1)."""
+    """Appends the sink's logits as a column to the float mask `total`: (1, Hq, Lq, Lk + 1)."""
     pairs = torch.zeros(1, dtype=case.dtype) if total is None else total
     column = sink.to(case.dtype)[:, None, None].expand(1, case.Hq, case.Lq, 1)
     return torch.cat([pairs.expand(1, case.Hq, case.Lq, case.Lk), column], -1)

@@ -79,7 +79,7 @@ def command(options: argparse.Namespace) -> str:
 
 
 def timed(options: argparse.Namespace, here: Machine, progress: Progress) -> tuple[list[Row], Machine]:
-    """Times the chosen cases. Returns the rows, and the machine with its highest measured peak."""
+    """Times the chosen cases. Returns the rows, and the machine with its peak FLOP/s."""
     cases = chosen(options.only)
     task = progress.add_task("timing", total=len(cases))
     rows = []

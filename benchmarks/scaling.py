@@ -79,7 +79,7 @@ def masks_of(L: int) -> dict[str, Mask]:
 def mask_overheads(seconds: float, L: int = 4096, most: float = 0.01) -> Iterator[Fact]:
     """Measures how long one thread takes to find a mask's key spans.
 
-    The result is in microseconds and as a fraction of the call's time.
+    Reports this time in microseconds and as a fraction of the call's time.
     """
     q, k, v = (torch.randn(1, 8, L, 64) for _ in range(3))
     unmasked = make(q, k, v)  # baseline: `cost` without spans to find

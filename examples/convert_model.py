@@ -1,15 +1,15 @@
 """Converts pretrained attention to GQA or MLA and prints the errors.
 
-`python examples/convert_model.py` converts MiniLM (6 layers, 12 heads, BERT). `--model smollm2` converts
-SmolLM2-135M (30 layers, 9 query heads, 3 key heads, rotary). The weights come from packages
-(gallery/requirements-models.txt). The text is Python's documentation; calibration and held-out text are
-different topics.
+`python examples/convert_model.py` converts MiniLM (6 layers, 12 heads, BERT). `--model smollm2`
+converts SmolLM2-135M (30 layers, 9 query heads, 3 key heads, rotary). The weights come from
+packages (gallery/requirements-models.txt). The text is Python's documentation; calibration and
+held-out text are different topics.
 
-First the model's attention is replaced by `regard.nn.Attention` with the same weights, which must not
-change the result. Then every layer is converted, calibrated on the tokens that reach it. The table
-has one row for each conversion: the bytes of the caches, three errors (at full size, of the worst
-layer, of the whole model), and the quality of the converted model. The verdicts follow. `--details`
-prints the report of every layer.
+First the model's attention is replaced by `regard.nn.Attention` with the same weights, which must
+not change the result. Then every layer is converted, calibrated on the tokens that reach it. The
+table has one row for each conversion: the bytes of the caches, three errors (of a conversion to
+full size, of the worst layer, of the whole model), and the quality of the converted model. The
+verdicts follow. `--details` prints the report of every layer.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def other_lines(path: Path) -> int:
 
 
 def files(folder: Path, *suffixes: str) -> list[Path]:
-    """Returns the files with one of these suffixes, without tests."""
+    """Returns the files in `folder` with one of the suffixes, except tests."""
     return [p for p in sorted(folder.rglob("*")) if p.suffix in suffixes and "tests" not in p.parts[-3:]]
 
 

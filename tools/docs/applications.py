@@ -72,7 +72,7 @@ def anchor(name: str) -> str:
 
 
 def put(page: Path, pattern: str, content: str) -> None:
-    """Replaces the text between the two groups of a regular expression, which must match once."""
+    """Replaces the text between the two groups of the regex `pattern`, which must match once."""
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.M | re.S)
     if count != 1:

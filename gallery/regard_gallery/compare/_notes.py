@@ -15,7 +15,7 @@ RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
 
 
 def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
-    """Returns the pairs "a < b" that are ranked so by `words` but not by the measured `values`.
+    """Returns the rankings "a < b" that `words` states but the measured `values` do not confirm.
 
     `words` rates each key, for example {"a": "low", "b": "high"}. The values rank a below b if
     values[b] is larger than values[a] by more than `margin`.

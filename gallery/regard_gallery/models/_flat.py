@@ -42,7 +42,7 @@ class Cursor:
         return number
 
     def count(self, form: str, what: str) -> int:
-        """Reads one unsigned integer. `form` is its format character in `struct`."""
+        """Reads one unsigned integer. `form` is its `struct` format, `what` its name in errors."""
         return int(self.number(form, what))
 
     def text(self, count: int, what: str) -> str:

@@ -108,7 +108,7 @@ def _is_valid(offset: object) -> bool:
 def _repeat(
     prepared: _stored.StoredCall, q: Tensor, stored: Stored, options: Options, new: New | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a call that differs from a checked call in length, offset and data only."""
+    """Runs a call that differs from the checked call `prepared` only in length, offset and data."""
     spec, offset, sink = prepared.spec, options.offset, options.sink
     if sink is not None:
         sink = sink.detach().to(spec.lse_dtype).contiguous()

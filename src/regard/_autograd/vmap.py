@@ -77,7 +77,7 @@ def _flatten_call(call: FlatCall, dims: Any, count: int) -> FlatCall:
     B = _in_front(call.q, dims.q, count).shape[1]
 
     def in_batch(x: Any, dim: Any) -> Any:
-        """Expands the batch dim of x to the flattened batch.
+        """Flattens the mapped dim of x into its batch dim: (count * B, ...).
 
         A tensor (1, ...) that is not mapped is returned as it is.
         """

@@ -195,7 +195,7 @@ def _check_mask_device(program: Program, q: Tensor) -> None:
 def _follows(x: Tensor) -> bool:
     """Returns whether a tensor of a mask is moved to q's device.
 
-    True for a few integers on the CPU, such as the lengths or tokens that a user wrote as a list.
+    True for a small int64 tensor on the CPU, such as lengths that a user passed as a list.
     """
     return x.is_cpu and x.dtype is torch.int64 and x.numel() <= MAX_FOLLOWING
 

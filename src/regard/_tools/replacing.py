@@ -1,4 +1,4 @@
-"""Saving of files: a save is complete or has no effect."""
+"""Saves files atomically: a save is complete or has no effect."""
 
 from __future__ import annotations
 

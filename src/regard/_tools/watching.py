@@ -49,9 +49,9 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> boo
 
 
 def uncompiled(function: F) -> F:
-    """Like `torch.compiler.disable`, but does not import the compiler.
+    """Does the same as `torch.compiler.disable`, but does not import the compiler.
 
-    That import takes as long as the import of torch, and few programs compile.
+    Importing the compiler takes as long as importing torch, and few programs need it.
     """
     skip = _FrameAction.SKIP  # for the frame of the function and for all frames below it
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))

@@ -112,8 +112,8 @@ def check_float(dtype: torch.dtype) -> torch.dtype:
 def check_queries(q: Any, B: int, D: int, dtype: torch.dtype, held: Count, chunk: Chunk) -> None:
     """Checks dtype and shape of q (B, Hq, Lq, D).
 
-    Lq must equal the chunk's L if the chunk has padding. Otherwise Lq must be at most the number of
-    tokens of the shortest sample in the cache.
+    If the new tokens (`chunk`) include padding, Lq must equal their number. Otherwise Lq must be at
+    most the number of tokens of the shortest sample in the cache.
     """
     if not isinstance(q, Tensor) or q.dtype is not dtype:
         raise TypeError(f"q: expected a tensor of {dtype}, the dtype of the cache, got {describe(q)}")

@@ -73,7 +73,7 @@ class FlashCache(NamedTuple):
     table: Tensor | None = None  # (B, max_pages): the pages of each sample
 
     def of_sample(self, b: int, shared: bool = False) -> FlashCache:
-        """Returns the cache of sample b. k and v stay whole if they are `shared` or pages."""
+        """Returns the cache of sample b. If `shared`, or in pages, k and v are not sliced."""
         shared = shared or self.table is not None
         k, v = (self.k, self.v) if shared else (self.k[b : b + 1], self.v[b : b + 1])
         length = self.length[b : b + 1] if isinstance(self.length, Tensor) else self.length

@@ -112,7 +112,8 @@ def flash_attn_varlen_func(
     """Computes attention within each sequence of packed q (total_q, Hq, D), k and v (total_k, ...).
 
     `cu_seqlens_q` and `cu_seqlens_k` are the cumulative lengths (N + 1,). With `block_table`
-    (N, max_pages), k and v are pages (pages, page, Hkv, D). The maximal lengths are not needed.
+    (N, max_pages), k and v are pages (pages, page, Hkv, D). `max_seqlen_q` and `max_seqlen_k` are
+    ignored.
 
     Returns (total_q, Hq, Dv). The LSE is (Hq, total_q). The module's docstring describes the
     options.
@@ -188,12 +189,13 @@ def flash_attn_with_kvcache(
     Args:
         q: (B, Lq, Hq, D).
         k_cache: (batch of the cache, capacity, Hkv, D), or pages (pages, page, Hkv, D) with
-            `block_table`. Pages of a power of two >= 16 tokens are read in place.
+            `block_table`. Pages are read in place if their size is a power of two >= 16.
         v_cache: like k_cache.
         k: new keys (B, L, Hkv, D), written at `cache_seqlens`.
         v: new values, like k.
-        rotary_cos: (max_length, dims / 2). Rotates k, and q if `causal` or with a window, at
-            positions cache_seqlens, cache_seqlens + 1, ...; else q at position cache_seqlens.
+        rotary_cos: (max_length, dims / 2). Rotates k to the positions cache_seqlens,
+            cache_seqlens + 1, ... Rotates q to the same positions if `causal` or with a window,
+            else all queries to the position cache_seqlens.
         rotary_sin: like rotary_cos.
         cache_seqlens: the number of keys before the write, an int or (B,). Default: the capacity.
         cache_batch_idx: the row of the cache of each sample, (B,).
@@ -235,7 +237,7 @@ def unpad_input(
     Args:
         hidden_states: (B, L, ...).
         attention_mask: (B, L) bool or int, nonzero = real token.
-        unused_mask: (B, L), nonzero = packed, too, but not counted in the last result.
+        unused_mask: (B, L), nonzero = a token that is packed, too, but not counted as real.
 
     Returns:
         the row; the tokens' indices in (B * L); the cumulative lengths (B + 1,) int32; the longest

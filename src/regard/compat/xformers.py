@@ -73,7 +73,7 @@ def memory_efficient_attention(
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Returns x as (B, H, M, K). H is the number of groups if the heads of each group are equal."""
+    """Transposes x to (B, heads, length, channels). Heads expanded from one become one head."""
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4:
@@ -84,7 +84,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _bias_of_heads(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns the bias as (B, H, Mq, Mk). Dims of size 1 broadcast."""
+    """Returns the bias as (B, H, queries, keys). Dims of size 1 broadcast."""
     if bias is None:
         return None
     if bias.ndim != query.ndim:
@@ -111,7 +111,7 @@ class AttentionBias:
     def materialize(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = "cpu"
     ) -> Tensor:
-        """Returns the bias as a tensor of `shape` (..., Mq, Mk): 0, or -inf for masked pairs."""
+        """Returns the bias as a tensor of `shape` (..., queries, keys): 0, or -inf if masked."""
         keep = self._keep(*shape[-2:]).to(device)
         return torch.zeros(tuple(shape), dtype=dtype, device=device).masked_fill(~keep, float("-inf"))
 
@@ -364,7 +364,10 @@ class BlockDiagonalMask(_PackedBias):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Self, Tensor]:
-        """Packs tensors (B_i, M_i, ...) into one (1, sum of B_i * M_i, ...)."""
+        """Packs tensors (B_i, L_i, ...) into one tensor (1, sum of B_i * L_i, ...).
+
+        Returns the bias and the packed tensor.
+        """
         bias, packed, _, _ = cls.from_tensor_lists_qkv(tensors, tensors)
         return bias, packed
 

@@ -226,7 +226,8 @@ def _components(q: Tensor, unrotated: Tensor, parts: Parts, root: Tensor) -> tup
     """Returns `down` (all, d_model + 1), `up` (Hkv, nope + Dv, all) and `energy` (Hkv, all).
 
     They are fields of `LatentFactors`. The rows of `down` are the principal components of the
-    unrotated keys and values of all heads, and `all` is the number of components.
+    unrotated keys and values of all heads. `all` is the number of components, `nope` the number of
+    unrotated channels of a key, and d = d_model + 1, because the bias is the last column.
     """
     G, nope, _ = unrotated.shape
     queries = (q @ root).unflatten(0, (G, -1)).transpose(1, 2).flatten(2)  # (Hkv, nope, Hq / Hkv * d)

@@ -38,6 +38,7 @@ def origin(
     """Returns the `Origin` of the converted module `after`.
 
     `module` is the source module, and `before` is the same module as a `regard.nn.Attention`.
+    `seen` are the calibration tokens, and `unseen` the held-out tokens.
     """
     state = before.state_dict()
     tensors = {name: _sources(name, state) for name in after.state_dict()}

@@ -116,6 +116,6 @@ def channels(module: Attention) -> Channels:
 
 
 def unrotated_channels(n: int) -> Channels:
-    """Returns the indices of a head with n channels and no rotary pairs, such as a value head."""
+    """Returns the `Channels` of a head of n channels without rotary pairs, such as a value head."""
     empty = torch.arange(0)
     return Channels(empty, empty, torch.arange(n), empty.double())

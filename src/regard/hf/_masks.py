@@ -107,7 +107,7 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
 
 
 def _evaluated(function: MaskFunction, frame: Frame) -> Mask:
-    """Evaluates a mask function for all pairs of the frame and returns a `Dense` mask."""
+    """Evaluates a mask function for all query-key pairs and returns a `Dense` mask."""
     keep = _dense(
         frame.B, frame.Lq, frame.Lk, frame.q_offset, frame.kv_offset, function, allow_is_causal_skip=False,
         use_vmap=frame.use_vmap, device=frame.device,

@@ -62,9 +62,9 @@ def to_flex(
 def from_flex(block_mask: BlockMask) -> Mask:
     """Converts a FlexAttention BlockMask to `Blocks` if no block is partial, else `BlockPatterns`.
 
-    Its mask_mod is evaluated once for each pair of the partial blocks. Where the values of tensors
-    cannot be read, as under torch.compile, it is evaluated for all pairs instead, and the result is
-    a `Dense` mask.
+    The mask_mod is evaluated once for each pair of the partial blocks. If the values of tensors
+    cannot be read, as under torch.compile, the mask_mod is evaluated for all pairs instead, and the
+    result is a `Dense` mask.
     """
     from torch.nn.attention.flex_attention import create_mask, noop_mask
 

@@ -19,7 +19,7 @@ Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # FlexAttention's mask
 
 
 class Grid(NamedTuple):
-    """All pairs of a call. The methods return tensors that broadcast to (*batch, H, Lq, Lk)."""
+    """Query-key pairs of a call. Methods return tensors broadcastable to (*batch, H, Lq, Lk)."""
 
     query: Tensor  # (Lq,), query indices
     pos: Tensor  # (Lq,), or (*batch, Lq) if samples differ: query positions

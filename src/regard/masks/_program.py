@@ -73,9 +73,9 @@ class Pool:
     def add(self, tensor: Tensor, core: int) -> int:
         """Adds a tensor and returns its index.
 
-        `core` is its number of non-batch dims. If the tensor has fewer dims, dims of size 1 are
-        added in front: a batch dim, too, so that masks (Lq, Lk) and (1, Lq, Lk), which is not
-        allowed in batches, differ in shape.
+        `core` is its number of non-batch dims. A tensor with fewer dims gets a batch dim and the
+        missing dims in front, all of size 1. So (Lq, Lk) still differs from (1, Lq, Lk), which is
+        not allowed in a call with batch dims.
         """
         if tensor.ndim < core:
             tensor = tensor[(None,) * (core + 1 - tensor.ndim)]

@@ -14,7 +14,7 @@ def signed(value: int) -> int:
 
 
 def chosen_blocks(rows: Tensor, blocks: int, per_row: int, seed: int) -> Tensor:
-    """Chooses `per_row` key blocks for each query block in `rows` (R,), as bool (R, blocks)."""
+    """Returns bool (R, blocks): `per_row` random key blocks for each query block in `rows` (R,)."""
     if per_row >= blocks:
         return torch.ones(len(rows), blocks, dtype=torch.bool, device=rows.device)
     table = torch.zeros(len(rows), blocks, dtype=torch.bool, device=rows.device)

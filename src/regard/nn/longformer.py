@@ -34,7 +34,7 @@ class GlobalTokens(NamedTuple):
         return self.positions >= 0
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns the rows of x that belong to global tokens: (B, H, L, D) -> (B, H, n, D)."""
+        """Returns the rows of x at `positions`: (B, H, L, D) -> (B, H, n, D). -1 gives row 0."""
         index = self.positions.clamp(min=0)[:, None, :, None]
         return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 

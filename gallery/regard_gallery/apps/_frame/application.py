@@ -79,7 +79,8 @@ class Application(ABC):
     def measure(self, model: nn.Module, held: Any) -> Scores:
         """Returns the model's scores on `held`, which is `self.tested` or `self.validated`.
 
-        The keys of the result are the names of the measures. `more` and `less` list these names.
+        The keys of the result are the names of the measures: those in `more`, for which higher is
+        better, and those in `less`, for which lower is better.
         """
 
     def validation(self, model: nn.Module) -> float:

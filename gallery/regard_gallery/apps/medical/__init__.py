@@ -106,7 +106,7 @@ class App(Application):
         return Segmenter(HEIGHT, WIDTH, len(TISSUES), Blocks(dropout=0.1))
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Slices:
-        """Returns random slices with random light and noise. Mirrors each with probability 1/2."""
+        """Returns random slices with random light and noise, mirrored with probability 1/2."""
         count = 1 if self.quick else BATCH
         chosen = torch.randint(len(self.trained.x), (count,), generator=generator)
         x, y = self.trained.x[chosen], self.trained.y[chosen]

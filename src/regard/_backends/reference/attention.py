@@ -55,7 +55,7 @@ def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Returns visible pairs (bool) and scores, both (B, Hq, Lq, Lk).
+    """Returns a bool mask of the visible pairs and the scores, both (B, Hq, Lq, Lk).
 
     Scores have scale, softcap and bias applied.
     """

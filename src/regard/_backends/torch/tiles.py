@@ -121,7 +121,10 @@ def gather(by_head: Tensor, distance: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _column(by_head: Tensor, distance: Tensor) -> Tensor:
-    """Returns the index of the column of by_head (Hq, 2 * far + 1) for each distance."""
+    """Returns the column of a relative bias (Hq, 2 * far + 1) for each distance.
+
+    Distances are clamped to [-far, far].
+    """
     far = by_head.shape[1] // 2
     return distance.clamp(-far, far) + far
 
