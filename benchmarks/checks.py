@@ -96,7 +96,7 @@ def exact_rows(case: Case) -> list[tuple[slice, Tensor]]:
 
 
 def exact(case: Case, inputs: Inputs, rows: slice) -> Tensor:
-    """Returns the float64 result for the queries `rows`, at their positions in the whole call."""
+    """Computes the call in float64 for the queries `rows` only. Queries keep their positions."""
     q, k, v, options = inputs
     bias = options.get("bias")
     if isinstance(bias, Tensor):

@@ -37,7 +37,7 @@ def origin(
 ) -> Origin:
     """Returns the `Origin` of the converted module `after`.
 
-    `module` is the source module, and `before` is the same module as a `regard.nn.Attention`.
+    `module` is the source module, and `before` the `regard.nn.Attention` with its weights.
     `seen` are the calibration tokens, and `unseen` the held-out tokens.
     """
     state = before.state_dict()

@@ -89,8 +89,8 @@ def from_flex(block_mask: BlockMask) -> Mask:
 def _patterns(block_mask: BlockMask, partial: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the table and the patterns of `BlockPatterns`.
 
-    `partial` and `full` (B, H, query blocks, key blocks) are True for blocks that are allowed in
-    part and completely.
+    `partial` (B, H, query blocks, key blocks) is True for blocks that are allowed in part. `full`,
+    of the same shape, is True for blocks that are allowed completely.
     """
     rows, columns = block_mask.BLOCK_SIZE
     blocks = partial.nonzero()
