@@ -165,7 +165,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
 
 
 def _no_values(k: Tensor, v: Tensor | None) -> Tensor:
-    """Returns values with Dv = 0 as a placeholder, because evidence needs no values."""
+    """Returns a placeholder for v with Dv = 0, because facts do not depend on the values."""
     like = k if v is None else v
     return like[..., :0] if isinstance(like, Tensor) and like.ndim and not like.is_nested else like
 

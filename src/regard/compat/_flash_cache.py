@@ -95,7 +95,7 @@ def decode_packed(
 
 
 def _check_room(cache: FlashCache, new: int) -> None:
-    """Checks that the cache has room for `new` more tokens, if the lengths can be read."""
+    """Checks that the cache has room for `new` more tokens. Traced lengths count as 0."""
     longest, most = cache.length, cache.capacity - new
     if isinstance(longest, Tensor):
         longest = int(longest.max()) if readable(longest) else 0

@@ -228,7 +228,8 @@ class _SeqLenInfo:
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
         """Splits packed x (1, M, ...) into tensors (batch_sizes[n], length, ...).
 
-        Each tensor has sequences of one length. By default, it has one sequence.
+        Tensor n has the next `batch_sizes[n]` sequences, which must have equal lengths. By default,
+        each tensor has one sequence.
         """
         if x.shape[:2] != (1, self.seqstart_py[-1]):
             raise ValueError(f"tensor: expected (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}")

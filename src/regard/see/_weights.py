@@ -46,7 +46,7 @@ def from_weights(weights: Any, tokens: _tokens.Texts | None = None) -> Capture:
 
 
 def recording(seen: Any, tokens: _tokens.Texts | None) -> Capture:
-    """Returns a recording of `see`, or a recording of given weights."""
+    """Returns `seen` if it is a recording already. Converts weights to a recording."""
     if isinstance(seen, Capture):
         _unused(seen, tokens=tokens)
         return seen

@@ -161,7 +161,7 @@ class App(Application):
         raise ValueError(f"use: expected {self.request}; {what}")
 
     def draw(self, model: nn.Module, path: Path) -> None:
-        """Plots the hit rates at k of the model and of popularity against k."""
+        """Plots the hit rate at k against k, for the model and for the popularity baseline."""
         by_model, by_popularity = self._ranks(model, 1), self._popularity_ranks()
         picture, axes = figure(7, 3.8)
         k = torch.arange(1, 101)
