@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import regard
 from regard import convert
 from regard._tools.listeners import listening
+from regard.convert import _sdpa
 from support import HAVE_CORE, assert_close
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -219,6 +220,17 @@ def test_use_sdpa(calls: list[tuple[int, ...]]) -> None:
     assert len(_get_current_function_mode_stack()) == 0
     F.scaled_dot_product_attention(q, q, q)
     assert len(calls) == 1
+
+
+def test_verify_compares_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, image = VisionTransformer(), torch.randn(2, 3, 32, 32)
+    original = _sdpa.scaled_dot_product_attention
+    monkeypatch.setattr(_sdpa, "scaled_dot_product_attention", lambda *a, **o: original(*a, **o) * 1.01)
+    with convert.sdpa():
+        differences = convert.verify(model, image)
+        assert len(_get_current_function_mode_stack()) == 1
+    assert differences.output > 1e-4 > differences.plain_output
+    assert differences.gradient > 1e-4 > differences.plain_gradient
 
 
 @pytest.mark.parametrize("inside", [False, True])

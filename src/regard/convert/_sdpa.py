@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -81,12 +83,26 @@ def use_sdpa(on: bool = True) -> None:
 
     `use_sdpa(False)` undoes it. The setting applies to the current thread.
     """
-    modes = overrides._get_current_function_mode_stack()
-    stack = [mode for mode in modes if mode is not _permanent]
+    stack = [mode for mode in overrides._get_current_function_mode_stack() if mode is not _permanent]
     if on:
         # Below the modes of `with` blocks, which can then end as usual. Device modes must stay lowest.
         stack.insert(sum(isinstance(mode, DeviceContext) for mode in stack), _permanent)
-    for _ in modes:
+    _set_stack(stack)
+
+
+@contextmanager
+def pytorch_sdpa() -> Iterator[None]:
+    """Runs `F.scaled_dot_product_attention` on PyTorch within a `with` block inside `sdpa`."""
+    modes = overrides._get_current_function_mode_stack()
+    _set_stack([mode for mode in modes if not isinstance(mode, Sdpa)])
+    try:
+        yield
+    finally:
+        _set_stack(modes)
+
+
+def _set_stack(modes: list[Any]) -> None:
+    for _ in overrides._get_current_function_mode_stack():
         overrides._pop_mode()
-    for mode in stack:
+    for mode in modes:
         overrides._push_mode(mode)
