@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -233,6 +234,16 @@ def test_verify_compares_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences.gradient > 1e-4 > differences.plain_gradient
 
 
+def recording(targets: list[str]) -> Any:
+    """Returns a backend of `torch.compile` that appends the functions of each graph to a list."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    return backend
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_compile(inside: bool) -> None:
     """`torch.compile` compiles the calls of Regard without a graph break."""
@@ -243,19 +254,10 @@ def test_compile(inside: bool) -> None:
             return model(x)
 
     expected = model(image)
-    targets: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        targets.extend(str(node.target) for node in graph.graph.nodes)
-        return graph
-
-    compiled = torch.compile(forward if inside else model, backend=backend, fullgraph=True)
-    with torch.enable_grad():
-        if inside:
-            actual = compiled(image)
-        else:
-            with convert.sdpa():
-                actual = compiled(image)
+    targets: list[str] = []
+    compiled = torch.compile(forward if inside else model, backend=recording(targets), fullgraph=True)
+    with nullcontext() if inside else convert.sdpa():
+        actual = compiled(image)
     assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert any("regard" in target for target in targets)
     assert not any("scaled_dot_product" in target for target in targets)
@@ -268,5 +270,7 @@ def test_compile(inside: bool) -> None:
 def test_compile_pytorch_layers() -> None:
     model, x = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), torch.randn(2, 9, 16)
     expected = run(model, x)
+    targets: list[str] = []
     with convert.sdpa():
-        assert_equal(run(torch.compile(model, backend="aot_eager"), x), expected)
+        assert_equal(run(torch.compile(model, backend=recording(targets), fullgraph=True), x), expected)
+    assert any("regard" in target for target in targets)

@@ -62,11 +62,11 @@ def sdpa() -> Sdpa:
     """Returns a context manager that runs `F.scaled_dot_product_attention` on Regard.
 
     Inside the `with` block, every call in the current thread is computed by Regard or raises; none
-    falls back to PyTorch. This includes calls inside `nn.MultiheadAttention`, models of Hugging
-    Face with `attn_implementation="sdpa"`, and functions that `torch.compile` compiles. Excluded
-    are code that does not call the Python function (TorchScript, `torch.ops.aten`) and attention
-    that is not computed by this function. If both `attn_mask` and `is_causal` are given, both
-    apply, as in PyTorch's CPU kernel. `see.capture` records the calls.
+    falls back to PyTorch. This includes calls inside `nn.MultiheadAttention` (which needs
+    `need_weights=False` to make them), Hugging Face models with `attn_implementation="sdpa"`, and
+    functions that `torch.compile` compiles. It excludes TorchScript and `torch.ops.aten`. If both
+    `attn_mask` and `is_causal` are given, both apply, as in PyTorch's CPU kernel. `see.capture`
+    records the calls.
 
     Example:
         >>> with regard.convert.sdpa():
