@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from . import cache, convert, cost, facts, features, masks, nn, packing, positions, scores, see
+    from . import cache, compat, convert, cost, facts, features, masks, nn, packing, positions, scores, see
     from ._api.attention import attention, weights
     from ._api.evidence import Evidence, evidence, rollout
     from ._api.linear_attention import linear_attention
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._api.meter import Comparison, compare_to_exact
     from ._api.plan import Plan, plan
     from ._call.linear import LinearState
+    from .compat.torch import scaled_dot_product_attention
     from .facts import BlockMass, BlockMax, ColumnMass, DistanceHistogram, Entropy, MassOn, RowMax, Rows, TopK
 
 _MODULES = {
@@ -29,6 +30,7 @@ _MODULES = {
     "_api.meter": ("Comparison", "compare_to_exact"),
     "_api.plan": ("Plan", "plan"),
     "_call.linear": ("LinearState",),
+    "compat.torch": ("scaled_dot_product_attention",),
     "facts": (
         "BlockMass", "BlockMax", "ColumnMass", "DistanceHistogram", "Entropy", "MassOn", "RowMax", "Rows",
         "TopK",
@@ -39,8 +41,9 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "BlockMass", "BlockMax", "ColumnMass", "Comparison", "DistanceHistogram", "Entropy", "Evidence",
     "LinearState", "MassOn", "Plan", "RowMax", "Rows", "TopK", "attention", "cache", "compare_to_exact",
-    "convert", "cost", "evidence", "facts", "features", "linear_attention", "masks", "merge", "nn",
-    "packing", "plan", "positions", "rollout", "scores", "see", "weights",
+    "compat", "convert", "cost", "evidence", "facts", "features", "linear_attention", "masks", "merge",
+    "nn", "packing", "plan", "positions", "rollout", "scaled_dot_product_attention", "scores", "see",
+    "weights",
 ]  # fmt: skip
 
 

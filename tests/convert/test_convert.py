@@ -117,6 +117,17 @@ def test_a_subclass_is_rejected_before_anything_changes() -> None:
     assert type(model[0]) is nn.MultiheadAttention
 
 
+@pytest.mark.parametrize("function", [convert.replace_attention, convert.replaced_attention])
+def test_a_model_with_nothing_to_replace_raises(function: Any) -> None:
+    message = (
+        r"expected nn.MultiheadAttention modules or a Hugging Face model, got Sequential with neither; .*sdpa"
+    )
+    with pytest.raises(ValueError, match=message):
+        function(nn.Sequential(nn.Linear(4, 4)))
+    with regard.see.capture(nn.Sequential(nn.Linear(4, 4))) as seen:
+        assert len(seen) == 0
+
+
 # Verifying
 
 
@@ -149,6 +160,17 @@ def test_verify_detects_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences.output > 1e-4 > differences.plain_output
     assert differences.gradient > 1e-4 > differences.plain_gradient
     assert convert.verify(model, (x, None)).output == differences.output
+    assert convert.verify(model, x, padding=None).output == differences.output
+
+
+def test_verify_takes_the_inputs_of_the_model() -> None:
+    model, x = Encoder(), torch.randn(2, 9, 16)
+    convert.replace_attention(model)
+    padding = torch.arange(9) >= torch.tensor([[9], [6]])
+    expected = convert.verify(model, {"x": x, "padding": padding})
+    assert convert.verify(model, x, padding) == expected
+    assert convert.verify(model, x, padding=padding) == expected
+    assert convert.verify(model, x) != expected
 
 
 # Grouped heads

@@ -8,10 +8,11 @@ from ._needle import Needle
 from ._origin import Origin, digest
 from ._replace import replace_attention, replaced_attention, restore_attention
 from ._report import Errors, Point, Report, Spectrum, Step
+from ._sdpa import sdpa, use_sdpa
 from ._verify import Verification, verify
 
 __all__ = [
     "Errors", "ModelReport", "Needle", "Origin", "Point", "Report", "Spectrum", "Step", "Verification",
     "convert_layers", "digest", "load", "origin", "replace_attention", "replaced_attention",
-    "restore_attention", "save", "to_grouped", "to_latent", "verify",
+    "restore_attention", "save", "sdpa", "to_grouped", "to_latent", "use_sdpa", "verify",
 ]  # fmt: skip

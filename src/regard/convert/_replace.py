@@ -7,7 +7,7 @@ by their method `set_attn_implementation`, so that this file need not import Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -25,8 +25,9 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
 
     Returns the names of the replaced modules. They stay the same objects, so parameters, optimizer
     state, hooks, weight tying and the state_dict are unaffected. Hugging Face models are set to
-    `attn_implementation="regard"`, which needs an earlier call of `regard.hf.register()`. Submodels
-    that declare `_supports_attention_backend = False` keep their attention. Raises TypeError,
+    `attn_implementation="regard"`, which needs an earlier `import regard.hf`. Submodels that declare
+    `_supports_attention_backend = False` keep their attention. Raises ValueError for a model that
+    has neither: if it calls `F.scaled_dot_product_attention`, use `convert.sdpa`. Raises TypeError,
     without changing the model, for subclasses of `nn.MultiheadAttention` and for Hugging Face
     models that do not support `attn_implementation` or that append to their mask (DeepSeek-V4).
 
@@ -34,6 +35,20 @@ def replace_attention(model: nn.Module) -> tuple[str, ...]:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8), 6)
         >>> names = regard.convert.replace_attention(model)
     """
+    _check_found(model)
+    return _replace(model)
+
+
+def _check_found(model: nn.Module) -> None:
+    if not any(isinstance(m, TORCH) for m in model.modules()) and not _hf_models(model):
+        raise ValueError(
+            f"model: expected nn.MultiheadAttention modules or a Hugging Face model, got "
+            f"{type(model).__name__} with neither; if it calls F.scaled_dot_product_attention, run it in "
+            "`with regard.convert.sdpa():`"
+        )
+
+
+def _replace(model: nn.Module) -> tuple[str, ...]:
     modules = _torch_modules(model)
     switched = _switch(model, lambda hf_model: REGARD)
     for module in modules.values():
@@ -55,13 +70,19 @@ def restore_attention(model: nn.Module) -> tuple[str, ...]:
     return *modules, *switched
 
 
-@contextmanager
-def replaced_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
+def replaced_attention(model: nn.Module) -> AbstractContextManager[tuple[str, ...]]:
     """A context manager that calls `replace_attention` on entry and restores the model on exit."""
+    _check_found(model)
+    return regard_attention(model)
+
+
+@contextmanager
+def regard_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Like `replaced_attention`, but accepts a model with nothing to replace."""
     modules = _torch_modules(model).values()
     before = {hf_model: hf_model.config._attn_implementation for hf_model in _hf_models(model).values()}
     try:
-        yield replace_attention(model)
+        yield _replace(model)
     finally:
         for module in modules:
             _restore(module)

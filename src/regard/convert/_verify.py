@@ -13,6 +13,7 @@ from torch.utils import _pytree as tree
 
 from .._tools.modes import evaluating
 from ._replace import restore_attention
+from ._sdpa import pytorch_sdpa
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class _Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def verify(model: nn.Module, batch: Any) -> Verification:
+def verify(model: nn.Module, /, *inputs: Any, **keywords: Any) -> Verification:
     """Compares a model's outputs and gradients with a float64 copy that uses PyTorch's attention.
 
     For comparison, also measures a copy with PyTorch's attention in the model's dtype. Dropout is
     off, and `.grad` is not modified. The loss whose gradients are compared is a fixed random linear
-    combination of all outputs.
+    combination of all outputs. A block of `sdpa` around the call does not apply to the copies.
 
     Some Hugging Face models round to float32 internally, even in float64. Inputs of Hugging Face
     models should be padded on the right, because implementations differ in the output of fully
@@ -68,23 +69,31 @@ def verify(model: nn.Module, batch: Any) -> Verification:
 
     Args:
         model: any module. It is not modified: `restore_attention` is applied to copies.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        inputs: positional arguments of the model. A single tuple is taken as all of them, a single
+            mapping as keyword arguments.
+        keywords: keyword arguments of the model.
 
     Example:
         >>> regard.convert.replace_attention(model)
-        >>> print(regard.convert.verify(model, batch))
+        >>> print(regard.convert.verify(model, x, mask))
     """
-    batch = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+    match inputs:
+        case (Mapping() as named,):
+            inputs, keywords = (), {**named, **keywords}
+        case (tuple() as positional,):
+            inputs = positional
     plain = copy.deepcopy(model)
     restore_attention(plain)
-    exact = _run(_in_float64(plain), tree.tree_map(_doubled, batch))
-    return Verification(*_differences(_run(model, batch), exact), *_differences(_run(plain, batch), exact))
+    with pytorch_sdpa():
+        exact = _run(_in_float64(plain), *tree.tree_map(_doubled, (inputs, keywords)))
+        rounded = _differences(_run(plain, inputs, keywords), exact)
+    return Verification(*_differences(_run(model, inputs, keywords), exact), *rounded)
 
 
-def _run(model: nn.Module, batch: dict[str, Any] | tuple[Any, ...]) -> _Outcome:
+def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> _Outcome:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with evaluating(model), torch.enable_grad():
-        leaves = tree.tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
+        leaves = tree.tree_leaves(model(*inputs, **keywords))
         results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if not results:
             raise TypeError("model: expected floating-point tensors as output, got none")

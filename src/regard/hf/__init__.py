@@ -7,3 +7,5 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     raise ImportError("regard.hf needs Transformers: pip install 'regard[hf]'") from error
+
+register()

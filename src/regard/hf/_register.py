@@ -8,28 +8,46 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from .._tools.arguments import describe
 from ..convert._replace import declines_backends
 from ._attention import NAME, attention_forward
 from ._masks import mask_tensor
 from ._sources import appends_to_mask
 
+_replaced: set[str] = set()  # names of implementations instead of which `regard` is used
 
-def register() -> None:
-    """Registers `attn_implementation="regard"` with Transformers.
+
+def register(instead_of: str | None = None) -> None:
+    """Registers `attn_implementation="regard"` with Transformers. `import regard.hf` does this, too.
+
+    With `instead_of="flash_attention_2"`, models that request this implementation use `regard`, so
+    that code and configurations for flash attention run on a CPU without the package flash_attn.
+    `register()` undoes this for models that are loaded later.
 
     Models that were loaded before this call can use the implementation too. Models that append to
     their mask (DeepSeek-V4) refuse it with a TypeError. Models that declare
     `_supports_attention_backend = False` (the audio tower of Gemma 4) keep their own attention.
 
     Example:
-        >>> regard.hf.register()
+        >>> import regard.hf
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="regard")
     """
+    if not isinstance(instead_of, str | None):
+        raise TypeError(
+            f"instead_of: expected a name such as 'flash_attention_2', got {describe(instead_of)}"
+        )
+    _replaced.clear()
+    _replaced.update(() if instead_of is None else (instead_of,))
     for name in (NAME, f"paged|{NAME}"):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, mask_tensor)
     _admit_to_continuous_batching()
     _refuse_unsupported_models()
+    _translate_names()
+
+
+def _translated(name: str | None) -> str | None:
+    return NAME if name in _replaced else name
 
 
 def _admit_to_continuous_batching() -> None:
@@ -63,15 +81,33 @@ def _refuse_unsupported_models() -> None:
     @functools.wraps(original)
     def check(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         kind: Any = type(self)
+        requested_attention = _translated(requested_attention)
         if requested_attention in (NAME, f"paged|{NAME}"):
             if appends_to_mask(kind):
                 expected = f"'eager' for {kind.__name__}, which appends to its mask"
                 raise TypeError(f"attn_implementation: expected {expected}, got {requested_attention!r}")
             if declines_backends(kind):
                 # A model under construction has the new name already, and gets its default instead.
-                current = self.config._attn_implementation
+                current = _translated(self.config._attn_implementation)
                 requested_attention = None if current == requested_attention else current
         return original(self, requested_attention, *args, **kwargs)
 
     check._refuses = NAME  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_attn_implementation = check  # type: ignore[method-assign]
+
+
+def _translate_names() -> None:
+    """Makes models use `regard` instead of the implementations in `_replaced`.
+
+    Wraps the method that looks for the package flash_attn, before it does so.
+    """
+    original = PreTrainedModel._check_and_adjust_attn_implementation
+    if getattr(original, "_translates", None) == NAME:
+        return
+
+    @functools.wraps(original)
+    def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        return original(self, _translated(attn_implementation), *args, **kwargs)
+
+    check._translates = NAME  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]

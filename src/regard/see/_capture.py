@@ -15,7 +15,7 @@ from .. import facts
 from .._api.evidence import evidence, rollout
 from .._tools.arguments import describe
 from .._tools.listeners import listening
-from ..convert import replaced_attention
+from ..convert._replace import regard_attention
 from ..masks import Documents
 from ..masks._both import both
 from ..masks._mask import decode
@@ -185,7 +185,7 @@ class Capture:
                 from ..hf import register
 
                 register()
-            stack.enter_context(replaced_attention(self._model))
+            stack.enter_context(regard_attention(self._model))
             for name, module in self._model.named_modules():
                 self._follow(stack, name or type(module).__name__, module)
             stack.enter_context(listening(self._record))
