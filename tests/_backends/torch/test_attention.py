@@ -13,7 +13,7 @@ from regard import masks as M, scores
 from regard._backends.torch import attention as _torch
 from regard._call.make import make
 from regard._call.spec import Options
-from support import ROOT, assert_close, rel_l2
+from support import assert_close, rel_l2
 
 B, HQ, HKV, LQ, LK, D, DV = 2, 6, 3, 5, 7, 8, 4
 INF = float("inf")
@@ -112,17 +112,6 @@ def test_choice_between_sdpa_and_flex() -> None:
     assert _torch.kernel(make(*arguments, Options(bias=scores.Alibi.standard(HQ)))) == "sdpa"
     for extra in ("lse", "softcap", "sink"):
         assert _torch.kernel(make(*arguments, Options(**EXTRAS[extra]))) == "flex"
-
-
-def guarantees(text: str) -> list[list[str]]:
-    """Returns the cells of the table `| guarantee | ...` in a text, row by row."""
-    head, _, *rows = text[text.index("| guarantee") :].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
-
-
-def test_docs_and_module_list_the_same_guarantees() -> None:
-    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-    assert guarantees(page) == guarantees(_torch.__doc__ or "")
 
 
 def test_sdpa_gets_no_tensor_for_a_causal_mask() -> None:

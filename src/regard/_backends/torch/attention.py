@@ -1,16 +1,7 @@
 """Attention by PyTorch: SDPA if it supports the options of the call, else FlexAttention.
 
 This backend runs calls on a GPU, and on a CPU with impl="torch". It computes the same function as
-the other backends, but gives only the guarantees of PyTorch's kernels:
-
-| guarantee                               | SDPA                                      | FlexAttention        |
-|-----------------------------------------|-------------------------------------------|----------------------|
-| options besides mask, bias and scale    | dropout                                   | softcap, sink, LSE   |
-| NaN or Inf in a masked key or value     | may reach the output                      | may reach the output |
-| dropout pattern                         | PyTorch's; repeats with the seed          | no dropout           |
-| memory                                  | n x n for a mask or bias, or if not fused | n x n on a CPU       |
-| gradients                               | yes                                       | only on a GPU        |
-| bitwise equal for any number of threads | not guaranteed                            | not guaranteed       |
+the other backends, but gives only the guarantees of PyTorch's kernels (docs/attention.md).
 
 SDPA draws dropout from PyTorch's generator. The generator is seeded for the call and restored
 afterwards.
