@@ -55,6 +55,12 @@ def test_every_public_name_resolves_and_is_seen_by_type_checkers() -> None:
         assert getattr(regard, name).__name__.split(".")[-1] == name
 
 
+def test_no_public_module_imports_the_compiler() -> None:
+    modules = loaded(f"import regard\nfor name in {regard.__all__}: getattr(regard, name)")
+    assert "regard.convert" in modules
+    assert not modules.intersection(COMPILER)
+
+
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'regard' has no attribute 'atention'"):
         regard.atention  # noqa: B018

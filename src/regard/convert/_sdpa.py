@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, overrides
-from torch.nn.attention.bias import CausalBias
 from torch.utils._device import DeviceContext
 
 from ..compat.torch import scaled_dot_product_attention
@@ -20,7 +19,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    if isinstance(attn_mask, CausalBias):
+    # A CausalBias. The import of its class would import PyTorch's compiler.
+    if attn_mask is not None and hasattr(attn_mask, "_materialize"):
         attn_mask = attn_mask._materialize(query.device)
     if is_causal and attn_mask is not None:
         causal = attn_mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
