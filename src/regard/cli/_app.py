@@ -13,7 +13,7 @@ from .explore import explore
 from .info import info
 
 GROUP = "regard.commands"  # the entry point group in which other distributions register subcommands
-GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare")
+GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare", "claims")
 
 
 def _print_version(wanted: bool) -> None:

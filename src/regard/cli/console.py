@@ -36,18 +36,19 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # typer catches this error and exits without a message
         raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"regard: {printable(str(error))}{_remedy(error)}", err=True)
+        typer.echo(f"regard: {sentence(error)}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("", err=True)
         raise typer.Exit(130) from None
 
 
-def _remedy(error: Exception) -> str:
-    """Returns text with the command that installs a missing package, or an empty string."""
+def sentence(error: Exception) -> str:
+    """Returns the message of an error, with the command that installs a missing package."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     package = INSTALL.get(name.partition(".")[0])
-    return "" if package is None else f"; pip install {package}"
+    remedy = "" if package is None else f"; pip install {package}"
+    return printable(str(error)) + remedy
 
 
 def quiet_offline() -> None:

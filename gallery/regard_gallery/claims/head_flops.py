@@ -1,5 +1,5 @@
 """Claim: multi-head attention costs as many FLOPs as single-head attention.
-`python docs/claims/head_flops.py`
+`regard claims head_flops`
 
 Heads divide the width: h products over d / h channels cost as much as one product over d channels.
 FLOPs are counted while PyTorch executes the formula.
@@ -8,10 +8,11 @@ FLOPs are counted while PyTorch executes the formula.
 from __future__ import annotations
 
 import torch
-from finding import Finding, verdict
-from formula import weights
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+
+from .finding import Finding, verdict
+from .formula import weights
 
 HEADS = 1, 2, 4, 8, 16
 
@@ -48,7 +49,3 @@ def measure(n: int = 1024, d: int = 512) -> Finding:
             "exponentials by heads": dict(zip(map(str, HEADS), exponentials, strict=True)),
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,4 +1,4 @@
-"""Claim: multi-head attention has 3 d^2 parameters. `python docs/claims/parameters.py`
+"""Claim: multi-head attention has 3 d^2 parameters. `regard claims parameters`
 
 The projections of queries, keys and values have 3 d^2 parameters. The output projection adds d^2,
 and each of the four projections may have a bias of d parameters. The experiment counts the
@@ -7,10 +7,13 @@ parameters of PyTorch's module and of Regard's.
 
 from __future__ import annotations
 
-from finding import Finding, verdict
+from collections.abc import Callable
+
 from torch import nn
 
 from regard.nn import Attention
+
+from .finding import Finding, verdict
 
 WIDTHS = 64, 512, 768
 
@@ -20,7 +23,7 @@ def size(module: nn.Module) -> int:
 
 
 def measure() -> Finding:
-    modules = {
+    modules: dict[str, Callable[[int, bool], nn.Module]] = {
         "nn.MultiheadAttention": lambda d, bias: nn.MultiheadAttention(d, 8, bias=bias, device="meta"),
         "regard.nn.Attention": lambda d, bias: Attention(d, 8, bias=bias, device="meta"),
     }
@@ -38,7 +41,3 @@ def measure() -> Finding:
             **{f"{name} with biases": counts for name, counts in biased.items()},
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,5 +1,5 @@
 """Claim: the worked example's printed products follow from its printed matrices.
-`python docs/claims/worked_example.py`
+`regard claims worked_example`
 
 The notes compute multi-head attention by hand for two tokens of width 4 and two heads of width 2.
 Here, the products of tokens and query matrices are computed exactly, with fractions. The output of
@@ -12,9 +12,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
-from finding import Finding, verdict
 
 import regard
+
+from .finding import Finding, verdict
 
 X = [["1", "0.5", "-1", "2"], ["-0.5", "1", "0.3", "-2"]]
 W_Q = (
@@ -31,7 +32,7 @@ W_O = [[0.5, -0.2, 1.1, 0.3], [0.1, 0.8, -0.4, 0.6], [-0.3, 0.7, 0.2, 1.0], [0.9
 def product(a: list[list[str]], b: list[list[str]]) -> list[list[Fraction]]:
     return [
         [
-            sum(Fraction(x) * Fraction(y) for x, y in zip(row, column, strict=True))
+            sum((Fraction(x) * Fraction(y) for x, y in zip(row, column, strict=True)), Fraction(0))
             for column in zip(*b, strict=True)
         ]
         for row in a
@@ -67,7 +68,3 @@ def measure() -> Finding:
             "Concat(heads) W^O with K = V = Q": out.tolist(),
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

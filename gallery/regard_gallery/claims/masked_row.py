@@ -1,4 +1,4 @@
-"""Claim: filling masked scores with -1e9 masks them. `python docs/claims/masked_row.py`
+"""Claim: filling masked scores with -1e9 masks them. `regard claims masked_row`
 
 In a row with at least one allowed key, -1e9 works as well as -inf. In a fully masked row all scores
 are equal, and the softmax of equal scores is uniform: the output is the mean of the masked values.
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
-from finding import Finding, verdict
 from torch import Tensor
 
 import regard
+
+from .finding import Finding, verdict
 
 
 def filled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, value: float) -> Tensor:
@@ -56,7 +57,3 @@ def measure(n: int = 8, d: int = 16) -> Finding:
             "float16 refuses -1e9": refuses_half(),
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

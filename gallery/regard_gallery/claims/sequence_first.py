@@ -1,5 +1,5 @@
 """Claim: for attention over (L, B, H, D), it suffices to transpose axes 0 and 1.
-`python docs/claims/sequence_first.py`
+`regard claims sequence_first`
 
 The result has the shape (B, L, H, D). Its last two axes are heads and channels, so `q @ k^T`
 compares the heads of one token with each other. No token influences any other token, but the shapes
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from finding import Finding, verdict
-from formula import attend, weights
 from torch import Tensor
 
 import regard
+
+from .finding import Finding, verdict
+from .formula import attend, weights
 
 
 def as_printed(x: Tensor) -> Tensor:
@@ -63,7 +64,3 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
             "relative error, meant": errors[1],
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

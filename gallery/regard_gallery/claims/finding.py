@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+VERDICTS = ("right", "wrong", "incomplete", "undecided")
+
 
 @dataclass(frozen=True)
 class Finding:
     claim: str  # as the notes state it
-    verdict: str  # right, wrong or incomplete; computed from the numbers
+    verdict: str  # one of VERDICTS, computed from the numbers
     measured: str  # the numbers that decide, in one line
     correct: str  # the correct statement
     numbers: Mapping[str, Any]  # all measured numbers by name
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict: expected one of {', '.join(VERDICTS)}, got {self.verdict!r}")
 
     def __str__(self) -> str:
         rows = {"claim": self.claim, **self.numbers, "verdict": self.verdict, "correct": self.correct}

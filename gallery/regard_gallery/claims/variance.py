@@ -1,5 +1,5 @@
 """Claim: q . k has variance d_k, and 1 after division by sqrt(d_k).
-`python docs/claims/variance.py`
+`regard claims variance`
 
 If the entries of q and k are independent with mean 0 and variance 1, each of the d_k products in q
 . k has variance 1, and the variances of independent terms add up. For d_k = 64, the notes report
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 import torch
-from finding import Finding, verdict
+
+from .finding import Finding, verdict
 
 PRINTED = 63.87, 0.998
 
@@ -32,7 +33,3 @@ def measure(samples: int = 100_000, d_k: int = 64) -> Finding:
         f"the measured variance has a standard error of {d_k * spread:.2f}",
         numbers={"Var[q.k]": plain, "after scaling": scaled, "expected scatter": d_k * spread},
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,5 +1,5 @@
 """Claim: multi-head attention is fully parallel, single-head attention is not.
-`python docs/claims/parallel_heads.py`
+`regard claims parallel_heads`
 
 The rows of one head are independent of each other, so one head can be split into as many tasks as
 it has rows. With more heads, the same number of multiplications is divided among the heads. The
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from finding import Finding, verdict
 from torch import Tensor
 
 import regard
 from regard.cost import best_times
+
+from .finding import Finding, verdict
 
 HEADS = 1, 2, 4, 8, 16
 
@@ -75,7 +76,3 @@ def measure(n: int = 2048, width: int = 512, seconds: float = 3.0) -> Finding:
             f"{cores} threads beside one": gain,
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

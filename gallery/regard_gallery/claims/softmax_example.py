@@ -1,5 +1,5 @@
 """Claim: softmax([2.3, 9.1, 0.5]) is about [0.002, 0.995, 0.003].
-`python docs/claims/softmax_example.py`
+`regard claims softmax_example`
 
 This result, which the notes print, cannot be right: softmax preserves the order of scores, and the
 score 2.3 is larger than 0.5, but has the smaller weight.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from finding import Finding, verdict
+from .finding import Finding, verdict
 
 SCORES = [2.3, 9.1, 0.5]
 PRINTED = [0.002, 0.995, 0.003]
@@ -33,7 +33,3 @@ def measure() -> Finding:
             "printed one keeps the order": ranks[2] == ranks[0],
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,4 +1,4 @@
-"""Claim: the notes' table of MHA, GQA, MQA and MLA. `python docs/claims/comparison.py`
+"""Claim: the notes' table of MHA, GQA, MQA and MLA. `regard claims comparison`
 
 The notes say     parameters  memory    inference  quality
     MHA           high        high      slow       high
@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from statistics import mean, stdev
 from typing import Any
 
-from finding import Finding, verdict
-
 from regard.nn import Attention, LatentAttention
-from regard_gallery.compare import NOTES, Sizes, decoded, denied, layer, parameters, trained
+
+from ..compare import NOTES, Sizes, decoded, denied, layer, parameters, trained
+from .finding import Finding, verdict
 
 KINDS = tuple(NOTES["memory"])
 SIZES, SMALL = Sizes(512, layers=2), Sizes(64, layers=2)
@@ -80,7 +80,3 @@ def measure(tokens: int = 2048, rounds: int = 5, steps: int = 200, seeds: int = 
             **{f"{name} at DeepSeek-V2's sizes": values for name, values in at_large.items()},
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,4 +1,4 @@
-"""Claim: flash attention needs memory linear in the length. `python docs/claims/flash_memory.py`
+"""Claim: flash attention needs memory linear in the length. `regard claims flash_memory`
 
 Measures the peak memory of the process beyond q, k and v, as Linux reports it. Compares Regard's
 tiled kernel with the textbook formula, which stores the n x n weights.
@@ -6,12 +6,17 @@ tiled kernel with the textbook formula, which stores the n x n weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from finding import Finding, verdict
-from formula import attend
+from torch import Tensor
 
 import regard
 from regard.cost import peak_memory
+
+from .finding import Finding, verdict
+from .formula import attend
 
 HEADS, D = 4, 64
 
@@ -19,10 +24,11 @@ HEADS, D = 4, 64
 def peaks(lengths: list[int]) -> tuple[list[int], list[int]]:
     """Returns the peak bytes of Regard and of the formula, beyond q, k and v, at each length."""
     found: tuple[list[int], list[int]] = [], []
+    calls: tuple[Callable[..., Tensor], ...] = regard.attention, attend
     for n in [64, *lengths]:  # the first length is a warm-up, which loads code
         qkv = torch.randn(3, HEADS, n, D)
-        for bytes_, call in zip(found, (regard.attention, attend), strict=True):
-            peak = peak_memory(lambda call=call, qkv=qkv: call(*qkv))
+        for bytes_, call in zip(found, calls, strict=True):
+            peak = peak_memory(partial(call, *qkv))
             if peak is None:
                 raise OSError("the system does not report the peak memory of a process")
             bytes_.append(peak)
@@ -47,7 +53,3 @@ def measure(longest: int = 8192) -> Finding:
             "growth at the last doubling": growth,
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

@@ -1,12 +1,9 @@
-"""Runs the experiments of docs/claims and docs/why at small sizes and checks their pages."""
+"""Runs the experiments of the claims at small sizes and compares them with docs/claims/README.md."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,12 @@ import pytest
 import torch
 
 from regard.cost import peak_memory
+from regard_gallery import claims
+from regard_gallery.claims import records
 from regard_gallery.compare import NOTES, denied
 from support import HAVE_CORE, ROOT
 
-CLAIMS, WHY = ROOT / "docs" / "claims", ROOT / "docs" / "why"
+PAGE = ROOT / "docs" / "claims" / "README.md"
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -32,77 +31,57 @@ needs_peaks = pytest.mark.skipif(
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def load() -> Iterator[Callable[[str], Any]]:
-    """Returns a function that imports an experiment by name.
-
-    Restores `sys.path` and `sys.modules` afterwards, because other modules have the same names.
-    """
-    path = list(sys.path)
-    sys.path[:0] = [str(CLAIMS), str(WHY)]
-    yield import_module
-    sys.path[:] = path
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or ROOT).parent in (CLAIMS, WHY):
-            del sys.modules[name]
+def measure(name: str, **sizes: Any) -> claims.Finding:
+    """Runs an experiment and checks that its claim and its verdict are on the page."""
+    finding = experiment(name).measure(**sizes)
+    record = records.read()[name]
+    assert (finding.claim, finding.verdict) == (record["claim"], record["verdict"])
+    assert records.row(name, record) in PAGE.read_text(encoding="utf-8")
+    text = str(finding)
+    assert finding.claim in text
+    assert finding.correct in text
+    return finding
 
 
-@pytest.fixture
-def measure(load: Callable[[str], Any]) -> Callable[..., Any]:
-    """Returns a function that runs an experiment and checks its claim and verdict on the page."""
-
-    def run(name: str, **sizes: Any) -> Any:
-        finding = load(name).measure(**sizes)
-        row = load("every").rows((CLAIMS / "README.md").read_text(encoding="utf-8"))[name]
-        assert row.startswith(f"| {finding.claim} | **{finding.verdict}** | ")
-        text = str(finding)
-        assert finding.claim in text
-        assert finding.correct in text
-        return finding
-
-    return run
+def experiment(name: str) -> Any:
+    return importlib.import_module(f"regard_gallery.claims.{name}")
 
 
-def test_every_experiment_has_a_row(load: Callable[[str], Any]) -> None:
-    files = {p.stem for p in CLAIMS.glob("*.py")} - {"every", "finding", "formula"}
-    every = load("every")
-    assert files == set(every.NAMES)
-    assert list(every.rows((CLAIMS / "README.md").read_text(encoding="utf-8"))) == list(every.NAMES)
+def test_every_experiment_is_on_the_page(tmp_path: Path) -> None:
+    files = {p.stem for p in Path(claims.__file__).parent.glob("*.py")}
+    assert files == {*claims.NAMES, "__init__", "finding", "formula", "records"}
+    assert len(set(claims.NAMES)) == len(claims.NAMES)
+    assert {group for _, group in claims.CLAIMS} == set(claims.GROUPS)
+    assert list(records.read()) == list(claims.NAMES)
+    copy = tmp_path / "README.md"
+    copy.write_bytes(PAGE.read_bytes())
+    records.write_page(copy)
+    assert copy.read_bytes() == PAGE.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["head_flops", "worked_example", "softmax_example", "parameters"])
-def test_arithmetic_rows_match_the_page(load: Callable[[str], Any], name: str) -> None:
-    every = load("every")
-    page = (CLAIMS / "README.md").read_text(encoding="utf-8")
-    assert every.row(name, load(name).measure()) == every.rows(page)[name]
+def test_arithmetic_rows_match_the_page(name: str) -> None:
+    found = claims.measure(name)
+    record = records.read()[name]
+    assert (found.measured, found.correct) == (record["measured"], record["correct"])
 
 
-def test_every_script_replaces_rows(
-    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    every, page = load("every"), tmp_path / "README.md"
-    page.write_text("above\n| a | b | c | d | [`parameters.py`](parameters.py) |\nbelow\n", encoding="utf-8")
-    monkeypatch.setattr(every, "PAGE", page)
-    every.main(["parameters"])
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "above"
-    assert "**incomplete**" in lines[1]
-    assert lines[2] == "below"
-    with pytest.raises(SystemExit, match="no such experiment: nonsense"):
-        every.main(["nonsense"])
+def test_a_verdict_has_four_values() -> None:
+    with pytest.raises(ValueError, match=r"verdict: expected one of right, wrong, .*, got 'perhaps'"):
+        claims.Finding("claim", "perhaps", "measured", "correct", {})
 
 
 # Claims that are right
 
 
-def test_variance(measure: Callable[..., Any]) -> None:
+def test_variance() -> None:
     for d_k in (16, 64):
         numbers = measure("variance", samples=20_000, d_k=d_k).numbers
         assert abs(numbers["Var[q.k]"] - d_k) < 4 * numbers["expected scatter"]
         assert math.isclose(numbers["Var[q.k]"], d_k * numbers["after scaling"], rel_tol=1e-9)
 
 
-def test_row_sums(measure: Callable[..., Any]) -> None:
+def test_row_sums() -> None:
     numbers = measure("row_sums", n=64).numbers
     assert numbers["farthest from 1"] < 1e-6
     assert numbers["a row that sees nothing"] == 0
@@ -111,19 +90,19 @@ def test_row_sums(measure: Callable[..., Any]) -> None:
 
 
 @needs_core
-def test_quadratic_time(measure: Callable[..., Any], load: Callable[[str], Any]) -> None:
+def test_quadratic_time() -> None:
     numbers = measure("quadratic_time", longest=256, seconds=0.0).numbers
     assert numbers["exponents of operations"] == (2, 1)
-    assert load("quadratic_time").operations(1000, 64) == 4 * 1000**2 * 64
+    assert experiment("quadratic_time").operations(1000, 64) == 4 * 1000**2 * 64
     assert all(map(math.isfinite, numbers["exponents of time"]))
 
 
-def test_weight_count(measure: Callable[..., Any]) -> None:
+def test_weight_count() -> None:
     counts = measure("weight_count").numbers["weights"]
     assert list(counts.values()) == [1_048_576, 16_777_216, 10_000_000_000]
 
 
-def test_head_flops(measure: Callable[..., Any]) -> None:
+def test_head_flops() -> None:
     numbers = measure("head_flops", n=96, d=64).numbers
     assert set(numbers["FLOPs by heads"].values()) == {8 * 96 * 64**2 + 4 * 96**2 * 64}
     assert numbers["exponentials by heads"]["16"] == 16 * 96**2
@@ -131,7 +110,7 @@ def test_head_flops(measure: Callable[..., Any]) -> None:
 
 @needs_core
 @needs_peaks
-def test_flash_memory(measure: Callable[..., Any]) -> None:
+def test_flash_memory() -> None:
     numbers = measure("flash_memory", longest=2048).numbers
     ours, formula = numbers["growth at the last doubling"]
     assert ours < 2.5
@@ -142,7 +121,7 @@ def test_flash_memory(measure: Callable[..., Any]) -> None:
 # Claims that are wrong or incomplete
 
 
-def test_worked_example(measure: Callable[..., Any]) -> None:
+def test_worked_example() -> None:
     numbers = measure("worked_example").numbers
     assert numbers["X W_1^Q"] == [[0.0, 1.45], [-0.95, -0.45]]
     assert numbers["X W_2^Q"] == [[2.05, -0.5], [-0.27, 0.94]]
@@ -152,7 +131,7 @@ def test_worked_example(measure: Callable[..., Any]) -> None:
     torch.testing.assert_close(first, torch.tensor(numbers["X W_1^Q"]))
 
 
-def test_softmax_example(measure: Callable[..., Any]) -> None:
+def test_softmax_example() -> None:
     numbers = measure("softmax_example").numbers
     right = torch.tensor([2.3, 9.1, 0.5], dtype=torch.float64).softmax(0)
     assert numbers["softmax"] == pytest.approx(right.tolist(), rel=1e-12)
@@ -161,7 +140,7 @@ def test_softmax_example(measure: Callable[..., Any]) -> None:
     assert not numbers["printed one keeps the order"]
 
 
-def test_parameters(measure: Callable[..., Any]) -> None:
+def test_parameters() -> None:
     numbers = measure("parameters").numbers
     for name in ("nn.MultiheadAttention", "regard.nn.Attention"):
         assert all(count == 4 * int(d) ** 2 for d, count in numbers[f"{name}, by d"].items())
@@ -169,7 +148,7 @@ def test_parameters(measure: Callable[..., Any]) -> None:
         assert all(count == 4 * int(d) ** 2 + 4 * int(d) for d, count in biased)
 
 
-def test_sequence_first(measure: Callable[..., Any]) -> None:
+def test_sequence_first() -> None:
     numbers = measure("sequence_first").numbers
     assert numbers["weights of the printed one"] == [3, 7, 4, 4]
     assert numbers["weights that are meant"] == [3, 4, 7, 7]
@@ -179,7 +158,7 @@ def test_sequence_first(measure: Callable[..., Any]) -> None:
     assert numbers["relative error, meant"] < 1e-12
 
 
-def test_masked_row(measure: Callable[..., Any]) -> None:
+def test_masked_row() -> None:
     numbers = measure("masked_row").numbers
     assert numbers["largest entry of the row, -1e9"] > 0.1
     assert numbers["its distance from the mean of V"] < 1e-6
@@ -189,7 +168,7 @@ def test_masked_row(measure: Callable[..., Any]) -> None:
     assert numbers["float16 refuses -1e9"]
 
 
-def test_unused_mask(measure: Callable[..., Any]) -> None:
+def test_unused_mask() -> None:
     numbers = measure("unused_mask").numbers
     for fault in ("future on past", "call to call in evaluation"):
         assert numbers[f"{fault}, printed"] > 0.01
@@ -197,7 +176,7 @@ def test_unused_mask(measure: Callable[..., Any]) -> None:
 
 
 @needs_transformers
-def test_clip_towers(measure: Callable[..., Any]) -> None:
+def test_clip_towers() -> None:
     numbers = measure("clip_towers", steps=60).numbers
     assert numbers["queries and keys of all attentions"] == [(6, 6), (17, 17)]
     assert numbers["change of an image's vector by another text"] == 0
@@ -206,18 +185,18 @@ def test_clip_towers(measure: Callable[..., Any]) -> None:
 
 
 @needs_minilm
-def test_subspaces(measure: Callable[..., Any], load: Callable[[str], Any]) -> None:
+def test_subspaces() -> None:
     pytest.importorskip("safetensors")
     numbers = measure("subspaces", layers=1).numbers
     assert all(mean > 32 / 384 for mean in numbers["mean overlap"].values())
     assert numbers["random subspaces"] == pytest.approx(32 / 384, rel=0.05)
     orthogonal = torch.linalg.qr(torch.randn(384, 384, dtype=torch.float64)).Q
-    mean, largest = load("subspaces").overlaps(orthogonal.unflatten(1, (12, 32)).movedim(1, 0))
+    mean, largest = experiment("subspaces").overlaps(orthogonal.unflatten(1, (12, 32)).movedim(1, 0))
     assert mean < 1e-20
     assert largest < 1e-10
 
 
-def test_comparison(measure: Callable[..., Any]) -> None:
+def test_comparison() -> None:
     numbers = measure("comparison", tokens=24, rounds=1, steps=1, seeds=2).numbers
     elements = {"MHA": 1024, "GQA-4": 512, "MQA": 128, "MLA": 4 * 64 + 32}
     assert numbers["memory"] == {kind: 4 * count for kind, count in elements.items()}
@@ -229,58 +208,8 @@ def test_comparison(measure: Callable[..., Any]) -> None:
 
 
 @needs_core
-def test_parallel_heads(measure: Callable[..., Any]) -> None:
+def test_parallel_heads() -> None:
     numbers = measure("parallel_heads", n=512, width=64, seconds=0.0).numbers
     assert numbers["one head in two halves, apart"] == 0
     assert numbers["tasks by heads"]["1"] > 1
     assert torch.get_num_threads() == 1
-
-
-# Why attention is as it is
-
-
-def test_scale(load: Callable[[str], Any]) -> None:
-    rows = load("scale").measure()
-    assert rows[1024]["plain"].largest > 0.99
-    assert rows[1024]["plain"].slope < 0.01
-    for row in rows.values():
-        assert row["scaled"].largest < 0.15
-        assert row["scaled"].slope > 0.1
-
-
-def test_slopes_match_the_softmax_jacobian(load: Callable[[str], Any]) -> None:
-    scores = torch.randn(7, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(0), scores)
-    torch.testing.assert_close(load("scale").slopes(scores.softmax(0)), jacobian.norm())
-
-
-def test_softmax(load: Callable[[str], Any]) -> None:
-    shares = load("softmax").measure()
-    assert all(row["softmax"] > 0.99 for row in shares.values())
-    assert shares[8]["the scores alone"] > 0.99
-    assert 0.1 < shares[256]["the scores alone"] < 0.3
-
-
-def test_qkv(load: Callable[[str], Any]) -> None:
-    accuracies = load("qkv").measure()
-    assert accuracies["separate"] == {"next token": 1, "capital": 1}
-    assert accuracies["tied"]["next token"] < 1
-    assert accuracies["tied"]["capital"] < 0.5
-
-
-@pytest.mark.parametrize(("heads", "lower", "upper"), [(1, 0.0, 0.2), (4, 0.9, 1.0)])
-def test_heads(load: Callable[[str], Any], heads: int, lower: float, upper: float) -> None:
-    experiment = load("heads")
-    tokens = torch.arange(10)[None]
-    assert experiment.before(tokens)[0, 0].tolist() == [3, 2, 1, 0]
-    assert lower <= experiment.named(experiment.train(heads, steps=300)) <= upper
-
-
-def test_sequences(load: Callable[[str], Any]) -> None:
-    results = load("sequences").measure(n=64)
-    assert results["recurrence"]["far / near"] < 1e-10
-    assert results["convolution"] == {"far / near": 0, "reach": 4 * 2}
-    assert results["attention"]["far / near"] > 0.05
-    assert results["attention"]["reach"] == 63
-    work = load("sequences").multiplications(1024, 512)
-    assert work["attention"] == 2 * 4 * 1024 * 512**2  # projections: half of the work if n = 2 d

@@ -1,5 +1,5 @@
 """Claim: 1024, 4096 and 100,000 tokens have 1M, 16M and 10G weights.
-`python docs/claims/weight_count.py`
+`regard claims weight_count`
 
 The counts are for one head. The notes conclude that attention over 100,000 tokens is impossible.
 This does not follow: attention does not have to store the weights.
@@ -8,9 +8,10 @@ This does not follow: attention does not have to store the weights.
 from __future__ import annotations
 
 import torch
-from finding import Finding, verdict
 
 import regard
+
+from .finding import Finding, verdict
 
 PRINTED = {1024: 1e6, 4096: 16e6, 100_000: 10e9}
 
@@ -39,7 +40,3 @@ def measure() -> Finding:
             "extra bytes of regard.attention at 100,000": kept,
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())

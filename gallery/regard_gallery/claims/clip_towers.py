@@ -1,4 +1,4 @@
-"""Claim: CLIP aligns images and texts by cross-attention. `python docs/claims/clip_towers.py`
+"""Claim: CLIP aligns images and texts by cross-attention. `regard claims clip_towers`
 
 CLIP has two encoders without attention between them. The contrastive loss aligns their outputs:
 each image must be nearer to its own text than to the other texts of the batch, and each text nearer
@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from finding import Finding, verdict
 from torch import Tensor
+
+from .finding import Finding, verdict
 
 PAIRS, WORDS = 8, 6
 
@@ -30,7 +31,8 @@ def small_clip() -> Any:
     }
     vision = {**sizes, "image_size": 16, "patch_size": 4}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    return CLIPModel._from_config(config, attn_implementation="eager")
+    make: Any = CLIPModel._from_config
+    return make(config, attn_implementation="eager")
 
 
 def lengths_attended(model: Any, tokens: Tensor, pixels: Tensor) -> set[tuple[int, int]]:
@@ -83,7 +85,3 @@ def measure(steps: int = 60) -> Finding:
             "matched after training": after,
         },
     )
-
-
-if __name__ == "__main__":
-    print(measure())
