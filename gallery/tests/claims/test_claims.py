@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from regard.cost import peak_memory
 from regard_gallery import claims
 from regard_gallery.claims import records
 from regard_gallery.compare import NOTES, denied
-from support import HAVE_CORE, ROOT
+from support import HAVE_CORE
+from support.claims import PAGE, experiment, measure, same_row
 
-PAGE = ROOT / "docs" / "claims" / "README.md"
 needs_core = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -29,22 +28,6 @@ needs_peaks = pytest.mark.skipif(
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def measure(name: str, **sizes: Any) -> claims.Finding:
-    """Runs an experiment and checks that its claim and its verdict are on the page."""
-    finding = experiment(name).measure(**sizes)
-    record = records.read()[name]
-    assert (finding.claim, finding.verdict) == (record["claim"], record["verdict"])
-    assert records.row(name, record) in PAGE.read_text(encoding="utf-8")
-    text = str(finding)
-    assert finding.claim in text
-    assert finding.correct in text
-    return finding
-
-
-def experiment(name: str) -> Any:
-    return importlib.import_module(f"regard_gallery.claims.{name}")
 
 
 def test_every_experiment_is_on_the_page(tmp_path: Path) -> None:
@@ -61,9 +44,7 @@ def test_every_experiment_is_on_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["head_flops", "worked_example", "softmax_example", "parameters"])
 def test_arithmetic_rows_match_the_page(name: str) -> None:
-    found = claims.measure(name)
-    record = records.read()[name]
-    assert (found.measured, found.correct) == (record["measured"], record["correct"])
+    assert same_row(name)
 
 
 def test_a_verdict_has_four_values() -> None:
