@@ -24,6 +24,18 @@ CLAIMS = (
     ("unused_mask", "samples"),
     ("clip_towers", "mechanisms"),
     ("subspaces", "mechanisms"),
+    ("sum_index", "formulas"),
+    ("normaliser", "formulas"),
+    ("head_sum", "formulas"),
+    ("weighted_mean", "formulas"),
+    ("recommender", "samples"),
+    ("time_series", "samples"),
+    ("policy_heads", "samples"),
+    ("clip_similarity", "samples"),
+    ("mask_comment", "samples"),
+    ("complexity_function", "costs"),
+    ("grouped_flops", "costs"),
+    ("sharing", "mechanisms"),
 )
 GROUPS = {
     "formulas": "Formulas and worked examples",

@@ -2,8 +2,9 @@
 `regard claims sequence_first`
 
 The result has the shape (B, L, H, D). Its last two axes are heads and channels, so `q @ k^T`
-compares the heads of one token with each other. No token influences any other token, but the shapes
-fit and nothing raises.
+compares the heads of one token with each other. No token influences any other token. Without masks
+the shapes fit, and nothing raises. The notes' masks of padding (B, L) and of the future (L, L) do
+not fit to weights (B, L, H, H) and raise, unless there are as many tokens as heads.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def influence(arrange: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return float((after - before)[token == 0].abs().max())
 
 
+def accepts_masks(L: int, B: int, heads: int) -> bool:
+    """Returns whether the two masks of the notes can be applied to scores of the printed code."""
+    scores = torch.zeros(B, L, heads, heads)
+    padding, future = torch.zeros(B, L, dtype=torch.bool), torch.ones(L, L).tril()
+    try:
+        scores.masked_fill(padding[:, None, None], -torch.inf).masked_fill(future == 0, -torch.inf)
+    except RuntimeError:
+        return False
+    return True
+
+
 def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
     x = torch.randn(L, B, heads, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     heard = influence(as_printed, x), influence(as_meant, x)
@@ -48,11 +60,13 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
         float((found - right).norm() / right.norm())
         for found in (attend(printed, printed, printed).transpose(1, 2), attend(meant, meant, meant))
     ]
+    accepted = [n for n in range(2, 3 * heads) if accepts_masks(n, B, heads)]
     return Finding(
         claim="attention over (L, B, H, D) needs only a transposition of axes 0 and 1",
         verdict=verdict(errors[0] < 1e-6),
         measured=f"if all other tokens change, a token's result changes by {heard[0]:g}; "
-        f"the relative error of the result is {errors[0]:.2f}",
+        f"the relative error of the result is {errors[0]:.2f}; with the notes' masks and {heads} heads, "
+        f"only {', '.join(map(str, accepted))} of 2 to {3 * heads - 1} tokens do not raise",
         correct="permute to (B, H, L, D): if all other tokens change, "
         f"a token's result changes by {heard[1]:.2f}; the relative error is {errors[1]:.0e}",
         numbers={
@@ -62,5 +76,6 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
             "influence of other tokens, meant": heard[1],
             "relative error, printed": errors[0],
             "relative error, meant": errors[1],
+            f"numbers of tokens with which masks do not raise, {heads} heads": accepted,
         },
     )

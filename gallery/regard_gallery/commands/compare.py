@@ -90,7 +90,7 @@ def _beside_the_notes(measured: Measured) -> Table:
     """Returns a table that compares the study notes of `compare/_notes.py` with the measurements.
 
     A cell has the notes' word, such as "high", and the measured ratio to MHA, or for quality the
-    loss. The last row lists the orderings of the notes that the measurements do not confirm.
+    loss. The last rows list the orderings of the notes that the measurements contradict or leave open.
     """
     from ..compare import NOTES
 
@@ -101,5 +101,6 @@ def _beside_the_notes(measured: Measured) -> Table:
         shares = {name: measured.values(name)[kind] / measured.values(name)["MHA"] for name in NOTES}
         cells = (f"{NOTES[name][kind]}: {share:.2f}" for name, share in shares.items() if name != "quality")
         table.add_row(kind, *cells, f"{NOTES['quality'][kind]}: {measured[kind].loss:.3f}")
-    table.add_row("not found", *("; ".join(pairs) or "-" for pairs in measured.denied().values()))
+    for title, orders in (("contradicted", measured.denied()), ("undecided", measured.undecided())):
+        table.add_row(title, *("; ".join(pairs) or "-" for pairs in orders.values()))
     return table

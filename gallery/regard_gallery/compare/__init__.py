@@ -2,11 +2,11 @@
 
 from ._measure import FULL, QUICK, Effort, Measured, Row, measure
 from ._models import KINDS, ByteModel, Sizes, layer, parameters
-from ._notes import NOTES, denied
+from ._notes import NOTES, denied, undecided
 from ._speed import Side, decoded
 from ._training import trained
 
 __all__ = [
     "FULL", "KINDS", "NOTES", "QUICK", "ByteModel", "Effort", "Measured", "Row", "Side", "Sizes", "decoded",
-    "denied", "layer", "measure", "parameters", "trained",
+    "denied", "layer", "measure", "parameters", "trained", "undecided",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from .._checks import count
 from ._models import KINDS, Sizes, layer, parameters
-from ._notes import NOTES, denied
+from ._notes import NOTES, denied, undecided
 from ._speed import Side, decoded
 from ._training import trained
 
@@ -107,20 +107,31 @@ class Measured:
         return {kind: columns[column](self[kind]) for kind in NOTES[column]}
 
     def denied(self) -> dict[str, list[str]]:
-        """Maps each column of the notes' table to the orderings that measurements do not confirm.
+        """Maps each column of the notes' table to the orderings that measurements contradict.
 
-        The table NOTES is from study notes. An ordering is a text such as "MLA < MHA".
-        Measured speeds and losses confirm an ordering only if they differ by more than a margin.
+        The table NOTES is from study notes. An ordering is a text such as "MLA < MHA". Measured
+        speeds and losses contradict an ordering only if they differ by more than a margin.
         """
-        compared = [self[kind] for kind in NOTES["quality"]]
-        margins = {"inference": CLEAR * self["MHA"].decode, "quality": max(row.spread for row in compared)}
         return {
-            column: denied(words, self.values(column), margins.get(column, 0.0))
+            column: denied(words, self.values(column), self._margin(column))
             for column, words in NOTES.items()
         }
 
+    def undecided(self) -> dict[str, list[str]]:
+        """Maps each column of the notes' table to the orderings that are within the margin."""
+        return {
+            column: undecided(words, self.values(column), self._margin(column))
+            for column, words in NOTES.items()
+        }
+
+    def _margin(self, column: str) -> float:
+        if column == "inference":
+            return CLEAR * self["MHA"].decode
+        return max(self[kind].spread for kind in NOTES[column]) if column == "quality" else 0.0
+
     def to_json(self) -> str:
-        results = asdict(self) | {"notes": NOTES, "not as in the notes": self.denied()}
+        orders = {"not as in the notes": self.denied(), "undecided": self.undecided()}
+        results = asdict(self) | {"notes": NOTES} | orders
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         return json.dumps(results | versions, indent=2)
 

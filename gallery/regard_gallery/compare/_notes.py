@@ -14,14 +14,30 @@ NOTES = {
 RANKS = {"very low": 0, "low": 1, "slow": 1, "medium": 2, "high": 3, "fast": 3}
 
 
-def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
-    """Returns the rankings "a < b" that `words` states but the measured `values` do not confirm.
+def leads(words: Mapping[str, str], values: Mapping[str, float]) -> dict[str, float]:
+    """Maps each ranking "a < b" that `words` states to values[b] - values[a].
 
-    `words` rates each key, for example {"a": "low", "b": "high"}. The values rank a below b if
-    values[b] is larger than values[a] by more than `margin`.
+    `words` rates each key, for example {"a": "low", "b": "high"}.
     """
-    return [
-        f"{low} < {high}"
+    return {
+        f"{low} < {high}": values[high] - values[low]
         for low, high in permutations(words, 2)
-        if RANKS[words[low]] < RANKS[words[high]] and not values[low] + margin < values[high]
-    ]
+        if RANKS[words[low]] < RANKS[words[high]]
+    }
+
+
+def denied(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
+    """Returns the rankings of `words` that the measured `values` contradict by more than `margin`.
+
+    Without a margin, equal values contradict a ranking.
+    """
+    found = leads(words, values)
+    return [order for order, lead in found.items() if lead < -margin or (margin == 0 and lead == 0)]
+
+
+def undecided(words: Mapping[str, str], values: Mapping[str, float], margin: float = 0.0) -> list[str]:
+    """Returns the rankings of `words` whose measured `values` differ by at most `margin`.
+
+    Without a margin, the values decide every ranking.
+    """
+    return [order for order, lead in leads(words, values).items() if margin > 0 and abs(lead) <= margin]

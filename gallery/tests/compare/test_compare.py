@@ -12,7 +12,7 @@ import torch
 
 from regard import cost
 from regard_gallery import compare
-from regard_gallery.compare import NOTES, Effort, Measured, Row, Sizes, denied
+from regard_gallery.compare import NOTES, Effort, Measured, Row, Sizes, denied, undecided
 from regard_gallery.compare._text import source_code
 from regard_gallery.compare._training import _share
 from support import ROOT
@@ -111,18 +111,27 @@ def test_denied_names_the_orders_that_do_not_hold() -> None:
     right = Measured(SMALL, BRIEF, 1, rows)
     assert right.denied() == {name: [] for name in NOTES}
     same = replace(right, rows=(*rows[:2], row("MQA", 10, 1.005), rows[3]))
-    assert same.denied()["quality"] == ["MQA < MHA", "MQA < GQA-4", "MQA < MLA"]
+    assert same.denied()["quality"] == []
+    assert same.undecided()["quality"] == ["MQA < MHA", "MQA < GQA-4", "MQA < MLA"]
+    assert right.undecided() == {name: [] for name in NOTES}
+    good = replace(right, rows=(*rows[:2], row("MQA", 10, 0.9), rows[3]))
+    assert good.denied()["quality"] == ["MQA < MHA", "MQA < GQA-4", "MQA < MLA"]
     slow = replace(right, rows=(*rows[:3], row("MLA", 29, 1.0)))
     assert slow.denied()["inference"] == ["MHA < MLA", "GQA-4 < MLA"]
     assert slow.denied()["parameters"] == ["MLA < GQA-4"]
     assert slow.denied()["memory"] == ["MLA < GQA-4", "MLA < MQA"]
 
 
-def test_orders_within_the_margin_are_denied() -> None:
+def test_orders_within_the_margin_are_undecided() -> None:
     values = {"MHA": 3.0, "GQA-4": 2.0, "MQA": 1.9, "MLA": 1.0}
     assert denied(NOTES["memory"], values) == []
-    assert denied(NOTES["memory"], values, 0.2) == ["MQA < GQA-4"]
+    assert denied(NOTES["memory"], values, 0.2) == []
+    assert undecided(NOTES["memory"], values, 0.2) == ["MQA < GQA-4"]
+    assert undecided(NOTES["memory"], values) == []
     assert denied(NOTES["quality"], values) == ["MQA < MLA"]
+    equal = dict.fromkeys(values, 1.0)
+    assert len(denied(NOTES["memory"], equal)) == 6
+    assert len(undecided(NOTES["memory"], equal, 0.1)) == 6
 
 
 @pytest.mark.parametrize(
@@ -147,6 +156,7 @@ def test_json_and_picture(measured: Measured, tmp_path: Path) -> None:
     assert tuple(data["rows"][3]["losses"]) == measured["MLA"].losses
     assert data["sizes"]["width"] == 32
     assert data["not as in the notes"] == measured.denied()
+    assert data["undecided"] == measured.undecided()
     figure = measured.plot(str(tmp_path / "bars.png"))
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
     lengths = [bar.get_width() for bar in figure.axes[1].patches]
