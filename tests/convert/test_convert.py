@@ -173,6 +173,69 @@ def test_verify_takes_the_inputs_of_the_model() -> None:
     assert convert.verify(model, x) != expected
 
 
+class SequenceFirst(nn.Module):
+    """A model of tokens (B, L) whose attention reads B as the length, because batch_first is missing."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=batch_first)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        out: Tensor = self.attention(x, x, x)[0]
+        return out
+
+
+def test_verify_warns_if_samples_interact() -> None:
+    tokens = torch.randint(23, (3, 7))
+    tokens[1] = (tokens[0] + 1) % 23
+    for replaced in (False, True):
+        model = SequenceFirst()
+        if replaced:
+            convert.replace_attention(model)
+        with pytest.warns(
+            UserWarning, match="output of sample 0 changes by .* may need batch_first=True"
+        ) as seen:
+            assert convert.verify(model, tokens).output < 1e-5
+        assert [Path(warning.filename).name for warning in seen] == ["test_convert.py"]
+    encoder = nn.TransformerEncoderLayer(16, 4)
+    with pytest.warns(UserWarning, match="the model mixes samples"):
+        convert.verify(encoder, torch.randn(2, 9, 16))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (SequenceFirst(batch_first=True), torch.arange(21).view(3, 7)),
+        (SequenceFirst(), torch.arange(7)[None]),  # one sample
+        (SequenceFirst(), torch.arange(7).expand(3, 7)),  # equal samples show nothing
+        (nn.TransformerEncoderLayer(16, 4), torch.randn(9, 16)),  # (L, d): dim 0 is the sequence
+    ],
+)
+def test_verify_does_not_warn_without_a_reason(model: nn.Module, inputs: Tensor) -> None:
+    convert.verify(model, inputs)
+
+
+def test_verify_allows_matrices_that_compare_samples() -> None:
+    class Similarity(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            features = super().forward(x).mean(1)
+            return features, features @ features.mT  # (B, d), (B, B)
+
+    convert.verify(Similarity(16, 8), torch.randn(3, 9, 16))
+
+
+def test_verify_skips_the_batch_check_if_the_model_rejects_it() -> None:
+    class Distinct(SequenceFirst):
+        def forward(self, tokens: Tensor) -> Tensor:
+            if tokens[0].equal(tokens[1]):
+                raise ValueError("tokens: expected different samples")
+            return super().forward(tokens)
+
+    convert.verify(Distinct(), torch.arange(14).view(2, 7))
+
+
 # Grouped heads
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from .._tools.modes import evaluating
+from ._batch import warn_if_samples_interact
 from ._replace import restore_attention
 from ._sdpa import pytorch_sdpa
 
@@ -67,6 +68,10 @@ def verify(model: nn.Module, /, *inputs: Any, **keywords: Any) -> Verification:
     models should be padded on the right, because implementations differ in the output of fully
     masked queries.
 
+    Warns if the output of sample 0 changes when sample 1 of the batch is replaced by a copy of
+    sample 0. The usual cause is a layer without `batch_first=True`, which reads the batch as the
+    sequence. For a model whose inputs are (L, B, d), ignore the warning.
+
     Args:
         model: any module. It is not modified: `restore_attention` is applied to copies.
         inputs: positional arguments of the model. A single tuple is taken as all of them, a single
@@ -85,21 +90,30 @@ def verify(model: nn.Module, /, *inputs: Any, **keywords: Any) -> Verification:
     plain = copy.deepcopy(model)
     restore_attention(plain)
     with pytorch_sdpa():
-        exact = _run(_in_float64(plain), *tree.tree_map(_doubled, (inputs, keywords)))
+        exact_model, arguments = _in_float64(plain), tree.tree_map(_doubled, (inputs, keywords))
+        exact = _run(exact_model, *arguments)
+        warn_if_samples_interact(lambda changed: _results(exact_model, *changed), arguments, exact.results)
         rounded = _differences(_run(plain, inputs, keywords), exact)
     return Verification(*_differences(_run(model, inputs, keywords), exact), *rounded)
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> _Outcome:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with evaluating(model), torch.enable_grad():
-        leaves = tree.tree_leaves(model(*inputs, **keywords))
-        results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-        if not results:
-            raise TypeError("model: expected floating-point tensors as output, got none")
+    with evaluating(model), torch.enable_grad():  # the backward pass, too: it may recompute checkpoints
+        results = _results(model, inputs, keywords)
         loss = torch.stack([(x.double() * _factors(x)).sum() for x in results]).sum()
         grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True, materialize_grads=True)
     return _Outcome([x.detach() for x in results], dict(zip(parameters, grads, strict=True)))
+
+
+def _results(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
+    """Returns the floating-point tensors in the model's output, in evaluation mode."""
+    with evaluating(model):
+        leaves = tree.tree_leaves(model(*inputs, **keywords))
+    results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    if not results:
+        raise TypeError("model: expected floating-point tensors as output, got none")
+    return results
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
