@@ -43,7 +43,7 @@ def tables(records: Mapping[str, Record]) -> str:
     text = f"{len(records)} claims: {', '.join(f'{n} {word}' for word, n in counts.items())}.\n"
     for group, title in GROUPS.items():
         rows = [row(name, records[name]) for name, kind in CLAIMS if kind == group and name in records]
-        head = "| run | claim | verdict | measured | correct |\n|---|---|---|---|---|\n"
+        head = "| experiment | claim | verdict | measured | correct |\n|---|---|---|---|---|\n"
         text += f"\n## {title}\n\n{head}{''.join(rows)}"
     return text
 

@@ -42,7 +42,17 @@ def test_every_experiment_is_on_the_page(tmp_path: Path) -> None:
     assert copy.read_bytes() == PAGE.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["head_flops", "worked_example", "softmax_example", "parameters"])
+ARITHMETIC = (
+    "head_flops",
+    "worked_example",
+    "softmax_example",
+    "parameters",
+    "grouped_flops",
+    "complexity_function",
+)
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
 def test_arithmetic_rows_match_the_page(name: str) -> None:
     assert same_row(name)
 
@@ -78,9 +88,26 @@ def test_quadratic_time() -> None:
     assert all(map(math.isfinite, numbers["exponents of time"]))
 
 
+def check_weight_count(tokens: int) -> None:
+    numbers = measure("weight_count", tokens=tokens).numbers
+    assert list(numbers["weights"].values()) == [1_048_576, 16_777_216, 10_000_000_000]
+    assert numbers["largest error of 16 rows"] < 1e-6
+    assert (numbers["extra bytes of the run"] or 0) < 20e6  # the weights of 100,000 tokens take 40 GB
+
+
 def test_weight_count() -> None:
-    counts = measure("weight_count").numbers["weights"]
-    assert list(counts.values()) == [1_048_576, 16_777_216, 10_000_000_000]
+    check_weight_count(2003)
+
+
+@needs_core
+@pytest.mark.full
+def test_weight_count_runs_100_000_tokens() -> None:
+    check_weight_count(100_000)
+
+
+def test_weight_count_is_right_if_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment("weight_count"), "attended", lambda tokens: (math.nan, None))
+    assert experiment("weight_count").measure().verdict == "right"
 
 
 def test_head_flops() -> None:
@@ -137,6 +164,7 @@ def test_sequence_first() -> None:
     assert numbers["influence of other tokens, meant"] > 0.1
     assert numbers["relative error, printed"] > 0.1
     assert numbers["relative error, meant"] < 1e-12
+    assert numbers["numbers of tokens with which masks do not raise, 4 heads"] == [4]
 
 
 def test_masked_row() -> None:
@@ -147,10 +175,14 @@ def test_masked_row() -> None:
     assert numbers["largest entry of the row, Regard"] == 0
     assert numbers["other rows, -1e9 beside Regard"] < 1e-5
     assert numbers["float16 refuses -1e9"]
+    judge = experiment("masked_row").judge
+    assert [judge(0, 0), judge(0, 1), judge(1, 0)] == ["right", "incomplete", "wrong"]
 
 
 def test_unused_mask() -> None:
     numbers = measure("unused_mask").numbers
+    assert numbers["change by a causal mask, printed"] == 0
+    assert numbers["change by a causal mask, regard.nn"] > 0.1
     for fault in ("future on past", "call to call in evaluation"):
         assert numbers[f"{fault}, printed"] > 0.01
         assert numbers[f"{fault}, regard.nn"] == 0
@@ -182,15 +214,76 @@ def test_comparison() -> None:
     elements = {"MHA": 1024, "GQA-4": 512, "MQA": 128, "MLA": 4 * 64 + 32}
     assert numbers["memory"] == {kind: 4 * count for kind, count in elements.items()}
     assert numbers["parameters"]["MHA"] == 4 * 512**2
-    assert numbers["orders that are not there"]["parameters"] == ["MLA < MHA", "MLA < GQA-4"]
-    assert numbers["orders that are not there"]["memory"] == ["MLA < MQA"]
+    assert numbers["orders that are contradicted"]["parameters"] == ["MLA < MHA", "MLA < GQA-4"]
+    assert numbers["orders that are contradicted"]["memory"] == ["MLA < MQA"]
+    assert numbers["verdict by column"]["parameters"] == "incomplete"  # right at DeepSeek-V2's sizes
+    assert numbers["verdict by column"]["memory"] == "wrong"
     assert not denied(NOTES["parameters"], numbers["parameters at DeepSeek-V2's sizes"])
     assert numbers["memory at DeepSeek-V2's sizes"]["MLA"] == 4 * (512 + 64)
 
 
+def test_columns_of_the_comparison_have_four_verdicts() -> None:
+    judge = experiment("comparison").judge
+    assert judge([[], []], []) == "right"
+    assert judge([["a < b"], ["a < b", "a < c"]], ["b < c"]) == "wrong"
+    assert judge([["a < b"], []], []) == "incomplete"
+    assert judge([[]], ["a < b"]) == "undecided"
+
+
+@pytest.mark.full
+def test_losses_of_the_comparison_are_undecided() -> None:
+    numbers = measure("comparison", tokens=24, rounds=1).numbers
+    assert numbers["verdict by column"]["quality"] == "undecided"
+
+
+def test_thread_gains_have_three_verdicts() -> None:
+    judge = experiment("parallel_heads").judge
+    assert [judge(1.9, 2.0), judge(1.1, 2.0), judge(1.0, 1.1)] == ["wrong", "right", "undecided"]
+
+
+@needs_core
+@pytest.mark.full
+def test_one_head_is_parallel() -> None:
+    finding = experiment("parallel_heads").measure()
+    if finding.verdict == "undecided":
+        pytest.skip("no second CPU was free")
+    assert finding.verdict == "wrong"
+
+
 @needs_core
 def test_parallel_heads() -> None:
-    numbers = measure("parallel_heads", n=512, width=64, seconds=0.0).numbers
+    numbers = experiment("parallel_heads").measure(n=512, width=64, seconds=0.0).numbers
     assert numbers["one head in two halves, apart"] == 0
     assert numbers["tasks by heads"]["1"] > 1
     assert torch.get_num_threads() == 1
+
+
+def test_grouped_flops() -> None:
+    numbers = measure("grouped_flops").numbers
+    for name in ("FLOPs of attention by key heads", "FLOPs of regard.attention by key heads"):
+        assert numbers[name] == {"16": 4 * 1024**3, "4": 4 * 1024**3, "1": 4 * 1024**3}
+    assert numbers["FLOPs of the projections of keys and values"]["1"] == 4 * 1024**3 // 16
+    assert numbers["cache bytes per token, float32"] == {"16": 8192, "4": 2048, "1": 512}
+
+
+def test_complexity_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = measure("complexity_function").numbers
+    n, d, heads = 4096, 512, 8
+    assert numbers["operations, elements by the notes"] == (n * n * d, n * d)
+    assert numbers["FLOPs"] == 4 * n * n * d
+    assert numbers["elements of a cache"] == 2 * n * d
+    assert numbers["elements of the weights"] == heads * n * n
+    module = experiment("complexity_function")
+    monkeypatch.setattr(module, "printed", lambda n, d, heads: (4 * n * n * d, 2 * n * d))
+    assert module.measure().verdict == "right"
+
+
+def test_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = measure("sharing").numbers
+    assert numbers["positions that change"] == 13
+    assert numbers["heads that change"] == 1
+    assert numbers["error of permuted outputs"] < 1e-12
+    assert numbers["largest difference of two heads' query matrices"] == pytest.approx(0.25, abs=0.01)
+    module = experiment("sharing")
+    monkeypatch.setattr(module, "heads_of", lambda layer, x: layer.qkv.weight.sum() * torch.ones(4, 13, 16))
+    assert module.measure().verdict == "incomplete"  # if all heads changed, they would share weights
