@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -33,34 +32,36 @@ def claims(
             raise ValueError(f"names: expected some of {', '.join(NAMES)}, got {got}")
         if page is not None and not page.is_file():
             raise ValueError(f"--page: expected a file that exists, got {page}")
-        found = _run(chosen)
+        tested = 0
+        for i, name in enumerate(chosen, 1):
+            typer.echo(f"{i} of {len(chosen)}: {name}", err=True)
+            finding = _test(name)
+            if finding is not None and page is not None:
+                records.write({name: finding})  # at once, so that an interrupted run is not lost
+            tested += finding is not None
         if page is not None:
-            records.write(found)
             records.write_page(page)
         elif not chosen:
             _list()
-        if len(found) < len(chosen):
+        if tested < len(chosen):
             raise typer.Exit(1)
 
 
-def _run(names: Sequence[str]) -> dict[str, Finding]:
-    """Runs experiments and prints their findings, progress to stderr. Returns the findings by name.
+def _test(name: str) -> Finding | None:
+    """Runs an experiment and prints its finding.
 
-    An experiment that fails for want of a package or a file is reported on stderr and left out.
+    Returns None if a package or a file is missing, after a message on stderr.
     """
     from ..claims import measure
 
-    findings = {}
-    for i, name in enumerate(names, 1):
-        typer.echo(f"{i} of {len(names)}: {name}", err=True)
-        begin = perf_counter()
-        try:
-            findings[name] = measure(name)
-        except (ImportError, OSError, ValueError) as error:
-            typer.echo(f"regard: {name} was not tested: {sentence(error)}", err=True)
-            continue
-        typer.echo(f"{findings[name]}\nseconds: {perf_counter() - begin:.1f}\n")
-    return findings
+    begin = perf_counter()
+    try:
+        finding = measure(name)
+    except (ImportError, OSError, ValueError) as error:
+        typer.echo(f"regard: {name} was not tested: {sentence(error)}", err=True)
+        return None
+    typer.echo(f"{finding}\nseconds: {perf_counter() - begin:.1f}\n")
+    return finding
 
 
 def _list() -> None:
@@ -68,11 +69,11 @@ def _list() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..claims import CLAIMS, records
+    from ..claims import CLAIMS, GROUPS, records
 
     recorded = records.read()
     table = Table("name", "group", "verdict", "claim", box=SIMPLE)
-    for name, group in CLAIMS:
+    for name, group in sorted(CLAIMS, key=lambda claim: list(GROUPS).index(claim[1])):
         record = recorded.get(name, {"verdict": "not recorded", "claim": ""})
         table.add_row(name, group, record["verdict"], escape(record["claim"]))
     tables().print(table)

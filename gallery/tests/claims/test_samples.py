@@ -71,12 +71,13 @@ def test_policy_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_transformers
 def test_clip_similarity(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = measure("clip_similarity").numbers
+    assert numbers["the correct formula beside the model"] < 1e-5
     assert numbers["largest difference of the probabilities"] > 0.1
     assert numbers["change by doubled features, printed"] > 0.1
     assert numbers["change by doubled features, CLIP"] < 1e-6
     module = experiment("clip_similarity")
     units = torch.nn.functional.normalize(torch.randn(2, 8, 16), dim=-1)
-    monkeypatch.setattr(module, "features", lambda steps: (*units, 1.0))
+    monkeypatch.setattr(module, "features", lambda steps: (*units, 1.0, torch.zeros(8, 8)))
     assert module.measure().verdict == "right"  # features of length 1, and a scale of 1
 
 
