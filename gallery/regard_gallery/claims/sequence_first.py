@@ -66,7 +66,7 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
         verdict=verdict(errors[0] < 1e-6),
         measured=f"if all other tokens change, a token's result changes by {heard[0]:g}; "
         f"the relative error of the result is {errors[0]:.2f}; with the notes' masks and {heads} heads, "
-        f"only {', '.join(map(str, accepted))} of 2 to {3 * heads - 1} tokens do not raise",
+        f"all lengths from 2 to {3 * heads - 1} raise except {', '.join(map(str, accepted))}",
         correct="permute to (B, H, L, D): if all other tokens change, "
         f"a token's result changes by {heard[1]:.2f}; the relative error is {errors[1]:.0e}",
         numbers={
