@@ -394,7 +394,7 @@ def modules() -> dict[str, nn.Module]:
         "heads": R.Attention(48, 6, mask=M.Causal()),
         "grouped": R.Attention(48, 6, kv_heads=2, head_dim=10, value_dim=7, bias=False, gate=True, sink=True),
         "normed": R.Attention(48, 6, kv_heads=1, qk_norm=nn.RMSNorm, out_bias=False),
-        "cross": R.CrossAttention(48, 6, 32),
+        "cross": R.CrossAttention(48, heads=6, kv_model=32),
         "relative": R.Attention(48, 6, position=regard.positions.Relative(6)),
         "multihead": R.MultiheadAttention(48, 6, batch_first=True),
         "torch": nn.MultiheadAttention(48, 6, bias=False),
