@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import masks as M, packing, see
-from regard.cache import KVCache, PagedKVCache, QuantizedKVCache
+from regard.cache import KVCache, QuantizedCache, SlidingCache
 from regard.nn import (
     Attention,
     Block,
@@ -43,7 +43,9 @@ LAYERS: dict[str, Any] = {
     "grouped": lambda: Attention(D, HEADS, kv_heads=2, head_dim=5, value_dim=7, sink=True, softcap=3.0),
     "rotary": lambda: Attention(D, HEADS, position=Rotary(4), mask=M.Causal(), qk_norm=nn.RMSNorm),
     "alibi": lambda: Attention(D, HEADS, position=AlibiBias(HEADS), mask=M.sliding(3), gate=True),
-    "relative": lambda: Attention(D, HEADS, position=Relative(HEADS, num_buckets=8, max_distance=20), out=False),
+    "relative": lambda: Attention(
+        D, HEADS, position=Relative(HEADS, num_buckets=8, max_distance=20), out=False
+    ),
     "latent": lambda: LatentAttention(D, HEADS, rank=9, nope_dim=5, rope_dim=4, value_dim=7, mask=M.Causal()),
 }
 
@@ -101,7 +103,8 @@ def test_weights_of_packed_and_nested_sequences(layer: Any) -> None:
     assert w.shape == (3, HEADS, 7, 7)
     for n, x, of_sequence in zip(sizes, xs, w, strict=True):
         assert_close(of_sequence[:, :n, :n], layer(x, return_weights=True)[1])
-        assert not of_sequence[:, n:].any() and not of_sequence[..., n:].any()
+        assert not of_sequence[:, n:].any()
+        assert not of_sequence[..., n:].any()
     for layout in (torch.jagged, torch.strided):
         nested = torch.nested.nested_tensor(xs, layout=layout)
         out, again = layer(nested, return_weights=True)
@@ -127,12 +130,12 @@ def test_weights_of_cross_attention_and_memory() -> None:
     qkv, options = layer.arguments(x, context=context)
     assert_close(w, regard.weights(*qkv, **options))
     again, of_memory = layer(x, layer.remember(context), return_weights=True)
-    assert torch.equal(of_memory, w) and torch.equal(again, out)
+    assert torch.equal(of_memory, w)
+    assert torch.equal(again, out)
 
 
 CACHES: dict[str, Any] = {
     "dense": lambda: KVCache(B, HEADS, 6, dtype=torch.float64),
-    "paged": lambda: PagedKVCache(B, HEADS, 6, pages=9, page=4, dtype=torch.float64),
     "own": lambda: ListCache(torch.zeros(B, dtype=torch.int64)),
 }
 
@@ -180,7 +183,8 @@ def test_weights_are_those_before_dropout_and_have_gradients() -> None:
     _, w = layer(x, return_weights=True)
     assert_close(w, expected_weights(layer, x))
     (grad,) = torch.autograd.grad((w * torch.randn_like(w)).sum(), x)
-    assert grad.isfinite().all() and grad.any()
+    assert grad.isfinite().all()
+    assert grad.any()
 
 
 def test_hooks_run_once_and_recordings_see_one_call() -> None:
@@ -188,7 +192,8 @@ def test_hooks_run_once_and_recordings_see_one_call() -> None:
     layer.register_forward_hook(lambda *_: calls.append(1))
     with see.capture(layer) as seen:
         layer(x, return_weights=True)
-    assert len(calls) == 1 and len(seen) == 1
+    assert len(calls) == 1
+    assert len(seen) == 1
 
 
 def test_a_layer_without_a_recorded_call_raises() -> None:
@@ -196,7 +201,7 @@ def test_a_layer_without_a_recorded_call_raises() -> None:
         def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             return (q @ k.mT).softmax(-1) @ v
 
-    with pytest.raises(RuntimeError, match="call regard.attention once, got 0"):
+    with pytest.raises(RuntimeError, match=r"call regard\.attention once, got 0"):
         Own(D, HEADS)(torch.randn(1, L, D), return_weights=True)
 
 
@@ -235,14 +240,19 @@ def test_blocks_and_stacks_return_weights() -> None:
     decoder = randomized(Stack([DecoderBlock(D, HEADS, kv_model=10) for _ in range(2)]))
     out, w, cross = decoder(x, context, return_weights=True)
     assert torch.equal(out, decoder(x, context))
-    assert torch.equal(w[0], w[0].tril()) and w[0].shape == (B, HEADS, L, L)
+    assert torch.equal(w[0], w[0].tril())
+    assert w[0].shape == (B, HEADS, L, L)
     assert [layer.shape for layer in cross] == [(B, HEADS, L, 5)] * 2
     assert_close(cross[1].sum(-1), torch.ones(B, HEADS, L))
 
     model = EncoderDecoder(encoder, randomized(Stack([DecoderBlock(D, HEADS, kv_model=D)])))
     out, *lists = model(x, x[:, :4], return_weights=True)
     assert torch.equal(out, model(x, x[:, :4]))
-    assert [[tuple(layer.shape[2:]) for layer in kind] for kind in lists] == [[(7, 7)] * 2, [(4, 4)], [(4, 7)]]
+    assert [[tuple(layer.shape[2:]) for layer in kind] for kind in lists] == [
+        [(7, 7)] * 2,
+        [(4, 4)],
+        [(4, 7)],
+    ]
 
 
 def test_a_block_without_weights_raises() -> None:
@@ -304,7 +314,7 @@ def test_names_of_three_projections() -> None:
     layer = Attention(D, HEADS, kv_model=10, value_model=13, bias=False)
     shapes = {name: tuple(p.shape) for name, p in layer.state_dict().items()}
     assert shapes == {"q.weight": (D, D), "k.weight": (D, 10), "v.weight": (D, 13), "out.weight": (D, D)}
-    assert_close(Attention(D, HEADS, value_model=D)(torch.randn(L, D)).shape, (L, D))
+    assert Attention(D, HEADS, value_model=D)(torch.randn(L, D)).shape == (L, D)
 
 
 def test_no_output_projection() -> None:
@@ -318,19 +328,20 @@ def test_no_output_projection() -> None:
 
 
 X, C = torch.randn(B, L, D), torch.randn(B, 5, 10)
+SELF, CROSS = Attention(D, HEADS), Attention(D, HEADS, kv_model=10)
+THREE, OTHER = Attention(D, HEADS, kv_model=10, value_model=13), Attention(D, HEADS, value_model=13)
 WRONG: dict[str, Any] = {
-    "no context": (partial(Attention(D, HEADS), X, value=X), TypeError, "context: expected a tensor"),
-    "memory": (
-        lambda: (layer := Attention(D, HEADS))(X, layer.remember(X), X), TypeError, "a Memory, which has values"),
+    "no context": (partial(SELF, X, value=X), TypeError, "context: expected a tensor"),
+    "memory": (lambda: SELF(X, SELF.remember(X), X), TypeError, "a Memory, which has values"),
     "no value": (
-        partial(Attention(D, HEADS, kv_model=10, value_model=13), X, C), ValueError, "width value_model = 13, got None"),
-    "value of self-attention": (
-        partial(Attention(D, HEADS, value_model=13), X), ValueError, "value: expected tokens of width value_model"),
-    "lengths": (
-        partial(Attention(D, HEADS, kv_model=10), X, C, C[:, 1:]), ValueError, "value: expected (3, 5, 10)"),
-    "cache": (
-        partial(Attention(D, HEADS, value_model=13).new_cache, B), ValueError, "got value_model = 13"),
-}  # fmt: skip
+        partial(THREE, X, C),
+        ValueError,
+        "value: expected tokens of width value_model = 13, got None",
+    ),
+    "self-attention": (partial(OTHER, X), ValueError, "value: expected tokens of width value_model = 13"),
+    "lengths": (partial(CROSS, X, C, C[:, 1:]), ValueError, "value: expected (3, 5, 10)"),
+    "cache": (partial(OTHER.new_cache, B), ValueError, "got value_model = 13"),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -343,9 +354,20 @@ def test_wrong_values(case: str) -> None:
 
 def test_quantized_caches_return_the_weights_of_stored_keys() -> None:
     layer, x = randomized(Attention(64, 2, mask=M.Causal())), torch.randn(B, L, 64)
-    cache = QuantizedKVCache(B, 2, 32)
+    cache = QuantizedCache(B, 2, 32)
     with torch.no_grad():
         layer(x[:, :-1], cache=cache)
         _, w = layer(x[:, -1:], cache=cache, return_weights=True)
     assert w.shape == (B, 2, 1, L)
     assert_close(w.sum(-1), torch.ones(B, 2, 1))
+
+
+def test_sliding_caches_return_the_weights_of_stored_keys() -> None:
+    layer, x = randomized(Attention(D, HEADS, mask=M.sliding(3))).double(), tokens(B, L)
+    expected = layer(x, return_weights=True)[1][:, :, -1:, -3:]
+    cache = SlidingCache(B, HEADS, 6, window=3, spare=1, dtype=torch.float64)
+    with torch.no_grad():
+        for part in x.split(1, 1):
+            _, w = layer(part, cache=cache, return_weights=True)
+    assert_close(w.sort(-1).values[..., -3:], expected.sort(-1).values)
+    assert_close(w.sum(-1), torch.ones(B, HEADS, 1))
