@@ -395,6 +395,8 @@ def modules() -> dict[str, nn.Module]:
         "grouped": R.Attention(48, 6, kv_heads=2, head_dim=10, value_dim=7, bias=False, gate=True, sink=True),
         "normed": R.Attention(48, 6, kv_heads=1, qk_norm=nn.RMSNorm, out_bias=False),
         "cross": R.CrossAttention(48, heads=6, kv_model=32),
+        "values": R.Attention(48, 6, kv_model=32, value_model=20, kv_heads=2, value_dim=7),
+        "no output": R.Attention(48, 6, value_dim=5, out=False),
         "relative": R.Attention(48, 6, position=regard.positions.Relative(6)),
         "multihead": R.MultiheadAttention(48, 6, batch_first=True),
         "torch": nn.MultiheadAttention(48, 6, bias=False),

@@ -604,13 +604,6 @@ def test_cross_attention_and_its_memory() -> None:
         "q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"}  # fmt: skip
 
 
-def test_named_constructors() -> None:
-    assert regard.nn.SelfAttention(24, heads=4).kv_heads == 4
-    assert regard.nn.MultiQueryAttention(24, 4).kv_heads == 1
-    assert regard.nn.GroupedQueryAttention(24, 4, 2, bias=False).qkv.weight.shape == (48, 24)
-    assert regard.nn.CrossAttention(24, heads=4).kv_model == 24
-
-
 RULES: dict[str, Any] = {
     "none": lambda: None,
     "rotary": lambda: Rotary(4),
