@@ -33,7 +33,7 @@ def test_shapes_are_those_of_tensors(name: str) -> None:
     out, w = layer(x, context, value, return_weights=True)
     for head, matrices in shapes.heads.items():
         group = head * layer.kv_heads // layer.heads
-        tensors = (q[head], k[group], v[group], w[head], w[head] @ v[group])
+        tensors = (q[head], k[group], w[head], v[group], w[head] @ v[group])
         assert [x[1:3] for x in matrices] == [tuple(t.shape) for t in tensors]
         assert matrices[1].name == f"K{'₁₂₃₄₅₆'[group]}"
     assert shapes.joined[-1][1:3] == tuple(out.shape)

@@ -41,7 +41,7 @@ class Shapes(NamedTuple):
     """The matrices of a layer for one sample."""
 
     inputs: tuple[Matrix, ...]  # X, and in cross-attention the context
-    heads: dict[int, tuple[Matrix, ...]]  # by head: Q, K, V, weights, output
+    heads: dict[int, tuple[Matrix, ...]]  # by head: queries, keys, weights, values, output
     joined: tuple[Matrix, ...]  # the concatenation and, with an output projection, the output
 
     def rows(self) -> list[Matrix]:
@@ -74,15 +74,15 @@ def shapes_of(layer: Attention, length: int, context_length: int | None = None) 
 
 
 def _head(layer: Attention, head: int, x: Matrix, keys: Matrix, values: Matrix) -> tuple[Matrix, ...]:
-    """Returns the matrices of one head: queries, keys, values, weights and output."""
+    """Returns the matrices of one head: queries, keys, weights, values and output."""
     D, Dv = layer.head_dim, layer.value_dim
     i, j = (str(place + 1).translate(SUBSCRIPTS) for place in (head, head * layer.kv_heads // layer.heads))
     scale = f"/ √{D}" if layer.scale is None else f"· {layer.scale:g}"
     return (
         _projection(f"Q{i}", x, D),
         _projection(f"K{j}", keys, D),
-        _projection(f"V{j}", values, Dv),
         Matrix(f"A{i}", x.rows, keys.rows, f"softmax(Q{i} · K{j}ᵀ {scale})"),
+        _projection(f"V{j}", values, Dv),
         Matrix(f"head{i}", x.rows, Dv, f"A{i} · V{j}"),
     )
 
@@ -171,7 +171,7 @@ class Layout:
             self._arrow(drawing, (0, inputs[0], centre), (1, head[0], y))
             for column, x in enumerate(head, 1):
                 self._matrix(drawing, x, column, y, [colour])
-            self._arrow(drawing, (3, head[2], y), (4, head[3], y))
+            self._arrow(drawing, (2, head[1], y), (3, head[2], y))
             self._arrow(drawing, (4, head[3], y), (5, head[4], y))
             self._arrow(drawing, (5, head[4], y), (6, joined[0], centre))
         if self._gap:
