@@ -210,6 +210,11 @@ def mask_of_samples(n: Names) -> None:
     agree(n["weights"], weights)
 
 
+def worked_example(n: Names) -> None:
+    assert_close(n["Q"][0], torch.tensor([[0.0, 1.45], [-0.95, -0.45]]))
+    agree(n["joined"], torch.cat([formula(q, q, q)[0] for q in n["Q"]], -1))
+
+
 def drawn(n: Names) -> None:
     assert isinstance(n["figure"], Figure)
 
@@ -251,7 +256,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "A21": lambda n: compare(
         n["attend"], TextbookAttention(512, 8, E_k=96, E_v=80, d_k=32), n["x"], n["keys"], n["values"]
     ),
-    "A22": lambda n: assert_close(n["Q_1"], torch.tensor([[0.0, 1.45], [-0.95, -0.45]])),
+    "A22": worked_example,
     "A23": lambda n: compare(n["attend"], TextbookAttention(512, 8, norm="norm"), n["x"], **NORM),
     "A24": grouped,
     "A25": latent,

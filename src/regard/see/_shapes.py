@@ -20,7 +20,7 @@ LABELS, LOWERED = 0.86, 0.14  # height of the labels of a matrix, and how far th
 SPACE, FONT = 0.46, 7.5  # between columns, and the font size in points
 
 
-class Matrix(NamedTuple):
+class MatrixShape(NamedTuple):
     """A matrix of one sample: its name, its numbers of rows and columns, and how it is computed.
 
     `weight` is the name and shape of the projection in the formula, if there is one.
@@ -40,11 +40,11 @@ class Matrix(NamedTuple):
 class Shapes(NamedTuple):
     """The matrices of a layer for one sample."""
 
-    inputs: tuple[Matrix, ...]  # X, and in cross-attention the context
-    heads: dict[int, tuple[Matrix, ...]]  # by head: queries, keys, weights, values, output
-    joined: tuple[Matrix, ...]  # the concatenation and, with an output projection, the output
+    inputs: tuple[MatrixShape, ...]  # X, and in cross-attention the context
+    heads: dict[int, tuple[MatrixShape, ...]]  # by head: queries, keys, weights, values, output
+    joined: tuple[MatrixShape, ...]  # the concatenation and, with an output projection, the output
 
-    def rows(self) -> list[Matrix]:
+    def rows(self) -> list[MatrixShape]:
         """Returns the matrices in the order of the computation."""
         return [*self.inputs, *(matrix for head in self.heads.values() for matrix in head), *self.joined]
 
@@ -60,20 +60,22 @@ def shapes_of(layer: Attention, length: int, context_length: int | None = None) 
         raise TypeError(f"layer: expected a regard.nn.Attention, got {describe(layer)}")
     n, width = count("length", length, 1), layer.d_model
     m = n if context_length is None else count("context_length", context_length, 1)
-    x = Matrix("X", n, width, "tokens")
-    keys = Matrix("C", m, layer.kv_model or width, "context")
+    x = MatrixShape("X", n, width, "tokens")
+    keys = MatrixShape("C", m, layer.kv_model or width, "context")
     keys = x if context_length is None and len(layer.projections) == 1 else keys
-    values = keys if layer.value_model is None else Matrix("U", m, layer.value_model, "tokens of values")
+    values = keys if layer.value_model is None else MatrixShape("U", m, layer.value_model, "tokens of values")
     heads = range(layer.heads) if layer.heads <= MOST_HEADS else (0, 1, layer.heads - 1)
-    joined = [Matrix("Concat", n, layer.heads * layer.value_dim, "heads side by side")]
+    joined = [MatrixShape("Concat", n, layer.heads * layer.value_dim, "heads side by side")]
     if hasattr(layer.out, "weight"):
         weight = f"W_O: {joined[0].columns:,} × {width:,}"
-        joined.append(Matrix("Output", n, width, "Concat · W_O", weight))
+        joined.append(MatrixShape("Output", n, width, "Concat · W_O", weight))
     by_head = {head: _head(layer, head, x, keys, values) for head in heads}
     return Shapes(tuple(dict.fromkeys((x, keys, values))), by_head, tuple(joined))
 
 
-def _head(layer: Attention, head: int, x: Matrix, keys: Matrix, values: Matrix) -> tuple[Matrix, ...]:
+def _head(
+    layer: Attention, head: int, x: MatrixShape, keys: MatrixShape, values: MatrixShape
+) -> tuple[MatrixShape, ...]:
     """Returns the matrices of one head: queries, keys, weights, values and output."""
     D, Dv = layer.head_dim, layer.value_dim
     i, j = (str(place + 1).translate(SUBSCRIPTS) for place in (head, head * layer.kv_heads // layer.heads))
@@ -81,15 +83,15 @@ def _head(layer: Attention, head: int, x: Matrix, keys: Matrix, values: Matrix) 
     return (
         _projection(f"Q{i}", x, D),
         _projection(f"K{j}", keys, D),
-        Matrix(f"A{i}", x.rows, keys.rows, f"softmax(Q{i} · K{j}ᵀ {scale})"),
+        MatrixShape(f"A{i}", x.rows, keys.rows, f"softmax(Q{i} · K{j}ᵀ {scale})"),
         _projection(f"V{j}", values, Dv),
-        Matrix(f"head{i}", x.rows, Dv, f"A{i} · V{j}"),
+        MatrixShape(f"head{i}", x.rows, Dv, f"A{i} · V{j}"),
     )
 
 
-def _projection(name: str, source: Matrix, width: int) -> Matrix:
+def _projection(name: str, source: MatrixShape, width: int) -> MatrixShape:
     weight = f"W_{name}: {source.columns:,} × {width:,}"
-    return Matrix(name, source.rows, width, f"{source.name} · W_{name}", weight)
+    return MatrixShape(name, source.rows, width, f"{source.name} · W_{name}", weight)
 
 
 def shapes(
@@ -149,7 +151,7 @@ class Layout:
     def _side(self, size: int) -> float:
         return SHORTEST + (LONGEST - SHORTEST) * math.sqrt(size / self._largest)
 
-    def _width(self, x: Matrix) -> float:
+    def _width(self, x: MatrixShape) -> float:
         """Returns the width of a matrix or of its labels."""
         return max(self._side(x.columns), 0.058 * max(len(x.formula), len(x.weight), 1.2 * len(x.shape)))
 
@@ -199,7 +201,7 @@ class Layout:
         drawn = COLOURS[: len(self.matrices.heads)]
         return [*drawn[:2], *[faint] * min(5, self.heads - 3), drawn[2]] if self._gap else list(drawn)
 
-    def _matrix(self, drawing: Drawing, x: Matrix, column: int, y: float, colours: list[str]) -> None:
+    def _matrix(self, drawing: Drawing, x: MatrixShape, column: int, y: float, colours: list[str]) -> None:
         """Draws a matrix in stripes of the given colours, with its name, shape and formula."""
         from matplotlib.patches import Rectangle
 
@@ -221,7 +223,7 @@ class Layout:
         drawing.axes.text(*at, text, color=drawing.colours.ink, **style)
 
     def _arrow(
-        self, drawing: Drawing, start: tuple[int, Matrix, float], end: tuple[int, Matrix, float]
+        self, drawing: Drawing, start: tuple[int, MatrixShape, float], end: tuple[int, MatrixShape, float]
     ) -> None:
         """Draws an arrow between two matrices, each given as column, matrix and vertical centre.
 
