@@ -40,6 +40,14 @@ def test_a_second_number_by_position_raises(name: str) -> None:
         assert f"{name}(16, heads=8) for 8 heads, or {name}(16, d_k=8)" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["n_heads", "num_heads", "n_head"])
+def test_other_names_of_heads_raise(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{name}: expected the name heads; write SelfAttention\(16, heads=8\)"
+    ):
+        regard.nn.SelfAttention(16, **{name: 8})
+
+
 def test_scaled_dot_product_attention() -> None:
     q, k, v = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5), torch.randn(2, 3, 11, 4)
     layer = regard.nn.ScaledDotProductAttention(scale=0.7, dropout=0.5).eval()

@@ -12,6 +12,8 @@ from ..masks import Causal, Mask
 from ._module import CheckedModule
 from .attention import Attention
 
+OTHER_NAMES = {"n_heads", "n_head", "num_heads", "nheads", "nhead", "h"}  # names of `heads` in textbooks
+
 
 def SelfAttention(
     d_model: int, *positional: int, heads: int = 1, d_k: int | None = None, d_v: int | None = None,
@@ -30,7 +32,7 @@ def SelfAttention(
         >>> regard.nn.SelfAttention(16, d_k=8, d_v=6, out=False)(torch.randn(2, 5, 16)).shape
         torch.Size([2, 5, 6])
     """
-    _refuse_positional("SelfAttention", d_model, positional)
+    _check_names("SelfAttention", d_model, positional, options)
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, **options)
 
 
@@ -39,7 +41,7 @@ def CausalSelfAttention(
     **options: Any,
 ) -> Attention:  # fmt: skip
     """Returns a `SelfAttention` with the mask `Causal()`, as in GPT. The arguments are the same."""
-    _refuse_positional("CausalSelfAttention", d_model, positional)
+    _check_names("CausalSelfAttention", d_model, positional, options)
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, **{"mask": Causal()} | options)
 
 
@@ -52,7 +54,7 @@ def CrossAttention(
     Call it as `attend(x, context)`. `kv_model` defaults to `d_model`. The other arguments are those
     of `SelfAttention`.
     """
-    _refuse_positional("CrossAttention", d_model, positional)
+    _check_names("CrossAttention", d_model, positional, options)
     kv_model = d_model if kv_model is None else kv_model
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, kv_model=kv_model, **options)
 
@@ -73,14 +75,21 @@ def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: An
     return Attention(d_model, heads, kv_heads=kv_heads, **options)
 
 
-def _refuse_positional(name: str, d_model: int, positional: tuple[int, ...]) -> None:
-    """Raises TypeError for a second number by position: it may be the number of heads or d_k."""
+def _check_names(name: str, d_model: int, positional: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Raises TypeError for a second number by position, which may be the number of heads or d_k.
+
+    Also raises for other names of `heads`.
+    """
     if positional:
         n = positional[0]
         raise TypeError(
             f"{name}: expected sizes after d_model by name, got {', '.join(map(repr, positional))}; write "
             f"{name}({d_model}, heads={n}) for {n} heads, or {name}({d_model}, d_k={n}) for queries and "
             f"keys of width {n}"
+        )
+    for other in OTHER_NAMES & options.keys():
+        raise TypeError(
+            f"{other}: expected the name heads; write {name}({d_model}, heads={options[other]!r})"
         )
 
 
